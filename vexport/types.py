@@ -1,0 +1,267 @@
+"""The frozen values that pass between stages; plans and reports are these, written as JSON.
+
+No module imported here loads torch: `vexport --help` and `vexport check` start at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Severity = Literal["error", "warning", "info"]
+Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing a check saw: the place, what was expected, what was found, what to do."""
+
+    check: str
+    severity: Severity
+    where: str
+    expected: str
+    got: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: got {self.got}, need {self.expected}; {self.fix} [{self.check}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a safetensors file, known from its header alone.
+
+    `dtype` is safetensors' name (BF16, F8_E4M3, ...); `start` and `end` are absolute byte offsets in `file`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor that will be written: name, safetensors dtype, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearPlan:
+    """One linear layer to quantize: the module's name; the weight is (out_features, in_features)."""
+
+    name: str
+    weight: str
+    out_features: int
+    in_features: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionGroup:
+    """Linear layers that vLLM runs as one parameter and that therefore share scales per tensor.
+
+    `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`); a group of one
+    member carries that member's name.
+    """
+
+    name: str
+    scheme: str
+    observer: str
+    members: tuple[LinearPlan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be done to a checkpoint, from headers, rules and architecture alone."""
+
+    source: str
+    architecture: str
+    groups: tuple[FusionGroup, ...]
+    kept: tuple[str, ...]
+    kept_linears: tuple[str, ...]
+    source_bytes: int
+    output_bytes: int
+    parameters: int
+    refusals: tuple[Finding, ...] = ()
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """The schemes in use, in order of first use."""
+        return tuple(dict.fromkeys(group.scheme for group in self.groups))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """The findings on one checkpoint; `ok` means that none of them is an error."""
+
+    checkpoint: str
+    ok: bool
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What ran the model: versions, platform, kernels by layer kind, and what this platform cannot show."""
+
+    vllm: str
+    torch: str
+    transformers: str
+    platform: str
+    processor: str
+    dtype: str
+    multiprocess: bool
+    emulated: bool
+    kernels: tuple[str, ...]
+    blind_spots: tuple[str, ...]
+    start_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A greedy continuation of a fixed prompt."""
+
+    prompt: str
+    text: str
+    tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobAgreement:
+    """Full-vocabulary log-probabilities of vLLM against a reference on the same tokens.
+
+    `mean_kl` and `max_kl` are KL(reference || vLLM) in nats per token position; `limit` bounds `mean_kl`.
+    """
+
+    reference: str
+    prompts: int
+    positions: int
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What the real engine did with a checkpoint."""
+
+    checkpoint: str
+    ok: bool
+    findings: tuple[Finding, ...]
+    engine: EngineInfo | None = None
+    canaries: tuple[Canary, ...] = ()
+    logprobs: LogprobAgreement | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One model's mean score on one task: `value` in [0, 1] with a two-sided Wilson interval."""
+
+    task: str
+    metric: str
+    filter: str
+    documents: int
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A document whose correctness changed, with both answers."""
+
+    doc_id: int
+    prompt: str
+    target: str
+    baseline: str
+    candidate: str
+    direction: Literal["right to wrong", "wrong to right"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskVerdict:
+    """The paired comparison on one task.
+
+    `difference` is candidate minus baseline; (`low`, `high`) is the two-sided 1 - 2*alpha interval whose
+    ends are the one-sided 1 - alpha bounds that decide; `recovery` is candidate / baseline;
+    `documents_needed` says how many documents would settle an INCONCLUSIVE.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    outcome: Outcome
+    documents: int
+    baseline: Score
+    candidate: Score
+    difference: float
+    low: float
+    high: float
+    right_to_wrong: int
+    wrong_to_right: int
+    changed_wrong: int
+    flip_rate: float
+    flip_low: float
+    flip_high: float
+    mcnemar_p: float
+    recovery: float
+    recovery_low: float
+    recovery_high: float
+    documents_needed: int | None
+    flips: tuple[Flip, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One answer for all tasks, with the sentence that justifies it."""
+
+    outcome: Outcome
+    reason: str
+    margin: float
+    alpha: float
+    method: str
+    tasks: tuple[TaskVerdict, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerError:
+    """Weight error of one linear layer: signal-to-noise of the stored weight against the source, in dB."""
+
+    name: str
+    scheme: str
+    snr_db: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything a run found; every other report format is made from this."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    vexport: str
+    created: str
+    command: str
+    source: str
+    baseline: str
+    outcome: Outcome
+    reason: str
+    plan: Plan
+    layers: tuple[LayerError, ...]
+    calibration_rows: int
+    calibration_digest: str | None
+    check: CheckReport
+    baseline_load: LoadReport
+    load: LoadReport
+    verdict: Verdict | None
+    seconds: Mapping[str, float] = field(default_factory=dict)
