@@ -1,0 +1,209 @@
+"""Reads what a checkpoint holds from its headers: tensors, config, side files. No tensor data, no torch."""
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vexport.checkpoint.dtypes import BITS
+from vexport.errors import InputError, raise_all
+from vexport.files import read_json_object
+from vexport.types import Json, TensorInfo
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+# The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
+MAX_HEADER_BYTES = 100_000_000
+# What transformers also writes beside weights and is never carried along: other formats of the same weights.
+FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceIndex:
+    """A checkpoint folder as its headers describe it.
+
+    `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template, licence).
+    """
+
+    root: Path
+    config: Mapping[str, Json]
+    tensors: Mapping[str, TensorInfo]
+    side_files: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.num_bytes * 8 // BITS[tensor.dtype] for tensor in self.tensors.values())
+
+    @property
+    def architecture(self) -> str:
+        """The model class that config.json names first."""
+        names = self.config.get("architectures")
+        if isinstance(names, list) and names and isinstance(names[0], str):
+            return names[0]
+        raise InputError(
+            str(self.root / "config.json"),
+            got="no `architectures`",
+            need="the name of the model class",
+            fix='add e.g. "architectures": ["LlamaForCausalLM"]',
+        )
+
+
+def read_index(root: Path) -> SourceIndex:
+    """Read a checkpoint folder's config and all safetensors headers.
+
+    Raises InputError where the folder, its config or its weights are missing or broken.
+    """
+    require_checkpoint(root)
+    config = read_json_object(root / "config.json")
+    tensors: dict[str, TensorInfo] = {}
+    for file in weight_files(root):
+        tensors.update(read_header(file))
+    side_files = tuple(
+        path
+        for path in sorted(root.iterdir())
+        if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
+    )
+    return SourceIndex(root=root, config=config, tensors=tensors, side_files=side_files)
+
+
+def require_checkpoint(root: Path) -> None:
+    """InputError unless `root` is a folder with a config.json."""
+    if not root.exists():
+        raise InputError(str(root), got="no such folder", need="a checkpoint folder", fix="check the path")
+    if not root.is_dir():
+        raise InputError(
+            str(root), got="a file", need="a checkpoint folder", fix="name the folder that holds it"
+        )
+    if not (root / "config.json").is_file():
+        raise InputError(
+            str(root),
+            got="no config.json",
+            need="a Hugging Face checkpoint (config.json and safetensors)",
+            fix="check the path, or download the checkpoint again",
+        )
+
+
+def weight_files(root: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those of its index, else the single file.
+
+    Raises InputError where the index names a file that is missing or lies outside the folder.
+    """
+    if not (root / INDEX_NAME).is_file():
+        return _single_or_all(root)
+    names = index_file_names(root)
+    problems = []
+    for name in names:
+        if not is_inside(root, name):
+            problems.append(
+                InputError(
+                    str(root / INDEX_NAME),
+                    got=f"the file name {name!r}",
+                    need="a name inside the checkpoint's folder",
+                    fix="do not use this checkpoint: its index points elsewhere",
+                )
+            )
+        elif not (root / name).is_file():
+            problems.append(
+                InputError(
+                    str(root / name),
+                    got="no such file",
+                    need="the shard that the index names",
+                    fix="download it again",
+                )
+            )
+    raise_all(problems)
+    return [root / name for name in names]
+
+
+def _single_or_all(root: Path) -> list[Path]:
+    files = [root / SINGLE_NAME] if (root / SINGLE_NAME).is_file() else sorted(root.glob("*.safetensors"))
+    if files:
+        return files
+    raise InputError(
+        str(root),
+        got="no safetensors file",
+        need=f"{SINGLE_NAME} or {INDEX_NAME}",
+        fix="convert the weights to safetensors (pickled weights are never loaded)",
+    )
+
+
+def index_file_names(root: Path) -> list[str]:
+    """The shard names in a checkpoint's index, in order, each once."""
+    path = root / INDEX_NAME
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise InputError(
+            str(path), got="no usable `weight_map`", need="tensor name to file name", fix="recreate the index"
+        )
+    return sorted({str(name) for name in weight_map.values()})
+
+
+def is_inside(root: Path, name: str) -> bool:
+    """Whether the file `name` written in a checkpoint stays inside its folder.
+
+    A symbolic link out of the folder is allowed (the hub's cache is made of them); a path out of it is not.
+    """
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, in the order of their offsets.
+
+    Format: 8 bytes little-endian length, a JSON header, the data (https://github.com/huggingface/safetensors).
+    Raises InputError on a truncated or over-long file, a bad header, overlapping or ill-sized tensors.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size or length > MAX_HEADER_BYTES:
+            raise _broken(file, f"{size} bytes with a header of {length}")
+        data = stream.read(length)
+    try:
+        header = json.loads(data)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = [_tensor(file, name, entry, 8 + length) for name, entry in entries.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _broken(file, f"the header error {error}") from None
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    _require_contiguous(file, tensors, 8 + length, size)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _tensor(file: Path, name: str, entry: dict[str, Json], base: int) -> TensorInfo:
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"{name}: unknown dtype {dtype}")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        raise ValueError(f"{name}: shape or offsets are no lists")
+    sides = tuple(side for side in shape if isinstance(side, int) and side >= 0)
+    start, end = offsets
+    if len(sides) != len(shape) or not isinstance(start, int) or not isinstance(end, int):
+        raise ValueError(f"{name}: shape or offsets hold something else than sizes")
+    elements = 1
+    for side in sides:
+        elements *= side
+    if (end - start) * 8 != elements * BITS[dtype]:
+        raise ValueError(f"{name}: {end - start} bytes for shape {list(sides)} in {dtype}")
+    return TensorInfo(name=name, dtype=dtype, shape=sides, file=file, start=base + start, end=base + end)
+
+
+def _require_contiguous(file: Path, tensors: list[TensorInfo], base: int, size: int) -> None:
+    position = base
+    for tensor in tensors:
+        if tensor.start != position:
+            raise _broken(file, f"{tensor.name} at byte {tensor.start} instead of {position}")
+        position = tensor.end
+    if position != size:
+        raise _broken(file, f"{size} bytes where the header describes {position}")
+
+
+def _broken(file: Path, got: str) -> InputError:
+    return InputError(str(file), got=got, need="a whole safetensors file", fix="download or export it again")

@@ -1,0 +1,47 @@
+"""Torch tensors from and to the bytes of safetensors files."""
+
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vexport.checkpoint.reader import Reader
+from vexport.types import TensorInfo
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def read_tensor(reader: Reader, tensor: TensorInfo) -> torch.Tensor:
+    """A tensor that shares the file's memory map: read it, never write to it."""
+    dtype = TORCH_DTYPES[tensor.dtype]
+    if tensor.num_bytes == 0:
+        return torch.empty(tensor.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(reader.raw(tensor), dtype=dtype).reshape(tensor.shape)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The little-endian bytes of a tensor, row by row, without a copy where it is contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array.data
