@@ -21,7 +21,7 @@ def fused_modules(module: str, name: str) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Import each class and record its table; a class that needs an absent package is left out, said aloud."""
+    """Import each class and record its table; name the classes that cannot be imported here."""
     table: dict[str, dict[str, list[str]]] = {}
     for architecture, (module, name) in sorted(registry._TEXT_GENERATION_MODELS.items()):
         try:

@@ -59,11 +59,14 @@ def to_numpy(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.generic]:
     Raises ValueError for a dtype that has no decoder here (F4, C64).
     """
     if dtype in _NUMPY:
-        return np.frombuffer(data, dtype=_NUMPY[dtype])
+        plain: npt.NDArray[np.generic] = np.frombuffer(data, dtype=_NUMPY[dtype])
+        return plain
     if dtype == "BF16":
-        return np.left_shift(np.frombuffer(data, dtype="<u2"), 16, dtype=np.uint32).view(np.float32)
+        bits: npt.NDArray[np.uint32] = np.left_shift(np.frombuffer(data, dtype="<u2"), 16, dtype=np.uint32)
+        return bits.view(np.float32)
     if dtype in _DECODERS:
-        return _DECODERS[dtype][np.frombuffer(data, dtype="u1")]
+        codes: npt.NDArray[np.uint8] = np.frombuffer(data, dtype="u1")
+        return np.take(_DECODERS[dtype], codes)
     raise ValueError(
         f"{dtype}: got a dtype without decoder, need one of {sorted([*_NUMPY, 'BF16', *_DECODERS])}"
     )

@@ -1,0 +1,49 @@
+"""The quantization schemes: compressed-tensors' presets, each with the family that lays out its tensors.
+
+Adding a scheme family is one new file and one line in `FAMILIES`.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+
+from pydantic import TypeAdapter
+
+from vexport.errors import InputError
+from vexport.schemes import fp8, integer, nvfp4
+from vexport.schemes.base import Family, PresetFile, Scheme
+
+KEEP = "keep"
+FAMILIES: Mapping[str, Family] = {
+    "NVFP4": nvfp4.FAMILY,
+    "NVFP4A16": nvfp4.FAMILY,
+    "FP8": fp8.FAMILY,
+    "FP8_DYNAMIC": fp8.FAMILY,
+    "W8A8": integer.W8A8_FAMILY,
+    "W4A16": integer.WNA16_FAMILY,
+}
+
+
+@cache
+def presets() -> PresetFile:
+    """The presets of the pinned compressed-tensors, as generated."""
+    text = files("vexport.schemes").joinpath("presets.json").read_text(encoding="utf-8")
+    return TypeAdapter(PresetFile).validate_json(text)
+
+
+@cache
+def get_scheme(name: str) -> Scheme:
+    """The scheme of that name; InputError lists what is known."""
+    if name not in FAMILIES:
+        raise InputError(
+            f"scheme {name!r}",
+            got="an unknown name",
+            need=f"one of {', '.join(FAMILIES)}",
+            fix=f"see `vexport list schemes`; {KEEP!r} in a rule leaves layers unquantized",
+        )
+    return Scheme(name=name, args=presets().presets[name], family=FAMILIES[name])
+
+
+def all_schemes() -> tuple[Scheme, ...]:
+    """Every scheme that vexport quantizes to."""
+    return tuple(get_scheme(name) for name in FAMILIES)

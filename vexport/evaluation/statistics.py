@@ -1,0 +1,163 @@
+"""Statistics of paired outcomes: pure functions of counts and arrays.
+
+Notation: `wins` documents went from wrong to right, `losses` from right to wrong, among `documents`;
+the difference is (wins - losses) / documents. `alpha` is the one-sided error of each end of an interval,
+so that an interval (low, high) has the two-sided confidence 1 - 2 * alpha.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+Scores = NDArray[np.float64]
+
+POWER = 0.8
+"""Chance that a planned number of documents settles the question (the usual 80 %)."""
+
+RESAMPLES = 9999
+"""Bootstrap resamples: Monte Carlo error of a 5 % tail below 0.25 points (sqrt(.05 * .95 / 9999))."""
+
+
+class Interval(NamedTuple):
+    """Two one-sided bounds."""
+
+    low: float
+    high: float
+
+
+def normal_quantile(alpha: float) -> float:
+    """The point a standard normal variable exceeds with probability `alpha`, which lies in (0, 0.5)."""
+    if not 0 < alpha < 0.5:
+        raise ValueError(f"alpha: got {alpha}, need a number between 0 and 0.5; use 0.05")
+    return float(stats.norm.isf(alpha))
+
+
+def _check_counts(wins: float, losses: float, documents: float) -> None:
+    if documents <= 0 or min(wins, losses) < 0 or wins + losses > documents:
+        raise ValueError(
+            f"paired counts: got wins {wins}, losses {losses}, documents {documents}, need documents above 0 "
+            "and wins + losses at most documents; count each document once"
+        )
+
+
+def tango_statistic(wins: float, losses: float, documents: float, difference: float) -> float:
+    """Tango's score statistic of H0: the true difference is `difference` (Statistics in Medicine 17, 1998, eq. 8).
+
+    Approximately standard normal under H0. It scales with sqrt(k) when all counts scale with k, so the
+    counts need not be integers. At the ends of [-1, 1], where H0 leaves no variance, it is infinite or 0.
+    """
+    _check_counts(wins, losses, documents)
+    numerator = wins - losses - documents * difference
+    a = 2 * documents
+    b = -wins - losses + (2 * documents - wins + losses) * difference
+    c = -losses * difference * (1 - difference)
+    p_loss = (math.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)
+    variance = documents * (2 * p_loss + difference * (1 - difference))
+    if variance <= 0:
+        return math.copysign(math.inf, numerator) if numerator else 0.0
+    return numerator / math.sqrt(variance)
+
+
+def tango_interval(wins: int, losses: int, documents: int, alpha: float) -> Interval:
+    """Tango's score interval of the difference: the values that the score test at `alpha` does not refuse.
+
+    With wins = losses = 0 it is +-z^2 / (documents + z^2), where Wald's interval has no width.
+    """
+    z = normal_quantile(alpha)
+    estimate = (wins - losses) / documents if documents else math.nan
+    _check_counts(wins, losses, documents)
+
+    def excess(difference: float, sign: int) -> float:
+        return sign * tango_statistic(wins, losses, documents, difference) - z
+
+    low = -1.0 if estimate == -1 else optimize.bisect(excess, -1.0, estimate, args=(1,), xtol=1e-12)
+    high = 1.0 if estimate == 1 else optimize.bisect(excess, estimate, 1.0, args=(-1,), xtol=1e-12)
+    return Interval(float(low), float(high))
+
+
+def wilson_interval(successes: float, trials: float, alpha: float) -> Interval:
+    """Wilson's score interval of a proportion (JASA 22, 1927)."""
+    if trials <= 0 or not 0 <= successes <= trials:
+        raise ValueError(f"proportion: got {successes} of {trials}, need 0 <= successes <= trials, trials > 0")
+    z = normal_quantile(alpha)
+    centre = successes + z * z / 2
+    spread = z * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
+    low, high = ((centre + side) / (trials + z * z) for side in (-spread, spread))
+    return Interval(0.0 if successes == 0 else low, 1.0 if successes == trials else high)
+
+
+def mcnemar_p(wins: int, losses: int) -> float:
+    """Exact two-sided McNemar test: binomial with p = 1/2 on the documents that changed; 1 where none did."""
+    changed = wins + losses
+    return float(stats.binomtest(losses, changed, 0.5).pvalue) if changed else 1.0
+
+
+def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interval | None:
+    """Interval of candidate / baseline accuracy; None where the baseline has no right answer.
+
+    Bonett and Price's hybrid of two Wilson intervals for a ratio of paired proportions (Statistics in
+    Medicine 25, 2006). `both` counts the documents that both models answer right.
+    """
+    candidate, baseline, total = both + wins, both + losses, both + wins + losses
+    if baseline == 0:
+        return None
+    spread = math.sqrt((wins + losses + 2) / ((candidate + 1) * (baseline + 1)))
+    parts = sum(math.sqrt((1 - (x + 1) / (total + 2)) / (x + 1)) for x in (candidate, baseline))
+    z = normal_quantile(alpha) * spread / parts
+    tail = float(stats.norm.sf(z))
+    numerator, denominator = (wilson_interval(x, total, tail) for x in (candidate, baseline))
+    return Interval(numerator.low / denominator.high, numerator.high / denominator.low)
+
+
+def bootstrap_interval(values: Scores, alpha: float, *, span: float, seed: int = 0) -> Interval:
+    """Bootstrap bounds of the mean of `values`, shape (documents,): BCa (Efron 1987, scipy), seeded.
+
+    Where all values are equal a resample tells nothing; then the bounds are Tango's for no change at all,
+    times `span`, the width of the metric's range.
+    """
+    documents, mean = len(values), float(values.mean())
+    if np.ptp(values) == 0:
+        quiet = tango_interval(0, 0, documents, alpha)
+        return Interval(mean + span * quiet.low, mean + span * quiet.high)
+    result = stats.bootstrap(
+        (values,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        batch=max(1, 4_000_000 // documents),
+        confidence_level=1 - 2 * alpha,
+        method="BCa",
+        rng=np.random.default_rng(seed),
+    )
+    low, high = (float(end) for end in result.confidence_interval)
+    return Interval(low, high)
+
+
+def documents_for_power(margin: float, disagreement: float, alpha: float, power: float = POWER) -> int:
+    """Documents that show no loss beyond `margin` with probability `power`, where there is none.
+
+    (z_alpha + z_beta)^2 * disagreement / margin^2; `disagreement` is the share of documents whose
+    correctness changes (Connor, Biometrics 43, 1987, for a true difference of 0).
+    """
+    if margin <= 0 or not 0 <= disagreement <= 1:
+        raise ValueError(
+            f"documents: got margin {margin}, disagreement {disagreement}, need margin > 0, disagreement in [0, 1]"
+        )
+    return max(1, math.ceil(_power_sum(alpha, power) ** 2 * disagreement / margin**2))
+
+
+def documents_to_settle(documents: int, statistic: float, alpha: float, power: float = POWER) -> int | None:
+    """Documents that would settle an open question with probability `power`, if the observed rates hold.
+
+    `statistic` is the test statistic at the margin with `documents`; it grows with sqrt(documents). None
+    where it is 0: the observed difference lies on the margin and no number settles it.
+    """
+    if statistic == 0:
+        return None
+    return math.ceil(documents * (_power_sum(alpha, power) / statistic) ** 2)
+
+
+def _power_sum(alpha: float, power: float) -> float:
+    return normal_quantile(alpha) + float(stats.norm.ppf(power))

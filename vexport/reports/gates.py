@@ -1,0 +1,97 @@
+"""The gates of a run in their order: what CI shows as test cases and people read as a checklist."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vexport.reports.formatting import count, plural, points, points_interval
+from vexport.types import CheckReport, Finding, LoadReport, Report, Severity, TaskVerdict, Verdict
+
+Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
+_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """One condition of the verdict: its status, one sentence, and the findings behind it."""
+
+    name: str
+    status: Status
+    message: str
+    findings: tuple[Finding, ...] = ()
+
+
+def report_gates(report: Report) -> tuple[Gate, ...]:
+    """plan, check, load of both models, every task, and the answer; a stage not reached is SKIPPED."""
+    return (
+        findings_gate("plan", report.plan.refusals),
+        checkpoint_gate("check", report.check),
+        checkpoint_gate("load baseline", report.baseline_load),
+        checkpoint_gate("load", report.load),
+        *_evaluation_gates(report),
+        Gate(name="overall", status=report.outcome, message=report.reason),
+    )
+
+
+def verdict_gates(verdict: Verdict) -> tuple[Gate, ...]:
+    """Every task and the answer."""
+    tasks = (task_gate(task, verdict.margin) for task in verdict.tasks)
+    return (*tasks, Gate(name="overall", status=verdict.outcome, message=verdict.reason))
+
+
+def checkpoint_gate(name: str, report: CheckReport | LoadReport) -> Gate:
+    """The findings on one checkpoint; FAIL where the report is not ok, whatever the findings say."""
+    return findings_gate(name, report.findings, ok=report.ok)
+
+
+def findings_gate(name: str, findings: Sequence[Finding], *, ok: bool = True) -> Gate:
+    """FAIL with an error finding or where `ok` is off; the message is the first error or the counts."""
+    ordered = by_severity(findings)
+    errors = [finding for finding in ordered if finding.severity == "error"]
+    if errors:
+        more = f" (and {plural(len(errors) - 1, 'more error')})" if len(errors) > 1 else ""
+        return Gate(name=name, status="FAIL", message=f"{errors[0]}{more}", findings=ordered)
+    if not ok:
+        return Gate(name=name, status="FAIL", message="failed without a finding", findings=ordered)
+    return Gate(name=name, status="PASS", message=finding_counts(ordered), findings=ordered)
+
+
+def task_gate(task: TaskVerdict, margin: float) -> Gate:
+    """One task: the difference with its interval against the margin."""
+    message = (
+        f"{points(task.difference)} points ({points_interval(task.low, task.high)}) over "
+        f"{count(task.documents)} documents; a loss of {points(margin, sign=False)} is accepted"
+    )
+    if task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
+        message += f"; about {count(task.documents_needed)} documents would settle it"
+    return Gate(name=task_title(task), status=task.outcome, message=message)
+
+
+def task_title(task: TaskVerdict) -> str:
+    """The task with its metric, and the filter where it is not lm-eval's default."""
+    suffix = "" if task.filter in ("", "none") else f", {task.filter}"
+    return f"{task.task} ({task.metric}{suffix})"
+
+
+def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Errors, then warnings, then notes, each in the order found."""
+    return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
+
+
+def staged_findings(report: Report) -> tuple[tuple[str, Finding], ...]:
+    """Every finding of a run with the gate it belongs to, the gravest first."""
+    pairs = ((gate.name, finding) for gate in report_gates(report) for finding in gate.findings)
+    return tuple(sorted(pairs, key=lambda pair: _ORDER[pair[1].severity]))
+
+
+def finding_counts(findings: Sequence[Finding]) -> str:
+    """`1 error, 2 warnings`, or `no findings`."""
+    nouns: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
+    counts = {kind: sum(finding.severity == kind for finding in findings) for kind in nouns}
+    return ", ".join(plural(counts[kind], nouns[kind]) for kind in nouns if counts[kind]) or "no findings"
+
+
+def _evaluation_gates(report: Report) -> tuple[Gate, ...]:
+    if report.verdict is None:
+        return (Gate(name="evaluate", status="SKIPPED", message="not run: an earlier gate failed"),)
+    return tuple(task_gate(task, report.verdict.margin) for task in report.verdict.tasks)

@@ -1,0 +1,107 @@
+"""Workflow commands of GitHub Actions: at most ten annotations, the errors first.
+
+The escapes are those of actions/toolkit (packages/core/src/command.ts); GitHub shows ten annotations a step.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vexport.reports.escaping import clip, visible
+from vexport.reports.formatting import plural
+from vexport.reports.gates import Gate, Status, checkpoint_gate, report_gates, verdict_gates
+from vexport.types import CheckReport, Finding, LoadReport, Report, Severity, Verdict
+
+MAX_ANNOTATIONS = 10
+_MAX_CHARACTERS = 2000
+_Level = Literal["error", "warning", "notice"]
+_RANK: Mapping[_Level, int] = {"error": 0, "warning": 1, "notice": 2}
+_OF_STATUS: Mapping[Status, _Level] = {
+    "PASS": "notice",
+    "FAIL": "error",
+    "INCONCLUSIVE": "warning",
+    "SKIPPED": "notice",
+}
+_OF_SEVERITY: Mapping[Severity, _Level] = {"error": "error", "warning": "warning", "info": "notice"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Annotation:
+    level: _Level
+    title: str
+    message: str
+
+    def __str__(self) -> str:
+        title = _escape_property(visible(self.title))
+        return f"::{self.level} title={title}::{_escape_data(visible(clip(self.message, _MAX_CHARACTERS)))}"
+
+
+def report(report: Report) -> str:
+    """The answer, then errors and warnings of every gate."""
+    *gates, overall = report_gates(report)
+    return _lines(_answer(report.name, overall), (note for gate in gates for note in _of_gate(gate)))
+
+
+def checks(reports: Sequence[CheckReport]) -> str:
+    """Every checkpoint's answer, then its errors and warnings."""
+    return _of_checkpoints("check", reports)
+
+
+def loads(reports: Sequence[LoadReport]) -> str:
+    """Every checkpoint's answer, then its errors and warnings."""
+    return _of_checkpoints("load", reports)
+
+
+def verdict(verdict: Verdict) -> str:
+    """The answer, then every task that did not pass."""
+    *tasks, overall = verdict_gates(verdict)
+    return _lines(_answer("accuracy", overall), (note for gate in tasks for note in _of_gate(gate)))
+
+
+def _of_checkpoints(name: str, reports: Sequence[CheckReport | LoadReport]) -> str:
+    gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in reports]
+    if all(gate.status == "PASS" and not gate.findings for _, gate in gates):
+        message = f"{plural(len(gates), 'checkpoint')} without a finding"
+        return _lines(_Annotation(level="notice", title=f"vexport {name} PASS", message=message), ())
+    return _lines(None, (note for place, gate in gates for note in _of_gate(gate, place)))
+
+
+def _answer(name: str, gate: Gate) -> _Annotation:
+    title = f"vexport {gate.status}: {name}"
+    return _Annotation(level=_OF_STATUS[gate.status], title=title, message=gate.message)
+
+
+def _of_gate(gate: Gate, place: str = "") -> Iterator[_Annotation]:
+    """Its findings but the notes; without an error among them, the gate itself where it did not pass."""
+    prefix = f"{place}: " if place else ""
+    if gate.status in ("FAIL", "INCONCLUSIVE") and not any(f.severity == "error" for f in gate.findings):
+        yield _Annotation(
+            level=_OF_STATUS[gate.status], title=f"{gate.name} {gate.status}", message=prefix + gate.message
+        )
+    for finding in gate.findings:
+        if finding.severity != "info":
+            yield _of_finding(gate.name, prefix, finding)
+
+
+def _of_finding(gate: str, prefix: str, finding: Finding) -> _Annotation:
+    title = f"{gate}: {finding.check}"
+    return _Annotation(level=_OF_SEVERITY[finding.severity], title=title, message=f"{prefix}{finding}")
+
+
+def _lines(answer: _Annotation | None, notes: Iterable[_Annotation]) -> str:
+    """The answer and the gravest notes; the rest is counted in a plain line of the log."""
+    ordered = sorted(notes, key=lambda note: _RANK[note.level])
+    annotations = [answer, *ordered] if answer else ordered
+    lines = [str(note) for note in annotations[:MAX_ANNOTATIONS]]
+    left_out = len(annotations) - len(lines)
+    if left_out:
+        lines.append(f"{plural(left_out, 'more annotation')} left out; the report has them all")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _escape_data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _escape_property(text: str) -> str:
+    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,79 @@
+"""JUnit XML: one test case per gate, or per finding of `check` and `load`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from vexport.reports.escaping import visible
+from vexport.reports.gates import Gate, checkpoint_gate, report_gates, verdict_gates
+from vexport.types import CheckReport, LoadReport, Report, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Suite:
+    name: str
+    gates: tuple[Gate, ...]
+
+
+def report(report: Report) -> str:
+    """One suite with a case for every gate of the run."""
+    return _document((_Suite(name=report.name, gates=report_gates(report)),), report.seconds)
+
+
+def checks(reports: Sequence[CheckReport]) -> str:
+    """One suite per checkpoint with the case `check`."""
+    return _document([_checkpoint_suite("check", report) for report in reports], {})
+
+
+def loads(reports: Sequence[LoadReport]) -> str:
+    """One suite per checkpoint with the case `load`."""
+    return _document([_checkpoint_suite("load", report) for report in reports], {})
+
+
+def verdict(verdict: Verdict) -> str:
+    """One suite with a case for every task and one for the answer."""
+    return _document((_Suite(name="verdict", gates=verdict_gates(verdict)),), {})
+
+
+def _checkpoint_suite(name: str, report: CheckReport | LoadReport) -> _Suite:
+    return _Suite(name=report.checkpoint, gates=(checkpoint_gate(name, report),))
+
+
+def _document(suites: Sequence[_Suite], seconds: Mapping[str, float]) -> str:
+    gates = [gate for suite in suites for gate in suite.gates]
+    root = ElementTree.Element("testsuites", {"name": "vexport", **_totals(gates, seconds)})
+    for suite in suites:
+        attributes = {"name": visible(suite.name), **_totals(suite.gates, seconds)}
+        element = ElementTree.SubElement(root, "testsuite", attributes)
+        for gate in suite.gates:
+            _add_case(element, suite.name, gate, seconds)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _totals(gates: Sequence[Gate], seconds: Mapping[str, float]) -> dict[str, str]:
+    return {
+        "tests": str(len(gates)),
+        "failures": str(sum(gate.status in ("FAIL", "INCONCLUSIVE") for gate in gates)),
+        "errors": "0",
+        "skipped": str(sum(gate.status == "SKIPPED" for gate in gates)),
+        "time": f"{sum(seconds.values()):.3f}",
+    }
+
+
+def _add_case(suite: ElementTree.Element, name: str, gate: Gate, seconds: Mapping[str, float]) -> None:
+    attributes = {
+        "classname": f"vexport.{visible(name)}",
+        "name": visible(gate.name),
+        "time": f"{seconds.get(gate.name, 0.0):.3f}",
+    }
+    case = ElementTree.SubElement(suite, "testcase", attributes)
+    message = visible(gate.message)
+    details = "\n".join(f"{finding.severity}: {visible(str(finding))}" for finding in gate.findings)
+    if gate.status == "SKIPPED":
+        ElementTree.SubElement(case, "skipped", {"message": message})
+    elif gate.status == "PASS":
+        ElementTree.SubElement(case, "system-out").text = details or message
+    else:
+        failure = ElementTree.SubElement(case, "failure", {"message": message, "type": gate.status})
+        failure.text = details or message

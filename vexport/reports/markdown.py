@@ -1,0 +1,145 @@
+"""Markdown for a CI step summary: the answer, the tasks, the findings; far below GitHub's limit of 1 MiB."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from vexport.reports.escaping import clip, visible
+from vexport.reports.formatting import (
+    bits_per_weight,
+    count,
+    duration,
+    p_value,
+    percent,
+    percent_interval,
+    plural,
+    points,
+    points_interval,
+    ratio,
+    size,
+    small,
+)
+from vexport.reports.gates import Gate, report_gates, staged_findings, task_title
+from vexport.types import Finding, LoadReport, Report, TaskVerdict, Verdict
+
+MAX_FINDINGS = 20
+_MAX_CELL = 300
+_PUNCTUATION = re.compile(r"([\\`*_\[\]|~#{}!])")
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "://": "&#58;//", "www.": "www&#46;"}
+
+
+def report(report: Report) -> str:
+    """The whole summary; answers and layers are left to the HTML report."""
+    parts = [
+        f"## {report.outcome}: {_safe(report.name)}",
+        _safe(report.reason),
+        _gate_table(report_gates(report)),
+        _size_line(report),
+        _tasks(report.verdict) if report.verdict else "",
+        _load(report.load),
+        _findings(report),
+        f"<sub>vexport {_safe(report.vexport)}, {_safe(report.created)}, source {_safe(report.source)}, "
+        f"total {duration(sum(report.seconds.values()))}</sub>",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _gate_table(gates: Sequence[Gate]) -> str:
+    return _table(("Gate", "Result", "Why"), ((gate.name, gate.status, gate.message) for gate in gates))
+
+
+def _size_line(report: Report) -> str:
+    plan = report.plan
+    return (
+        f"**Size** {size(plan.source_bytes)} to {size(plan.output_bytes)} "
+        f"({ratio(plan.output_bytes, plan.source_bytes)}), "
+        f"{bits_per_weight(plan.output_bytes, plan.parameters)} bits per weight, "
+        f"{_safe(', '.join(plan.schemes)) or 'nothing quantized'}"
+    )
+
+
+def _tasks(verdict: Verdict) -> str:
+    header = (
+        "Task",
+        "Result",
+        "n",
+        "Baseline",
+        "Quantized",
+        "Difference, points",
+        "Recovery",
+        "Flips",
+        "McNemar p",
+    )
+    method = (
+        f"A loss of {points(verdict.margin, sign=False)} points is accepted, alpha {verdict.alpha:g}. "
+        f"{_safe(verdict.method)}"
+    )
+    return f"### Accuracy\n\n{_table(header, map(_task_row, verdict.tasks))}\n\n{method}"
+
+
+def _task_row(task: TaskVerdict) -> tuple[str, ...]:
+    return (
+        task_title(task),
+        task.outcome,
+        count(task.documents),
+        f"{percent(task.baseline.value)} ({percent_interval(task.baseline.low, task.baseline.high)})",
+        f"{percent(task.candidate.value)} ({percent_interval(task.candidate.low, task.candidate.high)})",
+        f"{points(task.difference)} ({points_interval(task.low, task.high)})",
+        f"{percent(task.recovery)} ({percent_interval(task.recovery_low, task.recovery_high)})",
+        f"{task.right_to_wrong} lost, {task.wrong_to_right} gained ({percent(task.flip_rate, 2)})",
+        p_value(task.mcnemar_p),
+    )
+
+
+def _load(load: LoadReport) -> str:
+    lines = ["### Load in vLLM"]
+    if load.engine:
+        engine = load.engine
+        emulated = ", emulated" if engine.emulated else ""
+        lines.append(_safe(f"vLLM {engine.vllm} on {engine.platform} ({engine.processor}{emulated})"))
+        lines += [f"- Not shown here: {_safe(spot)}" for spot in engine.blind_spots]
+    if load.logprobs:
+        agreement = load.logprobs
+        lines.append(
+            f"- Log-probabilities against {_safe(agreement.reference)}: mean KL {small(agreement.mean_kl)} "
+            f"(limit {small(agreement.limit)}), max {small(agreement.max_kl)}, "
+            f"first choice agrees {percent(agreement.top1_agreement)}"
+        )
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def _findings(report: Report) -> str:
+    found = staged_findings(report)
+    if not found:
+        return ""
+    table = _table(
+        ("Severity", "Check", "Where", "Got", "Need", "Do"),
+        (_finding_row(gate, finding) for gate, finding in found[:MAX_FINDINGS]),
+    )
+    more = len(found) - MAX_FINDINGS
+    return f"### Findings\n\n{table}" + (
+        f"\n\n{plural(more, 'more finding')} in report.json" if more > 0 else ""
+    )
+
+
+def _finding_row(gate: str, finding: Finding) -> tuple[str, ...]:
+    return (
+        finding.severity,
+        f"{gate}: {finding.check}",
+        finding.where,
+        finding.got,
+        finding.expected,
+        finding.fix,
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([_safe(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _safe(text: str) -> str:
+    """`text` as itself in Markdown: no markup, HTML, link, mention or table cell of its own."""
+    escaped = _PUNCTUATION.sub(r"\\\1", visible(clip(text, _MAX_CELL)))
+    for plain, entity in _ENTITIES.items():
+        escaped = escaped.replace(plain, entity)
+    return escaped

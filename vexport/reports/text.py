@@ -1,0 +1,219 @@
+"""Plain text for people: what was decided, why, and what to do; colour only where the console has it."""
+
+import io
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from vexport.reports.escaping import clip, visible
+from vexport.reports.formatting import (
+    bits_per_weight,
+    count,
+    duration,
+    p_value,
+    percent,
+    plural,
+    points,
+    points_interval,
+    ratio,
+    size,
+    small,
+)
+from vexport.reports.gates import (
+    Gate,
+    Status,
+    checkpoint_gate,
+    finding_counts,
+    report_gates,
+    staged_findings,
+    task_title,
+    verdict_gates,
+)
+from vexport.types import CheckReport, Finding, LoadReport, LogprobAgreement, Report, Severity, Verdict
+
+WIDTH = 100
+MAX_FINDINGS = 20
+_MAX_TEXT = 1000
+_STATUS_STYLE: dict[Status, str] = {
+    "PASS": "bold green",
+    "FAIL": "bold red",
+    "INCONCLUSIVE": "bold yellow",
+    "SKIPPED": "dim",
+}
+_SEVERITY_STYLE: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "dim"}
+
+
+def summary(report: Report) -> RenderableType:
+    """The whole run on one screen, for a rich console: the answer, the gates, accuracy, size, findings."""
+    parts = [
+        _headline(report.outcome, report.name, report.reason),
+        _gates(report_gates(report)[:-1]),
+        _facts(report),
+        *([_tasks(report.verdict)] if report.verdict else []),
+        *_findings([finding for _, finding in staged_findings(report)]),
+    ]
+    return _spaced(parts)
+
+
+def checks_summary(reports: Sequence[CheckReport]) -> RenderableType:
+    """One block per checkpoint: its answer and its findings."""
+    return _spaced([part for report in reports for part in _checkpoint("check", report)])
+
+
+def loads_summary(reports: Sequence[LoadReport]) -> RenderableType:
+    """One block per checkpoint: its answer, the engine and what it cannot show, the findings."""
+    return _spaced([part for report in reports for part in (*_checkpoint("load", report), *_engine(report))])
+
+
+def verdict_summary(verdict: Verdict) -> RenderableType:
+    """The answer and the tasks it rests on."""
+    gates = verdict_gates(verdict)[:-1]
+    return _spaced([_headline(verdict.outcome, "accuracy", verdict.reason), _gates(gates), _tasks(verdict)])
+
+
+def report(report: Report) -> str:
+    """`summary` without colour, 100 columns wide."""
+    return _plain(summary(report))
+
+
+def checks(reports: Sequence[CheckReport]) -> str:
+    """`checks_summary` without colour."""
+    return _plain(checks_summary(reports))
+
+
+def loads(reports: Sequence[LoadReport]) -> str:
+    """`loads_summary` without colour."""
+    return _plain(loads_summary(reports))
+
+
+def verdict(verdict: Verdict) -> str:
+    """`verdict_summary` without colour."""
+    return _plain(verdict_summary(verdict))
+
+
+def _plain(content: RenderableType) -> str:
+    console = Console(
+        file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False
+    )
+    with console.capture() as capture:
+        console.print(content)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def _spaced(parts: Iterable[RenderableType]) -> RenderableType:
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Text from outside: no console markup, no escape sequence, a bounded length."""
+    return Text(visible(clip(text, _MAX_TEXT)), style=style, overflow="fold")
+
+
+def _headline(status: Status, name: str, reason: str) -> RenderableType:
+    return Text.assemble((status, _STATUS_STYLE[status]), "  ", _text(name, "bold"), "\n", _text(reason))
+
+
+def _gates(gates: Iterable[Gate]) -> RenderableType:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for gate in gates:
+        table.add_row(_text(gate.name), Text(gate.status, _STATUS_STYLE[gate.status]), _text(gate.message))
+    return table
+
+
+def _facts(report: Report) -> RenderableType:
+    plan = report.plan
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_row(
+        "size",
+        _text(
+            f"{size(plan.source_bytes)} to {size(plan.output_bytes)} ({ratio(plan.output_bytes, plan.source_bytes)}), "
+            f"{bits_per_weight(plan.output_bytes, plan.parameters)} bits per weight"
+        ),
+    )
+    table.add_row("schemes", _text(", ".join(plan.schemes) or "nothing quantized"))
+    for row in _engine_rows(report.load):
+        table.add_row(*row)
+    table.add_row("time", _text(duration(sum(report.seconds.values()))))
+    return table
+
+
+def _engine(report: LoadReport) -> list[RenderableType]:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for row in _engine_rows(report):
+        table.add_row(*row)
+    return [table] if table.row_count else []
+
+
+def _engine_rows(load: LoadReport) -> list[tuple[str, Text]]:
+    rows: list[tuple[str, Text]] = []
+    if load.engine:
+        engine = load.engine
+        emulated = ", emulated" if engine.emulated else ""
+        rows.append(("vLLM", _text(f"{engine.vllm} on {engine.platform} ({engine.processor}{emulated})")))
+        rows += [("not shown", _text(spot)) for spot in engine.blind_spots]
+    if load.logprobs:
+        rows.append(("log-probs", _text(_agreement(load.logprobs))))
+    return rows
+
+
+def _agreement(agreement: LogprobAgreement) -> str:
+    return (
+        f"mean KL {small(agreement.mean_kl)} against {agreement.reference} (limit {small(agreement.limit)}), "
+        f"first choice agrees {percent(agreement.top1_agreement)}"
+    )
+
+
+def _tasks(verdict: Verdict) -> RenderableType:
+    caption = f"accepted loss {points(verdict.margin, sign=False)} points, alpha {verdict.alpha:g}; {verdict.method}"
+    table = Table(box=box.SIMPLE_HEAD, caption=_text(caption), caption_justify="left", pad_edge=False)
+    table.add_column("task", overflow="fold")
+    for name in ("n", "baseline", "quantized", "difference (points)", "recovery", "lost", "gained", "p"):
+        table.add_column(name, justify="right")
+    for task in verdict.tasks:
+        table.add_row(
+            _text(task_title(task)),
+            count(task.documents),
+            percent(task.baseline.value),
+            percent(task.candidate.value),
+            f"{points(task.difference)} ({points_interval(task.low, task.high)})",
+            percent(task.recovery),
+            count(task.right_to_wrong),
+            count(task.wrong_to_right),
+            p_value(task.mcnemar_p),
+        )
+    return table
+
+
+def _checkpoint(name: str, report: CheckReport | LoadReport) -> list[RenderableType]:
+    gate = checkpoint_gate(name, report)
+    return [
+        _headline(gate.status, report.checkpoint, finding_counts(report.findings)),
+        *_findings(gate.findings),
+    ]
+
+
+def _findings(findings: Sequence[Finding]) -> list[RenderableType]:
+    """One block per finding: place, what was found and needed, what to do."""
+    shown: list[RenderableType] = [_finding(finding) for finding in findings[:MAX_FINDINGS]]
+    more = len(findings) - len(shown)
+    if more:
+        shown.append(Text(f"{plural(more, 'more finding')}: see --format json"))
+    return shown
+
+
+def _finding(finding: Finding) -> RenderableType:
+    head = Text.assemble(
+        (finding.severity, _SEVERITY_STYLE[finding.severity]),
+        "  ",
+        _text(finding.where, "bold"),
+        "  ",
+        _text(f"[{finding.check}]", "dim"),
+    )
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+    for label, text in (("got", finding.got), ("need", finding.expected), ("do", finding.fix)):
+        table.add_row(Text(label, "dim"), _text(text))
+    return Group(head, table)

@@ -1,0 +1,104 @@
+"""What a scheme is: quantization arguments in compressed-tensors' terms and a layout of tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from vexport.types import LinearPlan, TensorSpec
+
+Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantArgs:
+    """How one tensor is quantized; names and meaning are compressed-tensors' `QuantizationArgs`.
+
+    `dynamic` is "local" where only the global scale is static (NVFP4 inputs).
+    """
+
+    num_bits: int
+    type: Literal["int", "float"]
+    symmetric: bool = True
+    strategy: Strategy
+    group_size: int | None = None
+    block_structure: tuple[int, int] | None = None
+    dynamic: bool | Literal["local"] = False
+    actorder: str | None = None
+    scale_dtype: str | None = None
+    zp_dtype: str | None = None
+    observer: str | None = None
+    observer_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeArgs:
+    """Quantization of a layer's weight and, where there is one, of its input."""
+
+    weights: QuantArgs
+    input_activations: QuantArgs | None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether static statistics of the inputs are needed."""
+        return self.input_activations is not None and self.input_activations.dynamic is not True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetFile:
+    """The generated presets and the version of compressed-tensors that they come from."""
+
+    compressed_tensors: str
+    presets: Mapping[str, SchemeArgs]
+
+
+class Family(Protocol):
+    """Schemes that are stored alike.
+
+    `format` is compressed-tensors' name of the storage; `least_sm` and `least_sm_note` say which GPUs run
+    it in vLLM, `cpu` how vLLM's CPU build runs it; `shared` names the scales that fused layers must share.
+    """
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def least_sm(self) -> int: ...
+    @property
+    def cpu(self) -> str: ...
+    @property
+    def shared(self) -> tuple[str, ...]: ...
+
+    def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
+        """The tensors that replace the layer's weight, in the order in which they are written."""
+        ...
+
+    def misfit(self, args: SchemeArgs, linear: LinearPlan) -> str | None:
+        """Why vLLM could not run this layer in this scheme, or None where it can."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """A named scheme: arguments and family."""
+
+    name: str
+    args: SchemeArgs
+    family: Family
+
+    def layout(self, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
+        """The tensors that replace the layer's weight."""
+        return self.family.layout(self.args, linear, source_dtype)
+
+    def misfit(self, linear: LinearPlan) -> str | None:
+        """Why vLLM could not run this layer in this scheme, or None where it can."""
+        return self.family.misfit(self.args, linear)
+
+
+def group_misfit(linear: LinearPlan, group: int) -> str | None:
+    """Rule of vLLM: in_features must be a whole number of groups.
+
+    Sources: verify_group_size_divides_partition (vllm/distributed/utils.py) raises for WNA16;
+    compressed_tensors_w4a4_nvfp4.py divides with floor and loads wrong weights without a word.
+    """
+    if linear.in_features % group == 0:
+        return None
+    return f"in_features {linear.in_features} is not a multiple of {group}"

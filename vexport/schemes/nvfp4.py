@@ -1,0 +1,40 @@
+"""NVFP4: e2m1 weights in groups of 16 with e4m3 scales, relative to one float32 divisor per fused module.
+
+Layout: vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py.
+"""
+
+from dataclasses import dataclass
+
+from vexport.schemes.base import SchemeArgs, group_misfit
+from vexport.types import LinearPlan, TensorSpec
+
+GROUP_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Family:
+    """NVFP4 with (W4A4) or without (W4A16) quantized inputs."""
+
+    format: str = "nvfp4-pack-quantized"
+    least_sm: int = 75
+    cpu: str = "emulated (vexport's plugin)"
+    shared: tuple[str, ...] = ("weight_global_scale", "input_global_scale")
+
+    def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
+        """weight_packed (out, in/2), weight_scale (out, in/16), global scales (1,) as divisors."""
+        rows, columns, name = linear.out_features, linear.in_features, linear.name
+        weight = (
+            TensorSpec(name=f"{name}.weight_packed", dtype="U8", shape=(rows, columns // 2)),
+            TensorSpec(name=f"{name}.weight_scale", dtype="F8_E4M3", shape=(rows, columns // GROUP_SIZE)),
+            TensorSpec(name=f"{name}.weight_global_scale", dtype="F32", shape=(1,)),
+        )
+        if args.input_activations is None:
+            return weight
+        return (*weight, TensorSpec(name=f"{name}.input_global_scale", dtype="F32", shape=(1,)))
+
+    def misfit(self, args: SchemeArgs, linear: LinearPlan) -> str | None:
+        """in_features must be a multiple of 16."""
+        return group_misfit(linear, GROUP_SIZE)
+
+
+FAMILY = Nvfp4Family()
