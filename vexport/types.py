@@ -166,7 +166,10 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One model's mean score on one task: `value` in [0, 1] with a two-sided Wilson interval."""
+    """One model's mean score on one task, with a two-sided 1 - 2*alpha interval.
+
+    Wilson's interval where each document is right or wrong, else a bootstrap in the metric's own units.
+    """
 
     task: str
     metric: str
@@ -193,9 +196,11 @@ class Flip:
 class TaskVerdict:
     """The paired comparison on one task.
 
-    `difference` is candidate minus baseline; (`low`, `high`) is the two-sided 1 - 2*alpha interval whose
-    ends are the one-sided 1 - alpha bounds that decide; `recovery` is candidate / baseline;
-    `documents_needed` says how many documents would settle an INCONCLUSIVE.
+    `difference` is candidate minus baseline, negative where the candidate is worse; (`low`, `high`) are the
+    one-sided bounds that decide: `low` at 1 - alpha, `high` at 1 - alpha or, with several tasks, at the
+    level of Holm's step. `recovery` is candidate / baseline, None where the baseline scores 0.
+    `documents_needed` would settle an INCONCLUSIVE; None where no number would, or nothing is open.
+    Where the metric is not 0/1, right to wrong counts the documents that got worse.
     """
 
     task: str
@@ -215,9 +220,9 @@ class TaskVerdict:
     flip_low: float
     flip_high: float
     mcnemar_p: float
-    recovery: float
-    recovery_low: float
-    recovery_high: float
+    recovery: float | None
+    recovery_low: float | None
+    recovery_high: float | None
     documents_needed: int | None
     flips: tuple[Flip, ...]
 

@@ -44,7 +44,7 @@ def _check_counts(wins: float, losses: float, documents: float) -> None:
 
 
 def tango_statistic(wins: float, losses: float, documents: float, difference: float) -> float:
-    """Tango's score statistic of H0: the true difference is `difference` (Statistics in Medicine 17, 1998, eq. 8).
+    """Tango's score statistic of H0: the true difference is `difference` (Statistics in Medicine 17, 1998).
 
     Approximately standard normal under H0. It scales with sqrt(k) when all counts scale with k, so the
     counts need not be integers. At the ends of [-1, 1], where H0 leaves no variance, it is infinite or 0.
@@ -81,7 +81,7 @@ def tango_interval(wins: int, losses: int, documents: int, alpha: float) -> Inte
 def wilson_interval(successes: float, trials: float, alpha: float) -> Interval:
     """Wilson's score interval of a proportion (JASA 22, 1927)."""
     if trials <= 0 or not 0 <= successes <= trials:
-        raise ValueError(f"proportion: got {successes} of {trials}, need 0 <= successes <= trials, trials > 0")
+        raise ValueError(f"proportion: got {successes} of {trials}, need 0 <= successes <= trials > 0")
     z = normal_quantile(alpha)
     centre = successes + z * z / 2
     spread = z * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
@@ -135,6 +135,17 @@ def bootstrap_interval(values: Scores, alpha: float, *, span: float, seed: int =
     return Interval(low, high)
 
 
+def mean_statistic(values: Scores, against: float, span: float) -> float:
+    """Student's statistic of H0: the mean of `values` is `against`; if all are equal, Tango's for no change.
+
+    Used to plan documents for metrics that are not 0/1; `span` as in `bootstrap_interval`.
+    """
+    documents, distance = len(values), float(values.mean()) - against
+    if np.ptp(values) == 0:
+        return tango_statistic(0, 0, documents, max(-1.0, min(1.0, -distance / span)))
+    return distance / float(values.std(ddof=1)) * math.sqrt(documents)
+
+
 def documents_for_power(margin: float, disagreement: float, alpha: float, power: float = POWER) -> int:
     """Documents that show no loss beyond `margin` with probability `power`, where there is none.
 
@@ -143,7 +154,8 @@ def documents_for_power(margin: float, disagreement: float, alpha: float, power:
     """
     if margin <= 0 or not 0 <= disagreement <= 1:
         raise ValueError(
-            f"documents: got margin {margin}, disagreement {disagreement}, need margin > 0, disagreement in [0, 1]"
+            f"documents: got margin {margin}, disagreement {disagreement}, "
+            "need a margin above 0 and a disagreement in [0, 1]"
         )
     return max(1, math.ceil(_power_sum(alpha, power) ** 2 * disagreement / margin**2))
 

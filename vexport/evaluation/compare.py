@@ -1,0 +1,148 @@
+"""The paired comparison of two models on one task: from scores to a TaskVerdict."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from vexport.evaluation.pairs import TaskPair
+from vexport.evaluation.statistics import (
+    Interval,
+    Scores,
+    bootstrap_interval,
+    documents_to_settle,
+    mcnemar_p,
+    mean_statistic,
+    recovery_interval,
+    tango_interval,
+    tango_statistic,
+    wilson_interval,
+)
+from vexport.types import Flip, Outcome, Score, TaskVerdict
+
+MAX_FLIPS = 50
+"""Changed documents shown for each task: enough to read, few enough to print."""
+
+
+def difference_interval(pair: TaskPair, alpha: float) -> Interval:
+    """One-sided 1 - alpha bounds of the mean gain: Tango's score interval, or a bootstrap if not 0/1."""
+    if pair.binary:
+        return tango_interval(_wins(pair), _losses(pair), len(pair.gain), alpha)
+    return bootstrap_interval(pair.gain, alpha, span=_span(pair))
+
+
+def compare_task(pair: TaskPair, *, margin: float, alpha: float, fail_alpha: float) -> TaskVerdict:
+    """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound at
+    `fail_alpha` is below it, else INCONCLUSIVE.
+
+    `fail_alpha` is at most `alpha`, so that both cannot hold.
+    """
+    documents, wins, losses = len(pair.gain), _wins(pair), _losses(pair)
+    low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
+    outcome: Outcome = "PASS" if low > -margin else "FAIL" if high < -margin else "INCONCLUSIVE"
+    flips = wilson_interval(wins + losses, documents, alpha)
+    recovery, recovery_bounds = _recovery(pair, alpha)
+    return TaskVerdict(
+        task=pair.task,
+        metric=pair.metric,
+        filter=pair.filter,
+        outcome=outcome,
+        documents=documents,
+        baseline=_score(pair, pair.baseline, alpha),
+        candidate=_score(pair, pair.candidate, alpha),
+        difference=float(pair.gain.mean()),
+        low=low,
+        high=high,
+        right_to_wrong=losses,
+        wrong_to_right=wins,
+        changed_wrong=_changed_wrong(pair),
+        flip_rate=(wins + losses) / documents,
+        flip_low=flips.low,
+        flip_high=flips.high,
+        mcnemar_p=mcnemar_p(wins, losses),
+        recovery=recovery,
+        recovery_low=recovery_bounds.low if recovery_bounds else None,
+        recovery_high=recovery_bounds.high if recovery_bounds else None,
+        documents_needed=_needed(pair, margin, alpha, fail_alpha) if outcome == "INCONCLUSIVE" else None,
+        flips=tuple(islice(_flips(pair), MAX_FLIPS)),
+    )
+
+
+def _wins(pair: TaskPair) -> int:
+    return int((pair.gain > 0).sum())
+
+
+def _losses(pair: TaskPair) -> int:
+    return int((pair.gain < 0).sum())
+
+
+def _span(pair: TaskPair) -> float:
+    """The width of the metric's range: 1, or more where the scores show more."""
+    return max(1.0, float(np.ptp(np.concatenate([pair.baseline, pair.candidate]))))
+
+
+def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
+    value = float(scores.mean())
+    if pair.binary:
+        low, high = wilson_interval(float(scores.sum()), len(scores), alpha)
+    else:
+        low, high = bootstrap_interval(scores, alpha, span=_span(pair))
+    return Score(
+        task=pair.task,
+        metric=pair.metric,
+        filter=pair.filter,
+        documents=len(scores),
+        value=value,
+        low=low,
+        high=high,
+    )
+
+
+def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | None]:
+    """Candidate / baseline with its interval: Bonett and Price for 0/1 metrics, else the difference's bounds
+    divided by the baseline's mean. None where that mean is not positive or lower is better.
+    """
+    baseline, candidate = float(pair.baseline.mean()), float(pair.candidate.mean())
+    if baseline <= 0 or pair.sign < 0:
+        return None, None
+    if pair.binary:
+        both = int((pair.baseline * pair.candidate).sum())
+        return candidate / baseline, recovery_interval(both, _wins(pair), _losses(pair), alpha)
+    low, high = difference_interval(pair, alpha)
+    return candidate / baseline, Interval(1 + low / baseline, 1 + high / baseline)
+
+
+def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> int | None:
+    documents = len(pair.gain)
+    if pair.binary:
+        statistic = tango_statistic(_wins(pair), _losses(pair), documents, -margin)
+    else:
+        statistic = mean_statistic(pair.gain, -margin, _span(pair))
+    return documents_to_settle(documents, statistic, alpha if statistic > 0 else fail_alpha)
+
+
+def _changed_wrong(pair: TaskPair) -> int:
+    """Documents that both models answer wrong, and differently."""
+    right = 1.0 if pair.sign > 0 else 0.0
+    return sum(
+        1
+        for gain, score, (old, new) in zip(pair.gain, pair.baseline, pair.documents, strict=True)
+        if gain == 0 and score != right and old.compared != new.compared
+    )
+
+
+def _flips(pair: TaskPair) -> Iterator[Flip]:
+    """Documents from right to wrong, then those from wrong to right; none if the metric is not 0/1."""
+    if not pair.binary:
+        return
+    for index in np.argsort(pair.gain, kind="stable"):
+        gain, (old, new) = pair.gain[index], pair.documents[index]
+        if gain:
+            yield Flip(
+                doc_id=old.doc_id,
+                prompt=old.prompt,
+                target=old.target,
+                baseline=old.answer,
+                candidate=new.answer,
+                direction="right to wrong" if gain < 0 else "wrong to right",
+            )

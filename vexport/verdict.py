@@ -1,0 +1,144 @@
+"""PASS, FAIL or INCONCLUSIVE from two lm-eval runs on the same documents.
+
+Several tasks: PASS needs every task to pass, and a test that refuses only when all its parts refuse needs
+no correction (intersection-union test, Berger, Technometrics 24, 1982): each lower bound stands at
+1 - alpha, and a model that loses more than the margin on any task passes with probability alpha at most.
+FAIL needs one task only, so that upper bounds are corrected by Holm's steps (Scandinavian Journal of
+Statistics 6, 1979): a task's upper bound stands at the level at which Holm last tested it, hence FAIL holds
+exactly where the bound shown is below -margin.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vexport.errors import InputError, raise_all
+from vexport.evaluation.compare import compare_task, difference_interval
+from vexport.evaluation.pairs import TaskPair, gating_pairs
+from vexport.evaluation.samples import read_results
+from vexport.evaluation.statistics import Interval, tango_interval
+from vexport.types import Outcome, TaskVerdict, Verdict
+
+MAX_SENTENCES = 3
+"""Tasks spelled out in the reason; the others are counted."""
+
+
+def decide(baseline: Path, candidate: Path, *, margin: float, alpha: float) -> Verdict:
+    """Compare two lm-eval output folders, wherever they were made.
+
+    `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), `alpha` the
+    probability of a wrong PASS, and of a wrong FAIL. InputError where the runs cannot be compared.
+    """
+    _check_limits(margin, alpha)
+    pairs = gating_pairs(read_results(baseline), read_results(candidate))
+    levels = holm_levels(pairs, margin=margin, alpha=alpha)
+    tasks = tuple(
+        compare_task(pair, margin=margin, alpha=alpha, fail_alpha=level)
+        for pair, level in zip(pairs, levels, strict=True)
+    )
+    outcome = overall_outcome(tasks)
+    return Verdict(
+        outcome=outcome,
+        reason="; ".join(_reasons(outcome, tasks, levels, margin, alpha) + _pooled(pairs, alpha)),
+        margin=margin,
+        alpha=alpha,
+        method=_method(pairs, alpha),
+        tasks=tasks,
+    )
+
+
+def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
+    """The level at which Holm's procedure last tests each task for a loss beyond `margin`.
+
+    Each step tests the tasks that are still open at alpha / (number of them) and closes those that fail.
+    """
+    levels = [alpha] * len(pairs)
+    remaining = list(range(len(pairs)))
+    while remaining:
+        level = alpha / len(remaining)
+        for index in remaining:
+            levels[index] = level
+        failed = [index for index in remaining if difference_interval(pairs[index], level).high < -margin]
+        if not failed:
+            break
+        remaining = [index for index in remaining if index not in failed]
+    return levels
+
+
+def overall_outcome(tasks: Sequence[TaskVerdict]) -> Outcome:
+    """FAIL if any task fails, PASS if all pass, else INCONCLUSIVE."""
+    outcomes = {task.outcome for task in tasks}
+    if "FAIL" in outcomes:
+        return "FAIL"
+    return "PASS" if outcomes == {"PASS"} else "INCONCLUSIVE"
+
+
+def _check_limits(margin: float, alpha: float) -> None:
+    problems = []
+    if not 0 <= margin < 1:
+        fix = "use 0.02 to accept a loss of 2 points"
+        problems.append(InputError("margin", got=str(margin), need="a number from 0 to below 1", fix=fix))
+    if not 0 < alpha < 0.5:
+        problems.append(InputError("alpha", got=str(alpha), need="between 0 and 0.5", fix="use 0.05"))
+    raise_all(problems)
+
+
+def _method(pairs: Sequence[TaskPair], alpha: float) -> str:
+    intervals = ["Tango's score interval"] if any(pair.binary for pair in pairs) else []
+    intervals += ["BCa bootstrap"] if not all(pair.binary for pair in pairs) else []
+    several = "; every task must pass, FAIL corrected over tasks by Holm" if len(pairs) > 1 else ""
+    return f"paired difference, {' and '.join(intervals)}, one-sided {_percent(1 - alpha)} bounds{several}"
+
+
+def _reasons(
+    outcome: Outcome, tasks: Sequence[TaskVerdict], levels: Sequence[float], margin: float, alpha: float
+) -> list[str]:
+    """A sentence for each task that has the overall outcome."""
+    decisive = [
+        _sentence(task, margin, 1 - alpha - level)
+        for task, level in zip(tasks, levels, strict=True)
+        if task.outcome == outcome
+    ]
+    more = len(decisive) - MAX_SENTENCES
+    rest = [f"the same holds for {more} more of {len(tasks)} tasks"] if more > 0 else []
+    return decisive[:MAX_SENTENCES] + rest
+
+
+def _pooled(pairs: Sequence[TaskPair], alpha: float) -> list[str]:
+    """All documents as one task, where every metric is 0/1: informative, since the tasks decide."""
+    if len(pairs) == 1 or not all(pair.binary for pair in pairs):
+        return []
+    gains = np.concatenate([pair.gain for pair in pairs])
+    interval = tango_interval(int((gains > 0).sum()), int((gains < 0).sum()), len(gains), alpha)
+    change = _change(float(gains.mean()), interval, 1 - 2 * alpha, 100)
+    return [f"over all {len(gains)} documents the share of right answers saw {change}"]
+
+
+def _sentence(task: TaskVerdict, margin: float, confidence: float) -> str:
+    scale = 100 if max(task.baseline.value, task.candidate.value) <= 1 else 1
+    unit = " points" if scale == 100 else ""
+    start = (
+        f"{task.task}: {task.baseline.value:.3f} -> {task.candidate.value:.3f}, "
+        f"{_change(task.difference, Interval(task.low, task.high), confidence, scale)}"
+    )
+    limit = f"the margin of {scale * margin:g}{unit}"
+    if task.outcome == "PASS":
+        return f"{start} stays within {limit}"
+    if task.outcome == "FAIL":
+        return f"{start} is a loss beyond {limit}"
+    needed = task.documents_needed
+    remedy = (
+        f"about {needed} documents would" if needed else "at this difference no number of documents would"
+    )
+    return f"{start} on {task.documents} documents does not settle whether it stays within {limit}; {remedy}"
+
+
+def _change(difference: float, interval: Interval, confidence: float, scale: int) -> str:
+    value, low, high = (f"{round(scale * x, 2) + 0.0:+.2f}" for x in (difference, *interval))
+    unit = " points" if scale == 100 else ""
+    return f"a change of {value}{unit} ({_percent(confidence)} interval {low} to {high})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
