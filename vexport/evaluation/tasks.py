@@ -1,0 +1,224 @@
+"""Turns the tasks a person names into tasks that lm-eval can run from any folder.
+
+A task is a name that lm-eval knows or a YAML file. YAML files are read here without running anything, their
+includes merged, their data files made absolute, and written into the run's own folder.
+"""
+
+import difflib
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import yaml
+
+from vexport.errors import InputError, raise_all
+from vexport.files import write_text
+
+REQUIRED_KEYS = ("task", "dataset_path")
+EVALUATION_SPLITS = ("test_split", "validation_split")
+_INDEXED = re.compile(
+    rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
+)
+
+Config = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFile:
+    """A task of lm-eval; `path` is its resolved YAML file, None for a task from lm-eval's own folders."""
+
+    name: str
+    path: Path | None
+
+    @property
+    def spec(self) -> str:
+        """What lm-eval's TaskManager is given."""
+        return str(self.path or self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A `!function module.name` tag: Python that lm-eval would import."""
+
+    name: str
+
+
+def resolve_tasks(
+    tasks: Sequence[str], *, folder: Path, include_paths: Sequence[Path] = (), trust_remote_code: bool = False
+) -> tuple[TaskFile, ...]:
+    """Resolve every task; write the YAML ones to `folder`/<task>/<task>.yaml. Runs no Python of a task.
+
+    InputError, for all tasks at once: a file that is missing or broken, a missing key or data file, a
+    `!function` tag without `trust_remote_code`, a name that lm-eval does not know, a name given twice.
+    """
+    resolved: list[TaskFile] = []
+    problems: list[InputError] = []
+    for task in tasks:
+        try:
+            found = _resolve(task, folder, include_paths, trust_remote_code)
+            if any(found.name == other.name for other in resolved):
+                fix = "give it once, or rename one (key `task`)"
+                raise InputError(f"task {task}", got=f"a second task {found.name}", need="one", fix=fix)
+            resolved.append(found)
+        except InputError as problem:
+            problems.append(problem)
+    raise_all(problems)
+    return tuple(resolved)
+
+
+def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool) -> TaskFile:
+    path = Path(task)
+    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+        _require_known(task, include_paths)
+        return TaskFile(name=task, path=None)
+    config = _load(path, trust, ())
+    _require_complete(path, config)
+    name = str(config["task"])
+    target = folder.resolve() / name / f"{name}.yaml"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for module in _modules(path.parent, config):
+        shutil.copy2(module, target.parent / module.name)
+    write_text(target, yaml.dump(config, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
+    return TaskFile(name=name, path=target)
+
+
+def _load(path: Path, trust: bool, above: tuple[Path, ...]) -> Config:
+    """The file's keys over those of the files it includes, with paths made absolute."""
+    if path.resolve() in above:
+        raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
+    config = _parse(path, trust)
+    includes = config.pop("include", [])
+    merged: Config = {}
+    for include in includes if isinstance(includes, list) else [includes]:
+        merged |= _load(path.parent / str(include), trust, (*above, path.resolve()))
+    return merged | _absolute(config, path.parent.resolve())
+
+
+def _parse(path: Path, trust: bool) -> Config:
+    try:
+        config = yaml.load(path.read_bytes(), Loader=_TrustingLoader if trust else _Loader)  # noqa: S506
+    except FileNotFoundError:
+        raise InputError(str(path), got="no such file", need="a task's YAML", fix="check the path") from None
+    except OSError as error:
+        raise InputError(str(path), got=str(error), need="a task's YAML", fix="check the path") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        got = error.problem or "broken YAML"
+        raise InputError(f"{path}:{line}", got=got, need="a task's YAML", fix=_fix(got)) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        got = f"broken YAML ({error})"
+        raise InputError(str(path), got=got, need="a task's YAML", fix="mend the file") from None
+    if not isinstance(config, dict):
+        got = f"a {type(config).__name__}"
+        raise InputError(str(path), got=got, need="a mapping of a task's keys", fix="mend the file")
+    return {str(key): value for key, value in config.items()}
+
+
+def _fix(got: str) -> str:
+    return "add --trust-remote-code if you trust the file" if "!function" in got else "mend the file"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without Python; `!function` is refused."""
+
+
+class _TrustingLoader(yaml.SafeLoader):
+    """YAML that keeps `!function` for lm-eval."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes `!function` back."""
+
+
+def _refuse(loader: yaml.SafeLoader, node: yaml.Node) -> None:
+    problem = f"!function {node.value}, Python that would be run"
+    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+_Loader.add_constructor("!function", _refuse)
+_TrustingLoader.add_constructor("!function", lambda loader, node: _Function(str(node.value)))
+_Dumper.add_representer(_Function, lambda dumper, tag: dumper.represent_scalar("!function", tag.name))
+
+
+def _absolute(config: Config, base: Path) -> Config:
+    """Make `data_files`, `data_dir` and a dataset folder absolute; URLs stay."""
+
+    def absolute(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: absolute(member) for key, member in value.items()}
+        if isinstance(value, list):
+            return [absolute(member) for member in value]
+        return str(base / value) if isinstance(value, str) and "://" not in value else value
+
+    made = dict(config)
+    if isinstance(kwargs := config.get("dataset_kwargs"), dict):
+        local = {key: absolute(kwargs[key]) for key in ("data_files", "data_dir") if key in kwargs}
+        made["dataset_kwargs"] = kwargs | local
+    dataset = config.get("dataset_path")
+    if isinstance(dataset, str) and dataset.startswith(("./", "../")):
+        made["dataset_path"] = str((base / dataset).resolve())
+    return made
+
+
+def _require_complete(path: Path, config: Config) -> None:
+    if "group" in config and "task" in config and not isinstance(config["task"], str):
+        got, fix = "a group of tasks", "give its tasks one by one, or its name and the folder that has it"
+        raise InputError(str(path), got=got, need="one task", fix=fix)
+    missing = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), str)]
+    if not any(config.get(key) for key in EVALUATION_SPLITS):
+        missing.append(" or ".join(EVALUATION_SPLITS))
+    if config.get("output_type") != "loglikelihood_rolling" and "doc_to_target" not in config:
+        missing.append("doc_to_target")
+    problems = [InputError(str(path), got=f"no key {key}", need="it", fix="add it") for key in missing]
+    name = str(config.get("task"))
+    if Path(name).name != name:
+        fix = "use letters, digits, - and _"
+        problems.append(InputError(f"{path}: task", got=name, need="a name fit for a file", fix=fix))
+    for file in _data_files(config):
+        if not list(file.parent.glob(file.name)):
+            fix = "check dataset_kwargs.data_files; paths are relative to the YAML file"
+            problems.append(InputError(str(path), got=f"no file {file}", need="the task's data", fix=fix))
+    raise_all(problems)
+
+
+def _data_files(config: Config) -> Iterator[Path]:
+    kwargs = config.get("dataset_kwargs")
+    pending = [kwargs.get("data_files")] if isinstance(kwargs, dict) else []
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str) and "://" not in value:
+            yield Path(value)
+        elif isinstance(value, (dict, list)):
+            pending.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _modules(base: Path, value: object) -> Iterator[Path]:
+    """The Python files beside the YAML that its `!function` tags name."""
+    if isinstance(value, _Function):
+        module = base / f"{value.name.rpartition('.')[0]}.py"
+        yield from (module,) if module.is_file() else ()
+    elif isinstance(value, (Mapping, list)):
+        for member in value.values() if isinstance(value, Mapping) else value:
+            yield from _modules(base, member)
+
+
+def _require_known(name: str, include_paths: Sequence[Path]) -> None:
+    """Look `name` up in the YAML files that lm-eval would index, without importing lm-eval.
+
+    Where lm-eval is not installed beside vexport, the worker's lm-eval is left to judge.
+    """
+    package = find_spec("lm_eval")
+    if package is None or package.submodule_search_locations is None:
+        return
+    roots = [*include_paths, *(Path(place) / "tasks" for place in package.submodule_search_locations)]
+    known: set[str] = set()
+    for file in (file for root in roots for file in root.rglob("*.yaml")):
+        known.update((one or other).decode() for one, other in _INDEXED.findall(file.read_bytes()))
+        if name in known:
+            return
+    close = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else "list them with `lm-eval ls tasks`"
+    raise InputError(f"task {name}", got="an unknown name", need="a task of lm-eval or a YAML file", fix=hint)
