@@ -1,7 +1,8 @@
 """Writes safetensors shards whose tensors are known beforehand and arrive one by one."""
 
+import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -96,12 +97,10 @@ def header_bytes(tensors: Sequence[TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shards(
-    folder: Path, shards: Sequence[Shard], produce: Callable[[Shard], Iterable[tuple[str, memoryview]]]
-) -> None:
-    """Write every shard from the (name, bytes) pairs that `produce` yields for it, then the index."""
+def write_shards(folder: Path, shards: Sequence[Shard], tensors: Iterator[tuple[str, memoryview]]) -> None:
+    """Write the (name, bytes) pairs, which come in the shards' order, into shards, then the index."""
     for shard in shards:
         with ShardWriter(folder, shard) as writer:
-            for name, data in produce(shard):
+            for name, data in itertools.islice(tensors, len(shard.tensors)):
                 writer.write(name, data)
     write_index(folder, shards)

@@ -1,0 +1,146 @@
+"""Streams a checkpoint from safetensors to safetensors, one fusion group in memory at a time."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from vexport.calibration.statistics import Calibration, InputRange
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import read_tensor, tensor_bytes
+from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, split_shards, write_shards
+from vexport.errors import InputError
+from vexport.files import write_text
+from vexport.kernels import COMPRESSORS
+from vexport.observers import Observer, load_observer
+from vexport.observers.qparams import global_scale_of, scale_and_zero_point
+from vexport.plan import output_blocks
+from vexport.schemes import get_scheme
+from vexport.schemes.base import Scheme
+from vexport.schemes.config import quantization_config
+from vexport.types import FusionGroup, Json, LinearPlan, Plan
+
+Progress = Callable[[int, int], None]
+
+
+def quantize(
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    folder: Path,
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    on_bytes: Progress = lambda done, total: None,
+) -> None:
+    """Write the quantized checkpoint into the empty `folder`: weights, side files, config.json last.
+
+    `on_bytes(done, total)` counts the bytes written. Raises InputError where a scheme needs a
+    calibration and there is none, or where a weight is not finite.
+    """
+    require_calibration(plan, calibration)
+    shards = split_shards(output_blocks(index, plan.groups), shard_bytes=shard_bytes)
+    ranges = calibration.ranges if calibration else {}
+    with Reader() as reader:
+        tensors = _counted(compressed_tensors(index, plan, ranges, reader), plan.output_bytes, on_bytes)
+        write_shards(folder, shards, tensors)
+    for file in index.side_files:
+        shutil.copyfile(file, folder / file.name)
+    write_config(index, plan, folder)
+
+
+def require_calibration(plan: Plan, calibration: Calibration | None) -> None:
+    """InputError where a scheme of the plan has static input scales and there is no calibration."""
+    needing = [name for name in plan.schemes if get_scheme(name).args.calibrated]
+    if needing and calibration is None:
+        raise InputError(
+            f"scheme {needing[0]}",
+            got="no calibration data",
+            need="samples for its static input scales",
+            fix="add --calibration FILE.jsonl (or `calibration:` to the scenario)",
+        )
+
+
+def compressed_tensors(
+    index: SourceIndex, plan: Plan, ranges: Mapping[str, InputRange], reader: Reader
+) -> Iterator[tuple[str, memoryview]]:
+    """The bytes of every tensor of the output, in the order of `output_blocks`."""
+    group_of = {member.weight: group for group in plan.groups for member in group.members}
+    written: set[str] = set()
+    for tensor in index.tensors.values():
+        group = group_of.get(tensor.name)
+        if group is None:
+            yield tensor.name, reader.raw(tensor)
+            reader.release([tensor])
+        elif group.name not in written:
+            written.add(group.name)
+            for name, value in compress_group(group, index, ranges, reader):
+                yield name, tensor_bytes(value)
+            reader.release(index.tensors[member.weight] for member in group.members)
+
+
+def compress_group(
+    group: FusionGroup, index: SourceIndex, ranges: Mapping[str, InputRange], reader: Reader
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that replace a group's weights, in the order of its layout, sharing what must be shared."""
+    scheme = get_scheme(group.scheme)
+    weights = [read_tensor(reader, index.tensors[member.weight]) for member in group.members]
+    observers = [
+        observe_weight(member, weight, group.observer, scheme)
+        for member, weight in zip(group.members, weights, strict=True)
+    ]
+    Observer.fuse(observers)
+    inputs = input_tensors(group, scheme, ranges)
+    compress = COMPRESSORS[scheme.family.format]
+    for member, weight, observer in zip(group.members, weights, observers, strict=True):
+        stored = {**compress(weight, observer.get_qparams(), scheme.args), **inputs}
+        for spec in scheme.layout(member, index.tensors[member.weight].dtype):
+            yield spec.name, stored[spec.name.removeprefix(f"{member.name}.")]
+
+
+def observe_weight(member: LinearPlan, weight: torch.Tensor, observer_name: str, scheme: Scheme) -> Observer:
+    """An observer that has seen a layer's weight; InputError where the weight is not finite."""
+    observer = load_observer(observer_name, "weight", scheme.args.weights)(weight)
+    low, high = observer.range()
+    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+        raise InputError(
+            member.weight,
+            got="NaN or infinite values",
+            need="finite weights",
+            fix="restore the source checkpoint",
+        )
+    return observer
+
+
+def input_tensors(
+    group: FusionGroup, scheme: Scheme, ranges: Mapping[str, InputRange]
+) -> dict[str, torch.Tensor]:
+    """The static input scales of a group by their name within a layer: one value for all members."""
+    inputs = scheme.args.input_activations
+    if inputs is None or inputs.dynamic is True:
+        return {}
+    low = torch.tensor([min(ranges[member.name].low for member in group.members)])
+    high = torch.tensor([max(ranges[member.name].high for member in group.members)])
+    if inputs.strategy == "tensor_group":
+        return {"input_global_scale": global_scale_of(low, high)}
+    return {"input_scale": scale_and_zero_point(low, high, inputs, None)[0]}
+
+
+def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
+    """Write config.json: the source's, with the quantization that vLLM has to know."""
+    config: dict[str, Json] = dict(index.config)
+    if plan.groups:
+        config["quantization_config"] = quantization_config(plan)
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _counted(
+    tensors: Iterator[tuple[str, memoryview]], total: int, on_bytes: Progress
+) -> Iterator[tuple[str, memoryview]]:
+    done = 0
+    for name, data in tensors:
+        yield name, data
+        done += len(data)
+        on_bytes(done, total)

@@ -1,0 +1,176 @@
+"""A scenario: one complete run as YAML, validated as a whole before anything starts."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from annotated_types import Ge, Gt, Lt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+
+from vexport.errors import InputError, raise_all
+from vexport.schemes import FAMILIES, KEEP
+
+# llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
+DEFAULT_SAMPLES = 128
+DEFAULT_SEQ_LEN = 512
+DEFAULT_MARGIN = 0.02
+DEFAULT_ALPHA = 0.05
+DEFAULT_OBSERVER = "memoryless_minmax"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Rule(_Strict):
+    """Which layers get which scheme; in a list of rules the first match wins.
+
+    `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
+    `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name.
+    """
+
+    match: str
+    scheme: str
+    observer: str = DEFAULT_OBSERVER
+
+    @field_validator("scheme")
+    @classmethod
+    def _known_scheme(cls, value: str) -> str:
+        if value != KEEP and value not in FAMILIES:
+            raise ValueError(f"unknown scheme {value!r}{nearest(value, [*FAMILIES, KEEP])}")
+        return value
+
+
+class Calibration(_Strict):
+    """Text that shows the inputs of the layers: JSONL rows with `text`, `messages` or `input_ids`."""
+
+    data: Path
+    samples: Annotated[int, Gt(0)] = DEFAULT_SAMPLES
+    seq_len: Annotated[int, Gt(0)] = DEFAULT_SEQ_LEN
+
+
+class Serve(_Strict):
+    """Where the checkpoint is meant to run."""
+
+    tensor_parallel: tuple[Annotated[int, Gt(0)], ...] = (1,)
+    compute: tuple[str, ...] = ("cpu",)
+    max_model_len: Annotated[int, Gt(0)] | None = None
+    enforce_eager: bool = True
+    timeout: Annotated[int, Gt(0)] = 3600
+
+
+class Evaluate(_Strict):
+    """What decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
+
+    `baseline` is the checkpoint to compare with, the source where it is not given.
+    """
+
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    margin: Annotated[float, Ge(0), Lt(1)] = DEFAULT_MARGIN
+    alpha: Annotated[float, Gt(0), Lt(0.5)] = DEFAULT_ALPHA
+    limit: Annotated[int, Gt(0)] | None = None
+    baseline: str | None = None
+    seed: int = 0
+
+
+class Scenario(_Strict):
+    """One complete run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    source: str
+    rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
+    calibration: Calibration | None = None
+    serve: Serve = Serve()
+    evaluate: Evaluate | None = None
+    kv_cache: Literal["auto"] = "auto"
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read a scenario; every problem in it is reported at once, with the path of its key.
+
+    Paths inside are made absolute, relative to the scenario's folder. Raises InputError.
+    """
+    content = _load_yaml(path)
+    try:
+        scenario = Scenario.model_validate(content)
+    except ValidationError as error:
+        raise_all([_problem(path, detail) for detail in error.errors()])
+        raise
+    return _absolute(scenario, path.parent)
+
+
+def _load_yaml(path: Path) -> object:
+    try:
+        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            str(path), got="no such file", need="a scenario", fix="see scenarios/*.yaml"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            str(path), got=str(error), need="a readable YAML file", fix="check the file"
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        problem = error.problem or "a syntax error"
+        raise InputError(f"{path}:{line}", got=problem, need="valid YAML", fix="mend that line") from None
+    return content
+
+
+def _problem(path: Path, detail: ErrorDetails) -> InputError:
+    place = ".".join(str(part) for part in detail["loc"]) or "the file"
+    where = f"{path}: {place}"
+    if detail["type"] == "extra_forbidden":
+        key, known = str(detail["loc"][-1]), _known_keys(detail["loc"][:-1])
+        need = f"one of {', '.join(known)}"
+        return InputError(
+            where, got=f"the unknown key {key!r}", need=need, fix=f"remove it{nearest(key, known)}"
+        )
+    if detail["type"] == "missing":
+        return InputError(where, got="nothing", need="a value", fix="add the key")
+    message = detail["msg"].removeprefix("Value error, ")
+    return InputError(where, got=repr(detail["input"]), need=message, fix="mend the value")
+
+
+def _known_keys(location: Sequence[int | str]) -> list[str]:
+    models: dict[str, type[BaseModel]] = {
+        "rules": Rule,
+        "calibration": Calibration,
+        "serve": Serve,
+        "evaluate": Evaluate,
+    }
+    section = next((str(part) for part in location if part in models), None)
+    model = models[section] if section else Scenario
+    return list(model.model_fields)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """` (did you mean X?)` for the known word nearest to `word`, else nothing."""
+    lowered = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), lowered, n=1)
+    return f" (did you mean {lowered[matches[0]]}?)" if matches else ""
+
+
+def _absolute(scenario: Scenario, folder: Path) -> Scenario:
+    """Resolve what names a file; a source, baseline or task that is no file stays a hub id or task name."""
+    folder = folder.resolve()
+
+    def local(name: str) -> str:
+        return str(folder / name) if (folder / name).exists() else name
+
+    changes: dict[str, object] = {"source": local(scenario.source)}
+    if scenario.calibration:
+        changes["calibration"] = scenario.calibration.model_copy(
+            update={"data": folder / scenario.calibration.data}
+        )
+    if scenario.evaluate:
+        baseline = local(scenario.evaluate.baseline) if scenario.evaluate.baseline else None
+        tasks = tuple(
+            str(folder / task) if task.endswith((".yaml", ".yml")) else task
+            for task in scenario.evaluate.tasks
+        )
+        changes["evaluate"] = scenario.evaluate.model_copy(update={"tasks": tasks, "baseline": baseline})
+    return scenario.model_copy(update=changes)
