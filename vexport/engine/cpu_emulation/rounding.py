@@ -1,0 +1,45 @@
+"""Rounding of activations to FP4 and FP8 values, as the GPU kernels round them, in plain torch."""
+
+import torch
+
+FP4_MAX = 6.0
+FP8_MAX = 448.0
+NVFP4_GROUP = 16
+
+
+def round_fp4(values: torch.Tensor) -> torch.Tensor:
+    """The nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6), ties to the even mantissa, saturating at 6.
+
+    The steps between neighbours are .5 below 2, 1 below 4 and 2 above: OCP Microscaling Formats, 5.3.3.
+    """
+    magnitude = values.abs()
+    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
+    return (values / step).round_().mul_(step).clamp_(-FP4_MAX, FP4_MAX)
+
+
+def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Quantize to NVFP4 and back: (tokens, features) in its own dtype, features a multiple of 16.
+
+    `global_scale` is the stored divisor, float32. The block scale is rounded to e4m3 relative to it, as in
+    vLLM's `ref_nvfp4_quant` (layers/quantization/utils/nvfp4_emulation_utils.py).
+    """
+    blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, NVFP4_GROUP)
+    scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) * (1 / FP4_MAX))
+    scale = scale.clamp_(max=FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    inverse = _reciprocal(scale * _reciprocal(global_scale))
+    rounded = round_fp4(blocks * inverse) * (scale / global_scale)
+    return rounded.reshape(activations.shape).to(activations.dtype)
+
+
+def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The e4m3 values of activations / scale, saturating at 448, in the dtype of the activations.
+
+    bfloat16 and float16 hold every e4m3 value exactly.
+    """
+    scaled = activations.to(torch.float32) * scale.to(torch.float32).reciprocal()
+    return scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(activations.dtype)
+
+
+def _reciprocal(value: torch.Tensor) -> torch.Tensor:
+    """1 / value, and close to zero where value is zero: vLLM's `get_reciprocal`."""
+    return torch.reciprocal(value + (value == 0) * 1e8)

@@ -1,0 +1,106 @@
+"""What really ran: the kernel of each kind of layer, the machine, and what this platform cannot show."""
+
+import os
+import platform
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+from vexport.types import EngineInfo
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_KERNEL_PACKAGES = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
+# What a kernel of the CPU build leaves out, measured or read in the file of that name in vLLM's
+# model_executor/kernels/linear.
+_KERNEL_BLIND_SPOTS = {
+    "CPUFp8BlockScaledMMKernel": "FP8 block activations stay in the model's dtype (scaled_mm/cpu.py)",
+    "CPUFp8PerTensorScaledMMLinearKernel": "static FP8 input scales are ignored (scaled_mm/cpu.py)",
+    "EmulationMxfp8LinearKernel": "MXFP8 activations stay in the model's dtype (mxfp8/emulation.py)",
+}
+_CPU_BLIND_SPOTS = (
+    "GPU kernels were not run: their rounding order, their limits on shapes, and tensor parallelism",
+)
+
+
+class DescribeKernels:
+    """Mixed into vLLM's worker (`worker_extension_cls`), so that a string names the method to call there."""
+
+    def vexport_kernels(self) -> list[list[str]]:
+        """For each linear or expert layer: its name, its scheme, its kernel, what that leaves out."""
+        model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return [
+            [name, *_describe_layer(layer)]
+            for name, layer in model.named_modules()
+            if hasattr(layer, "quant_method") and "attn.attn" not in name
+        ]
+
+
+def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str]:
+    """Scheme, kernel and blind spot of one layer of vLLM's model; the classes' own names."""
+    scheme = getattr(layer, "scheme", None) or layer.quant_method
+    kernels = [type(value).__name__ for value in vars(scheme).values() if _is_kernel(value)]
+    kernel = kernels[0] if kernels else type(layer.quant_method).__name__
+    return type(scheme).__name__, kernel, _blind_spot(layer, scheme, kernel)
+
+
+def _is_kernel(value: object) -> bool:
+    return type(value).__module__.startswith(_KERNEL_PACKAGES)
+
+
+def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
+    if type(scheme).__module__.endswith("w8a8_int8") and getattr(scheme, "is_static_input_scheme", False):
+        return "static INT8 input scales are ignored (scaled_mm/cpu.py)"
+    if getattr(layer, "use_w4a8", False):
+        return "weight-only INT4 ran with INT8 activations (mixed_precision/cpu.py)"
+    if "Emulation" in kernel:
+        emulated = f"{kernel} stands in for the GPU kernel"
+        return "; ".join(filter(None, (emulated, _KERNEL_BLIND_SPOTS.get(kernel))))
+    return _KERNEL_BLIND_SPOTS.get(kernel, "")
+
+
+def describe(llm: "LLM", *, start_seconds: float) -> EngineInfo:
+    """EngineInfo of a loaded engine; asks the engine's worker, wherever that runs."""
+    from vllm import __version__ as vllm_version
+    from vllm.platforms import current_platform
+
+    rows = llm.collective_rpc("vexport_kernels")[0]
+    on_cpu = current_platform.is_cpu()
+    spots = dict.fromkeys(row[3] for row in rows if row[3])
+    return EngineInfo(
+        vllm=vllm_version,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=str(current_platform.device_type),
+        processor=_processor() if on_cpu else str(current_platform.get_device_name()),
+        dtype=str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
+        multiprocess=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
+        emulated=any("Emulation" in row[2] for row in rows),
+        kernels=_by_kind(rows),
+        blind_spots=(*_CPU_BLIND_SPOTS, *spots) if on_cpu else (),
+        start_seconds=start_seconds,
+    )
+
+
+def _by_kind(rows: list[list[str]]) -> tuple[str, ...]:
+    """`qkv_proj: Scheme, Kernel`, once for each kind of layer and kernel, in the model's order."""
+    return tuple(dict.fromkeys(f"{_kind(name)}: {scheme}, {kernel}" for name, scheme, kernel, _ in rows))
+
+
+def _kind(name: str) -> str:
+    """The module's name without the layer number and what comes before it."""
+    return re.split(r"\.\d+\.", name)[-1]
+
+
+def _processor() -> str:
+    """The CPU's model name and the widest of the instruction sets that vLLM's kernels look for."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.is_file() else ""
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = set(re.findall(r"\b(amx_tile|avx512_bf16|avx512f|avx2)\b", text))
+    widest = [flag for flag in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if flag in flags]
+    return f"{name.group(1) if name else platform.machine()} ({', '.join(widest) or platform.machine()})"

@@ -1,0 +1,68 @@
+"""Reads a worker's log and exit code: whose fault, and in which of vLLM's words."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from vexport.engine.messages import EngineFailure, FailureKind
+
+TAIL_LINES = 40
+# What the allocators of torch and CUDA, the kernel and vLLM's own memory planning say.
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|Cannot allocate memory"
+    r"|No available memory for the cache blocks|less than desired (?:GPU|CPU) memory"
+    r"|larger than the available KV cache memory|Not enough memory",
+    re.IGNORECASE,
+)
+# vLLM's messages that hide the exception of a process further down; that one is in the log.
+_WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError")
+# The operating system's out-of-memory killer ends a process with SIGKILL.
+_KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
+_PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*|^(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*")
+_EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
+
+
+def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log that may not exist."""
+    return "\n".join(_lines(log)[-lines:])
+
+
+def last_exception(log: Path) -> str | None:
+    """The last line of the log that names an exception, other than vLLM's wrappers around another."""
+    found = [line for line in _lines(log) if _EXCEPTION.match(line) and not _WRAPPER.search(line)]
+    return found[-1] if found else None
+
+
+def explain(failure: EngineFailure, log: Path) -> EngineFailure:
+    """The worker's failure with the root cause and the end of its log; memory trouble under its own kind."""
+    message = failure.message
+    if _WRAPPER.search(message):
+        message = last_exception(log) or message
+    kind: FailureKind = failure.kind
+    if _OUT_OF_MEMORY.search(message) or _KILLED_CORE.search(failure.message):
+        kind = "out of memory"
+    return replace(failure, kind=kind, message=message, log_tail=log_tail(log))
+
+
+def failure_from_exit(log: Path, code: int) -> EngineFailure:
+    """The worker ended with `code` (negative: a signal) and left no result."""
+    ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+    cause = last_exception(log)
+    message = f"the worker ended with {ending}" + (f" after {cause}" if cause else "")
+    memory = code == -9 or _OUT_OF_MEMORY.search(message) is not None
+    return EngineFailure(
+        kind="out of memory" if memory else "crashed", message=message, log_tail=log_tail(log)
+    )
+
+
+def _lines(log: Path) -> list[str]:
+    """The log without the process and logger prefixes that vLLM puts before each line."""
+    if not log.is_file():
+        return []
+    return [_strip(line) for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+
+
+def _strip(line: str) -> str:
+    while (stripped := _PREFIX.sub("", line)) != line:
+        line = stripped
+    return line.rstrip()

@@ -1,0 +1,79 @@
+"""What crosses the border between vexport and the process that runs vLLM: JSON in, JSON out."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vexport.types import Canary, EngineInfo
+
+FailureKind = Literal["refused", "crashed", "out of memory", "timed out", "missing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRequest:
+    """One engine start and everything to do in it.
+
+    `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
+    written there (see `worker`). `tasks` are lm-eval task names or YAML files; with any, `output` is the
+    folder for lm-eval's own result and sample files. `limit` bounds the documents of each task.
+    """
+
+    checkpoint: Path
+    name: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    enforce_eager: bool = True
+    trust_remote_code: bool = False
+    canaries: tuple[str, ...] = ()
+    canary_tokens: int = 64
+    logprob_prompts: tuple[tuple[int, ...], ...] = ()
+    logprobs_file: Path | None = None
+    tasks: tuple[str, ...] = ()
+    include_paths: tuple[Path, ...] = ()
+    limit: int | None = None
+    output: Path | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFailure:
+    """Why a session has no full result: whose fault, vLLM's own last words, the end of the log."""
+
+    kind: FailureKind
+    message: str
+    log_tail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputProblem:
+    """A VexportError raised inside the worker (an unusable task, say), to be raised again by the parent."""
+
+    exit_code: int
+    where: str
+    got: str
+    need: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionResult:
+    """What the worker did; with `failure` set, what it did before that."""
+
+    name: str
+    checkpoint: Path
+    engine: EngineInfo | None = None
+    canaries: tuple[Canary, ...] = ()
+    logprobs_file: Path | None = None
+    tasks: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    failure: EngineFailure | None = None
+    problem: InputProblem | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a session is: `done` of `total` in a stage (`load`, `canaries`, `logprobs`, a task's name)."""
+
+    stage: str
+    done: int
+    total: int

@@ -1,0 +1,114 @@
+"""A child process in a group of its own that cannot outlive us: progress on a pipe, its output in a log."""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from vexport.engine.messages import Progress
+
+PROGRESS_FD = "VEXPORT_PROGRESS_FD"
+_POLL_SECONDS = 0.2
+_GRACE_SECONDS = 3.0
+
+
+def run_group(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    log: Path,
+    timeout: float,
+    on_progress: Callable[[Progress], None],
+) -> int:
+    """Run `command` to its end and return its exit code, negative for a signal, as subprocess does.
+
+    Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD go to
+    `on_progress`. Its stdin is a pipe that closes when this process dies, however it dies.
+    The whole group is gone when this returns or raises. TimeoutError after `timeout` seconds.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    reader, writer = os.pipe()
+    with log.open("wb") as sink, os.fdopen(reader, "rb", buffering=0) as pipe:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**environment, PROGRESS_FD: str(writer)},
+                pass_fds=(writer,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
+        try:
+            _relay(process, pipe.fileno(), time.monotonic() + timeout, on_progress)
+            return process.wait()
+        finally:
+            end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask the group to end, then kill what is left of it."""
+    if process.stdin is not None:
+        process.stdin.close()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    try:
+        _signal(process.pid, signal.SIGTERM)
+        while _alive(process) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        _signal(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _relay(
+    process: subprocess.Popen[bytes], pipe: int, deadline: float, on_progress: Callable[[Progress], None]
+) -> None:
+    """Pass progress on until the process has ended; a grandchild may hold the pipe open after that."""
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while True:
+            ended = process.poll() is not None
+            if selector.select(0 if ended else _POLL_SECONDS):
+                chunk = os.read(pipe, 65536)
+                *lines, pending = (pending + chunk).split(b"\n")
+                for line in lines:
+                    on_progress(_progress(line))
+                if chunk:
+                    continue
+                if not ended:
+                    time.sleep(_POLL_SECONDS)
+            if ended:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+
+def _progress(line: bytes) -> Progress:
+    stage, done, total = json.loads(line)
+    return Progress(stage=stage, done=done, total=total)
+
+
+def _alive(process: subprocess.Popen[bytes]) -> bool:
+    """Whether any process of the group is left."""
+    process.poll()
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return

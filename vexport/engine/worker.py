@@ -1,0 +1,160 @@
+"""`python -m vexport.engine.worker REQUEST.json RESULT.json`: the only code that imports vLLM.
+
+One engine start: load, greedy canaries, full-vocabulary log-probabilities, lm-eval. The result file is
+written whole or not at all; a worker that dies leaves none.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
+from vexport.errors import VexportError
+from vexport.files import from_json, to_json, write_text
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Report = Callable[[str, int, int], None]
+_PROGRESS_FD = "VEXPORT_PROGRESS_FD"
+# The engine reserves room for this many prompts at once; more only costs memory on the CPU.
+_MAX_SEQUENCES = 64
+_GPU_MEMORY_UTILIZATION = 0.85
+
+
+def main(arguments: list[str]) -> int:
+    """Read the request, do it, write the result; 0 whenever there is a result to read."""
+    request_file, result_file = (Path(argument) for argument in arguments)
+    _end_with_parent()
+    result = run(from_json(SessionRequest, request_file), _reporter())
+    write_text(result_file, to_json(result))
+    return 0
+
+
+def run(request: SessionRequest, report: Report) -> SessionResult:
+    """Everything the request asks for; an exception becomes part of the result and goes to the log."""
+    result = SessionResult(name=request.name, checkpoint=request.checkpoint)
+    report("load", 0, 1)
+    try:
+        start = time.monotonic()
+        llm = _load(request)
+    except Exception as error:
+        return replace(result, failure=_failure("refused", error))
+    seconds = time.monotonic() - start
+    report("load", 1, 1)
+    try:
+        return _use(llm, request, replace(result, seconds={"load": seconds}), report)
+    except VexportError as error:
+        return replace(result, problem=_problem(error))
+    except Exception as error:
+        return replace(result, failure=_failure("crashed", error))
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: Report) -> SessionResult:
+    from vexport.engine.describe import describe
+    from vexport.engine.generate import run_canaries, write_logprobs
+
+    seconds = dict(result.seconds)
+    result = replace(result, engine=describe(llm, start_seconds=seconds["load"]), seconds=seconds)
+    if request.canaries:
+        start = time.monotonic()
+        result = replace(result, canaries=run_canaries(llm, request, report))
+        seconds["canaries"] = time.monotonic() - start
+    if request.logprob_prompts and request.logprobs_file is not None:
+        start = time.monotonic()
+        write_logprobs(llm, request.logprob_prompts, request.logprobs_file, report)
+        result = replace(result, logprobs_file=request.logprobs_file)
+        seconds["logprobs"] = time.monotonic() - start
+    if request.tasks:
+        from vexport.evaluation.lm_eval_runner import run_tasks
+
+        start = time.monotonic()
+        run_tasks(model_arguments(request), llm, request, report)
+        result = replace(result, tasks=request.tasks)
+        seconds["evaluate"] = time.monotonic() - start
+    return result
+
+
+def _load(request: SessionRequest) -> "LLM":
+    from vllm import LLM
+
+    return LLM(**model_arguments(request))
+
+
+def model_arguments(request: SessionRequest) -> dict[str, str | int | float | bool]:
+    """The arguments of `vllm.LLM` for a request."""
+    arguments: dict[str, str | int | float | bool] = {
+        "model": str(request.checkpoint),
+        "dtype": request.dtype,
+        "enforce_eager": request.enforce_eager,
+        "trust_remote_code": request.trust_remote_code,
+        "seed": request.seed,
+        "max_num_seqs": _MAX_SEQUENCES,
+        "gpu_memory_utilization": _GPU_MEMORY_UTILIZATION,
+        "disable_log_stats": True,
+        # A prompt whose blocks are cached gets no log-probabilities, and answers must not depend on order.
+        "enable_prefix_caching": False,
+        "worker_extension_cls": "vexport.engine.describe.DescribeKernels",
+    }
+    if request.max_model_len is not None:
+        arguments["max_model_len"] = request.max_model_len
+    if request.logprob_prompts:
+        arguments["max_logprobs"] = -1
+    return arguments
+
+
+def _failure(kind: str, error: Exception) -> EngineFailure:
+    traceback.print_exception(error)
+    first = next(iter(str(error).splitlines()), "")
+    assert kind in ("refused", "crashed")
+    return EngineFailure(
+        kind="refused" if kind == "refused" else "crashed",
+        message=f"{type(error).__name__}: {first}",
+        log_tail="",
+    )
+
+
+def _problem(error: VexportError) -> InputProblem:
+    traceback.print_exception(error)
+    return InputProblem(
+        exit_code=error.exit_code, where=error.where, got=error.got, need=error.need, fix=error.fix
+    )
+
+
+def _reporter() -> Report:
+    """Progress as JSON lines on the descriptor that the parent named; to nowhere without one."""
+    name = os.environ.pop(_PROGRESS_FD, None)
+    if name is None:
+        return lambda stage, done, total: None
+    descriptor = int(name)
+    os.set_inheritable(descriptor, False)
+    return lambda stage, done, total: _write(descriptor, json.dumps([stage, done, total]) + "\n")
+
+
+def _write(descriptor: int, line: str) -> None:
+    os.write(descriptor, line.encode())
+
+
+def _end_with_parent() -> None:
+    """Our stdin is a pipe that the parent holds: when it closes, the whole process group ends."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
