@@ -1,0 +1,67 @@
+"""What a run found, in every format: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
+
+A format is one module and one line in the tables below; everything is made from the types of
+vexport.types alone, so that a report.json from elsewhere renders just as well.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from vexport.errors import InputError
+from vexport.reports import github, html, json, junit, markdown, text
+from vexport.types import CheckReport, LoadReport, Report, Verdict
+
+T = TypeVar("T")
+
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "text": text.report,
+    "json": json.report,
+    "html": html.report,
+    "markdown": markdown.report,
+    "junit": junit.report,
+    "github": github.report,
+}
+CHECK_FORMATS: dict[str, Callable[[Sequence[CheckReport]], str]] = {
+    "text": text.checks,
+    "json": json.checks,
+    "junit": junit.checks,
+    "github": github.checks,
+}
+LOAD_FORMATS: dict[str, Callable[[Sequence[LoadReport]], str]] = {
+    "text": text.loads,
+    "json": json.loads,
+    "junit": junit.loads,
+    "github": github.loads,
+}
+VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
+    "text": text.verdict,
+    "json": json.verdict,
+    "junit": junit.verdict,
+    "github": github.verdict,
+}
+
+
+def render(report: Report, format: str) -> str:
+    """The report of a run in one of FORMATS; InputError for another name."""
+    return _renderer(FORMATS, format)(report)
+
+
+def render_checks(reports: Sequence[CheckReport], format: str) -> str:
+    """Check reports in one of CHECK_FORMATS, in order; JSON is always a list."""
+    return _renderer(CHECK_FORMATS, format)(reports)
+
+
+def render_loads(reports: Sequence[LoadReport], format: str) -> str:
+    """Load reports in one of LOAD_FORMATS, in order; JSON is always a list."""
+    return _renderer(LOAD_FORMATS, format)(reports)
+
+
+def render_verdict(verdict: Verdict, format: str) -> str:
+    """A verdict in one of VERDICT_FORMATS."""
+    return _renderer(VERDICT_FORMATS, format)(verdict)
+
+
+def _renderer(formats: Mapping[str, Callable[[T], str]], name: str) -> Callable[[T], str]:
+    if name not in formats:
+        raise InputError("--format", got=name, need=" or ".join(formats), fix="name one of these")
+    return formats[name]

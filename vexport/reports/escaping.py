@@ -11,7 +11,7 @@ _NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""`text` with every control or invisible character, but those in `keep`, written out (`\x1b`, `\u202e`)."""
+    r"""`text` with control and invisible characters written out (`\x1b`, `\u202e`), but those in `keep`."""
     return _HIDDEN.sub(lambda match: match[0] if match[0] in keep else _spelled(match[0]), text)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 
 from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import (
-    bits_per_weight,
     count,
     duration,
     p_value,
@@ -14,11 +13,9 @@ from vexport.reports.formatting import (
     plural,
     points,
     points_interval,
-    ratio,
-    size,
-    small,
 )
 from vexport.reports.gates import Gate, report_gates, staged_findings, task_title
+from vexport.reports.sentences import agreement_line, engine_line, method_line, schemes_in_use, size_change
 from vexport.types import Finding, LoadReport, Report, TaskVerdict, Verdict
 
 MAX_FINDINGS = 20
@@ -48,13 +45,7 @@ def _gate_table(gates: Sequence[Gate]) -> str:
 
 
 def _size_line(report: Report) -> str:
-    plan = report.plan
-    return (
-        f"**Size** {size(plan.source_bytes)} to {size(plan.output_bytes)} "
-        f"({ratio(plan.output_bytes, plan.source_bytes)}), "
-        f"{bits_per_weight(plan.output_bytes, plan.parameters)} bits per weight, "
-        f"{_safe(', '.join(plan.schemes)) or 'nothing quantized'}"
-    )
+    return f"**Size** {_safe(size_change(report.plan))}, {_safe(schemes_in_use(report.plan))}"
 
 
 def _tasks(verdict: Verdict) -> str:
@@ -69,11 +60,7 @@ def _tasks(verdict: Verdict) -> str:
         "Flips",
         "McNemar p",
     )
-    method = (
-        f"A loss of {points(verdict.margin, sign=False)} points is accepted, alpha {verdict.alpha:g}. "
-        f"{_safe(verdict.method)}"
-    )
-    return f"### Accuracy\n\n{_table(header, map(_task_row, verdict.tasks))}\n\n{method}"
+    return f"### Accuracy\n\n{_table(header, map(_task_row, verdict.tasks))}\n\n{_safe(method_line(verdict))}"
 
 
 def _task_row(task: TaskVerdict) -> tuple[str, ...]:
@@ -93,17 +80,10 @@ def _task_row(task: TaskVerdict) -> tuple[str, ...]:
 def _load(load: LoadReport) -> str:
     lines = ["### Load in vLLM"]
     if load.engine:
-        engine = load.engine
-        emulated = ", emulated" if engine.emulated else ""
-        lines.append(_safe(f"vLLM {engine.vllm} on {engine.platform} ({engine.processor}{emulated})"))
-        lines += [f"- Not shown here: {_safe(spot)}" for spot in engine.blind_spots]
+        lines.append(f"- vLLM {_safe(engine_line(load.engine))}")
+        lines += [f"- Not shown here: {_safe(spot)}" for spot in load.engine.blind_spots]
     if load.logprobs:
-        agreement = load.logprobs
-        lines.append(
-            f"- Log-probabilities against {_safe(agreement.reference)}: mean KL {small(agreement.mean_kl)} "
-            f"(limit {small(agreement.limit)}), max {small(agreement.max_kl)}, "
-            f"first choice agrees {percent(agreement.top1_agreement)}"
-        )
+        lines.append(f"- Log-probabilities: {_safe(agreement_line(load.logprobs))}")
     return "\n".join(lines) if len(lines) > 1 else ""
 
 

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import (
-    bits_per_weight,
     count,
     duration,
     p_value,
@@ -19,9 +18,6 @@ from vexport.reports.formatting import (
     plural,
     points,
     points_interval,
-    ratio,
-    size,
-    small,
 )
 from vexport.reports.gates import (
     Gate,
@@ -33,7 +29,8 @@ from vexport.reports.gates import (
     task_title,
     verdict_gates,
 )
-from vexport.types import CheckReport, Finding, LoadReport, LogprobAgreement, Report, Severity, Verdict
+from vexport.reports.sentences import agreement_line, engine_line, method_line, schemes_in_use, size_change
+from vexport.types import CheckReport, Finding, LoadReport, Report, Severity, Verdict
 
 WIDTH = 100
 MAX_FINDINGS = 20
@@ -125,16 +122,9 @@ def _gates(gates: Iterable[Gate]) -> RenderableType:
 
 
 def _facts(report: Report) -> RenderableType:
-    plan = report.plan
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row(
-        "size",
-        _text(
-            f"{size(plan.source_bytes)} to {size(plan.output_bytes)} ({ratio(plan.output_bytes, plan.source_bytes)}), "
-            f"{bits_per_weight(plan.output_bytes, plan.parameters)} bits per weight"
-        ),
-    )
-    table.add_row("schemes", _text(", ".join(plan.schemes) or "nothing quantized"))
+    table.add_row("size", _text(size_change(report.plan)))
+    table.add_row("schemes", _text(schemes_in_use(report.plan)))
     for row in _engine_rows(report.load):
         table.add_row(*row)
     table.add_row("time", _text(duration(sum(report.seconds.values()))))
@@ -151,25 +141,17 @@ def _engine(report: LoadReport) -> list[RenderableType]:
 def _engine_rows(load: LoadReport) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     if load.engine:
-        engine = load.engine
-        emulated = ", emulated" if engine.emulated else ""
-        rows.append(("vLLM", _text(f"{engine.vllm} on {engine.platform} ({engine.processor}{emulated})")))
-        rows += [("not shown", _text(spot)) for spot in engine.blind_spots]
+        rows.append(("vLLM", _text(engine_line(load.engine))))
+        rows += [("not shown", _text(spot)) for spot in load.engine.blind_spots]
     if load.logprobs:
-        rows.append(("log-probs", _text(_agreement(load.logprobs))))
+        rows.append(("log-probs", _text(agreement_line(load.logprobs))))
     return rows
 
 
-def _agreement(agreement: LogprobAgreement) -> str:
-    return (
-        f"mean KL {small(agreement.mean_kl)} against {agreement.reference} (limit {small(agreement.limit)}), "
-        f"first choice agrees {percent(agreement.top1_agreement)}"
-    )
-
-
 def _tasks(verdict: Verdict) -> RenderableType:
-    caption = f"accepted loss {points(verdict.margin, sign=False)} points, alpha {verdict.alpha:g}; {verdict.method}"
-    table = Table(box=box.SIMPLE_HEAD, caption=_text(caption), caption_justify="left", pad_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD, caption=_text(method_line(verdict)), caption_justify="left", pad_edge=False
+    )
     table.add_column("task", overflow="fold")
     for name in ("n", "baseline", "quantized", "difference (points)", "recovery", "lost", "gained", "p"):
         table.add_column(name, justify="right")

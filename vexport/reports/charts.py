@@ -1,0 +1,164 @@
+"""Geometry of the two charts, in per cent of the width: the SVG stretches and its text keeps its size."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from vexport.reports.formatting import decibels, plural, points, points_interval
+from vexport.reports.gates import task_title
+from vexport.types import LayerError, Outcome, Verdict
+
+MAX_DOTS = 240
+_STEPS = (1.0, 2.0, 5.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A labelled position on an axis."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A linear axis from `low` to `high`."""
+
+    low: float
+    high: float
+
+    def at(self, value: float) -> float:
+        """The position of `value` in per cent of the width, clipped to the chart."""
+        return round(100 * min(1.0, max(0.0, (value - self.low) / (self.high - self.low))), 2)
+
+    def values(self) -> tuple[float, ...]:
+        """At most seven round values on the axis."""
+        step = _round_step((self.high - self.low) / 6)
+        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        return tuple(index * step for index in range(first, last + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForestRow:
+    """One task's difference and its interval, placed."""
+
+    title: str
+    outcome: Outcome
+    at: float
+    low: float
+    high: float
+    difference: str
+    interval: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forest:
+    """Every task against zero and the accepted loss."""
+
+    rows: tuple[ForestRow, ...]
+    ticks: tuple[Tick, ...]
+    zero: float
+    margin: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRow:
+    """The layers of one kind and scheme: a dot each, and what they span."""
+
+    title: str
+    scheme: str
+    layers: str
+    lowest: str
+    median: str
+    median_at: float
+    dots: tuple[Tick, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerChart:
+    """Signal-to-noise by kind of layer; `hidden` dots were left out between their neighbours."""
+
+    rows: tuple[LayerRow, ...]
+    ticks: tuple[Tick, ...]
+    hidden: int
+
+
+def forest(verdict: Verdict) -> Forest:
+    """Place the tasks of `verdict` on one axis in percentage points."""
+    ends = [end for task in verdict.tasks for end in (task.low, task.high)]
+    axis = _padded([*ends, -verdict.margin, 0.0])
+    rows = (
+        ForestRow(
+            title=task_title(task),
+            outcome=task.outcome,
+            at=axis.at(task.difference),
+            low=axis.at(task.low),
+            high=axis.at(task.high),
+            difference=points(task.difference),
+            interval=points_interval(task.low, task.high),
+        )
+        for task in verdict.tasks
+    )
+    ticks = tuple(Tick(axis.at(value), f"{100 * value + 0.0:+g}") for value in axis.values())
+    return Forest(rows=tuple(rows), ticks=ticks, zero=axis.at(0.0), margin=axis.at(-verdict.margin))
+
+
+def layer_chart(layers: Sequence[LayerError]) -> LayerChart | None:
+    """Group the layers by kind and scheme; None where no layer has a finite signal-to-noise."""
+    noisy = [layer for layer in layers if math.isfinite(layer.snr_db)]
+    if not noisy:
+        return None
+    axis = _padded([layer.snr_db for layer in noisy])
+    kinds: dict[tuple[str, str], list[LayerError]] = {}
+    for layer in noisy:
+        kinds.setdefault((layer_kind(layer.name), layer.scheme), []).append(layer)
+    rows = tuple(_layer_row(kind, scheme, members, axis) for (kind, scheme), members in kinds.items())
+    ticks = tuple(Tick(axis.at(value), f"{value:g}") for value in axis.values())
+    hidden = len(noisy) - sum(len(row.dots) for row in rows)
+    return LayerChart(rows=rows, ticks=ticks, hidden=hidden)
+
+
+def layer_kind(name: str) -> str:
+    """What repeats from block to block: `model.layers.3.mlp.experts.7.up_proj` is `mlp.experts.up_proj`."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
+    start = numbers[0] if numbers else 0
+    return ".".join(part for part in parts[start:] if not part.isdecimal())
+
+
+def _layer_row(kind: str, scheme: str, members: Sequence[LayerError], axis: Axis) -> LayerRow:
+    ordered = sorted(members, key=lambda layer: layer.snr_db)
+    middle = median(layer.snr_db for layer in ordered)
+    return LayerRow(
+        title=kind,
+        scheme=scheme,
+        layers=plural(len(ordered), "layer"),
+        lowest=decibels(ordered[0].snr_db),
+        median=decibels(middle),
+        median_at=axis.at(middle),
+        dots=tuple(
+            Tick(axis.at(layer.snr_db), f"{layer.name}: {decibels(layer.snr_db)} dB")
+            for layer in _thinned(ordered)
+        ),
+    )
+
+
+def _thinned(ordered: Sequence[LayerError]) -> Sequence[LayerError]:
+    """At most MAX_DOTS layers evenly over the order; the lowest and the highest stay."""
+    if len(ordered) <= MAX_DOTS:
+        return ordered
+    last = len(ordered) - 1
+    return [ordered[round(index * last / (MAX_DOTS - 1))] for index in range(MAX_DOTS)]
+
+
+def _padded(values: Sequence[float]) -> Axis:
+    low, high = min(values), max(values)
+    room = 0.06 * (high - low) or 1.0
+    return Axis(low - room, high + room)
+
+
+def _round_step(least: float) -> float:
+    """The smallest 1, 2 or 5 times a power of ten that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next((step * power for step in _STEPS if step * power >= least * (1 - 1e-9)), 10 * power)

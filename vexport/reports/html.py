@@ -1,0 +1,107 @@
+"""One self-contained HTML page: no script, no network, light and dark, from 400 px up."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from vexport.reports import formatting, sentences
+from vexport.reports.charts import forest, layer_chart
+from vexport.reports.escaping import clip, visible
+from vexport.reports.gates import finding_counts, report_gates, staged_findings, task_title
+from vexport.types import Canary, Flip, LayerError, Report, TaskVerdict
+
+MAX_FLIPS = 12
+MAX_LAYERS = 400
+MAX_FINDINGS = 200
+MAX_TEXT = 2000
+_FILTERS: Mapping[str, Callable[..., object]] = {
+    "bits": formatting.bits_per_weight,
+    "count": formatting.count,
+    "decibels": formatting.decibels,
+    "duration": formatting.duration,
+    "p_value": formatting.p_value,
+    "percent": formatting.percent,
+    "points": formatting.points,
+    "size": formatting.size,
+    "small": formatting.small,
+}
+
+
+def report(report: Report) -> str:
+    """The page; the same report gives the same bytes."""
+    *gates, _ = report_gates(report)
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            report=report,
+            gates=gates,
+            findings=staged_findings(report)[:MAX_FINDINGS],
+            all_findings=len(staged_findings(report)),
+            counts=finding_counts([finding for _, finding in staged_findings(report)]),
+            forest=forest(report.verdict) if report.verdict and report.verdict.tasks else None,
+            chart=layer_chart(report.layers),
+            layers=_worst_layers(report.layers),
+            canaries=_paired_canaries(report.baseline_load.canaries, report.load.canaries),
+        )
+    )
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("vexport.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(_FILTERS)
+    environment.globals.update(
+        clip=_clip,
+        percent_interval=formatting.percent_interval,
+        points_interval=formatting.points_interval,
+        ratio=formatting.ratio,
+        schemes_in_use=sentences.schemes_in_use,
+        shown_flips=_shown_flips,
+        task_title=task_title,
+        worst_task=_worst_task,
+    )
+    return environment
+
+
+def _finalize(value: object) -> object:
+    """Every printed string passes here before it is escaped; Markup was printed once already."""
+    return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _clip(text: str) -> str:
+    return clip(text, MAX_TEXT)
+
+
+def _shown_flips(task: TaskVerdict) -> Sequence[Flip]:
+    """The losses first."""
+    return sorted(task.flips, key=lambda flip: flip.direction != "right to wrong")[:MAX_FLIPS]
+
+
+def _worst_task(tasks: Sequence[TaskVerdict]) -> TaskVerdict:
+    return min(tasks, key=lambda task: task.low)
+
+
+def _worst_layers(layers: Sequence[LayerError]) -> Sequence[LayerError]:
+    return sorted(layers, key=_noise_first)[:MAX_LAYERS]
+
+
+def _noise_first(layer: LayerError) -> float:
+    return -math.inf if math.isnan(layer.snr_db) else layer.snr_db
+
+
+def _paired_canaries(
+    baseline: Sequence[Canary], candidate: Sequence[Canary]
+) -> Sequence[tuple[str, Canary | None, Canary | None]]:
+    """The two models' continuations by prompt, in the order of first use."""
+    first = {canary.prompt: canary for canary in baseline}
+    second = {canary.prompt: canary for canary in candidate}
+    return [(prompt, first.get(prompt), second.get(prompt)) for prompt in {**first, **second}]
