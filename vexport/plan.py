@@ -82,13 +82,14 @@ def find_linears(index: SourceIndex) -> Iterator[LinearPlan]:
             leaf == "weight"
             and len(tensor.shape) == 2
             and tensor.dtype in FLOATING
-            and not _is_embedding(module)
+            and not is_embedding(module)
         ):
             rows, columns = tensor.shape
             yield LinearPlan(name=module, weight=tensor.name, out_features=rows, in_features=columns)
 
 
-def _is_embedding(module: str) -> bool:
+def is_embedding(module: str) -> bool:
+    """Whether a module with a two-dimensional weight is a table of embeddings by its name."""
     leaf = module.rpartition(".")[2]
     return leaf.startswith("embed") and leaf != "embed_out" or leaf in ("wte", "wpe", "word_embeddings")
 

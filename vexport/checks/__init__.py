@@ -1,0 +1,66 @@
+"""The static gate: findings on a checkpoint's files, without vLLM, a GPU or torch.
+
+Adding a check family is one new file and one line in `CHECKS`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vexport.checkpoint.index import read_index, require_checkpoint
+from vexport.checkpoint.reader import Reader
+from vexport.checks import completeness, config, fusion, shapes, targets, values
+from vexport.checks.subject import Subject
+from vexport.errors import InputError, InputErrors
+from vexport.types import CheckReport, Finding
+
+FILES = "files"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One family of findings."""
+
+    description: str
+    run: Callable[[Subject], Iterator[Finding]]
+
+
+CHECKS: Mapping[str, Check] = {
+    module.NAME: Check(description=module.DESCRIPTION, run=module.run)
+    for module in (config, targets, completeness, shapes, values, fusion)
+}
+
+
+def check_checkpoint(name: str) -> CheckReport:
+    """All findings on the checkpoint folder `name`, in the order of `CHECKS`.
+
+    Raises InputError where there is no checkpoint at all; broken files are findings.
+    """
+    root = Path(name)
+    require_checkpoint(root)
+    try:
+        index = read_index(root)
+        with Reader() as reader:
+            findings = tuple(_findings(Subject(index, reader)))
+    except InputErrors as errors:
+        findings = tuple(_file_finding(problem) for problem in errors.problems)
+    except InputError as problem:
+        findings = (_file_finding(problem),)
+    ok = not any(finding.severity == "error" for finding in findings)
+    return CheckReport(checkpoint=name, ok=ok, findings=findings)
+
+
+def _findings(subject: Subject) -> Iterator[Finding]:
+    for check in CHECKS.values():
+        yield from check.run(subject)
+
+
+def _file_finding(problem: InputError) -> Finding:
+    return Finding(
+        check=FILES,
+        severity="error",
+        where=problem.where,
+        expected=problem.need,
+        got=problem.got,
+        fix=problem.fix,
+    )

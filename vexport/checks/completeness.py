@@ -1,0 +1,113 @@
+"""Is every tensor there that vLLM would otherwise leave uninitialized, without a word?"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from vexport.checks.expected import expected_parameters, weight_name
+from vexport.checks.subject import QUANTIZED_LEAVES, ConfigGroup, Subject, Unit, error
+from vexport.types import Finding, Json, TensorInfo
+
+NAME = "completeness"
+DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
+LAYERS = "layers"
+
+
+def run(subject: Subject) -> Iterator[Finding]:
+    """Findings on missing and unexpected tensors."""
+    for unit in subject.units:
+        group = subject.group_of(unit)
+        yield from _fused_parts(subject, unit)
+        for module, leaves in unit.members.items():
+            if group is not None and QUANTIZED_LEAVES & leaves.keys():
+                yield from _parameters(group, module, leaves)
+    yield from _decoder_layers(subject)
+    yield from _outside_layers(subject)
+
+
+def _parameters(group: ConfigGroup, module: str, leaves: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+    expected = expected_parameters(group, leaves)
+    names = set(expected) if expected is not None else {weight_name(group)}
+    for leaf in sorted(names - leaves.keys()):
+        yield error(
+            NAME,
+            f"{module}.{leaf}",
+            expected=f"the tensor ({group.format})",
+            got="none: vLLM would read uninitialized memory",
+            fix="export the checkpoint again",
+        )
+    known = names | {"bias"}
+    for leaf in sorted(leaves.keys() - known) if expected is not None else ():
+        yield error(
+            NAME,
+            f"{module}.{leaf}",
+            expected=f"only {', '.join(sorted(names))}",
+            got="a tensor that the layer's scheme does not have",
+            fix="remove it or correct the config group",
+        )
+
+
+def _fused_parts(subject: Subject, unit: Unit) -> Iterator[Finding]:
+    prefix, dot, leaf = unit.name.rpartition(".")
+    for part in subject.fused.get(leaf, ()):
+        module = f"{prefix}{dot}{part}"
+        if unit.is_quantized and module not in unit.members:
+            yield error(
+                NAME,
+                module,
+                expected=f"the part of {leaf} that vLLM loads with {len(unit.members)} others",
+                got="no tensor of it",
+                fix="export the checkpoint again",
+            )
+
+
+def _decoder_layers(subject: Subject) -> Iterator[Finding]:
+    """Every decoder layer has the tensors that all its siblings have; none is missing at the end."""
+    stacks: dict[str, dict[int, set[str]]] = {}
+    for name in subject.index.tensors:
+        prefix, mark, rest = name.partition(f".{LAYERS}.")
+        number, dot, relative = rest.partition(".")
+        if mark and dot and number.isdigit():
+            stacks.setdefault(prefix + mark, {}).setdefault(int(number), set()).add(relative)
+    for prefix, layers in stacks.items():
+        yield from _siblings(prefix, layers)
+    declared = _text_config(subject).get("num_hidden_layers")
+    if isinstance(declared, int) and stacks:
+        prefix, layers = max(stacks.items(), key=lambda item: len(item[1]))
+        for missing in sorted(set(range(declared)) - layers.keys()):
+            yield _missing(f"{prefix}{missing}", f"{declared} decoder layers (num_hidden_layers)")
+
+
+def _siblings(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
+    counts = Counter(name for names in layers.values() for name in names)
+    if len(layers) < 3:
+        return
+    common = {name for name, count in counts.items() if count == len(layers) - 1}
+    for layer, names in sorted(layers.items()):
+        for name in sorted(common - names):
+            yield _missing(f"{prefix}{layer}.{name}", "the tensor that all other layers have")
+
+
+def _outside_layers(subject: Subject) -> Iterator[Finding]:
+    """Embeddings, final norm and, unless tied, the output head: what every class in the table loads."""
+    names = set(subject.index.tensors)
+    if not any(name.startswith("model.layers.") for name in names):
+        return
+    required = ["model.embed_tokens.weight", "model.norm.weight"]
+    tied = _text_config(subject).get(
+        "tie_word_embeddings", subject.index.config.get("tie_word_embeddings", False)
+    )
+    if not tied and not any(name.startswith("lm_head.") for name in names):
+        required.append("lm_head.weight")
+    for name in required:
+        if name not in names:
+            yield _missing(name, "the tensor")
+
+
+def _text_config(subject: Subject) -> Mapping[str, Json]:
+    nested = subject.index.config.get("text_config")
+    return nested if isinstance(nested, dict) else subject.index.config
+
+
+def _missing(where: str, expected: str) -> Finding:
+    got = "none: vLLM would read uninitialized memory"
+    return error(NAME, where, expected=expected, got=got, fix="export the checkpoint again")

@@ -1,0 +1,108 @@
+"""Which tensors a quantized layer must have, from the arguments of its config group."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vexport.checks.subject import ConfigGroup
+from vexport.types import TensorInfo
+
+FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
+INT32_BITS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """One parameter: the dtypes that vLLM copies without a change of value, and its shape."""
+
+    dtypes: frozenset[str]
+    shape: tuple[int, ...]
+
+
+def expected_parameters(
+    group: ConfigGroup, leaves: Mapping[str, TensorInfo]
+) -> Mapping[str, Expected] | None:
+    """The parameters of a layer by name; None where its weight is missing or its sides cannot be told.
+
+    The layer's sides come from its stored weight; sources: `create_weights` of the schemes in
+    vllm/model_executor/layers/quantization/compressed_tensors/schemes.
+    """
+    sides = layer_sides(group, leaves)
+    if sides is None:
+        return None
+    rows, columns = sides
+    parameters = {weight_name(group): _weight(group, rows, columns)}
+    parameters["weight_scale"] = _scale(group, rows, columns)
+    if group.weights.strategy == "tensor_group":
+        parameters["weight_global_scale"] = _single()
+    if weight_name(group) == "weight_packed" and group.weights.type == "int":
+        parameters["weight_shape"] = Expected(dtypes=frozenset({"I64", "I32"}), shape=(2,))
+    if not group.weights.symmetric:
+        parameters["weight_zero_point"] = _zero_point(group, rows, columns)
+    return {**parameters, **_inputs(group)}
+
+
+def weight_name(group: ConfigGroup) -> str:
+    """`weight_packed` where several values share a word, else `weight`."""
+    return "weight_packed" if "pack-quantized" in group.format or group.weights.num_bits < 8 else "weight"
+
+
+def layer_sides(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+    """(out_features, in_features) of a stored weight."""
+    stored = leaves.get(weight_name(group))
+    if stored is None or len(stored.shape) != 2:
+        return None
+    rows, columns = stored.shape
+    if weight_name(group) == "weight":
+        return rows, columns
+    if group.weights.type == "float":
+        return rows, columns * 2
+    scale, size = leaves.get("weight_scale"), group.weights.group_size
+    per_word = INT32_BITS // group.weights.num_bits
+    if scale is not None and len(scale.shape) == 2 and size and size > 0:
+        from_scale = scale.shape[1] * size
+        if -(-from_scale * group.weights.num_bits // INT32_BITS) == columns:
+            return rows, from_scale
+    return rows, columns * per_word
+
+
+def _weight(group: ConfigGroup, rows: int, columns: int) -> Expected:
+    if weight_name(group) == "weight":
+        dtype = "F8_E4M3" if group.weights.type == "float" else "I8"
+        return Expected(dtypes=frozenset({dtype}), shape=(rows, columns))
+    if group.weights.type == "float":
+        return Expected(dtypes=frozenset({"U8"}), shape=(rows, columns // 2))
+    words = -(-columns * group.weights.num_bits // INT32_BITS)
+    return Expected(dtypes=frozenset({"I32"}), shape=(rows, words))
+
+
+def _scale(group: ConfigGroup, rows: int, columns: int) -> Expected:
+    weights = group.weights
+    if weights.strategy == "tensor":
+        return _single()
+    if weights.strategy == "block" and weights.block_structure:
+        high, wide = weights.block_structure
+        return Expected(dtypes=FLOAT_SCALES, shape=(-(-rows // high), -(-columns // wide)))
+    if weights.strategy == "channel" or not weights.group_size:
+        return Expected(dtypes=FLOAT_SCALES, shape=(rows, 1))
+    dtypes = FLOAT_SCALES
+    if weights.strategy == "tensor_group":
+        dtypes = frozenset({"F8_E4M3"})
+    elif weights.type == "float":
+        dtypes = frozenset({"U8", "F8_E8M0"})
+    return Expected(dtypes=dtypes, shape=(rows, columns // weights.group_size))
+
+
+def _zero_point(group: ConfigGroup, rows: int, columns: int) -> Expected:
+    words = -(-rows * group.weights.num_bits // INT32_BITS)
+    return Expected(dtypes=frozenset({"I32"}), shape=(words, _scale(group, rows, columns).shape[1]))
+
+
+def _inputs(group: ConfigGroup) -> dict[str, Expected]:
+    inputs = group.input_activations
+    if inputs is None or inputs.dynamic is True:
+        return {}
+    return {"input_global_scale" if inputs.strategy == "tensor_group" else "input_scale": _single()}
+
+
+def _single() -> Expected:
+    return Expected(dtypes=FLOAT_SCALES, shape=(1,))

@@ -1,0 +1,225 @@
+"""A checkpoint as the checks see it: its tensors by layer, and how vLLM reads its quantization config."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from vexport.architectures import FusedModules, architecture_table
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.plan import is_embedding
+from vexport.schemes.base import QuantArgs
+from vexport.types import Finding, Json, TensorInfo
+
+# Parameters of a linear layer that compressed-tensors stores beside or instead of its weight.
+QUANTIZED_LEAVES = frozenset(
+    {
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+        "weight_global_scale",
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+    }
+)
+LINEAR_CLASS = (
+    "ColumnParallelLinear MergedColumnParallelLinear QKVParallelLinear RowParallelLinear ReplicatedLinear"
+)
+HEAD_CLASS = "ParallelLMHead"
+HEADS = ("lm_head", "embed_out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigGroup:
+    """One entry of config_groups: which layers, and how their weights and inputs are quantized."""
+
+    name: str
+    targets: tuple[str, ...]
+    weights: QuantArgs
+    input_activations: QuantArgs | None
+    format: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The layers that vLLM runs as one: module name -> parameter name -> tensor."""
+
+    name: str
+    members: Mapping[str, Mapping[str, TensorInfo]]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any member stores quantized tensors."""
+        return any(QUANTIZED_LEAVES & leaves.keys() for leaves in self.members.values())
+
+
+class Subject:
+    """One checkpoint under check; what is costly is computed once, when first asked for."""
+
+    def __init__(self, index: SourceIndex, reader: Reader) -> None:
+        self.index = index
+        self.reader = reader
+        self.config_path = str(index.root / "config.json")
+
+    @cached_property
+    def quantization(self) -> Mapping[str, Json] | None:
+        """The quantization_config object, or None where there is none."""
+        value = self.index.config.get("quantization_config")
+        return value if isinstance(value, dict) else None
+
+    @cached_property
+    def fused(self) -> FusedModules:
+        """vLLM's fused modules for this class; empty for a class that is not in the table."""
+        return architecture_table().architectures.get(self.index.architecture, {})
+
+    @cached_property
+    def config_groups(self) -> tuple[ConfigGroup, ...]:
+        """The config groups that can be read, in order."""
+        groups = (self.quantization or {}).get("config_groups")
+        parsed = [parse_group(name, raw, self.format) for name, raw in _items(groups)]
+        return tuple(group for group in parsed if isinstance(group, ConfigGroup))
+
+    @property
+    def format(self) -> str:
+        """The global storage format."""
+        return str((self.quantization or {}).get("format"))
+
+    @cached_property
+    def ignore(self) -> tuple[str, ...]:
+        """The layers that the config leaves unquantized."""
+        ignore = (self.quantization or {}).get("ignore")
+        return tuple(str(name) for name in ignore) if isinstance(ignore, list) else ()
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """All linear layers, joined as vLLM joins them, in the order of the tensors."""
+        owner = {member: name for name, members in self.fused.items() for member in members}
+        units: dict[str, dict[str, Mapping[str, TensorInfo]]] = {}
+        for module, leaves in linear_modules(self.index).items():
+            prefix, dot, leaf = module.rpartition(".")
+            units.setdefault(prefix + dot + owner.get(leaf, leaf), {})[module] = leaves
+        return tuple(Unit(name=name, members=members) for name, members in units.items())
+
+    def group_of(self, unit: Unit) -> ConfigGroup | None:
+        """The config group that vLLM applies to a unit; None where it stays unquantized.
+
+        Order as in find_matched_target (vLLM, compressed_tensors/utils.py): the fused name, all members'
+        names, the class name; within each the first target in the order of the config.
+        """
+        if all(matches_any(module, self.ignore) for module in unit.members):
+            return None
+        return self._by_name(unit) or self._by_class(unit)
+
+    def _by_name(self, unit: Unit) -> ConfigGroup | None:
+        for group in self.config_groups:
+            if matches_any(unit.name, group.targets):
+                return group
+        owners = [
+            next((group for group in self.config_groups if matches_any(module, group.targets)), None)
+            for module in unit.members
+        ]
+        return owners[0] if owners and all(owners) else None
+
+    def _by_class(self, unit: Unit) -> ConfigGroup | None:
+        classes = HEAD_CLASS if unit.name.rpartition(".")[2] in HEADS else LINEAR_CLASS
+        for group in self.config_groups:
+            if any(
+                target.lower() in classes.lower() for target in group.targets if not target.startswith("re:")
+            ):
+                return group
+        return None
+
+
+def linear_modules(index: SourceIndex) -> dict[str, dict[str, TensorInfo]]:
+    """Parameters by linear module: modules with quantized parameters or a two-dimensional weight."""
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for tensor in index.tensors.values():
+        module, _, leaf = tensor.name.rpartition(".")
+        if leaf in QUANTIZED_LEAVES or leaf in ("weight", "bias"):
+            modules.setdefault(module, {})[leaf] = tensor
+    return {name: leaves for name, leaves in modules.items() if _is_linear(name, leaves)}
+
+
+def _is_linear(module: str, leaves: Mapping[str, TensorInfo]) -> bool:
+    if QUANTIZED_LEAVES & leaves.keys():
+        return True
+    weight = leaves.get("weight")
+    return weight is not None and len(weight.shape) == 2 and not is_embedding(module)
+
+
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name equals a pattern or matches an `re:` pattern from its start, as in vLLM."""
+    return any(
+        re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
+        for pattern in patterns
+    )
+
+
+def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
+    """A config group, or the reason why it cannot be read."""
+    if not isinstance(raw, dict):
+        return "no JSON object"
+    targets = raw.get("targets")
+    if not isinstance(targets, list) or not targets:
+        return "no list of targets"
+    weights = parse_args(raw.get("weights"))
+    inputs = parse_args(raw.get("input_activations")) if raw.get("input_activations") else None
+    if isinstance(weights, str):
+        return f"weights: {weights}"
+    if isinstance(inputs, str):
+        return f"input_activations: {inputs}"
+    return ConfigGroup(
+        name=name,
+        targets=tuple(str(target) for target in targets),
+        weights=weights,
+        input_activations=inputs,
+        format=str(raw.get("format") or default_format),
+    )
+
+
+def parse_args(raw: Json) -> QuantArgs | str:
+    """Quantization arguments as compressed-tensors reads them, or the reason why it refuses them."""
+    if not isinstance(raw, dict):
+        return "missing"
+    known = {field.name for field in fields(QuantArgs)}
+    unknown = sorted(raw.keys() - known)
+    if unknown:
+        return f"unknown keys {', '.join(unknown)}"
+    try:
+        return TypeAdapter(QuantArgs).validate_python({**_inferred(raw), **_present(raw)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+
+
+def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:
+    """compressed-tensors' defaults: INT8, and a strategy that follows from the group size."""
+    size = raw.get("group_size")
+    strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    return {"num_bits": 8, "type": "int", "strategy": strategy}
+
+
+def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _items(value: Json) -> Iterator[tuple[str, Json]]:
+    if isinstance(value, dict):
+        yield from value.items()
+
+
+def error(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
+    """A finding that fails the checkpoint."""
+    return Finding(check=check, severity="error", where=where, expected=expected, got=got, fix=fix)
+
+
+def shard_place(tensor: TensorInfo) -> str:
+    """A tensor's name with the file that holds it."""
+    return f"{Path(tensor.file).name}: {tensor.name}"
