@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from vexport.calibration.statistics import Calibration, InputRange
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, tensor_bytes
@@ -21,7 +20,7 @@ from vexport.plan import output_blocks
 from vexport.schemes import get_scheme
 from vexport.schemes.base import Scheme
 from vexport.schemes.config import quantization_config
-from vexport.types import FusionGroup, Json, LinearPlan, Plan
+from vexport.types import Calibration, FusionGroup, InputRange, Json, LinearPlan, Plan
 
 Progress = Callable[[int, int], None]
 
@@ -102,7 +101,8 @@ def compress_group(
 
 def observe_weight(member: LinearPlan, weight: torch.Tensor, observer_name: str, scheme: Scheme) -> Observer:
     """An observer that has seen a layer's weight; InputError where the weight is not finite."""
-    observer = load_observer(observer_name, "weight", scheme.args.weights)(weight)
+    observer = load_observer(observer_name, "weight", scheme.args.weights)
+    observer.forward(weight)
     low, high = observer.range()
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise InputError(

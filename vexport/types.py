@@ -101,6 +101,28 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputRange:
+    """Smallest and largest input value of a layer over `tokens` tokens."""
+
+    low: float
+    high: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Input ranges by layer.
+
+    `rows` are the line numbers used (from 1), `digest` is the SHA-256 of their token ids.
+    """
+
+    rows: tuple[int, ...]
+    digest: str
+    tokens: int
+    ranges: Mapping[str, InputRange]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
     """The findings on one checkpoint; `ok` means that none of them is an error."""
 

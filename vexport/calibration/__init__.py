@@ -2,6 +2,5 @@
 
 from vexport.calibration.data import Samples, read_samples
 from vexport.calibration.forward import calibrate
-from vexport.calibration.statistics import Calibration, InputRange
 
-__all__ = ["Calibration", "InputRange", "Samples", "calibrate", "read_samples"]
+__all__ = ["Samples", "calibrate", "read_samples"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from transformers import AutoTokenizer
+import transformers
 
 from vexport.errors import InputError, raise_all
 from vexport.files import digest_bytes
@@ -56,7 +56,9 @@ def read_samples(
         raise InputError(
             str(path), got="no row", need="JSONL rows with text, messages or input_ids", fix="add samples"
         )
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    tokenizer: Tokenizer = transformers.AutoTokenizer.from_pretrained(
+        checkpoint, trust_remote_code=trust_remote_code
+    )
     token_ids, lines, problems = [], [], []
     for line, row in list(rows.items())[:samples]:
         try:

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
 
 from vexport.calibration.data import Samples
-from vexport.calibration.statistics import Calibration, InputRange
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
 from vexport.errors import CheckpointFailed, InputError
 from vexport.observers import Observer, load_observer
 from vexport.schemes import get_scheme
-from vexport.types import Plan
+from vexport.types import Calibration, InputRange, Plan
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
 
@@ -80,9 +79,9 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
 
 def build_on_meta(root: Path, *, trust_remote_code: bool) -> torch.nn.Module:
     """The model in eval mode and its own dtype: parameters on the meta device, buffers real."""
-    config = AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
     with parameters_on_meta():
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
             config, dtype=config.dtype or torch.bfloat16, trust_remote_code=trust_remote_code
         )
     return model.eval()

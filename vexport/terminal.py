@@ -1,0 +1,92 @@
+"""Progress on stderr: bars with time left on a terminal, a line now and then elsewhere, nothing if quiet."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+# (stage, done, total): what every long stage reports.
+OnProgress = Callable[[str, int, int], None]
+LINE_EVERY_SECONDS = 15.0
+
+
+@contextmanager
+def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
+    """Yield the function that stages report to, for as long as the display stands."""
+    if quiet:
+        yield lambda stage, done, total: None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield PlainDisplay()
+        return
+    with _bars(console) as bars:
+        yield BarDisplay(bars)
+
+
+def _bars(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(finished_text="✓"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+class BarDisplay:
+    """One bar for each stage."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Move the stage's bar."""
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=max(total, 1))
+        self._bars.update(self._tasks[stage], completed=min(done, max(total, 1)), total=max(total, 1))
+
+
+class PlainDisplay:
+    """A line when a stage starts, at most every fifteen seconds with the time left, and when it ends."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, float] = {}
+        self._printed: dict[str, float] = {}
+        self._ended: set[str] = set()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Print where the stage is, if it is time to."""
+        now = time.monotonic()
+        started = self._started.setdefault(stage, now)
+        if stage in self._ended:
+            return
+        if done >= total:
+            self._ended.add(stage)
+            self._print(f"{stage}: done in {now - started:.1f} s")
+        elif stage not in self._printed:
+            self._printed[stage] = now
+            self._print(f"{stage} ...")
+        elif now - self._printed[stage] >= LINE_EVERY_SECONDS:
+            self._printed[stage] = now
+            left = f", {(now - started) / done * (total - done):.0f} s left" if done else ""
+            self._print(f"{stage}: {done} of {total}{left}")
+
+    @staticmethod
+    def _print(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
