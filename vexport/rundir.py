@@ -65,7 +65,7 @@ class RunDirectory:
 
 
 def checkpoint_digest(root: Path) -> str:
-    """A digest that changes when a checkpoint is replaced: names, sizes and times of its weight files, its config."""
+    """A digest that changes when a checkpoint is replaced: its config, its weight files' sizes and times."""
     parts = [digest_file(root / "config.json")]
     for file in weight_files(root):
         status = file.stat()

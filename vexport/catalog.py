@@ -1,0 +1,102 @@
+"""What vexport knows, as tables: schemes, observers, checks, architectures."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from vexport.architectures import architecture_table
+from vexport.checks import CHECKS, FILES
+from vexport.observers import OBSERVERS
+from vexport.schemes import all_schemes
+from vexport.schemes.base import QuantArgs
+
+Rows = Sequence[Mapping[str, str]]
+WIDTH = 118
+
+
+def render_catalog(what: str, format_: str) -> str:
+    """The table `what` as text or as a JSON list of objects."""
+    rows = CATALOGS[what]()
+    if format_ == "json":
+        return json.dumps(list(rows), indent=2) + "\n"
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in rows[0]:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row.values())
+    console = Console(width=WIDTH, file=StringIO())
+    with console.capture() as capture:
+        console.print(table, markup=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def schemes() -> Rows:
+    """Bits, formats and where each scheme runs."""
+    return [
+        {
+            "scheme": scheme.name,
+            "weights": _args(scheme.args.weights),
+            "inputs": _args(scheme.args.input_activations),
+            "calibration": "needed" if scheme.args.calibrated else "none",
+            "format": scheme.family.format,
+            "least SM": str(scheme.family.least_sm),
+            "vLLM on CPU": scheme.family.cpu,
+        }
+        for scheme in all_schemes()
+    ]
+
+
+def observers() -> Rows:
+    """Names and first sentences."""
+    return [
+        {"observer": name, "class": kind.__name__, "what it does": _first(kind.__doc__)}
+        for name, kind in OBSERVERS.items()
+    ]
+
+
+def checks() -> Rows:
+    """Names and what each looks at."""
+    files = {
+        "check": FILES,
+        "what is looked at": "folder, config.json, index and safetensors headers can be read",
+    }
+    return [
+        files,
+        *({"check": name, "what is looked at": check.description} for name, check in CHECKS.items()),
+    ]
+
+
+def architectures() -> Rows:
+    """Model classes and what vLLM fuses in each."""
+    return [
+        {
+            "architecture": name,
+            "fused": "; ".join(f"{fused} = {' + '.join(members)}" for fused, members in table.items())
+            or "nothing",
+        }
+        for name, table in architecture_table().architectures.items()
+    ]
+
+
+def _args(args: QuantArgs | None) -> str:
+    if args is None:
+        return "16 bit"
+    kind = "FP" if args.type == "float" else "INT"
+    size = f" {args.group_size}" if args.group_size else ""
+    dynamic = {True: ", dynamic", "local": ", groups dynamic"}.get(args.dynamic, "")
+    return f"{kind}{args.num_bits} {args.strategy}{size}{dynamic}"
+
+
+def _first(text: str | None) -> str:
+    return (text or "").strip().split("\n\n")[0].replace("\n", " ").split(" [")[0].rstrip(".")
+
+
+CATALOGS: Mapping[str, Callable[[], Rows]] = {
+    "schemes": schemes,
+    "observers": observers,
+    "checks": checks,
+    "architectures": architectures,
+}

@@ -1,0 +1,467 @@
+"""The command line: thin commands over the pipeline; the only module that prints or exits.
+
+Nothing heavy is imported at the top, so that `--help` answers at once: each command imports what it runs.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from vexport.errors import CheckpointFailed, Inconclusive, VexportError
+from vexport.types import Finding
+from vexport.version import __version__
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+FORMATS = ("text", "json", "junit", "github")
+REPORT_FORMATS = (*FORMATS, "html", "markdown")
+ENVIRONMENT = 4
+INTERRUPTED = 130
+PATH = click.Path(path_type=Path)
+POSITIVE = click.IntRange(1)
+EXIT_CODES = """
+Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
+fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted.
+"""
+
+
+def main() -> None:
+    """Run a command; every outcome becomes an exit code and one line an error."""
+    try:
+        result = cli.main(standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        code = _say("interrupted; the same command goes on where it stopped", INTERRUPTED)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "vexport"
+        code = _say(f"{command}: {error.format_message()} See `{command} --help`.", error.exit_code)
+    except VexportError as error:
+        code = _say(str(error), error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:
+        code = _say(_unforeseen(error), ENVIRONMENT)
+    sys.exit(code)
+
+
+def _unforeseen(error: Exception) -> str:
+    """One line for what no stage turned into an error of its own."""
+    if isinstance(error, MemoryError):
+        return "memory: got no more, need more than this machine has; free some or use a larger machine"
+    if isinstance(error, OSError):
+        place, reason = error.filename or "file system", error.strerror or error
+        return (
+            f"{place}: got {reason}, need a file that can be read and written; check path, space and rights"
+        )
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"vexport: got an internal error ({text}), need none; call again with --debug and report it"
+
+
+def _say(message: str, code: int) -> int:
+    if "--debug" in sys.argv:
+        traceback.print_exc()
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+def common_options(function: Function) -> Function:
+    """--quiet and --debug, which every command has."""
+    function = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(function)
+    return click.option("--quiet", is_flag=True, help="No progress on stderr.")(function)
+
+
+def format_option(formats: tuple[str, ...] = FORMATS) -> Callable[[Function], Function]:
+    """--format: the form of the answer on stdout."""
+    return click.option(
+        "--format",
+        "format_",
+        type=click.Choice(formats),
+        default="text",
+        show_default=True,
+        help="Form of the answer on stdout.",
+    )
+
+
+def engine_options(function: Function) -> Function:
+    """Which vLLM, and whether a checkpoint's code may run."""
+    function = click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own code run.")(
+        function
+    )
+    return click.option("--vllm-python", type=PATH, help="Interpreter whose vLLM is used.")(function)
+
+
+def session_options(function: Function) -> Function:
+    """How an engine is started where no scenario says it."""
+    function = click.option(
+        "--timeout", type=POSITIVE, default=3600, show_default=True, help="Seconds for one engine."
+    )(function)
+    return click.option("--max-model-len", type=POSITIVE, help="Longest sequence [default: the model's].")(
+        function
+    )
+
+
+def plan_options(function: Function) -> Function:
+    """What is quantized how."""
+    function = click.option(
+        "--ignore",
+        multiple=True,
+        metavar="PATTERN",
+        help="Keep these layers: a name, its end, or re:REGEX; repeatable.",
+    )(function)
+    return click.option(
+        "--observer",
+        metavar="O",
+        default="memoryless_minmax",
+        show_default=True,
+        help="How weight ranges are found.",
+    )(function)
+
+
+def verdict_options(function: Function) -> Function:
+    """What loss is acceptable, and how sure the answer must be."""
+    function = click.option(
+        "--alpha",
+        type=click.FloatRange(0, 0.5, min_open=True, max_open=True),
+        default=0.05,
+        show_default=True,
+        help="Probability of a wrong PASS that is accepted.",
+    )(function)
+    return click.option(
+        "--margin",
+        type=click.FloatRange(0, 1, max_open=True),
+        default=0.02,
+        show_default=True,
+        help="Acceptable loss: 0.02 is 2 points.",
+    )(function)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXIT_CODES
+)
+@click.version_option(__version__, prog_name="vexport")
+def cli() -> None:
+    """Quantize a Hugging Face checkpoint for vLLM, and show that it loads and is accurate enough.
+
+    \b
+    Start here:
+      vexport run scenarios/demo-nvfp4.yaml                       everything, one verdict
+      vexport quantize MODEL OUT --scheme FP8_DYNAMIC             a checkpoint for vLLM
+      vexport check OUT                                           is it sound? no GPU, no vLLM
+      vexport eval OUT --baseline MODEL --task gsm8k              is it accurate enough?
+    """
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("scenario", type=PATH)
+@click.option("--run-dir", type=PATH, help="Where everything goes [default: runs/NAME].")
+@click.option("--overwrite", is_flag=True, help="Start again in a run directory that exists.")
+@engine_options
+@format_option(REPORT_FORMATS)
+@common_options
+def run(
+    scenario: Path,
+    run_dir: Path | None,
+    overwrite: bool,
+    vllm_python: Path | None,
+    trust_remote_code: bool,
+    format_: str,
+    quiet: bool,
+) -> None:
+    """Every stage of SCENARIO: plan, calibrate, quantize, check, load in vLLM, evaluate, report.
+
+    A second call goes on where the first one stopped.
+    """
+    from vexport.reports import render
+    from vexport.run import run_scenario
+    from vexport.scenario import read_scenario
+    from vexport.terminal import progress_display
+
+    parsed = read_scenario(scenario)
+    folder = run_dir or Path("runs") / parsed.name
+    with progress_display(quiet=quiet) as on_progress:
+        report = run_scenario(
+            parsed,
+            folder,
+            overwrite=overwrite,
+            vllm_python=vllm_python,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
+    _print(render(report, format_))
+    click.echo(f"report: {folder / 'report.html'}", err=format_ != "text")
+    _conclude(report.outcome, report.name, report.reason)
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("source", metavar="SOURCE|SCENARIO")
+@click.option("--scheme", metavar="S", help="Scheme for all linear layers; see `vexport list schemes`.")
+@plan_options
+@format_option(("text", "json"))
+@common_options
+def plan(
+    source: str, scheme: str | None, observer: str, ignore: tuple[str, ...], format_: str, quiet: bool
+) -> None:
+    """What would be done to SOURCE (a folder or a hub id) or SCENARIO: layers, groups, sizes, refusals.
+
+    Reads headers only.
+    """
+    from vexport.pipeline import plan_scenario, plan_source, rules_for
+    from vexport.plan import require_accepted
+    from vexport.reports.plan import render_plan
+    from vexport.scenario import read_scenario
+
+    if source.endswith((".yaml", ".yml")):
+        if scheme:
+            raise click.UsageError("--scheme does not go with a scenario, which has its own rules.")
+        _, made = plan_scenario(read_scenario(Path(source)))
+    elif scheme:
+        _, made = plan_source(source, rules_for(scheme, observer=observer, ignore=ignore))
+    else:
+        raise click.UsageError("SOURCE needs --scheme.")
+    _print(render_plan(made, format_))
+    require_accepted(made)
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("source")
+@click.argument("out", type=PATH)
+@click.option(
+    "--scheme", metavar="S", required=True, help="Scheme for all linear layers; see `vexport list schemes`."
+)
+@plan_options
+@click.option("--calibration", type=PATH, metavar="FILE.jsonl", help="Samples for static input scales.")
+@click.option(
+    "--samples", type=POSITIVE, default=128, show_default=True, help="Rows of the calibration to use."
+)
+@click.option("--seq-len", type=POSITIVE, default=512, show_default=True, help="Tokens of a row to use.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run.")
+@common_options
+def quantize(
+    source: str,
+    out: Path,
+    scheme: str,
+    observer: str,
+    ignore: tuple[str, ...],
+    calibration: Path | None,
+    samples: int,
+    seq_len: int,
+    overwrite: bool,
+    trust_remote_code: bool,
+    quiet: bool,
+) -> None:
+    """Quantize SOURCE (a folder or a hub id) into the folder OUT.
+
+    lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT
+    appears whole or not at all.
+    """
+    from vexport.pipeline import quantize_source, rules_for
+    from vexport.reports.sentences import size_change
+    from vexport.scenario import Calibration
+    from vexport.terminal import progress_display
+
+    settings = Calibration(data=calibration, samples=samples, seq_len=seq_len) if calibration else None
+    with progress_display(quiet=quiet) as on_progress:
+        made = quantize_source(
+            source,
+            out,
+            rules_for(scheme, observer=observer, ignore=ignore),
+            settings,
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
+    click.echo(f"{out}: {scheme}, {size_change(made)}")
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@format_option()
+@common_options
+def check(checkpoints: tuple[str, ...], format_: str, quiet: bool) -> None:
+    """Is each CHECKPOINT one that vLLM loads as it was meant? Reads files only: no GPU, no vLLM.
+
+    Knows checkpoints of any producer. `vexport list checks` says what is looked at.
+    """
+    from vexport.checks import check_checkpoint
+    from vexport.reports import render_checks
+
+    reports = [check_checkpoint(name) for name in checkpoints]
+    _print(render_checks(reports, format_))
+    for report in reports:
+        _require_ok(report.checkpoint, report.ok, report.findings)
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@engine_options
+@session_options
+@format_option()
+@common_options
+def load(
+    checkpoints: tuple[str, ...],
+    vllm_python: Path | None,
+    trust_remote_code: bool,
+    timeout: int,
+    max_model_len: int | None,
+    format_: str,
+    quiet: bool,
+) -> None:
+    """Load each CHECKPOINT in the real vLLM: greedy canaries, and log-probabilities against a reference.
+
+    The reference is transformers with the stored weights dequantized by compressed-tensors.
+    """
+    from vexport.reports import render_loads
+    from vexport.run import load_checkpoint
+    from vexport.scenario import Serve
+    from vexport.terminal import progress_display
+
+    serve = Serve(timeout=timeout, max_model_len=max_model_len)
+    with progress_display(quiet=quiet) as on_progress:
+        reports = [
+            load_checkpoint(
+                name,
+                serve,
+                vllm_python=vllm_python,
+                trust_remote_code=trust_remote_code,
+                on_progress=on_progress,
+            )
+            for name in checkpoints
+        ]
+    _print(render_loads(reports, format_))
+    for report in reports:
+        _require_ok(report.checkpoint, report.ok, report.findings)
+
+
+@cli.command("eval", epilog=EXIT_CODES)
+@click.argument("checkpoint")
+@click.option(
+    "--baseline", required=True, metavar="SOURCE", help="The unquantized checkpoint to compare with."
+)
+@click.option(
+    "--task", "tasks", multiple=True, required=True, metavar="NAME_OR_YAML", help="lm-eval task; repeatable."
+)
+@verdict_options
+@click.option("--limit", type=POSITIVE, help="Use the first N documents of each task.")
+@click.option("--output", type=PATH, help="Folder for lm-eval's files [default: runs/eval-NAME].")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@engine_options
+@session_options
+@format_option()
+@common_options
+def evaluate(
+    checkpoint: str,
+    baseline: str,
+    tasks: tuple[str, ...],
+    margin: float,
+    alpha: float,
+    limit: int | None,
+    output: Path | None,
+    overwrite: bool,
+    vllm_python: Path | None,
+    trust_remote_code: bool,
+    timeout: int,
+    max_model_len: int | None,
+    format_: str,
+    quiet: bool,
+) -> None:
+    """Score CHECKPOINT and its baseline with lm-eval in vLLM, paired by document, and give a verdict."""
+    from vexport.reports import render_verdict
+    from vexport.run import evaluate_checkpoint
+    from vexport.scenario import Evaluate, Serve
+    from vexport.terminal import progress_display
+
+    settings = Evaluate(tasks=tasks, margin=margin, alpha=alpha, limit=limit, baseline=baseline)
+    folder = output or Path("runs") / f"eval-{Path(checkpoint).name}"
+    with progress_display(quiet=quiet) as on_progress:
+        verdict = evaluate_checkpoint(
+            checkpoint,
+            settings,
+            Serve(timeout=timeout, max_model_len=max_model_len),
+            folder,
+            overwrite=overwrite,
+            vllm_python=vllm_python,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
+    _print(render_verdict(verdict, format_))
+    _conclude(verdict.outcome, checkpoint, verdict.reason)
+
+
+@cli.command("verdict", epilog=EXIT_CODES)
+@click.argument("baseline_results", type=PATH)
+@click.argument("results", type=PATH)
+@verdict_options
+@format_option()
+@common_options
+def verdict_command(
+    baseline_results: Path, results: Path, margin: float, alpha: float, format_: str, quiet: bool
+) -> None:
+    """PASS, FAIL or INCONCLUSIVE from two lm-eval output folders, wherever they were made.
+
+    Starts no model. Both need lm-eval's sample files (--log_samples).
+    """
+    from vexport.reports import render_verdict
+    from vexport.verdict import decide
+
+    verdict = decide(baseline_results, results, margin=margin, alpha=alpha)
+    _print(render_verdict(verdict, format_))
+    _conclude(verdict.outcome, str(results), verdict.reason)
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("run_dir", type=PATH)
+@format_option(REPORT_FORMATS)
+@common_options
+def report(run_dir: Path, format_: str, quiet: bool) -> None:
+    """The report of a finished RUN_DIR in another form; its outcome is the exit code."""
+    from vexport.reports import render
+    from vexport.run import read_report
+
+    read = read_report(run_dir)
+    _print(render(read, format_))
+    _conclude(read.outcome, read.name, read.reason)
+
+
+@cli.command("list")
+@click.argument("what", type=click.Choice(("schemes", "observers", "checks", "architectures")))
+@format_option(("text", "json"))
+@common_options
+def list_command(what: str, format_: str, quiet: bool) -> None:
+    """What vexport knows: schemes, observers, checks or architectures."""
+    from vexport.catalog import render_catalog
+
+    _print(render_catalog(what, format_))
+
+
+def _print(text: str) -> None:
+    click.echo(text, nl=not text.endswith("\n"))
+
+
+def _require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
+    """Exit with 1 where a checkpoint has an error finding, naming the first."""
+    if ok:
+        return
+    errors = [finding for finding in findings if finding.severity == "error"]
+    more = f" ({len(errors) - 1} more above)" if len(errors) > 1 else ""
+    first = errors[0]
+    raise CheckpointFailed(
+        f"{checkpoint}: {first.where}", got=first.got, need=first.expected, fix=first.fix + more
+    )
+
+
+def _conclude(outcome: str, name: str, reason: str) -> None:
+    """Exit with 1 for FAIL and 3 for INCONCLUSIVE."""
+    if outcome == "FAIL":
+        fix = "see the report; keep the worst layers or choose a scheme with more bits"
+        raise CheckpointFailed(name, got=f"FAIL: {reason}", need="a loss within the margin", fix=fix)
+    if outcome == "INCONCLUSIVE":
+        fix = "use more documents or a wider margin"
+        raise Inconclusive(name, got=f"INCONCLUSIVE: {reason}", need="evidence that settles it", fix=fix)

@@ -1,0 +1,112 @@
+"""The stages of a quantization in order; `run.py` adds the run directory, `cli.py` the terminal."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from vexport.calibration import calibrate, read_samples
+from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.checkpoint.source import resolve_source
+from vexport.errors import InputError
+from vexport.files import new_directory
+from vexport.observers import OBSERVERS
+from vexport.plan import build_plan, require_accepted
+from vexport.quantize import quantize, require_calibration
+from vexport.scenario import Calibration as CalibrationSettings
+from vexport.scenario import Rule, Scenario, nearest
+from vexport.schemes import KEEP, get_scheme
+from vexport.terminal import OnProgress
+from vexport.types import Calibration, Plan
+
+
+def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rule, ...]:
+    """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
+    get_scheme(scheme)
+    kept = [Rule(match=pattern, scheme=KEEP) for pattern in ignore]
+    return (*kept, Rule(match="Linear", scheme=scheme, observer=observer))
+
+
+def plan_source(source: str, rules: Sequence[Rule]) -> tuple[SourceIndex, Plan]:
+    """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
+    for rule in rules:
+        if rule.observer not in OBSERVERS:
+            raise InputError(
+                f"observer {rule.observer!r}",
+                got="an unknown name",
+                need=f"one of {', '.join(OBSERVERS)}",
+                fix=f"see `vexport list observers`{nearest(rule.observer, list(OBSERVERS))}",
+            )
+    index = read_index(resolve_source(source))
+    return index, build_plan(index, rules)
+
+
+def plan_scenario(scenario: Scenario) -> tuple[SourceIndex, Plan]:
+    """Plan what a scenario asks for."""
+    return plan_source(scenario.source, scenario.rules)
+
+
+def calibrate_plan(
+    index: SourceIndex,
+    plan: Plan,
+    settings: CalibrationSettings | None,
+    *,
+    on_progress: OnProgress,
+    trust_remote_code: bool,
+) -> Calibration | None:
+    """Run the calibration that a plan needs; None where it needs none."""
+    if not any(get_scheme(name).args.calibrated for name in plan.schemes):
+        return None
+    if settings is None:
+        require_calibration(plan, None)
+        return None
+    samples = read_samples(
+        settings.data,
+        index.root,
+        samples=settings.samples,
+        seq_len=settings.seq_len,
+        vocab_size=vocab_size(index),
+        trust_remote_code=trust_remote_code,
+    )
+    return calibrate(
+        index,
+        plan,
+        samples,
+        on_layer=partial(on_progress, "calibrate (layers)"),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def vocab_size(index: SourceIndex) -> int:
+    """The number of token ids that the model knows, from its config."""
+    nested = index.config.get("text_config")
+    config = nested if isinstance(nested, dict) else index.config
+    size = config.get("vocab_size")
+    if isinstance(size, int):
+        return size
+    place = str(index.root / "config.json")
+    raise InputError(
+        place, got="no vocab_size", need="the number of tokens", fix="restore the model's config.json"
+    )
+
+
+def quantize_source(
+    source: str,
+    out: Path,
+    rules: Sequence[Rule],
+    settings: CalibrationSettings | None,
+    *,
+    overwrite: bool,
+    trust_remote_code: bool,
+    on_progress: OnProgress,
+) -> Plan:
+    """Quantize a checkpoint into the folder `out`, which appears whole or not at all."""
+    index, plan = plan_source(source, rules)
+    require_accepted(plan)
+    if settings is None:
+        require_calibration(plan, None)
+    with new_directory(out, overwrite=overwrite) as folder:
+        calibration = calibrate_plan(
+            index, plan, settings, on_progress=on_progress, trust_remote_code=trust_remote_code
+        )
+        quantize(index, plan, calibration, folder, on_bytes=partial(on_progress, "quantize (bytes)"))
+    return plan
