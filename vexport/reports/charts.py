@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from vexport.reports.formatting import decibels, plural, points, points_interval
-from vexport.reports.gates import task_title
-from vexport.types import LayerError, Outcome, Verdict
+from vexport.reports.formatting import Scale, decibels, plural
+from vexport.reports.sentences import scale_of, task_title
+from vexport.types import LayerError, Outcome, TaskVerdict, Verdict
 
 MAX_DOTS = 240
 _STEPS = (1.0, 2.0, 5.0, 10.0)
@@ -54,8 +54,9 @@ class ForestRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Every task against zero and the accepted loss."""
+    """The tasks of one scale against zero and the accepted loss."""
 
+    unit: str
     rows: tuple[ForestRow, ...]
     ticks: tuple[Tick, ...]
     zero: float
@@ -84,24 +85,12 @@ class LayerChart:
     hidden: int
 
 
-def forest(verdict: Verdict) -> Forest:
-    """Place the tasks of `verdict` on one axis in percentage points."""
-    ends = [end for task in verdict.tasks for end in (task.low, task.high)]
-    axis = _padded([*ends, -verdict.margin, 0.0])
-    rows = (
-        ForestRow(
-            title=task_title(task),
-            outcome=task.outcome,
-            at=axis.at(task.difference),
-            low=axis.at(task.low),
-            high=axis.at(task.high),
-            difference=points(task.difference),
-            interval=points_interval(task.low, task.high),
-        )
-        for task in verdict.tasks
-    )
-    ticks = tuple(Tick(axis.at(value), f"{100 * value + 0.0:+g}") for value in axis.values())
-    return Forest(rows=tuple(rows), ticks=ticks, zero=axis.at(0.0), margin=axis.at(-verdict.margin))
+def forests(verdict: Verdict) -> tuple[Forest, ...]:
+    """One chart for the tasks scored in shares and one for those in their metric's own units."""
+    by_scale: dict[Scale, list[TaskVerdict]] = {}
+    for task in verdict.tasks:
+        by_scale.setdefault(scale_of(task), []).append(task)
+    return tuple(_forest(scale, tasks, verdict.margin) for scale, tasks in by_scale.items())
 
 
 def layer_chart(layers: Sequence[LayerError]) -> LayerChart | None:
@@ -127,6 +116,30 @@ def layer_kind(name: str) -> str:
     return ".".join(part for part in parts[start:] if not part.isdecimal())
 
 
+def _forest(scale: Scale, tasks: Sequence[TaskVerdict], margin: float) -> Forest:
+    axis = _padded([*(end for task in tasks for end in (task.low, task.high)), -margin, 0.0])
+    factor = 100 if scale.shares else 1
+    return Forest(
+        unit="percentage points" if scale.shares else "units of the metric",
+        rows=tuple(_forest_row(scale, task, axis) for task in tasks),
+        ticks=tuple(Tick(axis.at(value), _signed(factor * value)) for value in axis.values()),
+        zero=axis.at(0.0),
+        margin=axis.at(-margin),
+    )
+
+
+def _forest_row(scale: Scale, task: TaskVerdict, axis: Axis) -> ForestRow:
+    return ForestRow(
+        title=task_title(task),
+        outcome=task.outcome,
+        at=axis.at(task.difference),
+        low=axis.at(task.low),
+        high=axis.at(task.high),
+        difference=scale.change(task.difference),
+        interval=scale.changes(task.low, task.high),
+    )
+
+
 def _layer_row(kind: str, scheme: str, members: Sequence[LayerError], axis: Axis) -> LayerRow:
     ordered = sorted(members, key=lambda layer: layer.snr_db)
     middle = median(layer.snr_db for layer in ordered)
@@ -150,6 +163,10 @@ def _thinned(ordered: Sequence[LayerError]) -> Sequence[LayerError]:
         return ordered
     last = len(ordered) - 1
     return [ordered[round(index * last / (MAX_DOTS - 1))] for index in range(MAX_DOTS)]
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}" if abs(value) > 1e-9 else "0"
 
 
 def _padded(values: Sequence[float]) -> Axis:

@@ -1,6 +1,7 @@
 """Numbers as people read them: one place decides the digits, so that all formats agree."""
 
 import math
+from dataclasses import dataclass
 
 NOT_AVAILABLE = "n/a"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -8,25 +9,45 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 def percent(value: float | None, digits: int = 1) -> str:
     """A share of one: 0.9944 is `99.4%`."""
-    return NOT_AVAILABLE if _missing(value) else f"{value:.{digits}%}"
+    return NOT_AVAILABLE if value is None or not math.isfinite(value) else f"{value:.{digits}%}"
 
 
-def points(value: float | None, *, sign: bool = True) -> str:
-    """A difference of two shares in percentage points: -0.0031 is `-0.31`."""
-    if value is None or not math.isfinite(value):
-        return NOT_AVAILABLE
-    text = f"{100 * value:+.2f}" if sign else f"{100 * value:.2f}"
-    return text if float(text) else "0.00"
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How one metric's numbers read: shares in per cent and points, anything else in its own units."""
+
+    shares: bool
+
+    @property
+    def unit(self) -> str:
+        """What a difference is counted in."""
+        return "points" if self.shares else "of the metric"
+
+    def value(self, value: float | None) -> str:
+        """A score: `99.4%`, or `27.31`."""
+        if self.shares or value is None:
+            return percent(value)
+        return f"{value:.4g}"
+
+    def interval(self, low: float | None, high: float | None) -> str:
+        """A two-sided interval of scores: `98.1% to 99.6%`; `n/a` where it has no ends."""
+        return _interval(self.value(low), self.value(high))
+
+    def change(self, value: float, *, sign: bool = True) -> str:
+        """A difference with two decimals: -0.0031 is `-0.31` points."""
+        if not math.isfinite(value):
+            return NOT_AVAILABLE
+        number = round(value * (100 if self.shares else 1), 2) + 0.0
+        return f"{number:+.2f}" if sign and number else f"{number:.2f}"
+
+    def changes(self, low: float, high: float) -> str:
+        """A two-sided interval of differences: `-1.30 to +0.10`."""
+        return _interval(self.change(low), self.change(high))
 
 
 def percent_interval(low: float | None, high: float | None) -> str:
     """A two-sided interval of shares: `98.1% to 99.6%`; `n/a` where it has no ends."""
-    return NOT_AVAILABLE if _missing(low) or _missing(high) else f"{percent(low)} to {percent(high)}"
-
-
-def points_interval(low: float, high: float) -> str:
-    """A two-sided interval of differences in percentage points: `-1.30 to +0.10`."""
-    return f"{points(low)} to {points(high)}"
+    return _interval(percent(low), percent(high))
 
 
 def size(num_bytes: int) -> str:
@@ -85,5 +106,5 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _missing(value: float | None) -> bool:
-    return value is None or not math.isfinite(value)
+def _interval(low: str, high: str) -> str:
+    return NOT_AVAILABLE if NOT_AVAILABLE in (low, high) else f"{low} to {high}"

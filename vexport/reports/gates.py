@@ -4,10 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vexport.reports.formatting import count, plural, points, points_interval
+from vexport.reports.formatting import count, plural
+from vexport.reports.sentences import scale_of, task_title
 from vexport.types import CheckReport, Finding, LoadReport, Report, Severity, TaskVerdict, Verdict
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
+_NOT_RUN = "not run: an earlier gate failed"
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 
@@ -26,8 +28,8 @@ def report_gates(report: Report) -> tuple[Gate, ...]:
     return (
         findings_gate("plan", report.plan.refusals),
         checkpoint_gate("check", report.check),
-        checkpoint_gate("load baseline", report.baseline_load),
-        checkpoint_gate("load", report.load),
+        _load_gate("load baseline", report.baseline_load),
+        _load_gate("load", report.load),
         *_evaluation_gates(report),
         Gate(name="overall", status=report.outcome, message=report.reason),
     )
@@ -58,19 +60,14 @@ def findings_gate(name: str, findings: Sequence[Finding], *, ok: bool = True) ->
 
 def task_gate(task: TaskVerdict, margin: float) -> Gate:
     """One task: the difference with its interval against the margin."""
+    scale = scale_of(task)
     message = (
-        f"{points(task.difference)} points ({points_interval(task.low, task.high)}) over "
-        f"{count(task.documents)} documents; a loss of {points(margin, sign=False)} is accepted"
+        f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}) over "
+        f"{count(task.documents)} documents; a loss of {scale.change(margin, sign=False)} is accepted"
     )
     if task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
         message += f"; about {count(task.documents_needed)} documents would settle it"
     return Gate(name=task_title(task), status=task.outcome, message=message)
-
-
-def task_title(task: TaskVerdict) -> str:
-    """The task with its metric, and the filter where it is not lm-eval's default."""
-    suffix = "" if task.filter in ("", "none") else f", {task.filter}"
-    return f"{task.task} ({task.metric}{suffix})"
 
 
 def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -91,7 +88,14 @@ def finding_counts(findings: Sequence[Finding]) -> str:
     return ", ".join(plural(counts[kind], nouns[kind]) for kind in nouns if counts[kind]) or "no findings"
 
 
+def _load_gate(name: str, report: LoadReport) -> Gate:
+    """A load without an engine and without a finding was never tried."""
+    if not report.ok and not report.findings and report.engine is None:
+        return Gate(name=name, status="SKIPPED", message=_NOT_RUN)
+    return checkpoint_gate(name, report)
+
+
 def _evaluation_gates(report: Report) -> tuple[Gate, ...]:
     if report.verdict is None:
-        return (Gate(name="evaluate", status="SKIPPED", message="not run: an earlier gate failed"),)
+        return (Gate(name="evaluate", status="SKIPPED", message=_NOT_RUN),)
     return tuple(task_gate(task, report.verdict.margin) for task in report.verdict.tasks)

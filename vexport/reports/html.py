@@ -7,10 +7,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vexport.reports import formatting, sentences
-from vexport.reports.charts import forest, layer_chart
+from vexport.reports.charts import forests, layer_chart
 from vexport.reports.escaping import clip, visible
-from vexport.reports.gates import finding_counts, report_gates, staged_findings, task_title
-from vexport.types import Canary, Flip, LayerError, Report, TaskVerdict
+from vexport.reports.gates import Gate, finding_counts, report_gates, staged_findings
+from vexport.types import Canary, Flip, LayerError, LoadReport, Report, TaskVerdict
 
 MAX_FLIPS = 12
 MAX_LAYERS = 400
@@ -23,7 +23,6 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
     "duration": formatting.duration,
     "p_value": formatting.p_value,
     "percent": formatting.percent,
-    "points": formatting.points,
     "size": formatting.size,
     "small": formatting.small,
 }
@@ -38,13 +37,14 @@ def report(report: Report) -> str:
         .render(
             report=report,
             gates=gates,
+            problems=[gate for gate in gates if gate.findings and _adds_to(report.reason, gate)],
             findings=staged_findings(report)[:MAX_FINDINGS],
             all_findings=len(staged_findings(report)),
             counts=finding_counts([finding for _, finding in staged_findings(report)]),
-            forest=forest(report.verdict) if report.verdict and report.verdict.tasks else None,
+            forests=forests(report.verdict) if report.verdict else (),
             chart=layer_chart(report.layers),
             layers=_worst_layers(report.layers),
-            canaries=_paired_canaries(report.baseline_load.canaries, report.load.canaries),
+            canaries=_paired_canaries(report.baseline_load, report.load),
         )
     )
 
@@ -62,11 +62,12 @@ def _environment() -> Environment:
     environment.globals.update(
         clip=_clip,
         percent_interval=formatting.percent_interval,
-        points_interval=formatting.points_interval,
+        accepted_loss=sentences.accepted_loss,
+        scale_of=sentences.scale_of,
         ratio=formatting.ratio,
         schemes_in_use=sentences.schemes_in_use,
         shown_flips=_shown_flips,
-        task_title=task_title,
+        task_title=sentences.task_title,
         worst_task=_worst_task,
     )
     return environment
@@ -98,10 +99,14 @@ def _noise_first(layer: LayerError) -> float:
     return -math.inf if math.isnan(layer.snr_db) else layer.snr_db
 
 
+def _adds_to(reason: str, gate: Gate) -> bool:
+    return gate.status == "FAIL" and gate.message not in reason
+
+
 def _paired_canaries(
-    baseline: Sequence[Canary], candidate: Sequence[Canary]
+    baseline: LoadReport, candidate: LoadReport
 ) -> Sequence[tuple[str, Canary | None, Canary | None]]:
-    """The two models' continuations by prompt, in the order of first use."""
-    first = {canary.prompt: canary for canary in baseline}
-    second = {canary.prompt: canary for canary in candidate}
-    return [(prompt, first.get(prompt), second.get(prompt)) for prompt in {**first, **second}]
+    """The two models' continuations by prompt; none where the candidate wrote none."""
+    first = {canary.prompt: canary for canary in baseline.canaries}
+    second = {canary.prompt: canary for canary in candidate.canaries}
+    return [(prompt, first.get(prompt), second.get(prompt)) for prompt in {**first, **second} if second]

@@ -11,11 +11,17 @@ from vexport.reports.formatting import (
     percent,
     percent_interval,
     plural,
-    points,
-    points_interval,
 )
-from vexport.reports.gates import Gate, report_gates, staged_findings, task_title
-from vexport.reports.sentences import agreement_line, engine_line, method_line, schemes_in_use, size_change
+from vexport.reports.gates import Gate, report_gates, staged_findings
+from vexport.reports.sentences import (
+    agreement_line,
+    engine_line,
+    method_line,
+    scale_of,
+    schemes_in_use,
+    size_change,
+    task_title,
+)
 from vexport.types import Finding, LoadReport, Report, TaskVerdict, Verdict
 
 MAX_FINDINGS = 20
@@ -55,7 +61,7 @@ def _tasks(verdict: Verdict) -> str:
         "n",
         "Baseline",
         "Quantized",
-        "Difference, points",
+        "Difference",
         "Recovery",
         "Flips",
         "McNemar p",
@@ -64,13 +70,14 @@ def _tasks(verdict: Verdict) -> str:
 
 
 def _task_row(task: TaskVerdict) -> tuple[str, ...]:
+    scale = scale_of(task)
     return (
         task_title(task),
         task.outcome,
         count(task.documents),
-        f"{percent(task.baseline.value)} ({percent_interval(task.baseline.low, task.baseline.high)})",
-        f"{percent(task.candidate.value)} ({percent_interval(task.candidate.low, task.candidate.high)})",
-        f"{points(task.difference)} ({points_interval(task.low, task.high)})",
+        f"{scale.value(task.baseline.value)} ({scale.interval(task.baseline.low, task.baseline.high)})",
+        f"{scale.value(task.candidate.value)} ({scale.interval(task.candidate.low, task.candidate.high)})",
+        f"{scale.change(task.difference)} ({scale.changes(task.low, task.high)}) {scale.unit}",
         f"{percent(task.recovery)} ({percent_interval(task.recovery_low, task.recovery_high)})",
         f"{task.right_to_wrong} lost, {task.wrong_to_right} gained ({percent(task.flip_rate, 2)})",
         p_value(task.mcnemar_p),

@@ -1,7 +1,7 @@
 """Sentences that several formats share."""
 
-from vexport.reports.formatting import bits_per_weight, percent, points, ratio, size, small
-from vexport.types import EngineInfo, LogprobAgreement, Plan, Verdict
+from vexport.reports.formatting import Scale, bits_per_weight, percent, ratio, size, small
+from vexport.types import EngineInfo, LogprobAgreement, Plan, TaskVerdict, Verdict
 
 
 def size_change(plan: Plan) -> str:
@@ -31,7 +31,23 @@ def agreement_line(agreement: LogprobAgreement) -> str:
     )
 
 
+def scale_of(task: TaskVerdict) -> Scale:
+    """Per cent where both means are at most one, as in the verdict's reason; else the metric's own units."""
+    return Scale(max(task.baseline.value, task.candidate.value) <= 1)
+
+
+def task_title(task: TaskVerdict) -> str:
+    """The task with its metric, and the filter where it is not lm-eval's default."""
+    suffix = "" if task.filter in ("", "none") else f", {task.filter}"
+    return f"{task.task} ({task.metric}{suffix})"
+
+
+def accepted_loss(verdict: Verdict) -> str:
+    """The margin with its unit, or units where tasks differ."""
+    scales = dict.fromkeys(map(scale_of, verdict.tasks)) or [Scale(True)]
+    return " or ".join(f"{scale.change(verdict.margin, sign=False)} {scale.unit}" for scale in scales)
+
+
 def method_line(verdict: Verdict) -> str:
     """What loss is accepted, at what risk, by which test."""
-    margin = points(verdict.margin, sign=False)
-    return f"accepted loss {margin} points, alpha {verdict.alpha:g}; {verdict.method}"
+    return f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}"

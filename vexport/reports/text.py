@@ -16,8 +16,6 @@ from vexport.reports.formatting import (
     p_value,
     percent,
     plural,
-    points,
-    points_interval,
 )
 from vexport.reports.gates import (
     Gate,
@@ -26,10 +24,17 @@ from vexport.reports.gates import (
     finding_counts,
     report_gates,
     staged_findings,
-    task_title,
     verdict_gates,
 )
-from vexport.reports.sentences import agreement_line, engine_line, method_line, schemes_in_use, size_change
+from vexport.reports.sentences import (
+    agreement_line,
+    engine_line,
+    method_line,
+    scale_of,
+    schemes_in_use,
+    size_change,
+    task_title,
+)
 from vexport.types import CheckReport, Finding, LoadReport, Report, Severity, Verdict
 
 WIDTH = 100
@@ -153,15 +158,16 @@ def _tasks(verdict: Verdict) -> RenderableType:
         box=box.SIMPLE_HEAD, caption=_text(method_line(verdict)), caption_justify="left", pad_edge=False
     )
     table.add_column("task", overflow="fold")
-    for name in ("n", "baseline", "quantized", "difference (points)", "recovery", "lost", "gained", "p"):
+    for name in ("n", "baseline", "quantized", "difference", "recovery", "lost", "gained", "p"):
         table.add_column(name, justify="right")
     for task in verdict.tasks:
+        scale = scale_of(task)
         table.add_row(
             _text(task_title(task)),
             count(task.documents),
-            percent(task.baseline.value),
-            percent(task.candidate.value),
-            f"{points(task.difference)} ({points_interval(task.low, task.high)})",
+            scale.value(task.baseline.value),
+            scale.value(task.candidate.value),
+            f"{scale.change(task.difference)} ({scale.changes(task.low, task.high)})",
             percent(task.recovery),
             count(task.right_to_wrong),
             count(task.wrong_to_right),
