@@ -36,7 +36,9 @@ class DescribeKernels:
         return [
             [name, *_describe_layer(layer)]
             for name, layer in model.named_modules()
-            if hasattr(layer, "quant_method") and "attn.attn" not in name
+            if hasattr(layer, "quant_method")
+            and hasattr(layer, "weight_loader")
+            and "Embedding" not in type(layer.quant_method).__name__
         ]
 
 
@@ -87,8 +89,13 @@ def describe(llm: "LLM", *, start_seconds: float) -> EngineInfo:
 
 
 def _by_kind(rows: list[list[str]]) -> tuple[str, ...]:
-    """`qkv_proj: Scheme, Kernel`, once for each kind of layer and kernel, in the model's order."""
-    return tuple(dict.fromkeys(f"{_kind(name)}: {scheme}, {kernel}" for name, scheme, kernel, _ in rows))
+    """`mlp.down_proj: Kernel (Scheme)`, once for each kind of layer and kernel, in the model's order."""
+    return tuple(
+        dict.fromkeys(
+            f"{_kind(name)}: {kernel}" + (f" ({scheme})" if scheme != kernel else "")
+            for name, scheme, kernel, _ in rows
+        )
+    )
 
 
 def _kind(name: str) -> str:

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import 
     dequantize_to_dtype,
 )
 
-from vexport.engine.cpu_emulation.rounding import fake_nvfp4, round_fp8
+from vexport.engine.cpu_emulation.rounding import fake_nvfp4, fp8_token_scale, round_fp8
 
 Answer = tuple[bool, str | None]
 
@@ -32,7 +32,7 @@ class QuantizedLayer(Module):
     weight: torch.Tensor
     weight_scale: torch.Tensor
     weight_global_scale: torch.Tensor
-    input_scale: torch.Tensor
+    input_scale: torch.Tensor | None
     input_global_scale_inv: torch.Tensor
 
 
@@ -73,8 +73,12 @@ class EmulationNvFp4Linear(EmulationNvFp4A16Linear):
         return F.linear(fake_nvfp4(x, layer.input_global_scale_inv), layer.weight, bias)
 
 
-class EmulationStaticFp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 weights and static activation scales, one a tensor each; the CPU build ignores the latter."""
+class EmulationFp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
+    """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic per token).
+
+    The CPU build ignores static activation scales where it has AMX, and takes 0.2 s a layer for dynamic ones
+    where it has no AMX-FP8.
+    """
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -82,23 +86,25 @@ class EmulationStaticFp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
-        activation, weight = c.activation_quant_key.scale, c.weight_quant_key.scale
-        if not (activation.static and activation.group_shape.is_per_tensor()):
-            return False, "requires a static activation scale per tensor"
-        if not weight.group_shape.is_per_tensor():
-            return False, "requires a weight scale per tensor"
-        return True, None
+        activation, weight = c.activation_quant_key.scale, c.weight_quant_key.scale.group_shape
+        static = activation.static and activation.group_shape.is_per_tensor()
+        dynamic = not activation.static and activation.group_shape.is_per_token()
+        if not (static or dynamic):
+            return False, "requires activation scales static per tensor or dynamic per token"
+        return weight.is_per_tensor() or weight.is_per_token(), "requires weight scales per tensor or channel"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """The weight's e4m3 values in the model's dtype, which holds them exactly, as (out, in)."""
         weight = layer.weight.data.t().to(self.config.out_dtype)
         layer.weight = Parameter(weight.contiguous(), requires_grad=False)
+        layer.weight_scale = Parameter(layer.weight_scale.data.reshape(-1), requires_grad=False)
 
     def apply_weights(
         self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        product = F.linear(round_fp8(x, layer.input_scale), layer.weight).to(torch.float32)
-        output = product * (layer.input_scale * layer.weight_scale)
+        scale = fp8_token_scale(x) if layer.input_scale is None else layer.input_scale
+        product = F.linear(round_fp8(x, scale), layer.weight).to(torch.float32)
+        output = product * (scale * layer.weight_scale)
         return (output if bias is None else output + bias).to(x.dtype)
 
     def apply_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,15 @@ def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.T
     return rounded.reshape(activations.shape).to(activations.dtype)
 
 
+def fp8_token_scale(activations: torch.Tensor) -> torch.Tensor:
+    """Dynamic FP8 scales, one a token: float32 (tokens, 1), absmax / 448, never zero.
+
+    The floor is vLLM's (layers/quantization/input_quant_fp8.py).
+    """
+    largest = activations.abs().amax(dim=-1, keepdim=True).to(torch.float32)
+    return (largest / FP8_MAX).clamp_(min=1.0 / (FP8_MAX * 512.0))
+
+
 def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The e4m3 values of activations / scale, saturating at 448, in the dtype of the activations.
 

@@ -1,0 +1,146 @@
+"""What a checkpoint should answer: transformers with its weights dequantized by compressed-tensors.
+
+Independent of vLLM and of vexport's own quantizer. Activations are rounded with compressed-tensors' code,
+computed in float32, as the scheme of each layer says.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.utils.match import is_match
+from safetensors import safe_open
+from torch.nn import Linear, Module
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vexport.errors import InputError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def reference_logprobs(checkpoint: Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Log-probabilities of the next token after each token but the last of each prompt.
+
+    float32, (sum of len(prompt) - 1, vocabulary), the prompts one after another. The model computes in the
+    checkpoint's own dtype, bfloat16 where that is float32. InputError where the checkpoint is not one that
+    transformers can build as a causal language model with `nn.Linear` for every quantized layer.
+    """
+    model = load_dequantized(checkpoint)
+    rows = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            logits: torch.Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
+            rows.append(torch.log_softmax(logits.to(torch.float32), dim=-1))
+    return torch.cat(rows)
+
+
+def load_dequantized(checkpoint: Path) -> Module:
+    """The checkpoint as a plain transformers model that rounds activations where the scheme says so."""
+    raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    config = AutoConfig.from_pretrained(checkpoint)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    tensors = _read(checkpoint)
+    schemes = _schemes(skeleton, raw.get("quantization_config"), checkpoint)
+    inputs = {name: _dequantize(name, scheme, tensors, dtype) for name, scheme in schemes.items()}
+    model: Module = type(skeleton).from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    for name, scales in inputs.items():
+        args = schemes[name].input_activations
+        if args is not None:
+            model.get_submodule(name).register_forward_pre_hook(_rounding(args, scales))
+    return model.eval()
+
+
+def _read(checkpoint: Path) -> Tensors:
+    tensors: Tensors = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+def _schemes(
+    model: Module, raw: Mapping[str, object] | None, checkpoint: Path
+) -> dict[str, QuantizationScheme]:
+    """The scheme of each quantized linear layer; the first group that matches, as in vLLM."""
+    if raw is None:
+        return {}
+    if raw.get("quant_method") != "compressed-tensors":
+        got, need = f"quant_method {raw.get('quant_method')!r}", "compressed-tensors"
+        raise InputError(f"{checkpoint}/config.json", got=got, need=need, fix="compare without a reference")
+    config = QuantizationConfig.model_validate(raw)
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            scheme = _first_match(name, module, config)
+            if scheme is not None:
+                found[name] = scheme
+    return found
+
+
+def _first_match(name: str, module: Module, config: QuantizationConfig) -> QuantizationScheme | None:
+    for scheme in config.config_groups.values():
+        if is_match(name, module, scheme.targets, config.ignore or ()):
+            format_ = scheme.format or config.format
+            return scheme.model_copy(update={"format": format_})
+    return None
+
+
+def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Replace a layer's stored tensors by its weight; return what its input needs."""
+    prefix = f"{name}."
+    state = {key.removeprefix(prefix): tensors.pop(key) for key in _keys(tensors, prefix)}
+    bias = state.pop("bias", None)
+    if bias is not None:
+        tensors[f"{prefix}bias"] = bias
+    inputs = {key: value for key, value in state.items() if key.startswith("input_")}
+    if scheme.weights is None:
+        tensors[f"{prefix}weight"] = state["weight"]
+        return inputs
+    known = infer_module_format(Linear, scheme)
+    compressor = BaseCompressor.get_value_from_registry(known.value)
+    tensors[f"{prefix}weight"] = compressor.decompress(state, scheme)["weight"].to(dtype)
+    return inputs
+
+
+def _keys(tensors: Tensors, prefix: str) -> Iterable[str]:
+    return [key for key in tensors if key.startswith(prefix)]
+
+
+def _rounding(
+    args: QuantizationArgs, scales: Tensors
+) -> Callable[[Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    """A hook that quantizes and dequantizes a layer's input."""
+
+    def hook(module: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        value, *others = inputs
+        return (round_activations(value, args, scales, module), *others)
+
+    return hook
+
+
+def round_activations(
+    value: torch.Tensor, args: QuantizationArgs, scales: Tensors, module: Module
+) -> torch.Tensor:
+    """`value` (..., features) quantized and dequantized in float32, in its own dtype again.
+
+    `scales` has `input_scale` for static, `input_global_scale` for NVFP4's two-level quantization.
+    """
+    # compressed-tensors takes one scale a token only from (batch, tokens, features).
+    exact = value.to(torch.float32).reshape(1, -1, value.shape[-1])
+    global_scale = scales.get("input_global_scale")
+    if args.dynamic in (True, "local"):
+        scale, zero_point = compute_dynamic_scales_and_zp(exact, args, module, global_scale=global_scale)
+    else:
+        scale, zero_point = scales["input_scale"].to(torch.float32), scales.get("input_zero_point")
+    rounded: torch.Tensor = fake_quantize(exact, scale, zero_point, args, global_scale=global_scale)
+    return rounded.reshape(value.shape).to(value.dtype)
