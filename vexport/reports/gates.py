@@ -22,6 +22,11 @@ class Gate:
     message: str
     findings: tuple[Finding, ...] = ()
 
+    @property
+    def summary(self) -> str:
+        """The message, or the number of findings where a list of them follows."""
+        return finding_counts(self.findings) if self.findings else self.message
+
 
 def report_gates(report: Report) -> tuple[Gate, ...]:
     """plan, check, load of both models, every task, and the answer; a stage not reached is SKIPPED."""

@@ -35,7 +35,7 @@ def report(report: Report) -> str:
     parts = [
         f"## {report.outcome}: {_safe(report.name)}",
         _safe(report.reason),
-        _gate_table(report_gates(report)),
+        _gate_table(report_gates(report)[:-1]),
         _size_line(report),
         _tasks(report.verdict) if report.verdict else "",
         _load(report.load),
@@ -47,7 +47,7 @@ def report(report: Report) -> str:
 
 
 def _gate_table(gates: Sequence[Gate]) -> str:
-    return _table(("Gate", "Result", "Why"), ((gate.name, gate.status, gate.message) for gate in gates))
+    return _table(("Gate", "Result", "Why"), ((gate.name, gate.status, gate.summary) for gate in gates))
 
 
 def _size_line(report: Report) -> str:

@@ -103,7 +103,7 @@ def _plain(content: RenderableType) -> str:
     )
     with console.capture() as capture:
         console.print(content)
-    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).rstrip() + "\n"
 
 
 def _spaced(parts: Iterable[RenderableType]) -> RenderableType:
@@ -122,7 +122,7 @@ def _headline(status: Status, name: str, reason: str) -> RenderableType:
 def _gates(gates: Iterable[Gate]) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for gate in gates:
-        table.add_row(_text(gate.name), Text(gate.status, _STATUS_STYLE[gate.status]), _text(gate.message))
+        table.add_row(_text(gate.name), Text(gate.status, _STATUS_STYLE[gate.status]), _text(gate.summary))
     return table
 
 
@@ -167,7 +167,7 @@ def _tasks(verdict: Verdict) -> RenderableType:
             count(task.documents),
             scale.value(task.baseline.value),
             scale.value(task.candidate.value),
-            f"{scale.change(task.difference)} ({scale.changes(task.low, task.high)})",
+            scale.change(task.difference),
             percent(task.recovery),
             count(task.right_to_wrong),
             count(task.wrong_to_right),

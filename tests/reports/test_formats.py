@@ -1,0 +1,206 @@
+"""Every format of every kind of report: complete, deterministic, closed to injection."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from markdown_it import MarkdownIt
+
+from tests.reports import sample
+from vexport.errors import InputError
+from vexport.files import from_json
+from vexport.reports import (
+    CHECK_FORMATS,
+    FORMATS,
+    LOAD_FORMATS,
+    VERDICT_FORMATS,
+    render,
+    render_checks,
+    render_loads,
+    render_verdict,
+)
+from vexport.reports.formatting import bits_per_weight, count, duration, p_value, percent, size, small
+from vexport.reports.sentences import scale_of
+from vexport.types import CheckReport, Outcome, Report
+
+OUTCOMES: tuple[Outcome, ...] = ("PASS", "FAIL", "INCONCLUSIVE")
+SAMPLES: dict[str, Callable[[], Report]] = {
+    "pass": lambda: sample.report("PASS"),
+    "fail": lambda: sample.report("FAIL"),
+    "inconclusive": lambda: sample.report("INCONCLUSIVE"),
+    "unloaded": sample.unloaded,
+    "hostile": sample.hostile,
+}
+# What no format may let through: terminal escapes, controls that XML forbids, text that reads backwards.
+RAW = ("\x1b", "\x00", "\x9b", "\u202e", "\ud800", "\ufffe")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_sample_renders_in_every_format_and_twice_the_same(name: str, format: str) -> None:
+    text = render(SAMPLES[name](), format)
+    assert text == render(SAMPLES[name](), format)
+    assert text.endswith("\n")
+    text.encode()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_format_lets_a_hidden_character_through(format: str) -> None:
+    text = render(sample.hostile(), format)
+    assert [repr(raw) for raw in RAW if raw in text] == []
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_outcome_and_reason_stand_in_every_format(outcome: Outcome, format: str) -> None:
+    report = sample.report(outcome)
+    text = " ".join(render(report, format).split())
+    escapes = {"%25": "%", "&gt;": ">", "&#43;": "+"}
+    for escaped, plain in escapes.items():
+        text = text.replace(escaped, plain)
+    assert report.reason in text
+    assert outcome in text or (format, outcome) == ("junit", "PASS")
+
+
+@pytest.mark.parametrize("format", ["html", "markdown", "text"])
+def test_the_numbers_stand_in_what_people_read(format: str) -> None:
+    report = sample.report("FAIL")
+    text = " ".join(render(report, format).split())
+    assert report.verdict is not None
+    assert report.load.logprobs is not None
+    numbers = [size(report.plan.source_bytes), size(report.plan.output_bytes)]
+    numbers += [bits_per_weight(report.plan.output_bytes, report.plan.parameters)]
+    numbers += [small(report.load.logprobs.mean_kl), small(report.load.logprobs.max_kl)]
+    numbers += [percent(report.load.logprobs.top1_agreement), duration(sum(report.seconds.values()))]
+    for task in report.verdict.tasks:
+        scale = scale_of(task)
+        numbers += [scale.change(task.difference), scale.changes(task.low, task.high), count(task.documents)]
+        numbers += [
+            scale.value(task.baseline.value),
+            scale.value(task.candidate.value),
+            percent(task.recovery),
+        ]
+        numbers += [str(task.right_to_wrong), str(task.wrong_to_right)]
+        numbers += [p_value(task.mcnemar_p).replace("<", "&lt;" if format != "text" else "<")]
+    assert [number for number in numbers if number not in text] == []
+
+
+def test_json_is_the_report_and_reads_back(tmp_path: Path) -> None:
+    report = sample.report("INCONCLUSIVE")
+    (tmp_path / "report.json").write_text(render(report, "json"), encoding="utf-8")
+    assert from_json(Report, tmp_path / "report.json") == report
+    assert render(sample.hostile(), "json").isascii()
+
+
+def test_check_json_is_a_list_in_order_with_the_promised_keys() -> None:
+    reports = [sample.unloaded().check, CheckReport(checkpoint="other", ok=True, findings=())]
+    answer = json.loads(render_checks(reports, "json"))
+    assert [entry["checkpoint"] for entry in answer] == ["runs/demo-nvfp4/checkpoint", "other"]
+    assert set(answer[0]) == {"checkpoint", "ok", "findings"}
+    assert set(answer[0]["findings"][0]) == {"check", "severity", "where", "expected", "got", "fix"}
+    assert json.loads(render_checks([], "json")) == []
+
+
+def test_junit_has_a_case_for_every_gate() -> None:
+    suite = ElementTree.fromstring(render(sample.report("FAIL"), "junit"))[0]
+    names = [case.get("name") for case in suite]
+    tasks = ["facts (exact_match)", "addition (exact_match)"]
+    assert names == ["plan", "check", "load baseline", "load", *tasks, "overall"]
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    assert failed == ["addition (exact_match)", "overall"]
+    assert suite.get("failures") == "2"
+
+
+def test_junit_of_a_run_without_verdict_skips_what_was_not_run() -> None:
+    suite = ElementTree.fromstring(render(sample.unloaded(), "junit"))[0]
+    assert [case.get("name") for case in suite if case.find("skipped") is not None] == ["load", "evaluate"]
+    assert [case.get("name") for case in suite if case.find("failure") is not None] == ["check", "overall"]
+
+
+def test_junit_keeps_hostile_text_as_text() -> None:
+    root = ElementTree.fromstring(render(sample.hostile(), "junit"))
+    assert {element.tag for element in root.iter()} <= {
+        "testsuites", "testsuite", "testcase", "failure", "system-out", "skipped"
+    }  # fmt: skip
+    assert "<script>alert(1)</script> ]]>" in str(root[0].get("name"))
+
+
+def test_github_writes_at_most_ten_annotations_one_a_line() -> None:
+    findings = tuple(sample.finding("error", where=f"model.layers.{n}.mlp.up_proj") for n in range(30))
+    check = CheckReport(checkpoint="a", ok=False, findings=findings)
+    lines = render(replace(sample.unloaded(), check=check), "github").splitlines()
+    assert [line.startswith("::error title=") for line in lines] == [True] * 10 + [False]
+    assert lines[-1] == "21 more annotations left out; the report has them all"
+
+
+def test_github_escapes_what_would_end_or_begin_a_command() -> None:
+    for line in render(sample.hostile(), "github").splitlines():
+        _, command, message = line.split("::", 2)
+        assert command.startswith(("error title=", "warning title=", "notice title="))
+        assert "," not in command
+        assert ":" not in command
+        assert "%0A##" not in message
+
+
+def test_markdown_shows_hostile_text_as_it_is() -> None:
+    text = render(sample.hostile(), "markdown")
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    inline = [child for token in tokens for child in token.children or ()]
+    assert {token.type for token in inline} <= {
+        "text",
+        "text_special",
+        "strong_open",
+        "strong_close",
+        "html_inline",
+    }
+    assert {token.content for token in inline if token.type == "html_inline"} == {"<sub>", "</sub>"}
+    assert not [token.type for token in tokens if token.type in ("html_block", "fence", "code_block")]
+    assert [pattern for pattern in ("://", " @team", "www.") if pattern in text] == []
+    for table in (block for block in text.split("\n\n") if block.startswith("|")):
+        assert len({row.replace(r"\|", "").count("|") for row in table.splitlines()}) == 1
+
+
+def test_markdown_is_short() -> None:
+    assert len(render(sample.report("FAIL"), "markdown")) < 10_000
+
+
+def test_text_shows_console_markup_as_it_is() -> None:
+    text = "".join(render(sample.hostile(), "text").split())
+    assert "[bold]b[/bold]" in text
+    assert r"\x1b[31mred" in text
+
+
+def test_text_is_short_and_narrow() -> None:
+    lines = render(sample.report("PASS"), "text").splitlines()
+    assert len(lines) < 40
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("format", CHECK_FORMATS)
+def test_checks_loads_and_verdicts_share_their_formats(format: str) -> None:
+    assert list(CHECK_FORMATS) == list(LOAD_FORMATS) == list(VERDICT_FORMATS)
+    hostile = sample.hostile()
+    assert hostile.verdict is not None
+    for text in (
+        render_checks([hostile.check, sample.report().check], format),
+        render_loads([hostile.load, sample.load()], format),
+        render_verdict(hostile.verdict, format),
+    ):
+        assert text.endswith("\n")
+        assert [repr(raw) for raw in RAW if raw in text] == []
+
+
+def test_an_unknown_format_names_the_known_ones() -> None:
+    with pytest.raises(InputError, match="--format: got html, need text or json or junit or github"):
+        render_checks([], "html")
+
+
+def test_reports_load_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, vexport.reports; print({'torch', 'matplotlib', 'scipy', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

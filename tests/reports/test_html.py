@@ -1,0 +1,180 @@
+"""The page: one file, no network, no script, nothing from outside becomes markup, fits 400 px."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.reports import sample
+from vexport.reports import render
+from vexport.reports.charts import MAX_DOTS, forests, layer_chart, layer_kind
+from vexport.types import LayerError, Report
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--window-size=1280,900",
+    "--hide-scrollbars",
+)
+VOID = {"meta", "br"}
+SAMPLES: tuple[Callable[[], Report], ...] = (sample.report, sample.unloaded, sample.hostile)
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text; fails on a tag that is not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.mark.parametrize("build", SAMPLES)
+def test_the_page_is_well_formed_and_refers_to_nothing_outside(build: Callable[[], Report]) -> None:
+    text = render(build(), "html")
+    page = Page(text)
+    assert page.open == []
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "a", "form", "base"})
+    names = {name for name, _ in page.attributes}
+    assert names.isdisjoint({"src", "href", "xlink:href", "srcset", "action", "data", "poster"})
+    assert not [name for name in names if name.startswith("on")]
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in text
+
+
+def test_a_hostile_name_is_shown_as_text() -> None:
+    page = Page(render(sample.hostile(), "html"))
+    shown = "".join(page.words)
+    assert "<script>alert(1)</script>" in shown
+    assert "{{ 7*7 }}" in shown
+    assert r"\x1b[31mred" in shown
+
+
+def test_both_answers_of_a_flip_and_both_canaries_are_shown() -> None:
+    page = Page(render(sample.report("FAIL"), "html"))
+    for words in (
+        "2 3 1",
+        "2 2 1",
+        "baseline, right",
+        "quantized, wrong",
+        " oster , and its river is the vell",
+    ):
+        assert words in page.words
+
+
+def test_what_was_not_run_is_said() -> None:
+    text = render(sample.unloaded(), "html")
+    assert "Not run: an earlier gate failed." in text
+    assert "not measured" in text
+    assert "Greedy continuations" not in text
+
+
+def test_blind_spots_and_provenance_are_said() -> None:
+    report = sample.report()
+    words = " ".join(" ".join(Page(render(report, "html")).words).split())
+    assert report.load.engine is not None
+    for text in (
+        *report.load.engine.blind_spots,
+        report.command,
+        report.source,
+        str(report.calibration_digest),
+    ):
+        assert text in words
+
+
+def test_the_forest_places_zero_the_margin_and_every_interval() -> None:
+    (chart,) = forests(sample.verdict("FAIL"))
+    facts, addition = chart.rows
+    assert 0 < addition.low < addition.at < addition.high < chart.margin < facts.low < chart.zero < facts.high
+    assert all(0 <= tick.at <= 100 for tick in chart.ticks)
+    assert "0" in [tick.label for tick in chart.ticks]
+
+
+def test_layers_are_grouped_by_what_repeats() -> None:
+    assert layer_kind("model.layers.3.mlp.experts.17.up_proj") == "mlp.experts.up_proj"
+    assert layer_kind("lm_head") == "lm_head"
+
+
+def test_many_layers_are_thinned_but_the_worst_and_the_best_stay() -> None:
+    layers = [LayerError(name=f"model.layers.{n}.up", scheme="NVFP4", snr_db=n / 100) for n in range(18_000)]
+    chart = layer_chart(layers)
+    assert chart is not None
+    labels = [dot.label for dot in chart.rows[0].dots]
+    assert len(labels) == MAX_DOTS
+    assert (labels[0], labels[-1]) == ("model.layers.0.up: 0.0 dB", "model.layers.17999.up: 180.0 dB")
+    assert chart.hidden == 18_000 - MAX_DOTS
+
+
+def test_layers_without_noise_draw_no_chart() -> None:
+    assert layer_chart([LayerError(name="a", scheme="NVFP4", snr_db=float("inf"))]) is None
+    assert layer_chart([]) is None
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("build", SAMPLES)
+def test_the_page_fits_the_width_and_the_console_is_silent(
+    build: Callable[[], Report], width: int, tmp_path: Path
+) -> None:
+    outer = tmp_path / "outer.html"
+    outer.write_text(_framed(render(build(), "html"), width), encoding="utf-8")
+    done = subprocess.run(
+        [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", outer.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+    measured = re.search(r"<title>(\d+) (\d+)</title>", done.stdout)
+    assert measured is not None
+    assert measured.groups() == (str(width), str(width))
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+
+
+def _framed(page: str, width: int) -> str:
+    """The page in a frame, since a window is never narrower than 500 px; the title is the result."""
+    source = json.dumps(page).replace("<", "\\u003c")
+    return f"""<!DOCTYPE html><iframe style="border:0;width:{width}px;height:800px"></iframe><script>
+const frame = document.querySelector("iframe");
+frame.onload = () => {{
+  const root = frame.contentDocument.documentElement;
+  document.title = root.clientWidth + " " + root.scrollWidth;
+}};
+frame.srcdoc = {source};
+</script>"""

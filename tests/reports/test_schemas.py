@@ -1,0 +1,29 @@
+"""The committed schemas are those of the types, and real output is valid against them."""
+
+import json
+
+import jsonschema
+import pytest
+
+from tests.reports import sample
+from vexport.reports import render, render_checks
+from vexport.reports.schemas import FOLDER, schemas
+from vexport.types import Report
+
+
+@pytest.mark.parametrize("name", schemas())
+def test_committed_schemas_are_not_stale(name: str) -> None:
+    assert (FOLDER / name).read_text(encoding="utf-8") == schemas()[name], "run scripts/generate_schemas.py"
+
+
+@pytest.mark.parametrize("report", [sample.report("INCONCLUSIVE"), sample.unloaded(), sample.hostile()])
+def test_reports_are_valid(report: Report) -> None:
+    schema = json.loads((FOLDER / "report.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(json.loads(render(report, "json")), schema)
+
+
+def test_check_reports_are_valid() -> None:
+    schema = json.loads((FOLDER / "check.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(json.loads(render_checks([sample.unloaded().check], "json")), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate([{"checkpoint": "a", "ok": True}], schema)
