@@ -56,11 +56,12 @@ def read_samples(
         raise InputError(
             str(path), got="no row", need="JSONL rows with text, messages or input_ids", fix="add samples"
         )
-    tokenizer: Tokenizer = transformers.AutoTokenizer.from_pretrained(
-        checkpoint, trust_remote_code=trust_remote_code
-    )
+    chosen = dict(list(rows.items())[:samples])
+    tokenizer = None
+    if not all("input_ids" in row for row in chosen.values()):
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
     token_ids, lines, problems = [], [], []
-    for line, row in list(rows.items())[:samples]:
+    for line, row in chosen.items():
         try:
             ids = _tokenize(row, tokenizer)[:seq_len]
             _require_ids(ids, vocab_size)
@@ -70,6 +71,21 @@ def read_samples(
             problems.append(_broken(path, line, str(error)))
     raise_all(problems)
     return Samples(token_ids=tuple(token_ids), rows=tuple(lines))
+
+
+def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:
+    """The checkpoint's tokenizer; InputError where it has none that transformers can load."""
+    load = transformers.AutoTokenizer.from_pretrained
+    try:
+        tokenizer: Tokenizer = load(checkpoint, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            str(checkpoint),
+            got=f"no usable tokenizer ({str(error).splitlines()[0]})",
+            need="the tokenizer of the model",
+            fix="add its files, or give calibration rows as input_ids",
+        ) from None
+    return tokenizer
 
 
 def parse_rows(path: Path) -> dict[int, Mapping[str, object]]:
@@ -99,12 +115,13 @@ def _parse_row(line: str) -> Mapping[str, object]:
     return row
 
 
-def _tokenize(row: Mapping[str, object], tokenizer: Tokenizer) -> Sequence[int]:
+def _tokenize(row: Mapping[str, object], tokenizer: Tokenizer | None) -> Sequence[int]:
     if "input_ids" in row:
         ids = row["input_ids"]
         if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
             raise ValueError("input_ids that are no list of integers")
         return ids
+    assert tokenizer is not None
     if "messages" in row:
         return tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=False)
     text = row["text"]

@@ -1,0 +1,38 @@
+"""Runs a vexport command in this process, as the shell would see it."""
+
+import contextlib
+import io
+import sys
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from vexport.cli import main
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a command left: its exit code and both streams."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines on stderr that tell of an error."""
+        return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
+
+
+def vexport(*arguments: object) -> Ran:
+    """Run `vexport ARGUMENTS...`."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        patch.object(sys, "argv", ["vexport", *map(str, arguments)]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 0
+    return Ran(code=code, stdout=out.getvalue(), stderr=err.getvalue())

@@ -1,0 +1,19 @@
+"""Fixtures that several test modules share."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.models import save_llama, write_calibration
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A micro Llama checkpoint; read it, never write to it."""
+    return save_llama(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="session")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A calibration file for the micro models."""
+    return write_calibration(tmp_path_factory.mktemp("calibration") / "rows.jsonl")

@@ -1,0 +1,56 @@
+"""Micro models with random weights, saved as real checkpoints."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+VOCABULARY = 384
+SIZES: Mapping[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+}
+
+
+def save_llama(folder: Path, **changes: object) -> Path:
+    """A Llama with weights from a fixed seed; `changes` go to its config."""
+    return _save(folder, LlamaForCausalLM(LlamaConfig(**{**SIZES, "dtype": "bfloat16", **changes})))
+
+
+def save_qwen3(folder: Path, **changes: object) -> Path:
+    """A Qwen3 with tied embeddings and normed queries and keys."""
+    config = Qwen3Config(**{**SIZES, "dtype": "bfloat16", "tie_word_embeddings": True, **changes})
+    return _save(folder, Qwen3ForCausalLM(config))
+
+
+def _save(folder: Path, model: PreTrainedModel) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            value = torch.ones(parameter.shape)
+        else:
+            value = torch.randn(parameter.shape, generator=generator) * 0.05
+        tensors[name] = value.to(torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    return folder
+
+
+def write_calibration(path: Path, rows: int = 8, length: int = 32) -> Path:
+    """A calibration file of random token ids."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator).tolist()
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids), encoding="utf-8")
+    return path

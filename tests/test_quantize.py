@@ -1,0 +1,192 @@
+"""Written checkpoints against compressed-tensors: its dequantization, its config model, its packing."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from safetensors.torch import load_file
+
+from tests.command import vexport
+from tests.models import save_llama, save_qwen3
+from vexport.checkpoint.index import read_header
+
+SCHEMES = {
+    "NVFP4": 19.0,
+    "NVFP4A16": 19.0,
+    "FP8": 30.0,
+    "FP8_DYNAMIC": 30.0,
+    "W8A8": 38.0,
+    "W4A16": 17.0,
+}  # least signal-to-noise in dB of a normal weight, rounded to nearest
+FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+GLOBAL = {"NVFP4": ("weight_global_scale", "input_global_scale"), "FP8": ("weight_scale", "input_scale")}
+
+
+def quantized(source: Path, out: Path, scheme: str, calibration: Path) -> dict[str, torch.Tensor]:
+    ran = vexport("quantize", source, out, "--scheme", scheme, "--calibration", calibration, "--quiet")
+    assert ran.code == 0, ran.stderr
+    tensors: dict[str, torch.Tensor] = load_file(out / "model.safetensors")
+    return tensors
+
+
+def dequantized(tensors: dict[str, torch.Tensor], module: str, scheme: str) -> torch.Tensor:
+    args = preset_name_to_scheme(scheme, ["Linear"])
+    state = {
+        name.removeprefix(f"{module}."): value
+        for name, value in tensors.items()
+        if name.startswith(f"{module}.")
+    }
+    if scheme.startswith("NVFP4"):
+        compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    else:
+        packed = "weight_packed" in state
+        integer = state["weight_packed" if packed else "weight"].dtype in (torch.int8, torch.int32)
+        name = "pack-quantized" if packed else "int-quantized" if integer else "float-quantized"
+        compressor = BaseCompressor.get_value_from_registry(name)
+    weight: torch.Tensor = compressor.decompress(state, args)["weight"]
+    return weight.to(torch.float32)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", [save_llama, save_qwen3])
+def test_weights_come_back(family: object, scheme: str, tmp_path: Path, calibration: Path) -> None:
+    assert callable(family)
+    source = family(tmp_path / "source")
+    original = load_file(source / "model.safetensors")
+    tensors = quantized(source, tmp_path / "out", scheme, calibration)
+    linears = [name.removesuffix(".weight") for name in original if "_proj." in name]
+    assert len(linears) == 21
+    for module in linears:
+        exact = original[f"{module}.weight"].to(torch.float32)
+        noise = (dequantized(tensors, module, scheme) - exact).square().mean()
+        decibels = 10 * torch.log10(exact.square().mean() / noise).item()
+        assert decibels > SCHEMES[scheme], module
+
+
+@pytest.mark.parametrize("scheme", GLOBAL)
+def test_fused_layers_share_what_vllm_keeps_once(
+    scheme: str, llama: Path, tmp_path: Path, calibration: Path
+) -> None:
+    tensors = quantized(llama, tmp_path / "out", scheme, calibration)
+    for layer in range(3):
+        for members in FUSED:
+            for parameter in GLOBAL[scheme]:
+                values = {tensors[f"model.layers.{layer}.{member}.{parameter}"].item() for member in members}
+                assert len(values) == 1
+        first, second = (
+            tensors[f"model.layers.{layer}.{name}.{GLOBAL[scheme][0]}"]
+            for name in ("self_attn.o_proj", "mlp.down_proj")
+        )
+        assert first.item() != second.item()
+
+
+def test_global_scale_is_the_divisor_of_the_largest_member(
+    llama: Path, tmp_path: Path, calibration: Path
+) -> None:
+    original = load_file(llama / "model.safetensors")
+    tensors = quantized(llama, tmp_path / "out", "NVFP4", calibration)
+    names = [f"model.layers.1.{member}" for member in FUSED[0]]
+    largest = max(original[f"{name}.weight"].abs().max().item() for name in names)
+    assert tensors[f"{names[0]}.weight_global_scale"].item() == pytest.approx(448 * 6 / largest, rel=1e-6)
+
+
+def test_input_scale_is_what_a_whole_model_run_sees(llama: Path, tmp_path: Path, calibration: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tensors = quantized(llama, tmp_path / "out", "FP8", calibration)
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    seen: dict[str, float] = {}
+
+    def watch(name: str) -> None:
+        def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            seen[name] = max(seen.get(name, 0.0), inputs[0].abs().max().item())
+
+        model.get_submodule(name).register_forward_pre_hook(hook)
+
+    names = [name for name, _ in model.named_modules() if name.endswith("_proj")]
+    for name in names:
+        watch(name)
+    with torch.inference_mode():
+        for line in calibration.read_text().splitlines():
+            model(input_ids=torch.tensor([json.loads(line)["input_ids"]]))
+    for name in names:
+        assert tensors[f"{name}.input_scale"].item() == pytest.approx(seen[name] / 448, rel=1e-6), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_config_is_one_that_compressed_tensors_reads(
+    scheme: str, llama: Path, tmp_path: Path, calibration: Path
+) -> None:
+    quantized(llama, tmp_path / "out", scheme, calibration)
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(raw)
+    preset = preset_name_to_scheme(scheme, ["Linear"])
+    group = config.config_groups["group_0"]
+    assert group.weights == preset.weights
+    assert group.input_activations == preset.input_activations
+    assert config.ignore == ["lm_head"]
+    assert config.quantization_status == "compressed"
+
+
+def test_what_is_kept_is_copied_to_the_byte(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert vexport("quantize", llama, out, "--scheme", "W8A8", "--ignore", "down_proj", "--quiet").code == 0
+    before, after = load_file(llama / "model.safetensors"), load_file(out / "model.safetensors")
+    kept = [name for name in before if "_proj" not in name or "down_proj" in name]
+    assert len(kept) > 9
+    for name in kept:
+        assert torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)), name
+    ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert sorted(ignore) == ["lm_head", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(3))]
+
+
+def test_side_files_travel(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "source")
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "pytorch_model.bin").write_bytes(b"pickle")
+    out = tmp_path / "out"
+    assert vexport("quantize", source, out, "--scheme", "W8A8", "--quiet").code == 0
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (out / "tokenizer.json").read_text() == '{"a": 1}'
+    assert not (out / "pytorch_model.bin").exists()
+
+
+def test_shards_and_index(tmp_path: Path, llama: Path) -> None:
+    from vexport.checkpoint.index import read_index
+    from vexport.pipeline import plan_source, rules_for
+    from vexport.quantize import quantize
+
+    index, plan = plan_source(str(llama), rules_for("NVFP4A16", observer="memoryless_minmax", ignore=()))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, size in ((whole, 10**9), (parts, 300_000)):
+        folder.mkdir()
+        quantize(index, plan, None, folder, shard_bytes=size)
+    assert len(list(parts.glob("*.safetensors"))) > 3
+    read = read_index(parts)
+    assert read.num_bytes == plan.output_bytes == read_index(whole).num_bytes
+    one = load_file(whole / "model.safetensors")
+    for file in parts.glob("*.safetensors"):
+        for name, value in load_file(file).items():
+            assert torch.equal(value.view(torch.uint8), one[name].view(torch.uint8)), name
+
+
+def test_same_bytes_each_time(llama: Path, tmp_path: Path, calibration: Path) -> None:
+    digests = set()
+    for number in range(2):
+        quantized(llama, tmp_path / str(number), "NVFP4", calibration)
+        digests.add(hashlib.sha256((tmp_path / str(number) / "model.safetensors").read_bytes()).hexdigest())
+    assert len(digests) == 1
+
+
+def test_plan_predicts_the_bytes(llama: Path, tmp_path: Path) -> None:
+    for scheme in ("NVFP4A16", "FP8_DYNAMIC", "W8A8", "W4A16"):
+        out = tmp_path / scheme
+        planned = json.loads(vexport("plan", llama, "--scheme", scheme, "--format", "json").stdout)
+        assert vexport("quantize", llama, out, "--scheme", scheme, "--quiet").code == 0
+        written = sum(tensor.num_bytes for tensor in read_header(out / "model.safetensors").values())
+        assert planned["output_bytes"] == written
