@@ -90,6 +90,30 @@ def test_the_numbers_stand_in_what_people_read(format: str) -> None:
     assert [number for number in numbers if number not in text] == []
 
 
+@pytest.mark.parametrize("format", ["html", "markdown", "text", "junit", "github"])
+def test_a_metric_in_its_own_units_is_not_shown_in_per_cent(format: str) -> None:
+    report = sample.report("FAIL")
+    assert report.verdict is not None
+    shares, other = report.verdict.tasks
+    other = replace(
+        other,
+        baseline=replace(other.baseline, value=27.31, low=26.1, high=28.4),
+        candidate=replace(other.candidate, value=25.06, low=24.0, high=26.2),
+        difference=-2.25,
+        low=-3.5,
+        high=-1.0,
+        recovery=None,
+        recovery_low=None,
+        recovery_high=None,
+    )
+    text = render(replace(report, verdict=replace(report.verdict, tasks=(shares, other))), format)
+    assert "-2.25" in text
+    assert "2731" not in text
+    assert "-225" not in text
+    assert "27.31" in text or format in ("junit", "github")
+    assert "n/a" in text or format in ("junit", "github")
+
+
 def test_json_is_the_report_and_reads_back(tmp_path: Path) -> None:
     report = sample.report("INCONCLUSIVE")
     (tmp_path / "report.json").write_text(render(report, "json"), encoding="utf-8")
