@@ -14,6 +14,10 @@ _OUT_OF_MEMORY = re.compile(
     r"|larger than the available KV cache memory|Not enough memory",
     re.IGNORECASE,
 )
+# The CPU build has fewer kernels and operators than the GPU builds (kernels/linear/__init__.py, _custom_ops.py).
+_NO_CPU_KERNEL = re.compile(
+    r"Failed to find a kernel|_C::\w+\(\)|has no attribute '\w+'$|not implemented for 'CPU|no backend"
+)
 # vLLM's messages that hide the exception of a process further down; that one is in the log.
 _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError")
 # The operating system's out-of-memory killer ends a process with SIGKILL.
@@ -33,14 +37,19 @@ def last_exception(log: Path) -> str | None:
     return found[-1] if found else None
 
 
-def explain(failure: EngineFailure, log: Path) -> EngineFailure:
-    """The worker's failure with the root cause and the end of its log; memory trouble under its own kind."""
+def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailure:
+    """The worker's failure with its root cause and the end of its log.
+
+    What looks like a refusal but is the platform's fault becomes "out of memory" or "unsupported".
+    """
     message = failure.message
     if _WRAPPER.search(message):
         message = last_exception(log) or message
     kind: FailureKind = failure.kind
     if _OUT_OF_MEMORY.search(message) or _KILLED_CORE.search(failure.message):
         kind = "out of memory"
+    elif kind == "refused" and platform == "cpu" and _NO_CPU_KERNEL.search(message):
+        kind = "unsupported"
     return replace(failure, kind=kind, message=message, log_tail=log_tail(log))
 
 

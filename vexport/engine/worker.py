@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
+from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
 from vexport.errors import VexportError
 from vexport.files import from_json, to_json, write_text
 
@@ -28,6 +28,7 @@ _PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 # The engine reserves room for this many prompts at once; more only costs memory on the CPU.
 _MAX_SEQUENCES = 64
 _GPU_MEMORY_UTILIZATION = 0.85
+_MOST_MESSAGE = 1000
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +42,10 @@ def main(arguments: list[str]) -> int:
 
 def run(request: SessionRequest, report: Report) -> SessionResult:
     """Everything the request asks for; an exception becomes part of the result and goes to the log."""
-    result = SessionResult(name=request.name, checkpoint=request.checkpoint)
+    from vllm.platforms import current_platform
+
+    platform = str(current_platform.device_type)
+    result = SessionResult(name=request.name, checkpoint=request.checkpoint, platform=platform)
     report("load", 0, 1)
     try:
         start = time.monotonic()
@@ -113,15 +117,10 @@ def model_arguments(request: SessionRequest) -> dict[str, str | int | float | bo
     return arguments
 
 
-def _failure(kind: str, error: Exception) -> EngineFailure:
+def _failure(kind: FailureKind, error: Exception) -> EngineFailure:
     traceback.print_exception(error)
-    first = next(iter(str(error).splitlines()), "")
-    assert kind in ("refused", "crashed")
-    return EngineFailure(
-        kind="refused" if kind == "refused" else "crashed",
-        message=f"{type(error).__name__}: {first}",
-        log_tail="",
-    )
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return EngineFailure(kind=kind, message=message[:_MOST_MESSAGE], log_tail="")
 
 
 def _problem(error: VexportError) -> InputProblem:

@@ -91,7 +91,10 @@ class EmulationFp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         dynamic = not activation.static and activation.group_shape.is_per_token()
         if not (static or dynamic):
             return False, "requires activation scales static per tensor or dynamic per token"
-        return weight.is_per_tensor() or weight.is_per_token(), "requires weight scales per tensor or channel"
+        return (
+            weight.is_per_tensor() or weight.is_per_channel(),
+            "requires weight scales per tensor or channel",
+        )
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """The weight's e4m3 values in the model's dtype, which holds them exactly, as (out, in)."""
@@ -120,7 +123,7 @@ class EmulationW8A16Fp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
-        return c.weight_quant_key.scale.group_shape.is_per_token(), "requires a weight scale per channel"
+        return c.weight_quant_key.scale.group_shape.is_per_channel(), "requires a weight scale per channel"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(-1, 1)

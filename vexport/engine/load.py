@@ -1,0 +1,160 @@
+"""Loads a checkpoint in the real vLLM and judges what came out: the load stage of a run."""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from vexport.engine.agreement import compare_logprobs, kl_limit, read_logprobs
+from vexport.engine.canaries import canary_findings
+from vexport.engine.messages import Progress, SessionRequest, SessionResult
+from vexport.engine.prompts import Prompts, fixed_prompts
+from vexport.engine.reference import reference_logprobs
+from vexport.engine.session import run_session
+from vexport.errors import InputError
+from vexport.types import Finding, LoadReport, LogprobAgreement
+
+REFERENCE = "transformers with dequantized weights"
+_MAX_LENGTH = 512
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    *,
+    log: Path,
+    timeout: float,
+    on_progress: Callable[[Progress], None],
+    texts: Sequence[str] = (),
+    vllm_python: Path | None = None,
+    baseline: SessionResult | None = None,
+) -> LoadReport:
+    """Start vLLM on a checkpoint, continue a few prompts, compare its log-probabilities with a reference.
+
+    `texts` replace the built-in prompts. Raises as `run_session`; a refused checkpoint is a report.
+    """
+    with tempfile.TemporaryDirectory(prefix="vexport-load-") as folder:
+        prompts = fixed_prompts(checkpoint, texts=texts)
+        request = load_request(checkpoint, prompts, logprobs_file=Path(folder) / "logprobs.safetensors")
+        result = run_session(
+            request, log=log, timeout=timeout, vllm_python=vllm_python, on_progress=on_progress
+        )
+        return load_report(result, prompts, baseline=baseline)
+
+
+def load_request(checkpoint: Path, prompts: Prompts, *, logprobs_file: Path) -> SessionRequest:
+    """The smallest session that shows whether a checkpoint works."""
+    return SessionRequest(
+        checkpoint=checkpoint,
+        name=checkpoint.name,
+        max_model_len=shortest_length(checkpoint),
+        canaries=prompts.texts,
+        logprob_prompts=prompts.tokens,
+        logprobs_file=logprobs_file,
+    )
+
+
+def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
+    """`length`, or the model's own limit where that is less: what vLLM reserves its cache for."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    own = (config.get("text_config") or config).get("max_position_embeddings")
+    return min(length, own) if isinstance(own, int) else length
+
+
+def load_report(
+    result: SessionResult, prompts: Prompts, *, baseline: SessionResult | None = None
+) -> LoadReport:
+    """Judge a session: refused, degenerate, non-finite, or unlike the reference.
+
+    Builds the reference model in this process when the session has log-probabilities. `baseline` is the
+    session of the unquantized model with the same prompts.
+    """
+    if result.failure is not None:
+        return _report(result, [_refused(result)], None)
+    findings = canary_findings(result.canaries, None if baseline is None else baseline.canaries)
+    agreement, found = _agreement(result, prompts)
+    return _report(result, [*findings, *found], agreement)
+
+
+def _report(
+    result: SessionResult, findings: Sequence[Finding], agreement: LogprobAgreement | None
+) -> LoadReport:
+    return LoadReport(
+        checkpoint=str(result.checkpoint),
+        ok=all(finding.severity != "error" for finding in findings),
+        findings=tuple(findings),
+        engine=result.engine,
+        canaries=result.canaries,
+        logprobs=agreement,
+    )
+
+
+def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreement | None, list[Finding]]:
+    if result.logprobs_file is None:
+        return None, []
+    measured = read_logprobs(result.logprobs_file)
+    if bool(torch.isnan(measured).any()):
+        return None, [_not_finite(result, measured)]
+    try:
+        reference = reference_logprobs(result.checkpoint, prompts.tokens)
+    except InputError as error:
+        return None, [_no_reference(error)]
+    agreement = compare_logprobs(
+        reference,
+        measured,
+        name=REFERENCE,
+        prompts=len(prompts.tokens),
+        limit=kl_limit(result.checkpoint),
+    )
+    return agreement, _disagreement(result, agreement)
+
+
+def _refused(result: SessionResult) -> Finding:
+    assert result.failure is not None
+    return Finding(
+        check="load",
+        severity="error",
+        where=str(result.checkpoint),
+        expected="a checkpoint that vLLM loads",
+        got=result.failure.message,
+        fix="find the fault with `vexport check`, mend it with `vexport repair`, or export it again",
+    )
+
+
+def _not_finite(result: SessionResult, measured: torch.Tensor) -> Finding:
+    bad = int(torch.isnan(measured).any(dim=-1).sum())
+    return Finding(
+        check="logprobs",
+        severity="error",
+        where=str(result.checkpoint),
+        expected="finite log-probabilities",
+        got=f"NaN at {bad} of {len(measured)} positions",
+        fix="look for scales that are zero, infinite or missing with `vexport check`",
+    )
+
+
+def _no_reference(error: InputError) -> Finding:
+    return Finding(
+        check="logprobs",
+        severity="info",
+        where=error.where,
+        expected=error.need,
+        got=error.got,
+        fix=error.fix,
+    )
+
+
+def _disagreement(result: SessionResult, agreement: LogprobAgreement) -> list[Finding]:
+    if agreement.mean_kl <= agreement.limit:
+        return []
+    return [
+        Finding(
+            check="logprobs",
+            severity="error",
+            where=str(result.checkpoint),
+            expected=f"mean KL to {agreement.reference} at most {agreement.limit:g}",
+            got=f"{agreement.mean_kl:.4g} over {agreement.positions} positions",
+            fix="vLLM reads this checkpoint otherwise than it was written: see `vexport check`",
+        )
+    ]

@@ -1,0 +1,61 @@
+"""Fixed prompts for any model: English where its tokenizer knows English, seeded tokens where it does not."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+TEXTS = (
+    "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is",
+    "Water boils at one hundred degrees Celsius at sea level, and it freezes at",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Once upon a time, in a small village at the edge of the forest, there lived an old clockmaker who",
+    "Question: If a train travels 60 miles in one hour, how far does it travel in three hours?\nAnswer:",
+    "The three primary colours are red, yellow and",
+)
+# More unknown tokens than this and the tokenizer was not made for English text.
+_MOST_UNKNOWN = 0.2
+_SEED = 20240229
+_SEEDED_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Texts for greedy continuation, and the token ids whose log-probabilities are compared."""
+
+    texts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def fixed_prompts(
+    checkpoint: Path, *, texts: Sequence[str] = (), count: int = 6, length: int = 64
+) -> Prompts:
+    """At most `count` prompts of at most `length` tokens, the same for every export of a model.
+
+    `texts` come first where given (rows of the calibration data, say); the built-in English otherwise. A
+    tokenizer that does not know the texts gets sequences of its own tokens, from a fixed seed.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    known = [text for text in (texts or TEXTS) if _knows(tokenizer, text)][:count]
+    if not known:
+        return _seeded(tokenizer, count, min(length, _SEEDED_TOKENS))
+    tokens = [tuple(tokenizer(text)["input_ids"][:length]) for text in known]
+    return Prompts(texts=tuple(known), tokens=tuple(ids for ids in tokens if len(ids) > 1))
+
+
+def _knows(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    unknown = sum(id_ == tokenizer.unk_token_id for id_ in ids)
+    return len(ids) > 0 and unknown <= _MOST_UNKNOWN * len(ids)
+
+
+def _seeded(tokenizer: PreTrainedTokenizerBase, count: int, length: int) -> Prompts:
+    """Sequences over the vocabulary without its special tokens."""
+    special = set(tokenizer.all_special_ids)
+    ordinary = sorted(id_ for id_ in tokenizer.get_vocab().values() if id_ not in special)
+    source = random.Random(_SEED)
+    start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+    tokens = [start + tuple(source.choices(ordinary, k=length - len(start))) for _ in range(count)]
+    return Prompts(texts=tuple(tokenizer.decode(ids[1:9]) for ids in tokens), tokens=tuple(tokens))
