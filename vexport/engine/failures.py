@@ -14,9 +14,9 @@ _OUT_OF_MEMORY = re.compile(
     r"|larger than the available KV cache memory|Not enough memory",
     re.IGNORECASE,
 )
-# The CPU build has fewer kernels and operators than the GPU builds (kernels/linear/__init__.py, _custom_ops.py).
+# The CPU build has fewer kernels and operators than the GPU builds: kernels/linear/__init__.py.
 _NO_CPU_KERNEL = re.compile(
-    r"Failed to find a kernel|_C::\w+\(\)|has no attribute '\w+'$|not implemented for 'CPU|no backend"
+    r"Failed to find a kernel|_C::\w+\(\)|'_C\w*' object has no attribute|not implemented for 'CPU"
 )
 # vLLM's messages that hide the exception of a process further down; that one is in the log.
 _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError")

@@ -69,8 +69,8 @@ def run_session(
 
     The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM.
     A checkpoint that vLLM refuses comes back as `failure` of kind "refused"; every other failure is an
-    EngineFault: vLLM missing, no kernel for this platform, a crash, no memory, more than `timeout` seconds. An unusable task is an
-    InputError. No process of the session is left when this returns or raises.
+    EngineFault: vLLM missing, no kernel for this platform, a crash, no memory, more than `timeout` seconds.
+    An unusable task is an InputError. No process of the session is left when this returns or raises.
     """
     where = f"vLLM on {request.checkpoint}"
     python = vllm_python or Path(sys.executable)
