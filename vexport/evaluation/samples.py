@@ -145,7 +145,7 @@ def _read_sample(place: str, line: dict[str, Json], output_type: str) -> Sample:
         filter=str(line["filter"]),
         hashes=(doc_hash, prompt_hash, target_hash),
         prompt=_text(arguments[0][0]) if arguments and arguments[0] else "",
-        target=_text(line["target"]),
+        target=_target(arguments, line["target"], output_type),
         answer=answer,
         compared=compared,
         scores={
@@ -154,15 +154,27 @@ def _read_sample(place: str, line: dict[str, Json], output_type: str) -> Sample:
     )
 
 
+def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
+    """The right answer; a multiple-choice target is the number of an option, shown as its text."""
+    text = _text(target)
+    if output_type == "multiple_choice" and text.isdecimal() and int(text) < len(arguments):
+        return _option(arguments, int(text))
+    return text
+
+
+def _option(arguments: list[list[Json]], index: int) -> str:
+    """An option's text: the continuation, or the prompt where the options differ in their prompts."""
+    shared = len(arguments) > 1 and len({_text(value[-1]) for value in arguments if value}) == 1
+    request = arguments[index] if index < len(arguments) else []
+    return _text(request[0 if shared else -1]).strip() if request else str(index)
+
+
 def _answers(arguments: list[list[Json]], resps: Json, filtered: Json, output_type: str) -> tuple[str, str]:
     """The answer to show and the answer to compare."""
     responses = [_values(value) for value in _values(filtered)]
     if output_type == "multiple_choice":
         chosen = max(range(len(responses)), key=lambda index: _number(responses[index]), default=0)
-        request = arguments[chosen] if chosen < len(arguments) else []
-        shared = len({_text(value[1]) for value in arguments if len(value) > 1}) == 1 < len(arguments)
-        option = _text(request[0 if shared else 1]).strip() if len(request) > 1 else str(chosen)
-        return option, str(chosen)
+        return _option(arguments, chosen), str(chosen)
     if output_type == "loglikelihood":
         greedy = "True" in [str(value) for response in responses for value in response]
         answer = "the target is the likeliest continuation" if greedy else "another continuation is likelier"

@@ -1,0 +1,69 @@
+"""A model that adds, and errs where it is told to, evaluated by the real lm-eval: output folders to read."""
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import datasets
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.tasks import TaskManager
+
+
+class Adder(LM):  # type: ignore[misc]
+    """Answers `a + b =`; on the documents `wrong` it is off by one."""
+
+    def __init__(self, wrong: list[int]) -> None:
+        super().__init__()
+        self.wrong = frozenset(wrong)
+
+    def _sum(self, request: Instance) -> str:
+        left, right = (int(number) for number in re.findall(r"\d+", request.args[0])[:2])
+        return str(left + right + (request.doc_id in self.wrong))
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        return [f" {self._sum(request)}".strip() for request in requests]
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        answers = []
+        for request in requests:
+            option = request.args[1].strip()
+            right = self._sum(request) == option
+            fallback = request.doc_id in self.wrong and option == "none of them"
+            answers.append((-1.0 if right or fallback else -50.0, right))
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        raise NotImplementedError
+
+
+def main(request: dict[str, object]) -> None:
+    tasks, runs, limit = request["tasks"], request["runs"], request["limit"]
+    assert isinstance(runs, dict)
+    manager = TaskManager(include_defaults=False)
+    with tempfile.TemporaryDirectory() as cache:
+        datasets.config.HF_DATASETS_CACHE = Path(cache)
+        for folder, wrong in runs.items():
+            tracker = EvaluationTracker(output_path=folder)
+            results = simple_evaluate(
+                model=Adder(wrong),
+                model_args={"pretrained": "test/adder"},
+                tasks=tasks,
+                task_manager=manager,
+                limit=limit,
+                log_samples=True,
+                bootstrap_iters=0,
+                evaluation_tracker=tracker,
+            )
+            samples = results.pop("samples")
+            tracker.save_results_aggregated(results=results, samples=samples)
+            for name, rows in samples.items():
+                tracker.save_results_samples(task_name=name, samples=rows)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,25 @@
+"""Output folders of the real lm-eval, made once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.make import make_tasks, run_lm_eval
+from vexport.evaluation.tasks import resolve_tasks
+
+DOCUMENTS = 400
+
+
+@pytest.fixture(scope="session")
+def lm_eval_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs over the same 400 additions: baseline (errs on 5), its twin, doubtful, worse."""
+    pytest.importorskip("lm_eval")
+    folder = tmp_path_factory.mktemp("runs")
+    tasks = resolve_tasks(
+        make_tasks(folder / "tasks", DOCUMENTS), folder=folder / "resolved", trust_remote_code=True
+    )
+    wrong = {"baseline": range(5), "doubtful": range(1, 12), "worse": range(3, 60)}
+    run_lm_eval([task.spec for task in tasks], {folder / name: list(ids) for name, ids in wrong.items()})
+    shutil.copytree(folder / "baseline", folder / "twin")
+    return folder

@@ -1,0 +1,90 @@
+"""Makes what the tests need: additions as lm-eval tasks, a tiny untrained model, lm-eval output folders."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+SUMS = """
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: additions.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{a}} + {{b}} ="
+doc_to_target: "{{sum}}"
+generation_kwargs: {until: ["."], max_gen_toks: 2, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+CHOICES = """
+task: choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: additions.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{a}} + {{b}} ="
+doc_to_choice: "{{[sum|string, 'none of them', '0']}}"
+doc_to_target: 0
+metric_list:
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+NEAR = SUMS.replace("task: sums", "task: near").replace(
+    "metric_list: [{metric: exact_match",
+    "process_results: !function score.near\nmetric_list: [{metric: nearness",
+)
+SCORE = """
+def near(doc, results):
+    return {"nearness": 1 / (1 + abs(int(results[0]) - doc["sum"]))}
+"""
+
+
+def make_tasks(folder: Path, documents: int) -> list[str]:
+    """Write `sums` (generation), `choices` (multiple choice) and `near` (graded by Python) over additions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"a": i % 20, "b": i // 20, "sum": i % 20 + i // 20} for i in range(documents)]
+    (folder / "additions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "score.py").write_text(SCORE)
+    for name, text in {"sums": SUMS, "choices": CHOICES, "near": NEAR}.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return [str(folder / f"{name}.yaml") for name in ("sums", "choices", "near")]
+
+
+def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]], limit: int | None = None) -> None:
+    """Evaluate a model that errs on the given documents, one lm-eval run for each output folder.
+
+    In a process of its own: lm-eval's imports warn, and take seconds.
+    """
+    request = {"tasks": list(tasks), "runs": {str(k): list(v) for k, v in runs.items()}, "limit": limit}
+    command = [sys.executable, "-m", "tests.evaluation.adder", json.dumps(request)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def make_model(folder: Path) -> Path:
+    """Write an untrained one-layer Llama of 0.2 M parameters that knows numbers, + and =."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<unk>", "<eos>", "+", "=", ".", "none", "of", "them", *map(str, range(200))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=1,
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder

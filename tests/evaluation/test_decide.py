@@ -1,0 +1,72 @@
+"""Verdicts from folders that the real lm-eval made."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vexport.evaluation.statistics import tango_interval
+from vexport.files import from_json, to_json
+from vexport.types import TaskVerdict, Verdict
+from vexport.verdict import decide
+
+
+def compare(runs: Path, name: str, margin: float = 0.02) -> Verdict:
+    return decide(runs / "baseline", runs / name, margin=margin, alpha=0.05)
+
+
+def task_of(verdict: Verdict, name: str) -> TaskVerdict:
+    (task,) = [task for task in verdict.tasks if task.task == name]
+    return task
+
+
+def test_a_folder_against_its_copy_passes_without_a_difference(lm_eval_runs: Path) -> None:
+    verdict = compare(lm_eval_runs, "twin")
+    assert verdict.outcome == "PASS"
+    for task in verdict.tasks:
+        assert (task.difference, task.right_to_wrong, task.wrong_to_right, task.flips) == (0, 0, 0, ())
+        assert task.low < 0 < task.high
+        assert task.recovery == 1
+
+
+def test_a_real_loss_fails_and_shows_its_documents(lm_eval_runs: Path) -> None:
+    verdict = compare(lm_eval_runs, "worse")
+    sums = task_of(verdict, "sums")
+    assert verdict.outcome == "FAIL"
+    assert (sums.right_to_wrong, sums.wrong_to_right) == (55, 3)
+    assert sums.low == pytest.approx(tango_interval(3, 55, 400, 0.05).low)
+    first = sums.flips[0]
+    assert (first.doc_id, first.prompt, first.target) == (5, "5 + 0 =", "5")
+    assert (first.baseline, first.candidate, first.direction) == ("5", "6", "right to wrong")
+
+
+def test_a_chosen_option_is_shown_as_its_text(lm_eval_runs: Path) -> None:
+    first = task_of(compare(lm_eval_runs, "worse"), "choices").flips[0]
+    assert (first.target, first.baseline, first.candidate) == ("5", "5", "none of them")
+
+
+def test_too_few_documents_are_inconclusive_and_say_how_many(lm_eval_runs: Path) -> None:
+    verdict = compare(lm_eval_runs, "doubtful")
+    sums = task_of(verdict, "sums")
+    assert verdict.outcome == sums.outcome == "INCONCLUSIVE"
+    assert sums.documents_needed is not None
+    assert sums.documents_needed > 400
+    assert f"about {sums.documents_needed} documents would" in verdict.reason
+
+
+def test_the_reason_states_scores_change_interval_and_margin(lm_eval_runs: Path) -> None:
+    reason = compare(lm_eval_runs, "worse").reason
+    assert "sums: 0.988 -> 0.858, a change of -13.00 points (93.33 % interval -16.16 to -9.49)" in reason
+    assert "is a loss beyond the margin of 2 points" in reason
+
+
+def test_a_wider_margin_accepts_the_same_loss(lm_eval_runs: Path) -> None:
+    assert compare(lm_eval_runs, "worse", margin=0.25).outcome == "PASS"
+
+
+def test_a_verdict_survives_json(lm_eval_runs: Path, tmp_path: Path) -> None:
+    verdict = compare(lm_eval_runs, "worse")
+    file = tmp_path / "verdict.json"
+    file.write_text(to_json(verdict))
+    json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert from_json(Verdict, file) == verdict

@@ -1,0 +1,150 @@
+"""Folders made by the real lm-eval: what is read from them, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vexport.errors import InputError
+from vexport.evaluation.pairs import gating_pairs, pair_metrics
+from vexport.evaluation.samples import read_results
+
+
+@pytest.fixture
+def copies(lm_eval_runs: Path, tmp_path: Path) -> Path:
+    """Copies of `baseline` and `twin` to break."""
+    for name in ("baseline", "twin"):
+        shutil.copytree(lm_eval_runs / name, tmp_path / name)
+    return tmp_path
+
+
+def sample_file(folder: Path, task: str) -> Path:
+    (file,) = folder.rglob(f"samples_{task}_*.jsonl")
+    return file
+
+
+def edit(file: Path, line: int, key: str, value: object) -> None:
+    lines = file.read_text().splitlines()
+    lines[line] = json.dumps(json.loads(lines[line]) | {key: value})
+    file.write_text("\n".join(lines) + "\n")
+
+
+def pair(folder: Path) -> None:
+    gating_pairs(read_results(folder / "baseline"), read_results(folder / "twin"))
+
+
+def test_answers_are_read_as_people_see_them(lm_eval_runs: Path) -> None:
+    results = read_results(lm_eval_runs / "baseline")
+    assert set(results.tasks) == {"sums", "choices", "near"}
+    generated, chosen = (results.tasks[name].samples["none", 25] for name in ("sums", "choices"))
+    assert (generated.prompt, generated.target, generated.answer) == ("5 + 1 =", "6", "6")
+    assert (chosen.prompt, chosen.target, chosen.answer) == ("5 + 1 =", "6", "6")
+    assert results.tasks["choices"].samples["none", 0].answer == "none of them"
+
+
+def test_scores_agree_with_lm_evals_own_means(lm_eval_runs: Path) -> None:
+    results = read_results(lm_eval_runs / "worse")
+    content = json.loads(results.file.read_text())["results"]
+    pairs = list(pair_metrics(results, results))
+    assert {(p.task, p.metric) for p in pairs} == {
+        ("sums", "exact_match"),
+        ("choices", "acc"),
+        ("choices", "acc_norm"),
+        ("near", "nearness"),
+    }
+    for p in pairs:
+        assert p.candidate.mean() == pytest.approx(content[p.task][f"{p.metric},{p.filter}"])
+
+
+def test_the_gate_is_exact_match_then_acc_then_what_there_is(lm_eval_runs: Path) -> None:
+    results = read_results(lm_eval_runs / "baseline")
+    chosen = {p.task: p.metric for p in gating_pairs(results, results)}
+    assert chosen == {"sums": "exact_match", "choices": "acc", "near": "nearness"}
+
+
+def test_the_newest_run_of_a_folder_counts(copies: Path) -> None:
+    folder = read_results(copies / "twin").file.parent
+    for file in list(folder.iterdir()):
+        stem, _, date = file.name.rpartition("_20")
+        shutil.copy(file, folder / f"{stem}_19{date}")
+    assert "_20" in read_results(copies / "twin").file.name
+
+
+def test_two_models_in_one_folder_are_not_guessed_between(copies: Path) -> None:
+    with pytest.raises(InputError, match="results of 2 models"):
+        read_results(copies)
+
+
+def test_a_results_file_may_be_given_itself(copies: Path) -> None:
+    file = read_results(copies / "twin").file
+    assert read_results(file).file == file
+
+
+@pytest.mark.parametrize("key", ["doc_hash", "prompt_hash", "target_hash"])
+def test_another_question_is_refused_by_task_and_document(copies: Path, key: str) -> None:
+    edit(sample_file(copies / "twin", "sums"), 7, key, "0" * 64)
+    with pytest.raises(InputError, match=f"task sums, document 7: got {key} 000000000000"):
+        pair(copies)
+
+
+def test_a_missing_document_is_named(copies: Path) -> None:
+    file = sample_file(copies / "twin", "sums")
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(InputError, match="task sums: got no document 399.*--limit"):
+        pair(copies)
+
+
+def test_a_missing_task_is_named(copies: Path) -> None:
+    file = read_results(copies / "twin").file
+    content = json.loads(file.read_text())
+    del content["configs"]["near"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="got no task near"):
+        pair(copies)
+
+
+@pytest.mark.parametrize("broken", ['{"doc_id": 3', "[1]", "{}", "\xff"])
+def test_a_broken_line_is_refused_by_file_and_line(copies: Path, broken: str) -> None:
+    file = sample_file(copies / "twin", "sums")
+    lines = file.read_text().splitlines()
+    file.write_bytes("\n".join([*lines[:2], broken, *lines[3:]]).encode("latin-1"))
+    with pytest.raises(InputError) as caught:
+        read_results(copies / "twin")
+    assert caught.value.where == f"{file}:3"
+
+
+def test_a_document_twice_is_refused(copies: Path) -> None:
+    edit(sample_file(copies / "twin", "sums"), 3, "doc_id", 2)
+    with pytest.raises(InputError, match="document 2 twice"):
+        read_results(copies / "twin")
+
+
+def test_a_score_that_is_no_number_is_refused(copies: Path) -> None:
+    edit(sample_file(copies / "twin", "near"), 3, "nearness", float("nan"))
+    with pytest.raises(InputError, match="task near, document 3: got nearness of .* nan"):
+        pair(copies)
+
+
+def test_samples_that_were_not_logged_are_missed(copies: Path) -> None:
+    sample_file(copies / "twin", "sums").unlink()
+    with pytest.raises(InputError, match="the samples of task sums; evaluate again with --log_samples"):
+        read_results(copies / "twin")
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no results_"):
+        read_results(tmp_path)
+
+
+def test_a_group_with_an_aggregate_counts_as_one_task(copies: Path) -> None:
+    for name in ("baseline", "twin"):
+        file = read_results(copies / name).file
+        sums = sample_file(copies / name, "sums")
+        shutil.copy(sums, sums.with_name(sums.name.replace("sums", "more")))
+        content = json.loads(file.read_text())
+        content["configs"]["more"] = content["configs"]["sums"]
+        content |= {"group_subtasks": {"all": ["inner"], "inner": ["sums", "more"]}, "groups": {"all": {}}}
+        file.write_text(json.dumps(content))
+    pairs = gating_pairs(read_results(copies / "baseline"), read_results(copies / "twin"))
+    assert {p.task: len(p.gain) for p in pairs} == {"all": 800, "choices": 400, "near": 400}

@@ -1,0 +1,104 @@
+"""Tasks by name and by file: what is written, what is refused, and that no Python of a task runs."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.evaluation.make import SUMS, make_tasks
+from vexport.errors import InputError, InputErrors
+from vexport.evaluation.tasks import TaskFile, resolve_tasks
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_relative_data_files_become_absolute(tmp_path: Path) -> None:
+    sums, *_ = make_tasks(tmp_path / "tasks", 3)
+    (task,) = resolve_tasks([sums], folder=tmp_path / "run")
+    assert task == TaskFile(name="sums", path=tmp_path / "run/sums/sums.yaml")
+    config = yaml.safe_load((tmp_path / "run/sums/sums.yaml").read_text())
+    assert config["dataset_kwargs"]["data_files"] == {"test": str(tmp_path / "tasks/additions.jsonl")}
+    assert config["doc_to_text"] == "{{a}} + {{b}} ="
+
+
+def test_an_include_is_merged_and_its_paths_are_its_own(tmp_path: Path) -> None:
+    make_tasks(tmp_path / "base", 3)
+    task = write(tmp_path / "other.yaml", "include: base/sums.yaml\ntask: other\ndoc_to_text: '{{a}}'\n")
+    (found,) = resolve_tasks([task], folder=tmp_path / "run")
+    assert found.path is not None
+    config = yaml.safe_load(found.path.read_text())
+    assert (config["task"], config["doc_to_text"]) == ("other", "{{a}}")
+    assert config["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "base/additions.jsonl")
+
+
+def test_python_in_a_task_is_refused_by_place(tmp_path: Path) -> None:
+    *_, near = make_tasks(tmp_path / "tasks", 3)
+    with pytest.raises(InputError, match=r"near\.yaml:10: got !function score\.near.*--trust-remote-code"):
+        resolve_tasks([near], folder=tmp_path / "run")
+
+
+def test_a_trusted_function_travels_with_its_module(tmp_path: Path) -> None:
+    *_, near = make_tasks(tmp_path / "tasks", 3)
+    resolve_tasks([near], folder=tmp_path / "run", trust_remote_code=True)
+    assert "process_results: !function 'score.near'" in (tmp_path / "run/near/near.yaml").read_text()
+    assert (tmp_path / "run/near/score.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("task: [", r"t\.yaml:1: got .*mend the file"),
+        ("- task", r"t\.yaml: got a list, need a mapping"),
+        ("task: !!python/object/apply:os.getcwd []", r"t\.yaml:1: got could not determine a constructor"),
+        (SUMS.replace("additions", "missing"), r"t\.yaml: got no file .*missing\.jsonl"),
+        (SUMS.replace("task: sums", "task: ../sums"), r"t\.yaml: task: got \.\./sums"),
+        (SUMS.replace("test_split: test\n", ""), "got no key test_split or validation_split"),
+        ("include: t.yaml\n" + SUMS, "got an include of itself"),
+        ("group: all\ntask: [sums]\n", "got a group of tasks"),
+    ],
+)
+def test_a_broken_file_is_refused_by_place(tmp_path: Path, text: str, message: str) -> None:
+    make_tasks(tmp_path, 3)
+    with pytest.raises(InputError, match=message):
+        resolve_tasks([write(tmp_path / "t.yaml", text)], folder=tmp_path / "run")
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    empty = write(tmp_path / "t.yaml", "output_type: generate_until\n")
+    with pytest.raises(InputErrors) as caught:
+        resolve_tasks([str(tmp_path / "no.yaml"), empty], folder=tmp_path / "run")
+    assert "no.yaml: got no such file" in str(caught.value)
+
+
+def test_every_missing_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputErrors) as caught:
+        resolve_tasks([write(tmp_path / "t.yaml", "task: t\n")], folder=tmp_path / "run")
+    text = str(caught.value)
+    assert all(key in text for key in ("dataset_path", "test_split or validation_split", "doc_to_target"))
+
+
+def test_the_same_name_twice_is_refused(tmp_path: Path) -> None:
+    sums, *_ = make_tasks(tmp_path / "tasks", 3)
+    with pytest.raises(InputError, match="a second task sums"):
+        resolve_tasks([sums, sums], folder=tmp_path / "run")
+
+
+def test_lm_evals_own_tasks_are_known(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    names = ["arc_easy", "mmlu"]
+    assert [task.spec for task in resolve_tasks(names, folder=tmp_path)] == names
+
+
+def test_an_unknown_name_gets_the_nearest_known(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    with pytest.raises(InputError, match="task arc_eazy: got an unknown name.*arc_easy"):
+        resolve_tasks(["arc_eazy"], folder=tmp_path)
+
+
+def test_a_name_from_an_own_folder_is_known(tmp_path: Path) -> None:
+    make_tasks(tmp_path / "tasks", 3)
+    (task,) = resolve_tasks(["sums"], folder=tmp_path / "run", include_paths=[tmp_path / "tasks"])
+    assert task.spec == "sums"
