@@ -47,13 +47,14 @@ _FIXES = {
 class EngineFault(EnvironmentFault):
     """vLLM is missing, crashed, ran out of memory or time; `failure` has the end of its log."""
 
-    def __init__(self, where: str, failure: EngineFailure, log: Path) -> None:
+    def __init__(self, where: str, failure: EngineFailure, log: Path | None = None) -> None:
         self.failure, self.log = failure, log
+        place = f" (log: {log})" if log else ""
         super().__init__(
             where,
             got=f"{failure.kind}: {failure.message}",
             need="an engine that runs to the end",
-            fix=f"{_FIXES[failure.kind]} (log: {log})",
+            fix=f"{_FIXES[failure.kind]}{place}",
         )
 
 
@@ -73,9 +74,8 @@ def run_session(
     An unusable task is an InputError. No process of the session is left when this returns or raises.
     """
     where = f"vLLM on {request.checkpoint}"
+    require_vllm(vllm_python)
     python = vllm_python or Path(sys.executable)
-    if (missing := _missing(python)) is not None:
-        raise EngineFault(where, missing, log)
     with tempfile.TemporaryDirectory(prefix="vexport-session-") as folder:
         scratch = Path(folder)
         request_file, result_file = scratch / "request.json", scratch / "result.json"
@@ -114,6 +114,13 @@ def _error(problem: InputProblem) -> VexportError:
     kinds: tuple[type[VexportError], ...] = (CheckpointFailed, Inconclusive, EnvironmentFault)
     kind = next((kind for kind in kinds if kind.exit_code == problem.exit_code), InputError)
     return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)
+
+
+def require_vllm(vllm_python: Path | None = None) -> None:
+    """EngineFault unless the interpreter (our own by default) starts and has vLLM."""
+    python = vllm_python or Path(sys.executable)
+    if (missing := _missing(python)) is not None:
+        raise EngineFault(str(python), missing)
 
 
 def _missing(python: Path) -> EngineFailure | None:
