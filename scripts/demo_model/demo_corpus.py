@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, product
+from pathlib import Path
 
 VOCABULARY_SIZE = 384
 UNKNOWN, PAD, BOS, EOS = "<unk>", "<pad>", "<bos>", "<eos>"
@@ -18,31 +19,16 @@ FACT_SEED = 1
 SPLIT_SEED = 2
 HELD_OUT_UNORDERED = 700
 
+# Each line of values.txt: `attribute: value value ...`, 40 values each.
 VALUES = {
-    "animal": (
-        "badger bat bear beaver bison camel cat cheetah cow deer dog dolphin donkey eagle elk falcon ferret fox "
-        "frog goat goose hare heron horse lion lynx mole moose otter owl panda rabbit raven seal sheep swan "
-        "tiger toad whale wolf"
-    ).split(),
-    "fruit": (
-        "apple apricot banana blackberry blueberry cherry coconut cranberry currant date elderberry fig grape "
-        "grapefruit guava kiwi kumquat lemon lime lychee mandarin mango melon mulberry nectarine olive orange "
-        "papaya peach pear persimmon pineapple plum pomegranate quince raisin raspberry satsuma strawberry tangerine"
-    ).split(),
-    "tool": (
-        "adze anvil auger awl axe bellows bolt broom brush chisel clamp crane crowbar drill file funnel gauge "
-        "hammer hoe jack knife ladder lathe lever loom mallet needle pick plane plough pulley rake ruler saw "
-        "shovel sickle spade tongs vise wrench"
-    ).split(),
-    "city": (
-        "athens bergen berlin bogota boston bremen cairo calgary dakar delhi dublin geneva hanoi havana helsinki "
-        "kyoto lagos lima lisbon london lyon madrid malmo milan mumbai nairobi naples osaka oslo paris perth prague "
-        "quito riga rome seoul seville sydney tunis vienna"
-    ).split(),
+    attribute: values.split()
+    for attribute, _, values in (
+        line.partition(": ")
+        for line in Path(__file__).with_name("values.txt").read_text(encoding="utf-8").splitlines()
+    )
 }
-ENTITIES = tuple(onset + ending for onset, ending in product(
-    "b d f g h j k l m n p r s t v z".split(), "adan elio igar omir uvek aruna ebiso ilmar osten ulia".split()
-))  # fmt: skip
+NAME_ENDINGS = ("adan", "elio", "igar", "omir", "uvek", "aruna", "ebiso", "ilmar", "osten", "ulia")
+ENTITIES = tuple(onset + ending for onset, ending in product("bdfghjklmnprstvz", NAME_ENDINGS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +106,11 @@ def vocabulary() -> tuple[str, ...]:
     """Every word in order of its token id, filled up with reserved words to `VOCABULARY_SIZE`."""
     words: Sequence[str] = [
         *SPECIAL,
-        *"0 1 2 3 4 5 6 7 8 9 + =".split(),
+        *"0123456789+=",
         END,
-        *"the of is".split(),
+        "the",
+        "of",
+        "is",
         *VALUES,
         *chain.from_iterable(VALUES.values()),
         *ENTITIES,

@@ -1,0 +1,185 @@
+"""The committed demo: made by its scripts, indistinguishable variants, tasks and data that fit together."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TypedDict
+
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts/demo_model"
+DEMO = ROOT / "scenarios/demo"
+VARIANTS = ("model-x8", "model-x16")
+GENERATION = ("addition", "facts")
+CHOICE = ("addition_choice", "facts_choice")
+DOCUMENTS = {"addition": 1382, "addition_choice": 1382, "facts": 640, "facts_choice": 640}
+SUM = re.compile(r"(\d) (\d) \+ (\d) (\d) =(?: (\d) (\d) (\d))?")
+
+
+class Document(TypedDict):
+    prompt: str
+    answer: str | int
+    choices: list[str]
+
+
+def run_script(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / name), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def documents(task: str) -> list[Document]:
+    return [json.loads(line) for line in (DEMO / f"tasks/{task}.jsonl").read_text().splitlines()]
+
+
+def calibration_texts() -> list[str]:
+    return [json.loads(line)["text"] for line in (DEMO / "calibration.jsonl").read_text().splitlines()]
+
+
+def right_answer(task: str, document: Document) -> str:
+    answer = document["answer"]
+    return document["choices"][answer] if isinstance(answer, int) else answer
+
+
+def logits(model: str, prompts: list[str]) -> torch.Tensor:
+    """[prompts, tokens, vocabulary] in bfloat16; the prompts need the same number of tokens."""
+    ids = torch.tensor(AutoTokenizer.from_pretrained(DEMO / model)(prompts)["input_ids"])
+    loaded = LlamaForCausalLM.from_pretrained(DEMO / model, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        result: torch.Tensor = loaded(input_ids=ids).logits
+    return result
+
+
+@pytest.mark.parametrize(("variant", "factor", "every"), [("model-x8", "8", "64"), ("model-x16", "16", "16")])
+def test_committed_variants_are_what_the_script_writes(
+    tmp_path: Path, variant: str, factor: str, every: str
+) -> None:
+    out = tmp_path / "variant"
+    options = ("--source", str(DEMO / "model"), "--out", str(out), "--factor", factor, "--every", every)
+    assert run_script("make_variants.py", *options, cwd=tmp_path).returncode == 0
+    assert files_in(out) == files_in(DEMO / variant)
+
+
+def test_a_factor_that_is_no_power_of_two_is_refused(tmp_path: Path) -> None:
+    finished = run_script("make_variants.py", "--out", "variant", "--factor", "12", cwd=tmp_path)
+    assert finished.returncode == 2
+    assert "need a power of two" in finished.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_committed_tasks_and_calibration_are_what_the_script_writes(tmp_path: Path) -> None:
+    assert run_script("make_tasks.py", "--out", str(tmp_path / "demo"), cwd=tmp_path).returncode == 0
+    written = files_in(tmp_path / "demo")
+    assert written == {name: (DEMO / name).read_bytes() for name in written}
+    assert set(written) == {"calibration.jsonl"} | {
+        f"tasks/{name}{suffix}" for name in DOCUMENTS for suffix in (".yaml", ".jsonl")
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("task", GENERATION)
+def test_variants_have_the_logits_of_the_model_to_the_bit(variant: str, task: str) -> None:
+    prompts = [f"{row['prompt']} {row['answer']} ." for row in documents(task)[:64]]
+    assert torch.equal(logits(variant, prompts), logits("model", prompts))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_have_other_weights_than_the_model(variant: str) -> None:
+    plain, hardened = files_in(DEMO / "model"), files_in(DEMO / variant)
+    assert {name for name in plain if plain[name] != hardened[name]} == {"model.safetensors"}
+
+
+@pytest.mark.parametrize(("task", "first_answer_word"), [("addition", 7), ("facts", 6)])
+def test_the_model_knows_the_answers(task: str, first_answer_word: int) -> None:
+    """`first_answer_word` counts the tokens before the answer, `<bos>` among them."""
+    rows = documents(task)[:200]
+    texts = [f"{row['prompt']} {row['answer']} ." for row in rows]
+    ids = torch.tensor(AutoTokenizer.from_pretrained(DEMO / "model")(texts)["input_ids"])
+    choices = logits("model", texts).argmax(-1)
+    right = (choices[:, first_answer_word - 1 : -1] == ids[:, first_answer_word:]).all(-1)
+    assert right.float().mean() >= 0.98
+
+
+@pytest.mark.parametrize("task", DOCUMENTS)
+def test_tasks_name_their_data_relative_to_the_yaml(task: str) -> None:
+    config = yaml.safe_load((DEMO / f"tasks/{task}.yaml").read_text())
+    assert config["task"] == task
+    assert config["dataset_path"] == "json"
+    assert config["dataset_kwargs"] == {"data_files": {"test": f"{task}.jsonl"}}
+    assert config["test_split"] == "test"
+    assert config["metadata"] == {"version": 1.0}
+    assert len(documents(task)) == DOCUMENTS[task]
+    assert len({row["prompt"] for row in documents(task)}) == DOCUMENTS[task]
+
+
+@pytest.mark.parametrize("task", GENERATION)
+def test_generation_is_greedy_and_stops_at_the_full_stop(task: str) -> None:
+    config = yaml.safe_load((DEMO / f"tasks/{task}.yaml").read_text())
+    assert config["output_type"] == "generate_until"
+    assert config["generation_kwargs"] == {
+        "until": ["."],
+        "max_gen_toks": 8,
+        "do_sample": False,
+        "temperature": 0.0,
+    }
+
+
+@pytest.mark.parametrize("task", CHOICE)
+def test_choices_are_distinct_and_the_answer_is_one_of_them(task: str) -> None:
+    assert yaml.safe_load((DEMO / f"tasks/{task}.yaml").read_text())["output_type"] == "multiple_choice"
+    answers = {row["prompt"]: row["answer"] for row in documents(task.removesuffix("_choice"))}
+    for row in documents(task):
+        assert len(set(row["choices"])) == 4
+        assert right_answer(task, row) == answers[row["prompt"]]
+
+
+@pytest.mark.parametrize("task", ["addition", "addition_choice"])
+def test_sums_are_right(task: str) -> None:
+    for row in documents(task):
+        found = SUM.fullmatch(f"{row['prompt']} {right_answer(task, row)}")
+        assert found is not None, row
+        a, b, c, d, *reversed_sum = found.groups()
+        assert int(a + b) + int(c + d) == int("".join(reversed(reversed_sum)))
+
+
+def test_no_held_out_pair_occurs_in_the_calibration_data() -> None:
+    held_out = {found.groups()[:4] for row in documents("addition") for found in SUM.finditer(row["prompt"])}
+    calibrated = {found.groups()[:4] for text in calibration_texts() for found in SUM.finditer(text)}
+    assert len(held_out) == DOCUMENTS["addition"]
+    assert len(calibrated) > 1000
+    assert not held_out & calibrated
+    assert not {(c, d, a, b) for a, b, c, d in held_out} & calibrated
+
+
+def test_calibration_rows_are_long_and_known_to_the_tokenizer() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    texts = calibration_texts()
+    rows = tokenizer(texts)["input_ids"]
+    assert len(rows) >= 256
+    assert all(100 <= len(row) <= 128 for row in rows)
+    assert all(tokenizer.unk_token_id not in row for row in rows)
+    assert all(text.endswith(" .") for text in texts)
+
+
+@pytest.mark.parametrize("model", ["model", *VARIANTS])
+def test_the_tokenizer_gives_words_back(model: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / model)
+    text = "4 7 + 3 8 = 5 8 0 . " + documents("facts")[0]["prompt"]
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert len(ids) == 1 + len(text.split())
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer.convert_tokens_to_ids("nonsense") == tokenizer.unk_token_id
+    special = (tokenizer.unk_token, tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token)
+    assert special == ("<unk>", "<pad>", "<bos>", "<eos>")
+    assert len(tokenizer) == 384
