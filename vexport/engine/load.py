@@ -1,46 +1,21 @@
-"""Loads a checkpoint in the real vLLM and judges what came out: the load stage of a run."""
+"""What to ask of the real vLLM to see whether a checkpoint works, and what to make of its answers."""
 
 import json
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from vexport.engine.agreement import compare_logprobs, kl_limit, read_logprobs
 from vexport.engine.canaries import canary_findings
-from vexport.engine.messages import Progress, SessionRequest, SessionResult
-from vexport.engine.prompts import Prompts, fixed_prompts
+from vexport.engine.messages import SessionRequest, SessionResult
+from vexport.engine.prompts import Prompts
 from vexport.engine.reference import reference_logprobs
-from vexport.engine.session import run_session
 from vexport.errors import InputError
 from vexport.types import Finding, LoadReport, LogprobAgreement
 
 REFERENCE = "transformers with dequantized weights"
 _MAX_LENGTH = 512
-
-
-def load_checkpoint(
-    checkpoint: Path,
-    *,
-    log: Path,
-    timeout: float,
-    on_progress: Callable[[Progress], None],
-    texts: Sequence[str] = (),
-    vllm_python: Path | None = None,
-    baseline: SessionResult | None = None,
-) -> LoadReport:
-    """Start vLLM on a checkpoint, continue a few prompts, compare its log-probabilities with a reference.
-
-    `texts` replace the built-in prompts. Raises as `run_session`; a refused checkpoint is a report.
-    """
-    with tempfile.TemporaryDirectory(prefix="vexport-load-") as folder:
-        prompts = fixed_prompts(checkpoint, texts=texts)
-        request = load_request(checkpoint, prompts, logprobs_file=Path(folder) / "logprobs.safetensors")
-        result = run_session(
-            request, log=log, timeout=timeout, vllm_python=vllm_python, on_progress=on_progress
-        )
-        return load_report(result, prompts, baseline=baseline)
 
 
 def load_request(checkpoint: Path, prompts: Prompts, *, logprobs_file: Path) -> SessionRequest:
@@ -72,7 +47,9 @@ def load_report(
     """
     if result.failure is not None:
         return _report(result, [_refused(result)], None)
-    findings = canary_findings(result.canaries, None if baseline is None else baseline.canaries)
+    findings = []
+    if prompts.natural or baseline is not None:
+        findings = canary_findings(result.canaries, None if baseline is None else baseline.canaries)
     agreement, found = _agreement(result, prompts)
     return _report(result, [*findings, *found], agreement)
 

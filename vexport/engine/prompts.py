@@ -23,8 +23,12 @@ _SEEDED_TOKENS = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Texts for greedy continuation, and the token ids whose log-probabilities are compared."""
+    """Texts for greedy continuation, and the token ids whose log-probabilities are compared.
 
+    Continuations of texts that are not `natural` language to the model say nothing by themselves.
+    """
+
+    natural: bool
     texts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
 
@@ -42,7 +46,7 @@ def fixed_prompts(
     if not known:
         return _seeded(tokenizer, count, min(length, _SEEDED_TOKENS))
     tokens = [tuple(tokenizer(text)["input_ids"][:length]) for text in known]
-    return Prompts(texts=tuple(known), tokens=tuple(ids for ids in tokens if len(ids) > 1))
+    return Prompts(natural=True, texts=tuple(known), tokens=tuple(ids for ids in tokens if len(ids) > 1))
 
 
 def _knows(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
@@ -58,4 +62,5 @@ def _seeded(tokenizer: PreTrainedTokenizerBase, count: int, length: int) -> Prom
     source = random.Random(_SEED)
     start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
     tokens = [start + tuple(source.choices(ordinary, k=length - len(start))) for _ in range(count)]
-    return Prompts(texts=tuple(tokenizer.decode(ids[1:9]) for ids in tokens), tokens=tuple(tokens))
+    texts = tuple(tokenizer.decode(ids[1:9]) for ids in tokens)
+    return Prompts(natural=False, texts=texts, tokens=tuple(tokens))
