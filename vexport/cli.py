@@ -181,19 +181,19 @@ def run(
     from vexport.reports import render
     from vexport.run import run_scenario
     from vexport.scenario import read_scenario
+    from vexport.serving import EngineOptions
     from vexport.terminal import progress_display
 
     parsed = read_scenario(scenario)
     folder = run_dir or Path("runs") / parsed.name
     with progress_display(quiet=quiet) as on_progress:
-        report = run_scenario(
-            parsed,
-            folder,
-            overwrite=overwrite,
+        options = EngineOptions(
+            serve=parsed.serve,
             vllm_python=vllm_python,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
+        report = run_scenario(parsed, folder, options, overwrite=overwrite)
     _print(render(report, format_))
     click.echo(f"report: {folder / 'report.html'}", err=format_ != "text")
     _conclude(report.outcome, report.name, report.reason)
@@ -319,22 +319,18 @@ def load(
     The reference is transformers with the stored weights dequantized by compressed-tensors.
     """
     from vexport.reports import render_loads
-    from vexport.run import load_checkpoint
     from vexport.scenario import Serve
+    from vexport.serving import EngineOptions, load_checkpoint
     from vexport.terminal import progress_display
 
-    serve = Serve(timeout=timeout, max_model_len=max_model_len)
     with progress_display(quiet=quiet) as on_progress:
-        reports = [
-            load_checkpoint(
-                name,
-                serve,
-                vllm_python=vllm_python,
-                trust_remote_code=trust_remote_code,
-                on_progress=on_progress,
-            )
-            for name in checkpoints
-        ]
+        options = EngineOptions(
+            serve=Serve(timeout=timeout, max_model_len=max_model_len),
+            vllm_python=vllm_python,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
+        reports = [load_checkpoint(name, options) for name in checkpoints]
     _print(render_loads(reports, format_))
     for report in reports:
         _require_ok(report.checkpoint, report.ok, report.findings)
@@ -374,23 +370,20 @@ def evaluate(
 ) -> None:
     """Score CHECKPOINT and its baseline with lm-eval in vLLM, paired by document, and give a verdict."""
     from vexport.reports import render_verdict
-    from vexport.run import evaluate_checkpoint
     from vexport.scenario import Evaluate, Serve
+    from vexport.serving import EngineOptions, evaluate_checkpoint
     from vexport.terminal import progress_display
 
     settings = Evaluate(tasks=tasks, margin=margin, alpha=alpha, limit=limit, baseline=baseline)
     folder = output or Path("runs") / f"eval-{Path(checkpoint).name}"
     with progress_display(quiet=quiet) as on_progress:
-        verdict = evaluate_checkpoint(
-            checkpoint,
-            settings,
-            Serve(timeout=timeout, max_model_len=max_model_len),
-            folder,
-            overwrite=overwrite,
+        options = EngineOptions(
+            serve=Serve(timeout=timeout, max_model_len=max_model_len),
             vllm_python=vllm_python,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
+        verdict = evaluate_checkpoint(checkpoint, settings, folder, options, overwrite=overwrite)
     _print(render_verdict(verdict, format_))
     _conclude(verdict.outcome, checkpoint, verdict.reason)
 

@@ -11,7 +11,7 @@ from vexport.errors import InputError
 from vexport.files import new_directory
 from vexport.observers import OBSERVERS
 from vexport.plan import build_plan, require_accepted
-from vexport.quantize import quantize, require_calibration
+from vexport.quantize import missing_calibration, needs_calibration, quantize
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule, Scenario, nearest
 from vexport.schemes import KEEP, get_scheme
@@ -54,11 +54,10 @@ def calibrate_plan(
     trust_remote_code: bool,
 ) -> Calibration | None:
     """Run the calibration that a plan needs; None where it needs none."""
-    if not any(get_scheme(name).args.calibrated for name in plan.schemes):
+    if not needs_calibration(plan):
         return None
     if settings is None:
-        require_calibration(plan, None)
-        return None
+        raise missing_calibration(plan)
     samples = read_samples(
         settings.data,
         index.root,
@@ -102,8 +101,8 @@ def quantize_source(
     """Quantize a checkpoint into the folder `out`, which appears whole or not at all."""
     index, plan = plan_source(source, rules)
     require_accepted(plan)
-    if settings is None:
-        require_calibration(plan, None)
+    if settings is None and needs_calibration(plan):
+        raise missing_calibration(plan)
     with new_directory(out, overwrite=overwrite) as folder:
         calibration = calibrate_plan(
             index, plan, settings, on_progress=on_progress, trust_remote_code=trust_remote_code

@@ -39,7 +39,8 @@ def quantize(
     `on_bytes(done, total)` counts the bytes written. Raises InputError where a scheme needs a
     calibration and there is none, or where a weight is not finite.
     """
-    require_calibration(plan, calibration)
+    if calibration is None and needs_calibration(plan):
+        raise missing_calibration(plan)
     shards = split_shards(output_blocks(index, plan.groups), shard_bytes=shard_bytes)
     ranges = calibration.ranges if calibration else {}
     with Reader() as reader:
@@ -50,16 +51,20 @@ def quantize(
     write_config(index, plan, folder)
 
 
-def require_calibration(plan: Plan, calibration: Calibration | None) -> None:
-    """InputError where a scheme of the plan has static input scales and there is no calibration."""
-    needing = [name for name in plan.schemes if get_scheme(name).args.calibrated]
-    if needing and calibration is None:
-        raise InputError(
-            f"scheme {needing[0]}",
-            got="no calibration data",
-            need="samples for its static input scales",
-            fix="add --calibration FILE.jsonl (or `calibration:` to the scenario)",
-        )
+def needs_calibration(plan: Plan) -> bool:
+    """Whether a scheme of the plan has static input scales."""
+    return any(get_scheme(name).args.calibrated for name in plan.schemes)
+
+
+def missing_calibration(plan: Plan) -> InputError:
+    """The error for a plan that needs a calibration and has none."""
+    name = next(name for name in plan.schemes if get_scheme(name).args.calibrated)
+    return InputError(
+        f"scheme {name}",
+        got="no calibration data",
+        need="samples for its static input scales",
+        fix="add --calibration FILE.jsonl (or `calibration:` to the scenario)",
+    )
 
 
 def compressed_tensors(

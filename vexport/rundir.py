@@ -1,5 +1,6 @@
 """The run directory: which stage is done, and from what it was made."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 
 STAGES_FILE = "stages.json"
+# Says of a folder that it is a run directory and may be emptied with --overwrite.
+MARK = ".vexport-run"
+MARK_TEXT = "A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n"
 Digests = Mapping[str, str]
 
 
@@ -37,6 +41,21 @@ class RunDirectory:
         path = root / STAGES_FILE
         records = from_json(StageRecords, path) if path.is_file() else StageRecords(stages={})
         self._stages = dict(records.stages)
+
+    def begin(self, *, overwrite: bool) -> None:
+        """Make the folder, empty it with `overwrite`; InputError where it is something else's folder."""
+        if self.root.exists() and not self.root.is_dir():
+            raise InputError(str(self.root), got="a file", need="a folder", fix="choose another --run-dir")
+        if self.root.is_dir() and any(self.root.iterdir()):
+            if not (self.root / MARK).is_file():
+                fix = "choose another --run-dir"
+                raise InputError(
+                    str(self.root), got="a folder of something else", need="a run directory", fix=fix
+                )
+            if overwrite:
+                shutil.rmtree(self.root)
+                self._stages.clear()
+        write_text(self.root / MARK, MARK_TEXT)
 
     def is_done(self, stage: str, inputs: Digests) -> bool:
         """Whether the stage is finished; InputError where it was made from something else."""
@@ -71,6 +90,16 @@ def checkpoint_digest(root: Path) -> str:
         status = file.stat()
         parts.append(f"{file.name}:{status.st_size}:{status.st_mtime_ns}")
     return digest_bytes("\n".join(parts).encode())
+
+
+def path_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes; InputError where it cannot be read."""
+    try:
+        return digest_file(path)
+    except OSError as error:
+        raise InputError(
+            str(path), got=str(error.strerror), need="a readable file", fix="check the path"
+        ) from None
 
 
 def value_digest(value: object) -> str:

@@ -271,6 +271,13 @@ class LayerError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerErrors:
+    """The weight errors of a checkpoint, in plan order."""
+
+    layers: tuple[LayerError, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything a run found; every other report format is made from this."""
 

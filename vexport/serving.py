@@ -1,0 +1,139 @@
+"""One engine start for a model and everything that is asked of it there."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.source import resolve_source
+from vexport.engine.load import load_report, load_request, shortest_length
+from vexport.engine.messages import Progress, SessionResult
+from vexport.engine.prompts import Prompts, fixed_prompts
+from vexport.engine.session import run_session
+from vexport.errors import CheckpointFailed, InputError
+from vexport.evaluation.tasks import resolve_tasks
+from vexport.files import new_directory, refuse_existing
+from vexport.scenario import Evaluate, Serve
+from vexport.terminal import OnProgress
+from vexport.types import LoadReport, Verdict
+from vexport.verdict import decide
+
+# What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
+EVALUATION_LENGTH = 4096
+BASELINE = "baseline"
+CANDIDATE = "candidate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How every engine of a call is started."""
+
+    serve: Serve
+    vllm_python: Path | None
+    trust_remote_code: bool
+    on_progress: OnProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A finished session with the prompts that it answered."""
+
+    result: SessionResult
+    prompts: Prompts
+
+    def report(self, baseline: "Served | None" = None) -> LoadReport:
+        """Judge the session; builds the reference model in this process."""
+        return load_report(self.result, self.prompts, baseline=baseline.result if baseline else None)
+
+
+def serve_model(
+    role: str,
+    checkpoint: Path,
+    folder: Path,
+    options: EngineOptions,
+    *,
+    texts: Sequence[str] = (),
+    settings: Evaluate | None = None,
+) -> Served:
+    """Start vLLM once: prompts, log-probabilities and, with `settings`, the tasks of lm-eval.
+
+    lm-eval's files, the log and the log-probabilities go to `folder`. Raises EnvironmentFault as
+    `run_session`, InputError for unusable tasks; a checkpoint that vLLM refuses is a result.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = fixed_prompts(checkpoint, texts=texts)
+    request = load_request(checkpoint, prompts, logprobs_file=folder / "logprobs.safetensors")
+    request = replace(
+        request,
+        name=role,
+        enforce_eager=options.serve.enforce_eager,
+        trust_remote_code=options.trust_remote_code,
+        max_model_len=options.serve.max_model_len or request.max_model_len,
+    )
+    if settings is not None:
+        tasks = resolve_tasks(
+            settings.tasks, folder=folder / "tasks", trust_remote_code=options.trust_remote_code
+        )
+        request = replace(
+            request,
+            max_model_len=options.serve.max_model_len or shortest_length(checkpoint, EVALUATION_LENGTH),
+            tasks=tuple(task.spec for task in tasks),
+            limit=settings.limit,
+            output=folder,
+            seed=settings.seed,
+        )
+
+    def relay(progress: Progress) -> None:
+        options.on_progress(f"{role}: {progress.stage}", progress.done, progress.total)
+
+    result = run_session(
+        request,
+        log=folder / "vllm.log",
+        timeout=options.serve.timeout,
+        vllm_python=options.vllm_python,
+        on_progress=relay,
+    )
+    return Served(result=result, prompts=prompts)
+
+
+def evaluate_checkpoint(
+    checkpoint: str, settings: Evaluate, folder: Path, options: EngineOptions, *, overwrite: bool
+) -> Verdict:
+    """Score a checkpoint and its baseline and decide; lm-eval's files go to `folder`.
+
+    Raises CheckpointFailed where vLLM refuses the checkpoint, InputError where it refuses the baseline.
+    """
+    refuse_existing(folder, overwrite=overwrite)
+    assert settings.baseline is not None
+    models = {CANDIDATE: resolve_source(checkpoint), BASELINE: resolve_source(settings.baseline)}
+    for model in models.values():
+        require_checkpoint(model)
+    with new_directory(folder, overwrite=overwrite) as scratch:
+        for role, model in models.items():
+            require_served(role, serve_model(role, model, scratch / role, options, settings=settings).result)
+        return decide(scratch / BASELINE, scratch / CANDIDATE, margin=settings.margin, alpha=settings.alpha)
+
+
+def require_served(role: str, result: SessionResult) -> None:
+    """Raise where vLLM refused a model: the candidate's own fault, or an unusable baseline."""
+    if result.failure is None:
+        return
+    kind = CheckpointFailed if role == CANDIDATE else InputError
+    raise kind(
+        f"{role} {result.checkpoint}",
+        got=result.failure.message,
+        need="a checkpoint that vLLM loads",
+        fix="find the fault with `vexport check`, or export it again",
+    )
+
+
+def load_checkpoint(name: str, options: EngineOptions) -> LoadReport:
+    """Load one checkpoint in vLLM and judge it. The log of a session that died is kept, and named."""
+    root = resolve_source(name)
+    require_checkpoint(root)
+    folder = Path(tempfile.mkdtemp(prefix="vexport-load-"))
+    report = serve_model(f"load {root.name}", root, folder, options).report()
+    shutil.rmtree(folder, ignore_errors=True)
+    return replace(report, checkpoint=name)
