@@ -97,10 +97,19 @@ def power_of_two(_context: click.Context, _parameter: click.Parameter, value: in
     help="Folder of a single variant; without it both committed variants are written.",
 )
 @click.option(
-    "--factor", type=click.IntRange(min=2), default=16, show_default=True, callback=power_of_two, help="With --out: 2^k."
+    "--factor",
+    type=click.IntRange(min=2),
+    default=16,
+    show_default=True,
+    callback=power_of_two,
+    help="With --out: 2^k.",
 )
 @click.option(
-    "--every", type=click.IntRange(min=1), default=16, show_default=True, help="With --out: columns from one to the next."
+    "--every",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="With --out: columns from one to the next.",
 )
 def main(source: Path, out: Path | None, factor: int, every: int) -> None:
     console = Console(stderr=True)
