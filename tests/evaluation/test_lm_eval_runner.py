@@ -11,12 +11,14 @@ import pytest
 
 from tests.evaluation.make import make_model, make_tasks
 from vexport.engine.messages import SessionRequest
-from vexport.evaluation.samples import Results, read_results
+from vexport.evaluation.samples import read_results
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import to_json
 from vexport.verdict import decide
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+Evaluated = tuple[Path, list[dict[str, object]]]
 
 DOCUMENTS = 150
 TRUNCATING = 'generation_kwargs: {until: ["."], max_gen_toks: 300'
@@ -48,7 +50,7 @@ def in_vllm(requests: Sequence[SessionRequest], folder: Path) -> list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     """Two runs of the same tasks (`first`, `second`), then tasks that must be refused."""
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("vllm")
@@ -79,28 +81,24 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
     return folder, in_vllm(requests, folder)
 
 
-def samples_of(folder: Path) -> Results:
-    return read_results(folder)
-
-
-def test_lm_evals_own_files_are_written_and_read(evaluated: tuple[Path, list[dict[str, object]]]) -> None:
+def test_lm_evals_own_files_are_written_and_read(evaluated: Evaluated) -> None:
     folder, outcomes = evaluated
     assert outcomes[0]["error"] is None
-    results = samples_of(folder / "first")
+    results = read_results(folder / "first")
     assert {name: len(task.samples) for name, task in results.tasks.items()} == {"sums": 140, "choices": 140}
     content = json.loads(results.file.read_text())
     assert content["config"]["model_args"]["pretrained"] == str(folder / "model")
     assert {content["config"][f"{name}_seed"] for name in ("random", "numpy", "torch", "fewshot")} == {0}
 
 
-def test_progress_ends_at_the_number_of_requests(evaluated: tuple[Path, list[dict[str, object]]]) -> None:
+def test_progress_ends_at_the_number_of_requests(evaluated: Evaluated) -> None:
     progress = evaluated[1][0]["progress"]
     assert isinstance(progress, list)
     assert ["sums", 140, 140] in progress
     assert ["choices", 420, 420] in progress
 
 
-def test_the_same_model_twice_gives_the_same_answers(evaluated: tuple[Path, list[dict[str, object]]]) -> None:
+def test_the_same_model_twice_gives_the_same_answers(evaluated: Evaluated) -> None:
     folder, _ = evaluated
     verdict = decide(folder / "first", folder / "second", margin=0.02, alpha=0.05)
     assert verdict.outcome == "PASS"
@@ -109,18 +107,18 @@ def test_the_same_model_twice_gives_the_same_answers(evaluated: tuple[Path, list
     )
 
 
-def test_a_prompt_that_does_not_fit_is_an_error(evaluated: tuple[Path, list[dict[str, object]]]) -> None:
+def test_a_prompt_that_does_not_fit_is_an_error(evaluated: Evaluated) -> None:
     error = str(evaluated[1][2]["error"])
     assert error.startswith("InputError: task long, document 0: got a prompt of 4 tokens and 300 to generate")
     assert not (evaluated[0] / "long").exists()
 
 
 def test_a_template_that_reaches_for_python_is_refused(
-    evaluated: tuple[Path, list[dict[str, object]]],
+    evaluated: Evaluated,
 ) -> None:
     assert "access to attribute '__class__' of 'str' object is unsafe" in str(evaluated[1][3]["error"])
 
 
-def test_nothing_is_left_in_the_home_folder(evaluated: tuple[Path, list[dict[str, object]]]) -> None:
+def test_nothing_is_left_in_the_home_folder(evaluated: Evaluated) -> None:
     home = evaluated[0] / "home"
     assert not list(home.glob(".cache/huggingface/datasets/json*"))

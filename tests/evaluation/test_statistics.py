@@ -142,6 +142,10 @@ def test_bootstrap_of_equal_values_does_not_claim_certainty() -> None:
     assert (low, high) == pytest.approx((0.25 + 2 * quiet.low, 0.25 + 2 * quiet.high))
 
 
+def test_bootstrap_of_three_documents_settles_nothing() -> None:
+    assert bootstrap_interval(np.array([0.0, 0.0, 0.5]), 0.05, span=1).low < -0.2
+
+
 def test_planned_documents_have_the_planned_power() -> None:
     documents = documents_for_power(0.02, 0.05, 0.05)
     assert documents == math.ceil((1.6448536 + 0.8416212) ** 2 * 0.05 / 0.02**2)

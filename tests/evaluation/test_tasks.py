@@ -47,6 +47,13 @@ def test_a_trusted_function_travels_with_its_module(tmp_path: Path) -> None:
     assert (tmp_path / "run/near/score.py").is_file()
 
 
+def test_an_included_function_travels_too(tmp_path: Path) -> None:
+    make_tasks(tmp_path / "base", 3)
+    task = write(tmp_path / "other.yaml", "include: base/near.yaml\ntask: other\n")
+    resolve_tasks([task], folder=tmp_path / "run", trust_remote_code=True)
+    assert (tmp_path / "run/other/score.py").is_file()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

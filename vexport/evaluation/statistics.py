@@ -115,13 +115,14 @@ def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interv
 def bootstrap_interval(values: Scores, alpha: float, *, span: float, seed: int = 0) -> Interval:
     """Bootstrap bounds of the mean of `values`, shape (documents,): BCa (Efron 1987, scipy), seeded.
 
-    Where all values are equal a resample tells nothing; then the bounds are Tango's for no change at all,
-    times `span`, the width of the metric's range.
+    A resample knows nothing of what a few documents did not show, so that the bounds are never nearer to
+    the mean than Tango's for no change at all, times `span`, the width of the metric's range.
     """
     documents, mean = len(values), float(values.mean())
+    quiet = tango_interval(0, 0, documents, alpha)
+    least = Interval(mean + span * quiet.low, mean + span * quiet.high)
     if np.ptp(values) == 0:
-        quiet = tango_interval(0, 0, documents, alpha)
-        return Interval(mean + span * quiet.low, mean + span * quiet.high)
+        return least
     result = stats.bootstrap(
         (values,),
         np.mean,
@@ -132,18 +133,19 @@ def bootstrap_interval(values: Scores, alpha: float, *, span: float, seed: int =
         rng=np.random.default_rng(seed),
     )
     low, high = (float(end) for end in result.confidence_interval)
-    return Interval(low, high)
+    return Interval(min(low, least.low), max(high, least.high))
 
 
 def mean_statistic(values: Scores, against: float, span: float) -> float:
-    """Student's statistic of H0: the mean of `values` is `against`; if all are equal, Tango's for no change.
+    """The weaker of Student's statistic of H0, the mean of `values` is `against`, and Tango's for no change.
 
-    Used to plan documents for metrics that are not 0/1; `span` as in `bootstrap_interval`.
+    It plans documents where `bootstrap_interval` decides, with the same `span`.
     """
     documents, distance = len(values), float(values.mean()) - against
+    quiet = tango_statistic(0, 0, documents, max(-1.0, min(1.0, -distance / span)))
     if np.ptp(values) == 0:
-        return tango_statistic(0, 0, documents, max(-1.0, min(1.0, -distance / span)))
-    return distance / float(values.std(ddof=1)) * math.sqrt(documents)
+        return quiet
+    return min(quiet, distance / float(values.std(ddof=1)) * math.sqrt(documents), key=abs)
 
 
 def documents_for_power(margin: float, disagreement: float, alpha: float, power: float = POWER) -> int:

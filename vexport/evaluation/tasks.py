@@ -41,9 +41,14 @@ class TaskFile:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A `!function module.name` tag: Python that lm-eval would import."""
+    """A `!function module.name` tag: Python that lm-eval would import from a file in `folder`, if there."""
 
     name: str
+    folder: Path
+
+    @property
+    def module(self) -> Path:
+        return self.folder / f"{self.name.rpartition('.')[0]}.py"
 
 
 def resolve_tasks(
@@ -79,7 +84,7 @@ def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool
     name = str(config["task"])
     target = folder.resolve() / name / f"{name}.yaml"
     target.parent.mkdir(parents=True, exist_ok=True)
-    for module in _modules(path.parent, config):
+    for module in _modules(config):
         shutil.copy2(module, target.parent / module.name)
     write_text(target, yaml.dump(config, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
     return TaskFile(name=name, path=target)
@@ -99,7 +104,9 @@ def _load(path: Path, trust: bool, above: tuple[Path, ...]) -> Config:
 
 def _parse(path: Path, trust: bool) -> Config:
     try:
-        config = yaml.load(path.read_bytes(), Loader=_TrustingLoader if trust else _Loader)  # noqa: S506
+        loader = (_TrustingLoader if trust else _Loader)(path.read_bytes())
+        loader.name = str(path)
+        config = loader.get_single_data()
     except FileNotFoundError:
         raise InputError(str(path), got="no such file", need="a task's YAML", fix="check the path") from None
     except OSError as error:
@@ -138,8 +145,12 @@ def _refuse(loader: yaml.SafeLoader, node: yaml.Node) -> None:
     raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
+def _keep(loader: yaml.SafeLoader, node: yaml.Node) -> _Function:
+    return _Function(str(node.value), Path(loader.name).parent)
+
+
 _Loader.add_constructor("!function", _refuse)
-_TrustingLoader.add_constructor("!function", lambda loader, node: _Function(str(node.value)))
+_TrustingLoader.add_constructor("!function", _keep)
 _Dumper.add_representer(_Function, lambda dumper, tag: dumper.represent_scalar("!function", tag.name))
 
 
@@ -195,14 +206,13 @@ def _data_files(config: Config) -> Iterator[Path]:
             pending.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _modules(base: Path, value: object) -> Iterator[Path]:
-    """The Python files beside the YAML that its `!function` tags name."""
+def _modules(value: object) -> Iterator[Path]:
+    """The Python files that the `!function` tags name, as far as they lie beside their YAML."""
     if isinstance(value, _Function):
-        module = base / f"{value.name.rpartition('.')[0]}.py"
-        yield from (module,) if module.is_file() else ()
+        yield from (value.module,) if value.module.is_file() else ()
     elif isinstance(value, (Mapping, list)):
         for member in value.values() if isinstance(value, Mapping) else value:
-            yield from _modules(base, member)
+            yield from _modules(member)
 
 
 def _require_known(name: str, include_paths: Sequence[Path]) -> None:
