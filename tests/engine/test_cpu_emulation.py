@@ -1,0 +1,77 @@
+"""The plugin stays out of the way, and its rounding is compressed-tensors' and vLLM's."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from compressed_tensors.quantization import preset_name_to_scheme
+
+from vexport.engine.cpu_emulation import SWITCH
+from vexport.engine.cpu_emulation.rounding import fake_nvfp4, fp8_token_scale, round_fp4, round_fp8
+from vexport.engine.reference import round_activations
+
+TABLES = (
+    "from vexport.engine.cpu_emulation import register; register(); register();"
+    "from vllm.model_executor.kernels import linear;"
+    "from vllm.platforms import PlatformEnum;"
+    "print(sum('Emulation' in kernel.__name__ for table in (linear._POSSIBLE_FP8_KERNELS,"
+    " linear._POSSIBLE_WFP8A16_KERNELS, linear._POSSIBLE_MXFP4_KERNELS, linear._POSSIBLE_MXFP8_KERNELS)"
+    " for kernel in table.get(PlatformEnum.CPU, [])))"
+)
+
+
+@pytest.fixture
+def activations() -> torch.Tensor:
+    values = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 1.3
+    values[3, :16] = 0.0
+    values[5, 7] = 40.0
+    return values.to(torch.bfloat16)
+
+
+def test_register_is_inert_unless_asked() -> None:
+    code = "import sys; from vexport.engine.cpu_emulation import register; register();"
+    code += "sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
+    environment = {name: value for name, value in os.environ.items() if name != SWITCH}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("switch", "kernels"), [("0", 0), ("1", 4)])
+def test_kernels_are_offered_once(switch: str, kernels: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TABLES],
+        env={**os.environ, SWITCH: switch, "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == str(kernels)
+
+
+def test_fp4_rounds_ties_to_even() -> None:
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 9.0])
+    expected = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0])
+    assert torch.equal(round_fp4(ties), expected)
+    assert torch.equal(round_fp4(-ties), -expected)
+
+
+def test_nvfp4_activations_are_compressed_tensors(activations: torch.Tensor) -> None:
+    args = preset_name_to_scheme("NVFP4", ["Linear"]).input_activations
+    global_scale = torch.tensor([448 * 6 / 8.0])
+    module = torch.nn.Linear(1, 1)
+    expected = round_activations(activations, args, {"input_global_scale": global_scale}, module)
+    assert torch.equal(fake_nvfp4(activations, global_scale), expected)
+
+
+@pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC"])
+def test_fp8_activations_are_compressed_tensors(activations: torch.Tensor, preset: str) -> None:
+    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
+    static = torch.tensor([8.0 / 448])
+    scale = static if preset == "FP8" else fp8_token_scale(activations)
+    expected = round_activations(activations, args, {"input_scale": static}, torch.nn.Linear(1, 1))
+    got = (round_fp8(activations, scale).to(torch.float32) * scale).to(torch.bfloat16)
+    different = got != expected
+    # One divides by the scale, the other multiplies with its reciprocal: ties may fall either way.
+    assert different.float().mean() < 0.001

@@ -1,0 +1,61 @@
+"""Whose fault a failure is, read from logs as vLLM writes them."""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_process import ignore
+from vexport.engine.failures import explain, failure_from_exit
+from vexport.engine.messages import EngineFailure, FailureKind, SessionRequest
+from vexport.engine.session import EngineFault, run_session
+
+WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+LOG = """\
+(EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512] Traceback (most recent call last):
+(EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512]     raise ValueError(
+(EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512] {cause}
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("cause", "platform", "kind"),
+    [
+        ("ValueError: For NVFP4 weights, input quantization must also be NVFP4", "cpu", "refused"),
+        ("KeyError: 'layers.0.mlp.gate_up_proj.weight_foo'", "cuda", "refused"),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "cuda", "out of memory"),
+        ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cpu", "unsupported"),
+        ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cuda", "refused"),
+    ],
+)
+def test_root_cause_decides(tmp_path: Path, cause: str, platform: str, kind: FailureKind) -> None:
+    log = tmp_path / "log"
+    log.write_text(LOG.format(cause=cause))
+    failure = explain(EngineFailure(kind="refused", message=WRAPPER, log_tail=""), log, platform=platform)
+    assert (failure.kind, failure.message) == (kind, cause)
+    assert failure.log_tail.endswith(WRAPPER)
+
+
+def test_killed_worker_ran_out_of_memory(tmp_path: Path) -> None:
+    assert failure_from_exit(tmp_path / "none", -9).kind == "out of memory"
+    assert failure_from_exit(tmp_path / "none", -4).message == "the worker ended with signal 4"
+
+
+def test_interpreter_without_vllm(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", symlinks=True, with_pip=False)
+    request = SessionRequest(checkpoint=tmp_path, name="any")
+    for python in (tmp_path / "bare" / "bin" / "python", tmp_path / "absent"):
+        with pytest.raises(EngineFault) as caught:
+            run_session(request, log=tmp_path / "log", timeout=60, vllm_python=python, on_progress=ignore)
+        assert caught.value.exit_code == 4
+        assert caught.value.failure.kind == "missing"
+        assert "pip install vexport[cpu]" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_parent_side_imports_no_engine() -> None:
+    code = "import sys, vexport.engine.session; sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,73 @@
+"""Continuations, log-probabilities and prompts are judged as they should be."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import entropy
+
+from tests.engine.fixtures import quantize_model
+from vexport.engine.agreement import KL_LIMITS, compare_logprobs, kl_limit
+from vexport.engine.canaries import canary_findings, symptom
+from vexport.engine.prompts import fixed_prompts
+from vexport.types import Canary
+
+GOOD = Canary(prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length")
+STUCK = replace(GOOD, text=" is the the the the")
+SILENT = replace(GOOD, text="", tokens=1, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" is blue and the grass is green.", None),
+        (" is the the the the", "repetition"),
+        (" and so on and so on and so on and so on", "repetition"),
+        ("!!!!!!!!!!!!", "repetition"),
+        (" \n", "empty"),
+        (" 4", None),
+    ],
+)
+def test_symptoms(text: str, expected: str | None) -> None:
+    assert symptom(replace(GOOD, text=text)) == expected
+
+
+def test_baseline_tells_habit_from_damage() -> None:
+    assert [finding.severity for finding in canary_findings([GOOD, STUCK, SILENT])] == ["warning"] * 2
+    assert canary_findings([STUCK], baseline=[SILENT]) == []
+    assert [finding.severity for finding in canary_findings([STUCK], baseline=[GOOD])] == ["error"]
+
+
+def test_kl_is_scipys() -> None:
+    source = torch.Generator().manual_seed(0)
+    reference, measured = (torch.randn(5, 9, generator=source).log_softmax(-1) for _ in range(2))
+    found = compare_logprobs(reference, measured, name="x", prompts=1, limit=0.1)
+    expected = entropy(reference.exp().numpy(), measured.exp().numpy(), axis=1)
+    assert found.mean_kl == pytest.approx(expected.mean(), rel=1e-5)
+    assert found.max_kl == pytest.approx(expected.max(), rel=1e-5)
+    assert (found.positions, found.prompts) == (5, 1)
+
+
+def test_nan_is_no_agreement() -> None:
+    flat = torch.zeros(2, 4).log_softmax(-1)
+    found = compare_logprobs(flat, flat * torch.nan, name="x", prompts=1, limit=0.1)
+    assert found.mean_kl == float("inf")
+    assert compare_logprobs(flat, flat, name="x", prompts=1, limit=0.1).mean_kl == 0.0
+
+
+@pytest.mark.parametrize(("preset", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4)])
+def test_limit_follows_activations(tiny_llama: Path, tmp_path: Path, preset: str, bits: int) -> None:
+    assert kl_limit(quantize_model(tiny_llama, tmp_path, preset)) == KL_LIMITS[bits]
+    assert kl_limit(tiny_llama) == KL_LIMITS[16]
+
+
+def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
+    seeded = fixed_prompts(tiny_llama)
+    assert not seeded.natural
+    assert seeded == fixed_prompts(tiny_llama)
+    assert len(seeded.tokens) <= 8
+    assert all(tokens[0] == 1 and min(tokens[1:]) > 3 and len(tokens) <= 64 for tokens in seeded.tokens)
+    given = fixed_prompts(tiny_llama, texts=["w5 w6 w7", "what is this"])
+    assert given.natural
+    assert (given.texts, given.tokens) == (("w5 w6 w7",), ((5, 6, 7),))

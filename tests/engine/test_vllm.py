@@ -1,0 +1,97 @@
+"""The six schemes in the real vLLM, in its default multi-process mode, against an independent reference."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engine.fixtures import quantize_model
+from tests.engine.test_process import ignore
+from vexport.engine.load import load_report, load_request
+from vexport.engine.messages import SessionResult
+from vexport.engine.prompts import fixed_prompts
+from vexport.engine.session import EngineFault, run_session
+from vexport.types import LoadReport
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+# Mean KL in nats that these small models have never come near twice of; the product's limits are wider.
+KERNELS = {
+    "NVFP4": ("EmulationNvFp4Linear", 0.1),
+    "NVFP4A16": ("EmulationNvFp4A16Linear", 0.003),
+    "FP8": ("EmulationFp8Linear", 0.02),
+    "FP8_DYNAMIC": ("EmulationFp8Linear", 0.02),
+    "W8A8": ("CPUInt8ScaledMMLinearKernel", 0.01),
+    "W4A16": ("CPUWNA16LinearKernel", 0.003),
+}
+
+
+def serve(checkpoint: Path, folder: Path, timeout: float = 300) -> SessionResult:
+    """One session with the fixed prompts."""
+    request = load_request(checkpoint, fixed_prompts(checkpoint), logprobs_file=folder / "logprobs")
+    return run_session(request, log=folder / "vllm.log", timeout=timeout, on_progress=ignore)
+
+
+def judge(checkpoint: Path, folder: Path) -> LoadReport:
+    """Load a checkpoint and judge it."""
+    report = load_report(serve(checkpoint, folder), fixed_prompts(checkpoint))
+    assert report.logprobs is not None
+    print(f"{checkpoint.name}: mean KL {report.logprobs.mean_kl:.2e}, max {report.logprobs.max_kl:.2e}")
+    return report
+
+
+@pytest.mark.parametrize("preset", KERNELS)
+def test_scheme_agrees_with_reference(tiny_llama: Path, tmp_path: Path, preset: str) -> None:
+    report = judge(quantize_model(tiny_llama, tmp_path / preset, preset), tmp_path)
+    kernel, limit = KERNELS[preset]
+    assert report.ok, report.findings
+    assert report.logprobs is not None
+    assert report.logprobs.mean_kl < limit
+    assert report.engine is not None
+    assert report.engine.multiprocess
+    assert report.engine.emulated == kernel.startswith("Emulation")
+    assert all(f" {kernel} " in line for line in report.engine.kernels)
+    assert len(report.engine.kernels) == 4
+    assert report.engine.blind_spots
+
+
+def test_unquantized_agrees_with_reference(tiny_llama: Path, tmp_path: Path) -> None:
+    report = judge(tiny_llama, tmp_path)
+    assert report.ok, report.findings
+    assert report.logprobs is not None
+    assert report.logprobs.mean_kl < 0.003
+    assert [canary.tokens for canary in report.canaries]
+
+
+def test_unshared_global_scales_are_found(tiny_llama: Path, tmp_path: Path) -> None:
+    checkpoint = quantize_model(tiny_llama, tmp_path / "bad", "NVFP4A16", share_scales=False)
+    report = judge(checkpoint, tmp_path)
+    assert not report.ok
+    assert [finding.check for finding in report.findings if finding.severity == "error"] == ["logprobs"]
+
+
+def test_refused_checkpoint_is_a_result(tiny_llama: Path, tmp_path: Path) -> None:
+    checkpoint = quantize_model(tiny_llama, tmp_path / "refused", "FP8_DYNAMIC")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["Convolution"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    result = serve(checkpoint, tmp_path)
+    assert result.failure is not None
+    assert result.failure.kind == "refused"
+    assert "weight_scale" in result.failure.message
+    report = load_report(result, fixed_prompts(checkpoint))
+    assert (report.ok, [finding.check for finding in report.findings]) == (False, ["load"])
+
+
+def test_timeout_leaves_no_process(tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineFault, match="timed out") as caught:
+        serve(tiny_llama, tmp_path, timeout=15)
+    assert caught.value.exit_code == 4
+    assert not [pid for pid in Path("/proc").glob("[0-9]*") if _writes(pid, tmp_path / "vllm.log")]
+
+
+def _writes(process: Path, log: Path) -> bool:
+    """Whether a process holds the log open, as every process of a session does."""
+    try:
+        return any(link.readlink() == log for link in (process / "fd").iterdir())
+    except OSError:
+        return False
