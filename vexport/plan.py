@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vexport.architectures import FusedModules, fused_modules
 from vexport.checkpoint.dtypes import FLOATING, num_bytes
 from vexport.checkpoint.index import SourceIndex
-from vexport.errors import CheckpointFailed, InputError, raise_all
+from vexport.errors import InputError, raise_all
 from vexport.scenario import Rule
 from vexport.schemes import KEEP, get_scheme
 from vexport.types import Finding, FusionGroup, LinearPlan, Plan, TensorInfo, TensorSpec
@@ -66,12 +66,12 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule]) -> Plan:
 
 
 def require_accepted(plan: Plan) -> None:
-    """Raise CheckpointFailed with every refusal of a plan; return when there is none."""
+    """Raise InputError with the first refusal of a plan and how many more there are, if there is one."""
     if not plan.refusals:
         return
     first, *rest = plan.refusals
     more = f" ({len(rest)} more: see `vexport plan`)" if rest else ""
-    raise CheckpointFailed(first.where, got=first.got, need=first.expected, fix=first.fix + more)
+    raise InputError(first.where, got=first.got, need=first.expected, fix=first.fix + more)
 
 
 def find_linears(index: SourceIndex) -> Iterator[LinearPlan]:

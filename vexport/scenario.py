@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
-from vexport.errors import InputError, raise_all
+from vexport.errors import InputError, InputErrors
 from vexport.schemes import FAMILIES, KEEP
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
@@ -40,7 +40,8 @@ class Rule(_Strict):
     @classmethod
     def _known_scheme(cls, value: str) -> str:
         if value != KEEP and value not in FAMILIES:
-            raise ValueError(f"unknown scheme {value!r}{nearest(value, [*FAMILIES, KEEP])}")
+            known = [*FAMILIES, KEEP]
+            raise ValueError(f"one of {', '.join(known)}{nearest(value, known)}")
         return value
 
 
@@ -97,8 +98,7 @@ def read_scenario(path: Path) -> Scenario:
     try:
         scenario = Scenario.model_validate(content)
     except ValidationError as error:
-        raise_all([_problem(path, detail) for detail in error.errors()])
-        raise
+        raise InputErrors([_problem(path, detail) for detail in _causes(error.errors())]) from None
     return _absolute(scenario, path.parent)
 
 
@@ -118,6 +118,18 @@ def _load_yaml(path: Path) -> object:
         problem = error.problem or "a syntax error"
         raise InputError(f"{path}:{line}", got=problem, need="valid YAML", fix="mend that line") from None
     return content
+
+
+def _causes(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """The errors without those that only follow from one further inside (an item less, say)."""
+    places = [detail["loc"] for detail in details]
+    return [
+        detail
+        for detail in details
+        if not any(
+            place != detail["loc"] and place[: len(detail["loc"])] == detail["loc"] for place in places
+        )
+    ]
 
 
 def _problem(path: Path, detail: ErrorDetails) -> InputError:

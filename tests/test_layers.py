@@ -1,0 +1,110 @@
+"""Imports go one way, what is slow is imported late, and vLLM only in its worker."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "vexport"
+# From the bottom to the top: a module may import from its own layer's package and from layers below.
+LAYERS = (
+    {"version", "errors", "types"},
+    {"files"},
+    {"checkpoint", "architectures"},
+    {"schemes"},
+    {"observers"},
+    {"kernels"},
+    {"scenario", "terminal"},
+    {"plan"},
+    {"calibration", "checks", "quantize", "roundtrip"},
+    {"engine"},
+    {"evaluation"},
+    {"verdict"},
+    {"reports", "rundir"},
+    {"pipeline", "serving", "catalog"},
+    {"run"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# Imports inside functions: commands import what they run; workers, programs of their own, import vLLM,
+# lm-eval and whatever part of vexport they are asked for.
+LATE = {
+    "cli": ("vexport",),
+    "engine": ("vllm", "vexport"),
+    "evaluation": ("vllm", "lm_eval", "datasets", "tqdm"),
+}
+HEAVY = ("torch", "transformers", "vllm", "lm_eval", "scipy", "matplotlib", "compressed_tensors", "numpy")
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module with the name of the layer's part that it belongs to."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        yield relative.parts[0].removesuffix(".py"), path
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """(module imported, whether inside a function), type-checking blocks left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for name, nested in imports(node):
+            yield name, nested or inside
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, False) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or "", False
+
+
+def test_every_part_has_a_layer() -> None:
+    assert {name for name, _ in modules()} == set(RANK)
+
+
+@pytest.mark.parametrize(
+    ("part", "path"), list(modules()), ids=lambda value: str(value).rpartition("vexport/")[2]
+)
+def test_imports_never_go_up(part: str, path: Path) -> None:
+    for name, late in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        if name.startswith("vexport.") and not (late and path.name == "worker.py"):
+            target = name.split(".")[1]
+            assert target == part or RANK[target] < RANK[part], f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("part", "path"), list(modules()), ids=lambda value: str(value).rpartition("vexport/")[2]
+)
+def test_late_imports_are_the_named_ones(part: str, path: Path) -> None:
+    for name, late in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        root = name.split(".")[0]
+        assert not late or root in LATE.get(part, ()), f"{path.name} imports {name} inside a function"
+        assert late or root not in ("vllm", "lm_eval") or "cpu_emulation" in str(path), (
+            f"{path.name} imports {name}"
+        )
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"{statement}; import sys; print('\\n'.join(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(ran.stdout.split())
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    assert not loaded_by("import vexport.cli, vexport") & set(HEAVY)
+
+
+def test_checks_do_not_load_torch() -> None:
+    assert not loaded_by("import vexport.checks, vexport.reports") & {
+        "torch",
+        "transformers",
+        "scipy",
+        "vllm",
+    }
+
+
+def test_planning_does_not_load_transformers() -> None:
+    assert not loaded_by("import vexport.plan, vexport.scenario") & {"torch", "transformers", "vllm"}

@@ -1,0 +1,80 @@
+"""Scenarios: all of those in the repository parse; everything wrong in one is reported at once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from vexport.errors import InputError
+from vexport.scenario import read_scenario
+
+SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.yaml"))
+MINIMAL = "name: a\nsource: b\nrules: [{match: Linear, scheme: NVFP4}]\n"
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_committed_scenarios_parse(path: Path) -> None:
+    assert read_scenario(path).name == path.stem
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_scenario(path)
+    return str(caught.value).splitlines()
+
+
+def test_paths_are_relative_to_the_scenario(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "scenario.yaml"
+    path.write_text(MINIMAL.replace("source: b", "source: model") + "evaluate: {tasks: [t/a.yaml, gsm8k]}\n")
+    scenario = read_scenario(path)
+    assert scenario.source == str(tmp_path / "model")
+    assert scenario.evaluate is not None
+    assert scenario.evaluate.tasks == (str(tmp_path / "t" / "a.yaml"), "gsm8k")
+
+
+def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
+    lines = problems(tmp_path, MINIMAL + "evalute: {}\ncalibration: {data: x, sampels: 3}\n")
+    assert len(lines) == 2
+    assert any("evalute" in line and "did you mean evaluate?" in line for line in lines)
+    assert any("calibration.sampels" in line and "did you mean samples?" in line for line in lines)
+
+
+def test_an_unknown_scheme_names_the_nearest(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, MINIMAL.replace("NVFP4", "nvpf4"))
+    assert "rules.0.scheme" in line
+    assert "did you mean NVFP4?" in line
+
+
+def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, MINIMAL + "calibration: [\n")
+    assert "scenario.yaml:5" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ("evaluate: {tasks: [], margin: 0.02}", "evaluate.tasks"),
+        ("evaluate: {tasks: [a], margin: 2}", "evaluate.margin"),
+        ("evaluate: {tasks: [a], alpha: 0}", "evaluate.alpha"),
+        ("calibration: {data: x, samples: 0}", "calibration.samples"),
+        ("serve: {tensor_parallel: [0]}", "serve.tensor_parallel.0"),
+    ],
+)
+def test_values_out_of_range(change: str, place: str, tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, MINIMAL + change + "\n")
+    assert place in line
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "name: ../x\nsource: b\nrules: [{match: a, scheme: keep}]", "a: 1"]
+)
+def test_what_is_no_scenario_is_one_error_each(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(text)
+    ran = vexport("run", path, "--run-dir", tmp_path / "run")
+    assert ran.code == 2
+    assert ran.errors
+    assert not (tmp_path / "run").exists()
