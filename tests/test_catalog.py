@@ -38,9 +38,9 @@ def test_every_check_is_listed() -> None:
 
 
 def test_every_kernel_is_listed() -> None:
-    assert {
-        compress.__module__.rpartition(".")[2] for compress in kernels.COMPRESSORS.values()
-    } == files("kernels")  # noqa: B009
+    assert {compress.__module__.rpartition(".")[2] for compress in kernels.COMPRESSORS.values()} == files(
+        "kernels"
+    )  # noqa: B009
     assert {family.format for family in schemes.FAMILIES.values()} == set(kernels.COMPRESSORS)
 
 

@@ -33,7 +33,7 @@ fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted.
 def main() -> None:
     """Run a command; every outcome becomes an exit code and one line an error."""
     try:
-        result = cli.main(standalone_mode=False)
+        result = cli.main(prog_name="vexport", standalone_mode=False)
         code = result if isinstance(result, int) else 0
     except (click.exceptions.Abort, KeyboardInterrupt):
         code = _say("interrupted; the same command goes on where it stopped", INTERRUPTED)

@@ -99,12 +99,12 @@ def digest_file(path: Path) -> str:
 
 
 @contextmanager
-def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_directory(path: Path, *, overwrite: bool, mark: str = "config.json") -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` when the block ends without error.
 
-    InputError where `path` exists and is not an empty folder, unless `overwrite`.
+    InputError where `path` exists and is not an empty folder, unless `overwrite` (see `refuse_existing`).
     """
-    refuse_existing(path, overwrite=overwrite)
+    refuse_existing(path, overwrite=overwrite, mark=mark)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
@@ -117,11 +117,19 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """InputError where writing to `path` would replace something and `overwrite` is off."""
+def refuse_existing(path: Path, *, overwrite: bool, mark: str = "config.json") -> None:
+    """InputError where writing to `path` would replace something and `overwrite` is off.
+
+    Even with `overwrite` only a folder that holds the file `mark` is replaced: one of ours.
+    """
     if path.exists() and not path.is_dir():
         raise InputError(str(path), got="a file", need="a folder to write to", fix="choose another path")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if overwrite and not (path / mark).exists():
+        got, need = f"a folder without {mark}", "one that may be replaced"
+        raise InputError(str(path), got=got, need=need, fix="choose another path, or empty the folder")
+    if not overwrite:
         raise InputError(
             str(path),
             got="a folder that is not empty",

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from vexport.calibration import calibrate, read_samples
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import resolve_source
@@ -22,7 +24,12 @@ from vexport.types import Calibration, Plan
 def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rule, ...]:
     """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
     get_scheme(scheme)
-    kept = [Rule(match=pattern, scheme=KEEP) for pattern in ignore]
+    try:
+        kept = [Rule(match=pattern, scheme=KEEP) for pattern in ignore]
+    except ValidationError as error:
+        first = error.errors()[0]
+        need = first["msg"].removeprefix("Value error, ")
+        raise InputError("--ignore", got=repr(first["input"]), need=need, fix="mend the pattern") from None
     return (*kept, Rule(match="Linear", scheme=scheme, observer=observer))
 
 

@@ -192,9 +192,14 @@ def _require_matching_rules(rules: Sequence[Rule], linears: dict[str, LinearPlan
                 fix="correct the pattern or remove the rule",
             )
             for rule in rules
-            if rule.scheme != KEEP and not any(matches(rule.match, name) for name in linears)
+            if not _may_match_nothing(rule) and not any(matches(rule.match, name) for name in linears)
         ]
     )
+
+
+def _may_match_nothing(rule: Rule) -> bool:
+    """A rule that keeps what some models do not have: a tied output head, say."""
+    return rule.scheme == KEEP and KEPT_BY_DEFAULT.match(rule.match) is not None
 
 
 def _misfits(group: FusionGroup) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """A scenario: one complete run as YAML, validated as a whole before anything starts."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,6 +36,15 @@ class Rule(_Strict):
     match: str
     scheme: str
     observer: str = DEFAULT_OBSERVER
+
+    @field_validator("match")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            re.compile(value.removeprefix("re:") if value.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"a regular expression after re: ({error})") from None
+        return value
 
     @field_validator("scheme")
     @classmethod

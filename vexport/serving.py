@@ -105,12 +105,12 @@ def evaluate_checkpoint(
 
     Raises CheckpointFailed where vLLM refuses the checkpoint, InputError where it refuses the baseline.
     """
-    refuse_existing(folder, overwrite=overwrite)
+    refuse_existing(folder, overwrite=overwrite, mark=CANDIDATE)
     assert settings.baseline is not None
     models = {CANDIDATE: resolve_source(checkpoint), BASELINE: resolve_source(settings.baseline)}
     for model in models.values():
         require_checkpoint(model)
-    with new_directory(folder, overwrite=overwrite) as scratch:
+    with new_directory(folder, overwrite=overwrite, mark=CANDIDATE) as scratch:
         for role, model in models.items():
             require_served(role, serve_model(role, model, scratch / role, options, settings=settings).result)
         return decide(scratch / BASELINE, scratch / CANDIDATE, margin=settings.margin, alpha=settings.alpha)

@@ -1,0 +1,268 @@
+"""Good checkpoints are clean; each way of breaking one is found, where it is broken."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.command import vexport
+from tests.models import save_llama, save_qwen3
+from vexport.checks import check_checkpoint
+from vexport.types import Finding
+
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, object]
+SCHEMES = ("NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC", "W8A8", "W4A16")
+Q = "model.layers.1.self_attn.q_proj"
+DOWN = "model.layers.2.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Path) -> Callable[[str], Path]:
+    """A quantized checkpoint of each scheme; read it, never write to it."""
+    root = tmp_path_factory.mktemp("good")
+    for scheme in SCHEMES:
+        ran = vexport(
+            "quantize", llama, root / scheme, "--scheme", scheme, "--calibration", calibration, "--quiet"
+        )
+        assert ran.code == 0, ran.stderr
+    return lambda scheme: root / scheme
+
+
+def errors(root: Path) -> list[Finding]:
+    report = check_checkpoint(str(root))
+    found = [finding for finding in report.findings if finding.severity == "error"]
+    assert report.ok is (not found)
+    return found
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_good_checkpoints_are_clean(good: Callable[[str], Path], scheme: str) -> None:
+    assert check_checkpoint(str(good(scheme))).findings == ()
+
+
+def test_unquantized_checkpoints_are_clean(llama: Path, tmp_path: Path) -> None:
+    assert check_checkpoint(str(llama)).findings == ()
+    assert check_checkpoint(str(save_qwen3(tmp_path / "qwen"))).findings == ()
+
+
+def mutate_tensors(source: Path, folder: Path, change: Callable[[Tensors], None]) -> Path:
+    copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def drop(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def put(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    def apply(tensors: Tensors) -> None:
+        tensors[name] = change(tensors[name]).contiguous()
+
+    return apply
+
+
+def first_element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.to(torch.float32).clone()
+        changed.view(-1)[0] = value
+        return changed.to(tensor.dtype)
+
+    return apply
+
+
+TENSOR_MUTATIONS = [
+    ("NVFP4", drop(f"{Q}.weight_scale"), "completeness", f"{Q}.weight_scale"),
+    ("NVFP4", drop(f"{Q}.weight_packed"), "completeness", f"{Q}.weight_packed"),
+    ("NVFP4", drop(f"{Q}.input_global_scale"), "completeness", f"{Q}.input_global_scale"),
+    ("NVFP4A16", drop(f"{DOWN}.weight_global_scale"), "completeness", f"{DOWN}.weight_global_scale"),
+    ("FP8", drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
+    ("W8A8", drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
+    ("W4A16", drop(f"{DOWN}.weight_shape"), "completeness", f"{DOWN}.weight_shape"),
+    ("W8A8", drop("model.norm.weight"), "completeness", "model.norm.weight"),
+    ("W8A8", drop("lm_head.weight"), "completeness", "lm_head.weight"),
+    (
+        "W8A8",
+        drop("model.layers.0.input_layernorm.weight"),
+        "completeness",
+        "model.layers.0.input_layernorm.weight",
+    ),
+    (
+        "NVFP4A16",
+        put(f"{Q}.weight_global_scale", lambda t: t * 1.25),
+        "fusion",
+        "model.layers.1.self_attn.qkv_proj",
+    ),
+    (
+        "NVFP4",
+        put(f"{Q}.input_global_scale", lambda t: t * 0.5),
+        "fusion",
+        "model.layers.1.self_attn.qkv_proj",
+    ),
+    ("NVFP4", put(f"{DOWN}.weight_global_scale", lambda t: 1 / t), "values", f"{DOWN}.weight_global_scale"),
+    ("NVFP4", put(f"{DOWN}.weight_scale", first_element(float("nan"))), "values", f"{DOWN}.weight_scale"),
+    ("FP8_DYNAMIC", put(f"{DOWN}.weight_scale", first_element(0.0)), "values", f"{DOWN}.weight_scale"),
+    (
+        "FP8_DYNAMIC",
+        put(f"{DOWN}.weight_scale", first_element(float("inf"))),
+        "values",
+        f"{DOWN}.weight_scale",
+    ),
+    ("W8A8", put(f"{DOWN}.weight_scale", first_element(-1.0)), "values", f"{DOWN}.weight_scale"),
+    ("FP8", put(f"{DOWN}.input_scale", first_element(float("nan"))), "values", f"{DOWN}.input_scale"),
+    ("W4A16", put(f"{DOWN}.weight_scale", first_element(float("nan"))), "values", f"{DOWN}.weight_scale"),
+    ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.bfloat16)), "shapes", f"{DOWN}.weight"),
+    ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.float8_e5m2)), "shapes", f"{DOWN}.weight"),
+    ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), "shapes", f"{DOWN}.weight"),
+    ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
+    ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t[:, :-1]), "shapes", f"{DOWN}.weight_scale"),
+    ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)), "shapes", f"{DOWN}.weight_scale"),
+    ("W4A16", put(f"{DOWN}.weight_packed", lambda t: t.to(torch.int64)), "shapes", f"{DOWN}.weight_packed"),
+    ("W4A16", put(f"{Q}.weight_packed", lambda t: t[:, :-16]), "shapes", "model.layers.1.self_attn.qkv_proj"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "change", "check", "where"), TENSOR_MUTATIONS)
+def test_broken_tensors_are_found(
+    good: Callable[[str], Path],
+    tmp_path: Path,
+    scheme: str,
+    change: Callable[[Tensors], None],
+    check: str,
+    where: str,
+) -> None:
+    found = errors(mutate_tensors(good(scheme), tmp_path / "broken", change))
+    assert any(finding.check == check and where in finding.where for finding in found), found
+
+
+def mutate_config(source: Path, folder: Path, change: Callable[[Config], None]) -> Path:
+    copytree(source, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def group(config: Config) -> Config:
+    quantization = config["quantization_config"]
+    assert isinstance(quantization, dict)
+    first = quantization["config_groups"]["group_0"]
+    assert isinstance(first, dict)
+    return first
+
+
+def weights(config: Config) -> Config:
+    value = group(config)["weights"]
+    assert isinstance(value, dict)
+    return value
+
+
+def quantization(config: Config) -> Config:
+    value = config["quantization_config"]
+    assert isinstance(value, dict)
+    return value
+
+
+CONFIG_MUTATIONS = [
+    ("NVFP4", lambda c: c.pop("quantization_config"), "config"),
+    ("NVFP4", lambda c: quantization(c).update(quant_method="fp8"), "config"),
+    ("NVFP4", lambda c: quantization(c).update(config_groups={}), "config"),
+    ("NVFP4", lambda c: weights(c).update(group_size=32), "config"),
+    ("NVFP4", lambda c: weights(c).update(no_such_key=1), "config"),
+    ("W4A16", lambda c: weights(c).update(actorder="group"), "config"),
+    ("W4A16", lambda c: group(c).update(format="no-such-format"), "config"),
+    ("W4A16", lambda c: weights(c).update(group_size=64), "shapes"),
+    ("W4A16", lambda c: weights(c).update(symmetric=False), "completeness"),
+    ("FP8_DYNAMIC", lambda c: weights(c).update(strategy="tensor"), "shapes"),
+    ("FP8_DYNAMIC", lambda c: weights(c).update(type="int"), "shapes"),
+    ("W8A8", lambda c: quantization(c).update(ignore=["lm_head", Q]), "targets"),
+    ("W8A8", lambda c: quantization(c).update(ignore=[]), None),
+    ("W8A8", lambda c: quantization(c).update(ignore=["lm_head", DOWN]), "targets"),
+    ("W8A8", lambda c: group(c).update(targets=["re:.*mlp.*"]), "targets"),
+    ("W8A8", lambda c: group(c).update(targets=["linear"]), None),
+    ("W8A8", lambda c: group(c).update(targets=["Linear", "re:.*lm_head"]), None),
+    ("W8A8", lambda c: c.update(num_hidden_layers=4), "completeness"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "change", "check"), CONFIG_MUTATIONS)
+def test_broken_configs_are_found(
+    good: Callable[[str], Path],
+    tmp_path: Path,
+    scheme: str,
+    change: Callable[[Config], None],
+    check: str | None,
+) -> None:
+    found = errors(mutate_config(good(scheme), tmp_path / "broken", change))
+    if check is None:
+        assert found == []
+    else:
+        assert check in {finding.check for finding in found}, found
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"12345678")
+
+
+def spoil_header(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + b"x" + data[9:])
+
+
+@pytest.mark.parametrize("spoil", [truncate, lengthen, spoil_header])
+def test_broken_files_are_found(
+    good: Callable[[str], Path], tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "broken"
+    copytree(good("W8A8"), folder)
+    spoil(folder / "model.safetensors")
+    (finding,) = errors(folder)
+    assert finding.check == "files"
+    assert "model.safetensors" in finding.where
+
+
+def test_an_index_may_not_leave_its_folder(good: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    copytree(good("W8A8"), folder)
+    for name in ("../model.safetensors", "/etc/passwd", "missing.safetensors"):
+        index = {"metadata": {}, "weight_map": {"a": name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (finding,) = errors(folder)
+        assert finding.check == "files"
+        assert name.rpartition("/")[2] in f"{finding.where} {finding.got}"
+
+
+def test_check_answers_with_a_list_and_exit_codes(good: Callable[[str], Path], tmp_path: Path) -> None:
+    broken = mutate_tensors(good("W8A8"), tmp_path / "broken", drop(f"{DOWN}.weight_scale"))
+    ran = vexport("check", good("NVFP4"), broken, "--format", "json")
+    assert ran.code == 1
+    assert len(ran.errors) == 1
+    reports = json.loads(ran.stdout)
+    assert [report["checkpoint"] for report in reports] == [str(good("NVFP4")), str(broken)]
+    assert [report["ok"] for report in reports] == [True, False]
+    assert set(reports[1]["findings"][0]) == {"check", "severity", "where", "expected", "got", "fix"}
+    assert vexport("check", good("NVFP4"), "--format", "json").code == 0
+
+
+def test_a_missing_fused_part_is_found(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "source")
+    assert vexport("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet").code == 0
+
+    def without_k(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "k_proj" in name]:
+            del tensors[name]
+
+    found = errors(mutate_tensors(tmp_path / "out", tmp_path / "broken", without_k))
+    assert {finding.where for finding in found} == {f"model.layers.{i}.self_attn.k_proj" for i in range(3)}

@@ -1,0 +1,150 @@
+"""The contract of the command line: exit codes, one line for each error, nothing half-written."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.command import vexport
+from vexport.cli import cli
+
+COMMANDS = {"run", "plan", "quantize", "check", "load", "eval", "verdict", "report", "list"}
+
+
+def test_the_commands_are_those_of_the_contract() -> None:
+    assert set(cli.commands) == COMMANDS
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_teaches_and_tells_exit_codes(command: str) -> None:
+    ran = vexport(command, "--help")
+    assert ran.code == 0
+    assert ran.stdout.startswith(f"Usage: vexport {command} ")
+    options = [parameter for parameter in cli.commands[command].params if isinstance(parameter, click.Option)]
+    assert options
+    assert all(option.help for option in options)
+    assert command == "list" or "Exit codes" in ran.stdout
+
+
+def test_help_answers_at_once() -> None:
+    """Without any heavy import; the limit is loose because the machine may be busy."""
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-m", "vexport", "--help"], check=True, capture_output=True)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "MISSING"], ["MISSING", "no such folder"]),
+        (["load", "MISSING"], ["MISSING", "no such folder"]),
+        (["plan", "MISSING", "--scheme", "FP8"], ["MISSING", "no such folder"]),
+        (["quantize", "MISSING", "OUT", "--scheme", "FP8"], ["MISSING", "no such folder"]),
+        (["check", "EMPTY"], ["EMPTY", "no config.json"]),
+        (["plan", "EMPTY", "--scheme", "FP8"], ["EMPTY", "no config.json"]),
+        (["quantize", "LLAMA", "OUT", "--scheme", "NVFP5"], ["NVFP5", "NVFP4A16"]),
+        (["quantize", "LLAMA", "OUT", "--scheme", "FP8_DYNAMIC", "--observer", "mimax"], ["mimax", "minmax"]),
+        (
+            ["quantize", "LLAMA", "OUT", "--scheme", "NVFP4"],
+            ["NVFP4", "no calibration data", "--calibration"],
+        ),
+        (["quantize", "LLAMA", "OUT", "--scheme", "FP8", "--calibration", "BROKEN"], ["BROKEN:2", "JSON"]),
+        (["quantize", "LLAMA", "OUT", "--scheme", "FP8", "--calibration", "MISSING"], ["MISSING"]),
+        (["quantize", "LLAMA", "OUT", "--scheme", "FP8_DYNAMIC", "--ignore", "["], ["["]),
+        (["quantize", "LLAMA", "OUT", "--scheme", "FP8_DYNAMIC", "--ignore", "re:["], ["--ignore", "re:["]),
+        (["quantize", "LLAMA", "LLAMA", "--scheme", "FP8_DYNAMIC"], ["not empty", "--overwrite"]),
+        (["quantize", "LLAMA", "OUT"], ["--scheme"]),
+        (["quantize"], ["SOURCE"]),
+        (["nonsense"], ["nonsense"]),
+        (["check", "LLAMA", "--format", "xml"], ["xml", "junit"]),
+        (["run", "MISSING.yaml"], ["MISSING.yaml", "no such file"]),
+        (["report", "EMPTY"], ["EMPTY", "vexport run"]),
+        (["verdict", "EMPTY", "EMPTY"], ["EMPTY"]),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(
+    arguments: list[str], words: list[str], llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "BROKEN").write_text('{"input_ids": [5, 6, 7]}\n{"input_ids": [5, 6\n')
+    places = {"LLAMA": llama, **{name: tmp_path / name for name in ("EMPTY", "BROKEN", "MISSING", "OUT")}}
+    before = sorted(tmp_path.iterdir())
+    ran = vexport(*(places.get(argument, argument) for argument in arguments))
+    assert ran.code == 2, ran
+    assert ran.stdout == ""
+    (line,) = ran.errors
+    for word in words:
+        assert word in line, line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_every_broken_calibration_line_is_reported(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [9999]}\n[]\n{"text": 3}\n{"txt": "a"}\n')
+    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "FP8", "--calibration", path, "--quiet")
+    assert ran.code == 2
+    assert [line.split(":")[2] for line in ran.errors] == ["2", "4"]
+    path.write_text('{"input_ids": [9999]}\n{"input_ids": "a"}\n{"input_ids": []}\n')
+    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "FP8", "--calibration", path, "--quiet")
+    assert len(ran.errors) == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nexec python3 -I -S "$@"\n')
+    python.chmod(0o755)
+    scenario = Path(__file__).parent.parent / "scenarios" / "demo-nvfp4.yaml"
+    ran = vexport("run", scenario, "--run-dir", tmp_path / "run", "--vllm-python", python, "--quiet")
+    assert ran.code == 4
+    (line,) = ran.errors
+    assert "pip install vexport[vllm]" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_internal_error_is_one_line_without_debug(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vexport.checks.read_index", lambda root: 1 / 0)
+    ran = vexport("check", llama)
+    assert ran.code == 4
+    assert "Traceback" not in ran.stderr
+    assert "--debug" in ran.errors[0]
+    assert "Traceback" in vexport("check", llama, "--debug").stderr
+
+
+def test_interrupt_is_130_and_leaves_nothing(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vexport.quantize.write_config", interrupted)
+    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "W8A8", "--quiet")
+    assert ran.code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwrite_replaces_a_checkpoint_and_nothing_else(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for scheme in ("W8A8", "W4A16"):
+        assert vexport("quantize", llama, out, "--scheme", scheme, "--overwrite", "--quiet").code == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "pack-quantized"
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis.txt").write_text("years of work")
+    ran = vexport("quantize", llama, tmp_path / "papers", "--scheme", "W8A8", "--overwrite", "--quiet")
+    assert ran.code == 2
+    assert (tmp_path / "papers" / "thesis.txt").read_text() == "years of work"
+
+
+def test_progress_goes_to_stderr_and_json_alone_to_stdout(llama: Path, tmp_path: Path) -> None:
+    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "W8A8")
+    assert "quantize (bytes)" in ran.stderr
+    assert "quantize (bytes)" not in ran.stdout
+    assert "W8A8" in ran.stdout
+    assert json.loads(vexport("plan", llama, "--scheme", "W8A8", "--format", "json").stdout)["groups"]
