@@ -1,10 +1,14 @@
 """Fixtures that several test modules share."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.models import save_llama, write_calibration
+
+# Tests run side by side: no engine may bind its threads to the same core as another.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 @pytest.fixture(scope="session")

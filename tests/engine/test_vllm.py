@@ -1,4 +1,4 @@
-"""The six schemes in the real vLLM, in its default multi-process mode, against an independent reference."""
+"""What the real vLLM does with a sound, a wrong and a broken checkpoint, and when it takes too long."""
 
 import json
 from pathlib import Path
@@ -14,15 +14,6 @@ from vexport.engine.session import EngineFault, run_session
 from vexport.types import LoadReport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-# Mean KL in nats that these small models have never come near twice of; the product's limits are wider.
-KERNELS = {
-    "NVFP4": ("EmulationNvFp4Linear", 0.1),
-    "NVFP4A16": ("EmulationNvFp4A16Linear", 0.003),
-    "FP8": ("EmulationFp8Linear", 0.02),
-    "FP8_DYNAMIC": ("EmulationFp8Linear", 0.02),
-    "W8A8": ("CPUInt8ScaledMMLinearKernel", 0.01),
-    "W4A16": ("CPUWNA16LinearKernel", 0.003),
-}
 
 
 def serve(checkpoint: Path, folder: Path, timeout: float = 300) -> SessionResult:
@@ -37,21 +28,6 @@ def judge(checkpoint: Path, folder: Path) -> LoadReport:
     assert report.logprobs is not None
     print(f"{checkpoint.name}: mean KL {report.logprobs.mean_kl:.2e}, max {report.logprobs.max_kl:.2e}")
     return report
-
-
-@pytest.mark.parametrize("preset", KERNELS)
-def test_scheme_agrees_with_reference(tiny_llama: Path, tmp_path: Path, preset: str) -> None:
-    report = judge(quantize_model(tiny_llama, tmp_path / preset, preset), tmp_path)
-    kernel, limit = KERNELS[preset]
-    assert report.ok, report.findings
-    assert report.logprobs is not None
-    assert report.logprobs.mean_kl < limit
-    assert report.engine is not None
-    assert report.engine.multiprocess
-    assert report.engine.emulated == kernel.startswith("Emulation")
-    assert all(f" {kernel} " in line for line in report.engine.kernels)
-    assert len(report.engine.kernels) == 4
-    assert report.engine.blind_spots
 
 
 def test_unquantized_agrees_with_reference(tiny_llama: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import to_json
 from vexport.verdict import decide
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("lm_eval")]
 
 Evaluated = tuple[Path, list[dict[str, object]]]
 

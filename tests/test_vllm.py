@@ -1,0 +1,130 @@
+"""The main job in the real vLLM: six schemes of the demo model, and whole scenarios."""
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.command import Ran, vexport
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "scenarios" / "demo"
+WEIGHT_ONLY_KL = 0.003
+QUANTIZED_INPUTS_KL = 0.1
+SCHEMES = {
+    "NVFP4": QUANTIZED_INPUTS_KL,
+    "NVFP4A16": WEIGHT_ONLY_KL,
+    "FP8": QUANTIZED_INPUTS_KL,
+    "FP8_DYNAMIC": QUANTIZED_INPUTS_KL,
+    "W8A8": QUANTIZED_INPUTS_KL,
+    "W4A16": WEIGHT_ONLY_KL,
+}
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(("scheme", "limit"), SCHEMES.items())
+def test_vllm_agrees_with_the_dequantized_reference(scheme: str, limit: float, tmp_path: Path) -> None:
+    out = tmp_path / scheme
+    calibration = ("--calibration", DEMO / "calibration.jsonl", "--samples", 16)
+    ran = vexport("quantize", DEMO / "model", out, "--scheme", scheme, *calibration, "--quiet")
+    assert ran.code == 0, ran.stderr
+    ran = vexport("load", out, "--format", "json", "--quiet")
+    assert ran.code == 0, ran.stderr
+    (report,) = json.loads(ran.stdout)
+    agreement, engine = report["logprobs"], report["engine"]
+    print(f"{scheme}: mean KL {agreement['mean_kl']:.2g}; {engine['kernels'][0]}")
+    assert report["ok"], report["findings"]
+    assert 0 < agreement["mean_kl"] < limit
+    assert agreement["positions"] >= 100
+    assert engine["multiprocess"]
+    assert len(engine["kernels"]) == 4
+    assert engine["blind_spots"]
+    assert engine["emulated"] or not scheme.startswith("NVFP4")
+
+
+def shortened(scenario: str, folder: Path, limit: int) -> Path:
+    """A committed scenario with absolute paths and fewer documents."""
+    content = yaml.safe_load((ROOT / "scenarios" / f"{scenario}.yaml").read_text())
+    text = json.dumps({**content, "evaluate": {**content["evaluate"], "limit": limit}})
+    path = folder / f"{scenario}.yaml"
+    path.write_text(re.sub(r'"demo/', f'"{DEMO}/', text))
+    return path
+
+
+def report_of(folder: Path) -> dict[str, object]:
+    report: dict[str, object] = json.loads((folder / "report.json").read_text())
+    schema = json.loads((ROOT / "vexport" / "reports" / "report.schema.json").read_text())
+    jsonschema.validate(report, schema)
+    return report
+
+
+def run(scenario: Path, folder: Path) -> Ran:
+    return vexport("run", scenario, "--run-dir", folder, "--quiet")
+
+
+def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    scenario = ROOT / "scenarios" / "demo-nvfp4.yaml"
+    ran = run(scenario, folder)
+    assert ran.code == 0, ran.stderr
+    assert ran.stdout.startswith("PASS")
+    names = (
+        "plan.json",
+        "check.json",
+        "load.json",
+        "report.html",
+        "report.md",
+        "junit.xml",
+        "checkpoint/config.json",
+    )
+    assert all((folder / name).is_file() for name in names)
+    report = report_of(folder)
+    verdict = report["verdict"]
+    assert isinstance(verdict, dict)
+    assert {task["task"] for task in verdict["tasks"]} == {
+        "addition",
+        "addition_choice",
+        "facts",
+        "facts_choice",
+    }
+    assert sum(task["documents"] for task in verdict["tasks"]) == 4044
+
+    written = {path: path.stat().st_mtime_ns for path in (folder / "checkpoint").iterdir()}
+    assert run(scenario, folder).code == 0
+    assert {path: path.stat().st_mtime_ns for path in (folder / "checkpoint").iterdir()} == written
+
+    results = [folder / "eval" / role for role in ("baseline", "candidate")]
+    again = json.loads(vexport("verdict", *results, "--format", "json").stdout)
+    assert again["tasks"] == verdict["tasks"]
+    assert vexport("report", folder, "--format", "junit").stdout.startswith("<?xml")
+
+    other = yaml.safe_load(scenario.read_text()) | {"source": str(DEMO / "model-x8")}
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(json.dumps(other).replace('"demo/', f'"{DEMO}/'))
+    refused = run(changed, folder)
+    assert refused.code == 2
+    assert "another source" in refused.errors[0]
+
+
+def test_int4_on_outliers_fails_and_says_why(tmp_path: Path) -> None:
+    ran = run(shortened("demo-hard-int4", tmp_path, 300), tmp_path / "run")
+    assert ran.code == 1
+    (line,) = ran.errors
+    assert "FAIL" in line
+    assert "addition" in line
+    assert report_of(tmp_path / "run")["outcome"] == "FAIL"
+    assert "FAIL" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_same_function_is_indistinguishable(tmp_path: Path) -> None:
+    ran = run(shortened("demo-outliers", tmp_path, 300), tmp_path / "run")
+    assert ran.code == 0, ran.stderr
+    verdict = report_of(tmp_path / "run")["verdict"]
+    assert isinstance(verdict, dict)
+    for task in verdict["tasks"]:
+        assert task["documents"] == 300
+        assert task["difference"] == 0
+        assert task["right_to_wrong"] == task["wrong_to_right"] == task["changed_wrong"] == 0
