@@ -217,15 +217,18 @@ def plan(
     from vexport.reports.plan import render_plan
     from vexport.scenario import read_scenario
 
+    evaluate = None
     if source.endswith((".yaml", ".yml")):
         if scheme:
             raise click.UsageError("--scheme does not go with a scenario, which has its own rules.")
-        _, made = plan_scenario(read_scenario(Path(source)))
+        scenario = read_scenario(Path(source))
+        _, made = plan_scenario(scenario)
+        evaluate = scenario.evaluate
     elif scheme:
         _, made = plan_source(source, rules_for(scheme, observer=observer, ignore=ignore))
     else:
         raise click.UsageError("SOURCE needs --scheme.")
-    _print(render_plan(made, format_))
+    _print(render_plan(made, format_, evaluate))
     require_accepted(made)
 
 

@@ -18,6 +18,7 @@ from compressed_tensors.utils.match import is_match
 from safetensors import safe_open
 from torch.nn import Linear, Module
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from vexport.errors import InputError
 
@@ -33,7 +34,8 @@ def reference_logprobs(checkpoint: Path, prompts: Sequence[Sequence[int]]) -> to
     """
     model = load_dequantized(checkpoint)
     rows = []
-    with torch.inference_mode():
+    # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         for prompt in prompts:
             logits: torch.Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
             rows.append(torch.log_softmax(logits.to(torch.float32), dim=-1))
@@ -49,6 +51,7 @@ def load_dequantized(checkpoint: Path) -> Module:
     dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    logging.disable_progress_bar()
     tensors = _read(checkpoint)
     schemes = _schemes(skeleton, raw.get("quantization_config"), checkpoint)
     inputs = {name: _dequantize(name, scheme, tensors, dtype) for name, scheme in schemes.items()}
