@@ -192,7 +192,7 @@ class ScenarioRun:
         baseline = self._served(BASELINE, self.baseline, digest)
         require_served(BASELINE, baseline.result)
         return Loads(
-            baseline=self._judged(BASELINE, baseline, None),
+            baseline=self._judged(BASELINE, baseline, baseline),
             candidate=self._judged(CANDIDATE, candidate, baseline),
         )
 
@@ -225,6 +225,7 @@ class ScenarioRun:
         return from_json(Served, folder / "session.json")
 
     def _judged(self, role: str, served: Served, baseline: Served | None) -> LoadReport:
+        """The report on a session; its continuations are judged against the baseline's."""
         file = self.folder / ("load.json" if role == CANDIDATE else f"eval/{role}/load.json")
 
         def make() -> None:
