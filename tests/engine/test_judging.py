@@ -37,6 +37,7 @@ def test_baseline_tells_habit_from_damage() -> None:
     assert [finding.severity for finding in canary_findings([GOOD, STUCK, SILENT])] == ["warning"] * 2
     assert canary_findings([STUCK], baseline=[SILENT]) == []
     assert [finding.severity for finding in canary_findings([STUCK], baseline=[GOOD])] == ["error"]
+    assert [f.severity for f in canary_findings([STUCK, GOOD, GOOD], baseline=[GOOD])] == ["warning"]
 
 
 def test_kl_is_scipys() -> None:

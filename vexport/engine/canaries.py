@@ -13,17 +13,19 @@ _FIX = "compare the checkpoint with its source (`vexport check --source`), or qu
 def canary_findings(canaries: Sequence[Canary], baseline: Sequence[Canary] | None = None) -> list[Finding]:
     """A finding for each degenerate continuation.
 
-    With the baseline's continuations of the same prompts, one that the baseline shares is none, and one that
-    it does not is an error; without them each is a warning, since a model may have the habit itself.
+    With the baseline's continuations of the same prompts, one that the baseline shares is none; the others
+    are errors if they are half of all or more, else warnings, since one continuation may change by chance.
+    Without a baseline each is a warning: the model may have the habit itself.
     """
     shared = {canary.prompt: symptom(canary) for canary in baseline or ()}
-    severity: Severity = "warning" if baseline is None else "error"
-    findings = []
-    for number, canary in enumerate(canaries):
-        found = symptom(canary)
-        if found is not None and shared.get(canary.prompt) is None:
-            findings.append(_finding(number, canary, found, severity))
-    return findings
+    degenerate = [
+        (number, canary, found)
+        for number, canary in enumerate(canaries)
+        if (found := symptom(canary)) is not None and shared.get(canary.prompt) is None
+    ]
+    broken = baseline is not None and 2 * len(degenerate) >= len(canaries)
+    severity: Severity = "error" if broken else "warning"
+    return [_finding(number, canary, found, severity) for number, canary, found in degenerate]
 
 
 def symptom(canary: Canary) -> str | None:
