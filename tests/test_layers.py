@@ -26,6 +26,7 @@ LAYERS = (
     {"reports", "rundir"},
     {"pipeline", "serving", "catalog"},
     {"run"},
+    {"options"},
     {"cli"},
     {"__init__", "__main__"},
 )

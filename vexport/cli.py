@@ -6,24 +6,29 @@ Nothing heavy is imported at the top, so that `--help` answers at once: each com
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
 from vexport.errors import CheckpointFailed, Inconclusive, VexportError
+from vexport.options import (
+    FORMATS,
+    PATH,
+    POSITIVE,
+    common_options,
+    engine_options,
+    format_option,
+    plan_options,
+    session_options,
+    verdict_options,
+)
 from vexport.types import Finding
 from vexport.version import __version__
 
-Function = TypeVar("Function", bound=Callable[..., object])
-
-FORMATS = ("text", "json", "junit", "github")
 REPORT_FORMATS = (*FORMATS, "html", "markdown")
 ENVIRONMENT = 4
 INTERRUPTED = 130
-PATH = click.Path(path_type=Path)
-POSITIVE = click.IntRange(1)
 EXIT_CODES = """
 Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
 fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted.
@@ -69,77 +74,6 @@ def _say(message: str, code: int) -> int:
     for line in message.splitlines():
         print(f"error: {line}", file=sys.stderr)
     return code
-
-
-def common_options(function: Function) -> Function:
-    """--quiet and --debug, which every command has."""
-    function = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(function)
-    return click.option("--quiet", is_flag=True, help="No progress on stderr.")(function)
-
-
-def format_option(formats: tuple[str, ...] = FORMATS) -> Callable[[Function], Function]:
-    """--format: the form of the answer on stdout."""
-    return click.option(
-        "--format",
-        "format_",
-        type=click.Choice(formats),
-        default="text",
-        show_default=True,
-        help="Form of the answer on stdout.",
-    )
-
-
-def engine_options(function: Function) -> Function:
-    """Which vLLM, and whether a checkpoint's code may run."""
-    function = click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own code run.")(
-        function
-    )
-    return click.option("--vllm-python", type=PATH, help="Interpreter whose vLLM is used.")(function)
-
-
-def session_options(function: Function) -> Function:
-    """How an engine is started where no scenario says it."""
-    function = click.option(
-        "--timeout", type=POSITIVE, default=3600, show_default=True, help="Seconds for one engine."
-    )(function)
-    return click.option("--max-model-len", type=POSITIVE, help="Longest sequence [default: the model's].")(
-        function
-    )
-
-
-def plan_options(function: Function) -> Function:
-    """What is quantized how."""
-    function = click.option(
-        "--ignore",
-        multiple=True,
-        metavar="PATTERN",
-        help="Keep these layers: a name, its end, or re:REGEX; repeatable.",
-    )(function)
-    return click.option(
-        "--observer",
-        metavar="O",
-        default="memoryless_minmax",
-        show_default=True,
-        help="How weight ranges are found.",
-    )(function)
-
-
-def verdict_options(function: Function) -> Function:
-    """What loss is acceptable, and how sure the answer must be."""
-    function = click.option(
-        "--alpha",
-        type=click.FloatRange(0, 0.5, min_open=True, max_open=True),
-        default=0.05,
-        show_default=True,
-        help="Probability of a wrong PASS that is accepted.",
-    )(function)
-    return click.option(
-        "--margin",
-        type=click.FloatRange(0, 1, max_open=True),
-        default=0.02,
-        show_default=True,
-        help="Acceptable loss: 0.02 is 2 points.",
-    )(function)
 
 
 @click.group(

@@ -1,0 +1,84 @@
+"""Options that several commands share, as decorators."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+FORMATS = ("text", "json", "junit", "github")
+PATH = click.Path(path_type=Path)
+POSITIVE = click.IntRange(1)
+
+
+def common_options(function: Function) -> Function:
+    """--quiet and --debug, which every command has."""
+    function = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(function)
+    return click.option("--quiet", is_flag=True, help="No progress on stderr.")(function)
+
+
+def format_option(formats: tuple[str, ...] = FORMATS) -> Callable[[Function], Function]:
+    """--format: the form of the answer on stdout."""
+    return click.option(
+        "--format",
+        "format_",
+        type=click.Choice(formats),
+        default="text",
+        show_default=True,
+        help="Form of the answer on stdout.",
+    )
+
+
+def engine_options(function: Function) -> Function:
+    """Which vLLM, and whether a checkpoint's code may run."""
+    function = click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own code run.")(
+        function
+    )
+    return click.option("--vllm-python", type=PATH, help="Interpreter whose vLLM is used.")(function)
+
+
+def session_options(function: Function) -> Function:
+    """How an engine is started where no scenario says it."""
+    function = click.option(
+        "--timeout", type=POSITIVE, default=3600, show_default=True, help="Seconds for one engine."
+    )(function)
+    return click.option("--max-model-len", type=POSITIVE, help="Longest sequence [default: the model's].")(
+        function
+    )
+
+
+def plan_options(function: Function) -> Function:
+    """What is quantized how."""
+    function = click.option(
+        "--ignore",
+        multiple=True,
+        metavar="PATTERN",
+        help="Keep these layers: a name, its end, or re:REGEX; repeatable.",
+    )(function)
+    return click.option(
+        "--observer",
+        metavar="O",
+        default="memoryless_minmax",
+        show_default=True,
+        help="How weight ranges are found.",
+    )(function)
+
+
+def verdict_options(function: Function) -> Function:
+    """What loss is acceptable, and how sure the answer must be."""
+    function = click.option(
+        "--alpha",
+        type=click.FloatRange(0, 0.5, min_open=True, max_open=True),
+        default=0.05,
+        show_default=True,
+        help="Probability of a wrong PASS that is accepted.",
+    )(function)
+    return click.option(
+        "--margin",
+        type=click.FloatRange(0, 1, max_open=True),
+        default=0.02,
+        show_default=True,
+        help="Acceptable loss: 0.02 is 2 points.",
+    )(function)
