@@ -16,7 +16,21 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that are no plug-in but what plug-ins share.
 SHARED = {
     "schemes": {"base", "config"},
-    "observers": {"base", "args", "flatten", "qparams"},
+    "observers": {
+        "args",
+        "base",
+        "flatten",
+        "fusion",
+        "importance",
+        "options",
+        "qparams",
+        "ranks",
+        "reference",
+        "rounding",
+        "search",
+        "tiles",
+        "tokens",
+    },
     "checks": {"subject", "expected"},
     "kernels": {"tiles"},
 }

@@ -1,31 +1,79 @@
-"""Brings a weight, an activation or an attention state into observations of quantization groups."""
+"""Brings a weight, an activation or an attention state into observations of quantization groups, and back."""
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
-from vexport.observers.args import ObserverArgs
+from vexport.observers.args import ObserverArgs, strategy_of
+
+T = TypeVar("T")
+
+WEIGHT = "weight"
+ACTIVATIONS = ("input", "output")
+STATES = ("q", "k", "v")
+KINDS: Mapping[str, str] = {
+    WEIGHT: "weight",
+    **dict.fromkeys(ACTIVATIONS, "activation"),
+    **dict.fromkeys(STATES, "state"),
+}
 
 
-def flatten_for_calibration(value: torch.Tensor, base_name: str, args: ObserverArgs) -> torch.Tensor:
+def flatten_for_calibration(
+    value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: torch.Tensor | None = None
+) -> torch.Tensor:
     """Reshape `value` to (num_observations, *qparam_shape, group_size).
 
     `base_name` is "weight", "input", "output", "q", "k" or "v"; the elements of the last dimension share
-    one scale. Raises ValueError for a pair of base name and strategy that has no meaning.
+    one scale. `g_idx` (columns,) is the group of each column of a weight (activation ordering). A view
+    where that is possible. Raises ValueError for a pair of base name and strategy that has no meaning.
     """
-    kind = (
-        "activation"
-        if base_name in ("input", "output")
-        else "state"
-        if base_name in ("q", "k", "v")
-        else base_name
-    )
-    strategy = str(getattr(args.strategy, "value", args.strategy))
-    layout = _LAYOUTS.get((kind, strategy))
+    if base_name == WEIGHT and permutes(g_idx) and strategy_of(args) in ("group", "tensor_group"):
+        assert g_idx is not None
+        value = value.index_select(1, column_order(g_idx, value.shape[1], args))
+    return _layout(_LAYOUTS, base_name, args)(value, args)
+
+
+def unflatten(
+    flattened: torch.Tensor, base_name: str, args: ObserverArgs, shape: torch.Size | tuple[int, ...]
+) -> torch.Tensor:
+    """The inverse of `flatten_for_calibration` for a value of that shape; padding is cut off.
+
+    Raises ValueError as `flatten_for_calibration` does.
+    """
+    return _layout(_INVERSES, base_name, args)(flattened, args, tuple(shape))
+
+
+def require_layout(base_name: str, args: ObserverArgs) -> None:
+    """ValueError where base name or strategy is unknown, or their pair has no meaning."""
+    _layout(_LAYOUTS, base_name, args)
+
+
+def permutes(g_idx: torch.Tensor | None) -> bool:
+    """Whether a column-to-group map is set: not None, not on meta, without -1 (not initialized)."""
+    return g_idx is not None and g_idx.device.type != "meta" and not bool((g_idx == -1).any())
+
+
+def column_order(g_idx: torch.Tensor, columns: int, args: ObserverArgs) -> torch.Tensor:
+    """The columns of group 0, of group 1, ...; ValueError where a group is not `group_size` columns."""
+    size = _group_size(args, columns)
+    if g_idx.numel() != columns or bool((torch.bincount(g_idx.long()) != size).any()):
+        raise ValueError(
+            f"g_idx: got {g_idx.numel()} entries in groups of "
+            f"{sorted(set(torch.bincount(g_idx.long()).tolist()))}, need {columns} in groups of {size}"
+        )
+    return torch.argsort(g_idx, stable=True)
+
+
+def _layout(table: Mapping[tuple[str, str], T], base_name: str, args: ObserverArgs) -> T:
+    layout = table.get((KINDS.get(base_name, base_name), strategy_of(args)))
     if layout is None:
-        known = ", ".join(f"{k}/{s}" for k, s in _LAYOUTS)
-        raise ValueError(f"flatten_for_calibration: got {base_name}/{strategy}, need one of {known}")
-    return layout(value, args)
+        known = ", ".join(f"{kind}/{strategy}" for kind, strategy in table)
+        raise ValueError(
+            f"observed value: got {base_name}/{strategy_of(args)}, need one of {known} "
+            f"(activation: {' or '.join(ACTIVATIONS)}; state: {' or '.join(STATES)})"
+        )
+    return layout
 
 
 def _weight_tensor(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
@@ -94,4 +142,32 @@ _LAYOUTS: Mapping[tuple[str, str], Callable[[torch.Tensor, ObserverArgs], torch.
     ("activation", "tensor_group"): _activation_group,
     ("state", "tensor"): _state_tensor,
     ("state", "attn_head"): _state_heads,
+}
+
+
+Shape = tuple[int, ...]
+
+
+def _reshape_back(flattened: torch.Tensor, args: ObserverArgs, shape: Shape) -> torch.Tensor:
+    return flattened.reshape(shape)
+
+
+def _block_back(flattened: torch.Tensor, args: ObserverArgs, shape: Shape) -> torch.Tensor:
+    assert args.block_structure is not None
+    high, wide = args.block_structure
+    _, block_rows, block_columns, _ = flattened.shape
+    blocks = flattened.reshape(block_rows, block_columns, high, wide).transpose(1, 2)
+    return blocks.reshape(block_rows * high, block_columns * wide)[: shape[0], : shape[1]]
+
+
+def _state_back(flattened: torch.Tensor, args: ObserverArgs, shape: Shape) -> torch.Tensor:
+    batch, heads, length, size = shape
+    return flattened.reshape(batch, length, heads, size).transpose(1, 2)
+
+
+_INVERSES: Mapping[tuple[str, str], Callable[[torch.Tensor, ObserverArgs, Shape], torch.Tensor]] = {
+    **dict.fromkeys(_LAYOUTS, _reshape_back),
+    ("weight", "block"): _block_back,
+    ("state", "tensor"): _state_back,
+    ("state", "attn_head"): _state_back,
 }

@@ -6,7 +6,7 @@ Symmetric scales are absmax / (range / 2): FP4 /6, FP8 /448, INT4 /7.5, INT8 /12
 
 import torch
 
-from vexport.observers.args import ObserverArgs
+from vexport.observers.args import ObserverArgs, is_float, is_mx
 
 FP4_MAX = 6.0
 FP8_MAX = 448.0
@@ -16,11 +16,15 @@ GLOBAL_SCALE_NUMERATOR = FP8_MAX * FP4_MAX
 # (calculate_qparams: `torch.finfo(dtype).eps`).
 E4M3_EPS = 0.125
 FLOAT32_EPS = float(torch.finfo(torch.float32).eps)
+# MX: exponents are biased by 127 and lowered by floor(log2(6)) or floor(log2(448))
+# (compressed_tensors/quantization/utils/mxfp_utils.py).
+E8M0_BIAS = 127
+MX_OFFSET = {4: 2, 8: 8}
 
 
 def quantized_range(args: ObserverArgs) -> tuple[float, float]:
     """Smallest and largest representable value."""
-    if str(getattr(args.type, "value", args.type)) == "int":
+    if not is_float(args):
         return -(2.0 ** (args.num_bits - 1)), 2.0 ** (args.num_bits - 1) - 1
     largest = {4: FP4_MAX, 8: FP8_MAX}.get(args.num_bits)
     if largest is None:
@@ -29,9 +33,10 @@ def quantized_range(args: ObserverArgs) -> tuple[float, float]:
 
 
 def global_scale_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """448 * 6 / absmax over all elements: float32, shape (1,); 1 where everything is zero."""
+    """448 * 6 / absmax over all elements: float32, shape (1,); 1 where that is not finite (all zero)."""
     absmax = torch.maximum(low.abs().amax(), high.abs().amax()).to(torch.float32).reshape(1)
-    return torch.where(absmax > 0, GLOBAL_SCALE_NUMERATOR / absmax, torch.ones_like(absmax))
+    scale = GLOBAL_SCALE_NUMERATOR / absmax
+    return torch.where(torch.isfinite(scale), scale, torch.ones_like(scale))
 
 
 def scale_and_zero_point(
@@ -39,12 +44,15 @@ def scale_and_zero_point(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales (float32, shape of `low`) and zero points (int32) for the ranges [low, high].
 
-    With a global scale, block scales are what NVFP4 stores: relative to it and rounded to e4m3.
+    With a global scale, block scales are what NVFP4 stores: relative to it and rounded to e4m3. MX scales
+    are powers of two.
     """
     low = torch.minimum(low.to(torch.float32), torch.zeros((), device=low.device))
     high = torch.maximum(high.to(torch.float32), torch.zeros((), device=high.device))
     smallest, largest = quantized_range(args)
-    if args.symmetric:
+    if is_mx(args):
+        scale = mx_scale(torch.maximum(low.abs(), high.abs()), args.num_bits)
+    elif args.symmetric:
         scale = torch.maximum(low.abs(), high.abs()) / ((largest - smallest) / 2)
     else:
         scale = (high - low) / (largest - smallest)
@@ -55,3 +63,14 @@ def scale_and_zero_point(
         return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
     zero_point = (smallest - low / scale).round().clamp(smallest, largest)
     return scale, zero_point.to(torch.int32)
+
+
+def mx_scale(absmax: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """The power of two that an MX format stores for a group's absolute maximum (float32), as float32.
+
+    The maximum is rounded to a power of two as if it had one bit of mantissa (1.75 rounds up). Source:
+    generate_mx_scales and round_to_power_2 in compressed_tensors/quantization/utils/mxfp_utils.py.
+    """
+    bits = absmax.to(torch.float32).view(torch.int32)
+    biased = (bits + (1 << 21)) >> 23
+    return torch.ldexp(torch.ones(()), (biased - MX_OFFSET[num_bits]).clamp(0, 255) - E8M0_BIAS)

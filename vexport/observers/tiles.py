@@ -1,0 +1,60 @@
+"""Observations a tile at a time: nothing of a large weight is in memory twice."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from vexport.observers.args import ObserverArgs, strategy_of
+from vexport.observers.flatten import column_order, flatten_for_calibration, permutes
+
+# Elements of a tile: 2 MiB in float32, of which a search holds a few at once.
+TILE_ELEMENTS = 1 << 19
+ROWS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Observations (num_observations, *qparam_shape, group_size) cut into pieces.
+
+    `shared` says that every tile holds elements of all groups, so that results are accumulated; otherwise
+    tiles hold different groups and results are concatenated along the first dimension of qparam_shape.
+    """
+
+    cut: Callable[[], Iterator[torch.Tensor]]
+    shared: bool
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self.cut()
+
+
+def tiles_of_observations(observations: torch.Tensor) -> Tiles:
+    """Views of what is flattened already."""
+    count, first = observations.shape[0], observations.shape[1]
+    dim = 0 if count > 1 or observations.ndim < 3 else ROWS if first > 1 else observations.ndim - 1
+    size = _tile_length(observations, dim)
+    return Tiles(
+        lambda: iter(torch.split(observations, size, dim=dim)), shared=dim != ROWS or observations.ndim < 3
+    )
+
+
+def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: torch.Tensor | None) -> Tiles:
+    """Tiles of a weight, activation or attention state; where flattening copies, it copies one tile."""
+    strategy = strategy_of(args)
+    if base_name != "weight" or (strategy != "block" and not permutes(g_idx)):
+        return tiles_of_observations(flatten_for_calibration(value, base_name, args))
+    order = column_order(g_idx, value.shape[1], args) if strategy != "block" and g_idx is not None else None
+    high = args.block_structure[0] if args.block_structure is not None else 1
+    size = max(1, _tile_length(value, 0) // high) * high
+
+    def cut() -> Iterator[torch.Tensor]:
+        for rows in torch.split(value, size):
+            ordered = rows if order is None else rows.index_select(1, order)
+            yield flatten_for_calibration(ordered, base_name, args)
+
+    return Tiles(cut, shared=False)
+
+
+def _tile_length(value: torch.Tensor, dim: int) -> int:
+    others = max(1, value.numel() // max(1, value.shape[dim]))
+    return max(1, TILE_ELEMENTS // others)
