@@ -62,6 +62,8 @@ def test_help_answers_at_once() -> None:
         (["nonsense"], ["nonsense"]),
         (["check", "LLAMA", "--format", "xml"], ["xml", "junit"]),
         (["run", "MISSING.yaml"], ["MISSING.yaml", "no such file"]),
+        (["eval", "LLAMA", "--baseline", "LLAMA", "--task", "MISSING", "--output", "OUT"], ["MISSING"]),
+        (["eval", "LLAMA", "--baseline", "MISSING", "--task", "TASK", "--output", "OUT"], ["MISSING", "folder"]),
         (["report", "EMPTY"], ["EMPTY", "vexport run"]),
         (["verdict", "EMPTY", "EMPTY"], ["EMPTY"]),
     ],
@@ -71,7 +73,8 @@ def test_bad_input_is_one_line_and_code_2(
 ) -> None:
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "BROKEN").write_text('{"input_ids": [5, 6, 7]}\n{"input_ids": [5, 6\n')
-    places = {"LLAMA": llama, **{name: tmp_path / name for name in ("EMPTY", "BROKEN", "MISSING", "OUT")}}
+    task = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition.yaml"
+    places = {"LLAMA": llama, "TASK": task, **{name: tmp_path / name for name in ("EMPTY", "BROKEN", "MISSING", "OUT")}}
     before = sorted(tmp_path.iterdir())
     ran = vexport(*(places.get(argument, argument) for argument in arguments))
     assert ran.code == 2, ran

@@ -24,7 +24,15 @@ from vexport.reports import render
 from vexport.roundtrip import changed_tensors, layer_errors
 from vexport.rundir import Digests, RunDirectory, checkpoint_digest, path_digest, value_digest
 from vexport.scenario import Scenario
-from vexport.serving import BASELINE, CANDIDATE, EngineOptions, Served, require_served, serve_model
+from vexport.serving import (
+    BASELINE,
+    CANDIDATE,
+    EngineOptions,
+    Served,
+    require_served,
+    require_tasks,
+    serve_model,
+)
 from vexport.types import (
     Calibration,
     CheckReport,
@@ -60,6 +68,8 @@ def run_scenario(scenario: Scenario, folder: Path, options: EngineOptions, *, ov
     missing or dies. A checkpoint that fails is a report with outcome FAIL.
     """
     require_vllm(options.vllm_python)
+    if scenario.evaluate is not None:
+        require_tasks(scenario.evaluate, options)
     run = ScenarioRun(scenario, folder, options)
     run.directory.begin(overwrite=overwrite)
     report = run.report()

@@ -14,7 +14,7 @@ from vexport.engine.prompts import Prompts, fixed_prompts
 from vexport.engine.session import run_session
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.tasks import resolve_tasks
-from vexport.files import new_directory, refuse_existing
+from vexport.files import refuse_existing
 from vexport.scenario import Evaluate, Serve
 from vexport.terminal import OnProgress
 from vexport.types import LoadReport, Verdict
@@ -101,19 +101,26 @@ def serve_model(
 def evaluate_checkpoint(
     checkpoint: str, settings: Evaluate, folder: Path, options: EngineOptions, *, overwrite: bool
 ) -> Verdict:
-    """Score a checkpoint and its baseline and decide; lm-eval's files go to `folder`.
+    """Score a checkpoint and its baseline and decide; lm-eval's files and vLLM's logs go to `folder`.
 
     Raises CheckpointFailed where vLLM refuses the checkpoint, InputError where it refuses the baseline.
     """
     refuse_existing(folder, overwrite=overwrite, mark=CANDIDATE)
+    require_tasks(settings, options)
     assert settings.baseline is not None
     models = {CANDIDATE: resolve_source(checkpoint), BASELINE: resolve_source(settings.baseline)}
     for model in models.values():
         require_checkpoint(model)
-    with new_directory(folder, overwrite=overwrite, mark=CANDIDATE) as scratch:
-        for role, model in models.items():
-            require_served(role, serve_model(role, model, scratch / role, options, settings=settings).result)
-        return decide(scratch / BASELINE, scratch / CANDIDATE, margin=settings.margin, alpha=settings.alpha)
+    shutil.rmtree(folder, ignore_errors=True)
+    for role, model in models.items():
+        require_served(role, serve_model(role, model, folder / role, options, settings=settings).result)
+    return decide(folder / BASELINE, folder / CANDIDATE, margin=settings.margin, alpha=settings.alpha)
+
+
+def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
+    """InputError, for all tasks at once, where one cannot be used; nothing is kept."""
+    with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as folder:
+        resolve_tasks(settings.tasks, folder=Path(folder), trust_remote_code=options.trust_remote_code)
 
 
 def require_served(role: str, result: SessionResult) -> None:
