@@ -1,0 +1,44 @@
+"""Layer by layer, statistics equal those of a whole-model run to the bit, whatever the family."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.calibration.make import batches_of, plan_for, samples
+from tests.calibration.models import configs, save, whole_model_run
+from vexport.calibration import calibrate
+from vexport.calibration.forward import make_batches
+from vexport.types import InputRange, Plan
+
+
+@pytest.fixture(scope="module", params=configs())
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one family."""
+    return save(configs()[request.param], tmp_path_factory.mktemp("family") / request.param)
+
+
+def names_of(plan: Plan) -> list[str]:
+    return [member.name for group in plan.groups for member in group.members]
+
+
+def reference(folder: Path, plan: Plan, batches: list[torch.Tensor]) -> dict[str, InputRange]:
+    seen = whole_model_run(folder, names_of(plan), batches)
+    return {name: InputRange(low=one.low, high=one.high, tokens=one.tokens) for name, one in seen.items()}
+
+
+def test_ranges_are_those_of_a_whole_model_run(family: Path) -> None:
+    index, plan = plan_for(family, head=True)
+    assert len(plan.groups) >= 12
+    chosen = samples()
+    assert calibrate(index, plan, chosen).ranges == reference(family, plan, batches_of(chosen))
+
+
+def test_on_disk_and_in_batches(family: Path) -> None:
+    """Hidden states on disk change nothing; batches give what a whole-model run in batches gives."""
+    index, plan = plan_for(family)
+    chosen = samples()
+    batches = make_batches(chosen, 2)
+    assert [len(batch.rows) for batch in batches] == [2, 1, 2, 1]
+    found = calibrate(index, plan, chosen, batch_size=2, memory_bytes=5000).ranges
+    assert found == reference(family, plan, [batch.ids for batch in batches])

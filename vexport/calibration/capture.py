@@ -1,0 +1,216 @@
+"""How a model calls its decoder layers, recorded by hooks: no tracing, no knowledge of the model's class."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from vexport.calibration.hidden import HiddenStates
+from vexport.errors import InputError
+
+# Of one shape and dtype, so many tensors are compared with before a tensor counts as new.
+RECENT = 4
+
+Forward = Callable[..., object]
+# What a layer returns in a tuple after the hidden states; None where it returns them alone.
+Rest = tuple[object, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """How the model calls one decoder layer for one batch, besides the hidden states."""
+
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+
+    def run(self, layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's new hidden states."""
+        return first_tensor(layer(hidden, *self.args, **self.kwargs))
+
+
+def first_tensor(output: object) -> torch.Tensor:
+    """The hidden states of a layer that returns them alone or in front of a tuple."""
+    states = output[0] if isinstance(output, tuple) else output
+    assert isinstance(states, torch.Tensor)
+    return states
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The calls of every layer for every batch, and what layers return beside the hidden states."""
+
+    calls: list[list[LayerCall]]
+    rest: Rest
+
+
+def as_output(states: torch.Tensor, rest: Rest) -> object:
+    """Hidden states as a layer returns them."""
+    return states if rest is None else (states, *rest)
+
+
+class Interner:
+    """Keeps equal call arguments once: masks and positions are the same for all layers and most batches.
+
+    Tensors are equal by content; everything else only where it is the same object, since a model may
+    pass state from layer to layer in it.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        self._known: dict[tuple[object, ...], object] = {}
+        self._batch: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def next_batch(self) -> None:
+        """Forget which objects of the last batch are which: their ids may be used again."""
+        self._batch.clear()
+
+    def call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> LayerCall:
+        """The call with these arguments, one object for all equal calls."""
+        values = [self._value(value) for value in (*args, *kwargs.values())]
+        call = LayerCall(tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True)))
+        known = self._known.setdefault((len(args), *kwargs, *map(id, values)), call)
+        assert isinstance(known, LayerCall)
+        return known
+
+    def _value(self, value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if type(value) is tuple:
+            parts = tuple(self._value(part) for part in value)
+            return self._known.setdefault((tuple, *map(id, parts)), parts)
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in self._batch:
+            self._batch[id(value)] = (value, self._equal(value))
+        return self._batch[id(value)][1]
+
+    def _equal(self, value: torch.Tensor) -> torch.Tensor:
+        recent = self._recent.setdefault((value.shape, value.dtype), [])
+        for known in recent:
+            if torch.equal(known, value):
+                return known
+        recent.insert(0, value)
+        del recent[RECENT:]
+        return value
+
+
+class Recorder:
+    """Stands in for the layers' forwards: records how each is called and passes the states through.
+
+    Only for the first batch the first layer really runs, to see what a layer returns.
+    """
+
+    def __init__(self, name: str, layers: torch.nn.ModuleList, hidden: HiddenStates) -> None:
+        self.calls: list[list[LayerCall]] = [[] for _ in layers]
+        self._name = name
+        self._hidden = hidden
+        self._interner = Interner()
+        self._passed: object = None
+        self.rest: Rest = None
+
+    def begin(self) -> None:
+        """Call before each batch."""
+        self._interner.next_batch()
+        self._passed = None
+
+    def stand_in(self, number: int, forward: Forward) -> Forward:
+        """The stand-in for the forward of a layer."""
+
+        def record(*args: object, **kwargs: object) -> object:
+            states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), args)
+            if not isinstance(states, torch.Tensor):
+                raise self.unusual(number, "a call without hidden states in front")
+            if len(self.calls[number]) != len(self._hidden) - (number > 0):
+                raise self.unusual(number, "not called once per forward, in the order of the list")
+            if number and states is not self._passed:
+                raise self.unusual(number, "another input than the output of the layer before")
+            if number == 0:
+                self._first(states, forward, args, kwargs)
+            self.calls[number].append(self._interner.call(args, kwargs))
+            self._passed = states
+            return as_output(states, self.rest)
+
+        return record
+
+    def _first(
+        self, states: torch.Tensor, forward: Forward, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
+        if not len(self._hidden):
+            output = forward(states, *args, **kwargs)
+            self.rest = output[1:] if isinstance(output, tuple) else None
+        self._hidden.append(states)
+
+    def unusual(self, number: int, got: str) -> InputError:
+        """The error for a model that calls a layer in a way that calibration cannot repeat."""
+        return InputError(
+            f"{self._name}.{number}",
+            got=got,
+            need="decoder layers that run one after the other, each on the output of the one before",
+            fix="use a weight-only scheme",
+        )
+
+
+@contextmanager
+def replaced_forwards(
+    layers: torch.nn.ModuleList, stand_in: Callable[[int, Forward], Forward]
+) -> Iterator[None]:
+    """Within the block the layers' forwards are `stand_in(number, forward)`."""
+    own = [layer.__dict__.get("forward") for layer in layers]
+    for number, layer in enumerate(layers):
+        layer.forward = stand_in(number, layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, own, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def capture_layer_calls(
+    model: torch.nn.Module,
+    name: str,
+    layers: torch.nn.ModuleList,
+    batches: Sequence[torch.Tensor],
+    hidden: HiddenStates,
+) -> Captured:
+    """For each layer how the model calls it for each batch; the first layer's inputs go to `hidden`.
+
+    `batches` are token ids (samples, tokens). The first layer must be loaded, the others need not. Raises
+    InputError for a model that does not run its layers one after the other.
+    """
+    recorder = Recorder(name, layers, hidden)
+    base = base_of(model)
+    with replaced_forwards(layers, recorder.stand_in):
+        for ids in batches:
+            recorder.begin()
+            base(input_ids=ids, use_cache=False)
+            for number, calls in enumerate(recorder.calls):
+                if len(calls) != len(hidden):
+                    raise recorder.unusual(number, "a layer that the forward does not call")
+    return Captured(recorder.calls, recorder.rest)
+
+
+@contextmanager
+def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest) -> Iterator[None]:
+    """Within the block the layers need no weights: the last one returns the hidden states `final`."""
+
+    def stand_in(number: int, forward: Forward) -> Forward:
+        def replay(*args: object, **kwargs: object) -> object:
+            given = args[0] if args else kwargs["hidden_states"]
+            assert isinstance(given, torch.Tensor)
+            return as_output(final if number == len(layers) - 1 else given, rest)
+
+        return replay
+
+    with replaced_forwards(layers, stand_in):
+        yield
+
+
+def base_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without its head."""
+    base = getattr(model, "base_model", model)
+    assert isinstance(base, torch.nn.Module)
+    return base

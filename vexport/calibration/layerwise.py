@@ -1,0 +1,128 @@
+"""One pass of all batches through a model that is filled layer by layer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from vexport.calibration.capture import LayerCall, Rest, base_of, capture_layer_calls, replayed_layers
+from vexport.calibration.finite import NotFinite, first_not_finite, is_finite
+from vexport.calibration.hidden import HiddenStates
+from vexport.calibration.model import Weights, build_on_meta, decoder_layers, unload
+from vexport.calibration.watch import Watched
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+
+OnLayer = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A value that is not finite: how deep in the model (-1: before the layers), from which row."""
+
+    depth: int
+    row: int
+    found: NotFinite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Samples of one length that run together, token ids (samples, tokens), and the lines they come from."""
+
+    ids: torch.Tensor
+    rows: tuple[int, ...]
+
+
+class LayerByLayer:
+    """The model of a checkpoint, built on meta; one decoder layer has weights at a time."""
+
+    def __init__(
+        self,
+        index: SourceIndex,
+        reader: Reader,
+        batches: Sequence[Batch],
+        hidden: HiddenStates,
+        watched: Watched,
+        *,
+        trust_remote_code: bool,
+    ) -> None:
+        self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code)
+        self.name, self.layers = decoder_layers(self.model)
+        self.batches = batches
+        self.hidden = hidden
+        self.watched = watched
+        self.weights = Weights(index, reader, self.model)
+
+    def run(self, on_layer: OnLayer) -> Failure | None:
+        """Run everything; the first value that is not finite ends the run and is the answer."""
+        self.weights.load_around(self.model, self.name)
+        self._load(0)
+        ids = [batch.ids for batch in self.batches]
+        captured = capture_layer_calls(self.model, self.name, self.layers, ids, self.hidden)
+        failure = self._before_layers(captured.rest)
+        for number, layer in enumerate(self.layers):
+            if failure:
+                return failure
+            if number:
+                self._load(number)
+            failure = self._layer(number, captured.calls[number])
+            unload(layer)
+            on_layer(number + 1, len(self.layers))
+        return failure or self._after_layers(captured.rest)
+
+    def _load(self, number: int) -> None:
+        self.weights.load(self.layers[number], f"{self.name}.{number}")
+
+    def _layer(self, number: int, calls: Sequence[LayerCall]) -> Failure | None:
+        """Run all batches through one layer, each in place."""
+        layer, name = self.layers[number], f"{self.name}.{number}"
+        with self.watched.watching(layer, name, self.weights.stored_name) as watched:
+            for position, call in enumerate(calls):
+                output = call.run(layer, self.hidden[position])
+                if not (is_finite(output) and watched.is_finite()):
+                    break
+                self.hidden[position] = output
+            else:
+                return None
+        return self._locate(number, layer, name, position, partial(call.run, layer, self.hidden[position]))
+
+    def _before_layers(self, rest: Rest) -> Failure | None:
+        """What enters the first layer must be finite already."""
+        for position, batch in enumerate(self.batches):
+            states = self.hidden[position]
+            if not is_finite(states):
+                forward = partial(base_of(self.model), input_ids=batch.ids, use_cache=False)
+                with replayed_layers(self.layers, states, rest):
+                    return self._locate(-1, self.model, "", position, forward)
+        return None
+
+    def _after_layers(self, rest: Rest) -> Failure | None:
+        """Run what is outside the layers where something there is watched, an output head say."""
+        outside = [
+            module
+            for name, module in self.model.named_modules()
+            if self.weights.stored_name(name) in self.watched.names and not name.startswith(f"{self.name}.")
+        ]
+        if not outside:
+            return None
+        in_base = set(base_of(self.model).modules())
+        part = base_of(self.model) if in_base.issuperset(outside) else self.model
+        for position, batch in enumerate(self.batches):
+            forward = partial(part, input_ids=batch.ids, use_cache=False)
+            with replayed_layers(self.layers, self.hidden[position], rest):
+                with self.watched.watching(self.model, "", self.weights.stored_name) as watched:
+                    forward()
+                if not watched.is_finite():
+                    return self._locate(len(self.layers), self.model, "", position, forward)
+        return None
+
+    def _locate(
+        self, depth: int, module: torch.nn.Module, name: str, position: int, run: Callable[[], object]
+    ) -> Failure:
+        """Where a value of this batch first is not finite: it runs once more, every module watched."""
+        rows = self.batches[position].rows
+        found = first_not_finite(module, name, len(rows), run)
+        found = found or NotFinite(module=name, side="output", sample=0)
+        found = replace(found, module=self.weights.stored_name(found.module))
+        return Failure(depth=depth, row=rows[found.sample], found=found)
