@@ -1,14 +1,20 @@
 """The observer: it sees tensors, keeps a range and answers with quantization parameters."""
 
-from abc import abstractmethod
-from collections.abc import Iterable
-from typing import TypedDict
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, TypedDict
 
 import torch
+from torch import distributed
 
-from vexport.observers.args import ObserverArgs
-from vexport.observers.flatten import flatten_for_calibration
+from vexport.observers import ranks, reference
+from vexport.observers.args import ObserverArgs, OptionValue, strategy_of
+from vexport.observers.flatten import WEIGHT, flatten_for_calibration, require_layout
+from vexport.observers.fusion import SharedRange
+from vexport.observers.options import Options, OptionsT, read_options
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
+from vexport.observers.search import range_of
+from vexport.observers.tiles import Tiles, tiles_of, tiles_of_observations
+from vexport.observers.tokens import tokens_in
 
 Range = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,17 +31,50 @@ class Observer(torch.nn.Module):
     """Base of all observers.
 
     `base_name` says what is observed ("weight", "input", "output", "q", "k", "v"); `args` are the
-    quantization arguments. A subclass says how a new range is combined with what was seen before.
+    quantization arguments, of vexport or of compressed-tensors. Keywords come from `args.observer_kwargs` and
+    `observer_kwargs`, the latter win; `numerics` is "float32" or "reference" (the peer's, to the bit, with
+    scales and zero points in the peer's dtypes). Raises ValueError for what is unknown.
+
+    A subclass says what range it makes of an observation (`find_range`, `find_reference_range`) and how that
+    is combined with what was seen before (`combine`). A weight is not combined: only the last one counts.
     """
 
-    def __init__(self, base_name: str, args: ObserverArgs) -> None:
+    registry_name: ClassVar[str] = ""
+    defaults: ClassVar[Options] = Options()
+    # How statistics of activations are reduced over ranks.
+    reduction: ClassVar[ranks.Reduction | None] = None
+
+    def __init__(self, base_name: str, args: ObserverArgs, **observer_kwargs: OptionValue) -> None:
         super().__init__()
+        require_layout(base_name, args)
         self.base_name = base_name
         self.args = args
+        self.configure({**(args.observer_kwargs or {}), **observer_kwargs})
         self.low: torch.Tensor | None = None
         self.high: torch.Tensor | None = None
-        self.shared_global_scale: torch.Tensor | None = None
         self.tokens = 0
+        self._shared: SharedRange | None = None
+        self._seat = 0
+
+    @staticmethod
+    def load_from_registry(
+        name: str, *, base_name: str, args: ObserverArgs, **observer_kwargs: OptionValue
+    ) -> "Observer":
+        """A new observer by its registry name; ValueError lists the names."""
+        known = {kind.registry_name: kind for kind in named_observers()}
+        if name not in known:
+            raise ValueError(
+                f"observer {name!r}: got an unknown name, need one of {', '.join(sorted(known))}"
+            )
+        return known[name](base_name, args, **observer_kwargs)
+
+    def configure(self, given: dict[str, OptionValue]) -> None:
+        """Read the keywords; a subclass with more of them overrides this."""
+        self.numerics = self.read(self.defaults, given).numerics
+
+    def read(self, defaults: OptionsT, given: dict[str, OptionValue]) -> OptionsT:
+        """The given keywords over `defaults`; ValueError names this observer."""
+        return read_options(defaults, given, f"observer {self.registry_name}")
 
     @property
     def has_statistics(self) -> bool:
@@ -45,31 +84,58 @@ class Observer(torch.nn.Module):
     @property
     def strategy(self) -> str:
         """Which elements share a scale, by compressed-tensors' name."""
-        return str(getattr(self.args.strategy, "value", self.args.strategy))
+        return strategy_of(self.args)
 
-    def forward(self, observed: torch.Tensor) -> "Observer":
-        """Observe a tensor; an empty one changes nothing."""
+    @property
+    def is_reference(self) -> bool:
+        """Whether the peer's numerics are repeated."""
+        return self.numerics == "reference"
+
+    @torch.no_grad()
+    def forward(self, observed: torch.Tensor, g_idx: torch.Tensor | None = None) -> "Observer":
+        """Observe a tensor; an empty one changes nothing.
+
+        `g_idx` (columns,) is the group of each column of a weight quantized in groups (activation ordering);
+        None or entries of -1 mean columns in order.
+        """
         if observed.numel():
             self.record_observed_tokens(observed)
-            self.update_statistics_from_observed(flatten_for_calibration(observed, self.base_name, self.args))
+            if self.is_reference:
+                flat = flatten_for_calibration(observed, self.base_name, self.args, g_idx)
+                self.update_statistics_from_observed(flat)
+            else:
+                self._update(tiles_of(observed, self.base_name, self.args, g_idx))
         return self
 
     def record_observed_tokens(self, observed: torch.Tensor) -> None:
-        """Count the tokens of an activation (..., hidden); a weight has none."""
-        if self.base_name != "weight":
-            self.tokens += observed.numel() // observed.shape[-1]
+        """Count the tokens of an activation; a weight has none."""
+        self.tokens += tokens_in(observed, self.base_name)
 
-    def update_statistics_from_observed(self, observations: torch.Tensor) -> None:
+    @torch.no_grad()
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         """Take in observations of shape (num_observations, *qparam_shape, group_size)."""
-        low, high = torch.aminmax(observations, dim=-1)
-        self.low, self.high = self.combine(low.amin(0).to(torch.float32), high.amax(0).to(torch.float32))
+        if self.is_reference:
+            self._combine(*self.find_reference_range(observed))
+        else:
+            self._update(tiles_of_observations(observed.unsqueeze(0) if observed.ndim == 2 else observed))
 
-    @abstractmethod
-    def combine(self, low: torch.Tensor, high: torch.Tensor) -> Range:
-        """The range after a new observation of the range [low, high]."""
+    def find_range(self, tiles: Tiles) -> Range:
+        """The range to keep of one observation: float32, shape qparam_shape."""
+        return range_of(tiles)
+
+    def find_reference_range(self, observations: torch.Tensor) -> Range:
+        """The same as the peer computes it, in the observations' dtype."""
+        return reference.range_of_observations(observations)
+
+    def combine(self, old: Range, new: Range) -> Range:
+        """The range after a new observation of an activation."""
+        return new
 
     def range(self) -> Range:
-        """What was seen: (low, high), float32, shape qparam_shape. Raises ValueError when nothing was."""
+        """What was seen: (low, high), shape qparam_shape, float32 (reference: the observed dtype).
+
+        Raises ValueError when nothing was seen.
+        """
         if self.low is None or self.high is None:
             raise ValueError(
                 f"{self.base_name} observer: got no observation, need one before its range is asked"
@@ -77,49 +143,98 @@ class Observer(torch.nn.Module):
         return self.low, self.high
 
     def global_scale(self) -> torch.Tensor | None:
-        """The shared global scale, else this tensor's own; None for strategies without one."""
+        """The divisor that fused observers share, float32 (1,); None for strategies without one."""
         if self.strategy != "tensor_group":
             return None
-        return (
-            self.shared_global_scale
-            if self.shared_global_scale is not None
-            else global_scale_of(*self.range())
-        )
+        low, high = self._shared.union() if self._shared is not None else self.range()
+        return reference.global_scale_of(low, high) if self.is_reference else global_scale_of(low, high)
 
+    @torch.no_grad()
     def get_qparams(self) -> QParamsDict:
-        """Scale, zero point and global scale of what was observed."""
+        """Scale, zero point and global scale of what was observed; ValueError when nothing was."""
         low, high = self.range()
+        if self.strategy == "tensor" and self._shared is not None:
+            low, high = (end.expand(low.shape) for end in self._shared.union())
         global_scale = self.global_scale()
-        scale, zero_point = scale_and_zero_point(low, high, self.args, global_scale)
+        scale, zero_point = self.scales(low, high, global_scale)
         return QParamsDict(scale=scale, zero_point=zero_point, global_scale=global_scale)
 
+    def scales(
+        self, low: torch.Tensor, high: torch.Tensor, global_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and zero point of the ranges, given the global scale that will be stored."""
+        if self.is_reference:
+            stored = reference.dtype_named(self.args.scale_dtype)
+            return reference.scale_and_zero_point(low, high, self.args, global_scale, stored)
+        return scale_and_zero_point(low, high, self.args, global_scale)
+
     def reset(self) -> None:
-        """Forget everything seen, the token count and any shared global scale."""
-        self.low = self.high = self.shared_global_scale = None
+        """Forget everything seen, the token count and with whom a scale is shared."""
+        self.low = self.high = None
         self.tokens = 0
+        if self._shared is not None:
+            self._shared.leave(self._seat)
+        self._shared = None
+
+    def attach(self, module: torch.nn.Module) -> None:  # noqa: B027
+        """Start to gather from the module what this observer needs besides the observed tensors."""
+
+    def detach(self, module: torch.nn.Module) -> None:  # noqa: B027
+        """Stop to gather; what was gathered stays with the observer."""
+
+    def sync_activation_stats(self) -> list[distributed.Work]:
+        """Reduce statistics and token counts over ranks, once, after the last observation.
+
+        Every rank must call it, also one that saw nothing. The reduction is complete when this returns, so
+        the list of works to wait for is empty. Without a process group nothing happens.
+        """
+        if ranks.is_distributed():
+            self.reduce_over_ranks()
+        return []
+
+    def reduce_over_ranks(self) -> None:
+        """The reductions of `sync_activation_stats`."""
+        self.tokens = int(ranks.sum_over_ranks(torch.tensor(self.tokens)))
+        if self.reduction is None or self.base_name == WEIGHT:
+            return
+        reduced = ranks.reduce_range(self.low, self.high, self.reduction)
+        if reduced is not None:
+            self.low, self.high = reduced
+            self._deposit()
 
     @staticmethod
     def fuse(observers: "Iterable[Observer]") -> None:
         """Let layers that run as one parameter share what that parameter has once.
 
         Strategy tensor_group shares the global scale of the largest value seen, strategy tensor the
-        union of the ranges; other strategies share nothing.
+        union of the ranges; other strategies share nothing. Observers may be fused before or after they
+        observe; qparams are asked when all have observed.
         """
         members = list(observers)
-        _share_global_scale([observer for observer in members if observer.strategy == "tensor_group"])
-        _share_range([observer for observer in members if observer.strategy == "tensor"])
+        for strategy in ("tensor_group", "tensor"):
+            sharing = [observer for observer in members if observer.strategy == strategy]
+            shared = SharedRange(len(sharing))
+            for seat, observer in enumerate(sharing):
+                observer._shared, observer._seat = shared, seat
+                observer._deposit()
+
+    def _update(self, tiles: Tiles) -> None:
+        self._combine(*self.find_range(tiles))
+
+    def _combine(self, low: torch.Tensor, high: torch.Tensor) -> None:
+        if self.low is not None and self.high is not None and self.base_name != WEIGHT:
+            low, high = self.combine((self.low, self.high), (low, high))
+        self.low, self.high = low, high
+        self._deposit()
+
+    def _deposit(self) -> None:
+        if self._shared is not None and self.low is not None and self.high is not None:
+            self._shared.deposit(self._seat, self.low, self.high)
 
 
-def _share_global_scale(observers: list[Observer]) -> None:
-    if observers:
-        shared = torch.stack([global_scale_of(*observer.range()) for observer in observers]).amin(0)
-        for observer in observers:
-            observer.shared_global_scale = shared
-
-
-def _share_range(observers: list[Observer]) -> None:
-    if observers:
-        low = torch.stack([observer.range()[0] for observer in observers]).amin(0)
-        high = torch.stack([observer.range()[1] for observer in observers]).amax(0)
-        for observer in observers:
-            observer.low, observer.high = low, high
+def named_observers(parent: type[Observer] = Observer) -> Iterator[type[Observer]]:
+    """Every observer class that has a registry name of its own."""
+    for kind in parent.__subclasses__():
+        if "registry_name" in vars(kind):
+            yield kind
+        yield from named_observers(kind)

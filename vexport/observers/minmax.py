@@ -1,30 +1,30 @@
 """Min-max observers: memoryless, running and moving average."""
 
+from typing import ClassVar
+
 import torch
 
-from vexport.observers.args import ObserverArgs
+from vexport.observers import ranks
+from vexport.observers.args import OptionValue
 from vexport.observers.base import Observer, Range
-
-# llm-compressor's default, `MovingAverageMinMaxObserver`.
-AVERAGING_CONSTANT = 0.01
+from vexport.observers.options import AverageOptions
 
 
 class MemorylessMinMaxObserver(Observer):
     """The range of the last tensor observed [memoryless_minmax]."""
 
-    def combine(self, low: torch.Tensor, high: torch.Tensor) -> Range:
-        """The new range replaces the old one."""
-        return low, high
+    registry_name = "memoryless_minmax"
 
 
 class StaticMinMaxObserver(Observer):
     """The running minimum and maximum over all tensors observed [static_minmax]."""
 
-    def combine(self, low: torch.Tensor, high: torch.Tensor) -> Range:
+    registry_name = "static_minmax"
+    reduction: ClassVar[ranks.Reduction | None] = "extremes"
+
+    def combine(self, old: Range, new: Range) -> Range:
         """The union of both ranges."""
-        if self.low is None or self.high is None:
-            return low, high
-        return torch.minimum(self.low, low), torch.maximum(self.high, high)
+        return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
 
 
 class MinMaxObserver(Observer):
@@ -33,15 +33,23 @@ class MinMaxObserver(Observer):
     The first observation is taken as it is; `averaging_constant` 1.0 turns the averaging off.
     """
 
-    def __init__(
-        self, base_name: str, args: ObserverArgs, averaging_constant: float = AVERAGING_CONSTANT
-    ) -> None:
-        super().__init__(base_name, args)
-        self.averaging_constant = averaging_constant
+    registry_name = "minmax"
+    defaults = AverageOptions()
+    reduction: ClassVar[ranks.Reduction | None] = "average"
 
-    def combine(self, low: torch.Tensor, high: torch.Tensor) -> Range:
+    def configure(self, given: dict[str, OptionValue]) -> None:
+        """Read `averaging_constant`."""
+        options = self.read(AverageOptions(), given)
+        self.numerics, self.averaging_constant = options.numerics, options.averaging_constant
+
+    def combine(self, old: Range, new: Range) -> Range:
         """The moving average of both ranges."""
-        if self.low is None or self.high is None:
-            return low, high
-        weight = self.averaging_constant
-        return self.low * (1 - weight) + low * weight, self.high * (1 - weight) + high * weight
+        return moving_average(old, new, self.averaging_constant)
+
+
+def moving_average(old: Range, new: Range, constant: float) -> Range:
+    """`old * (1 - c) + new * c` at both ends, in the ranges' dtype."""
+    if constant == 1.0:
+        return new
+    low, high = (before * (1.0 - constant) + after * constant for before, after in zip(old, new, strict=True))
+    return low, high

@@ -73,4 +73,6 @@ def mx_scale(absmax: torch.Tensor, num_bits: int) -> torch.Tensor:
     """
     bits = absmax.to(torch.float32).view(torch.int32)
     biased = (bits + (1 << 21)) >> 23
-    return torch.ldexp(torch.ones(()), (biased - MX_OFFSET[num_bits]).clamp(0, 255) - E8M0_BIAS)
+    return torch.ldexp(
+        torch.ones_like(absmax, dtype=torch.float32), (biased - MX_OFFSET[num_bits]).clamp(0, 255) - E8M0_BIAS
+    )

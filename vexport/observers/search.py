@@ -159,12 +159,14 @@ def search_nvfp4(
 
     A tile is (1, rows, groups, group_size) in any float dtype; `global_scale` is the shared divisor, float32
     (1,). What a block scale can be is an e4m3 number, so the few of them that lie between the last and the
-    first candidate of `search` are all tried: no grid and no patience is needed.
+    first candidate of `search` are all tried: no grid and no patience is needed. `importance` broadcasts to
+    a tile.
     """
     least, most = min(search.factors) * search.expand, max(search.factors) * search.expand
+    weight = None if importance is None else importance[0]
     return torch.cat(
         [
-            _best_block_scale(tile[0].float(), global_scale, (least, most), search.norm, importance)
+            _best_block_scale(tile[0].float(), global_scale, (least, most), search.norm, weight)
             for tile in tiles
         ]
     )

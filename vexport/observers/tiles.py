@@ -19,10 +19,12 @@ class Tiles:
 
     `shared` says that every tile holds elements of all groups, so that results are accumulated; otherwise
     tiles hold different groups and results are concatenated along the first dimension of qparam_shape.
+    `order` is how the columns of a weight were permuted.
     """
 
     cut: Callable[[], Iterator[torch.Tensor]]
     shared: bool
+    order: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return self.cut()
@@ -52,7 +54,7 @@ def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: tor
             ordered = rows if order is None else rows.index_select(1, order)
             yield flatten_for_calibration(ordered, base_name, args)
 
-    return Tiles(cut, shared=False)
+    return Tiles(cut, shared=False, order=order)
 
 
 def _tile_length(value: torch.Tensor, dim: int) -> int:

@@ -1,0 +1,92 @@
+"""Observers against golden values of llm-compressor: to the bit in its numerics, close in vexport's own."""
+
+import pytest
+import torch
+
+from tests.observers.golden_values import Case, cases, observe, values
+from vexport.observers.search import range_of
+from vexport.observers.tiles import tiles_of
+
+CASES = list(enumerate(cases()))
+KEYS = ("low", "high", "scale", "zero_point", "global_scale")
+# One rounding of the dtype that the peer computes in is 2**-(mantissa bits + 1); scales take four.
+ROUNDING = {"float32": 2e-6, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
+
+
+def golden(number: int, key: str) -> torch.Tensor | None:
+    return values().get(f"{number}.{key}")
+
+
+@pytest.mark.parametrize(("number", "case"), CASES, ids=[str(case) for _, case in CASES])
+def test_reference_numerics_are_the_peers_to_the_bit(number: int, case: Case) -> None:
+    observer = observe(case, "reference")
+    low, high = observer.range()
+    results = {"low": low, "high": high, **observer.get_qparams()}
+    for key in KEYS:
+        expected, got = golden(number, key), results[key]
+        if expected is None:
+            assert got is None, key
+            continue
+        assert isinstance(got, torch.Tensor)
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape), key
+        assert torch.equal(got.float(), expected.float()), key
+
+
+MINMAX = [(number, case) for number, case in CASES if "minmax" in case.observer]
+
+
+@pytest.mark.parametrize(("number", "case"), MINMAX, ids=[str(case) for _, case in MINMAX])
+def test_min_max_in_float32_is_the_peers_within_its_rounding(number: int, case: Case) -> None:
+    observer = observe(case, "float32")
+    qparams = observer.get_qparams()
+    # Stored scales are rounded to three bits of mantissa or to a power of two: a rounding apart is a step.
+    stored = {"torch.float8_e4m3fn": 0.13, "torch.uint8": 1.0}.get(str(case.args.get("scale_dtype")), 0.0)
+    tolerance = ROUNDING[case.dtype]
+    for key, value in (("low", observer.range()[0]), ("high", observer.range()[1]), *qparams.items()):
+        expected = golden(number, key)
+        assert (value is None) == (expected is None)
+        if expected is None or key == "zero_point":
+            continue
+        assert isinstance(value, torch.Tensor)
+        loose = stored if key == "scale" and case.dtype != "float32" else 0.0
+        torch.testing.assert_close(
+            value, expected.float(), rtol=tolerance + loose, atol=0.0, check_dtype=False
+        )
+
+
+SEARCHES = [
+    (number, case)
+    for number, case in CASES
+    if case.dtype == "float32"
+    and "minmax" not in case.observer
+    and not (case.base_name == "weight" and case.args["strategy"] == "tensor_group")
+]
+
+
+@pytest.mark.parametrize(("number", "case"), SEARCHES, ids=[str(case) for _, case in SEARCHES])
+def test_searches_of_float32_values_choose_what_the_peer_chooses(number: int, case: Case) -> None:
+    low, high = observe(case, "float32").range()
+    for key, value in (("low", low), ("high", high)):
+        expected = golden(number, key)
+        assert expected is not None
+        torch.testing.assert_close(value, expected, rtol=2e-6, atol=0.0)
+
+
+def test_range_of_an_nvfp4_weight_is_not_shrunk_before_the_search() -> None:
+    case = next(
+        case
+        for _, case in CASES
+        if (case.observer, case.args["strategy"], case.base_name)
+        == ("memoryless_mse", "tensor_group", "weight")
+    )
+    weight = values()[case.observed[0]]
+    low, high = range_of(tiles_of(weight, "weight", case.quantization_args, None))
+    got = observe(case, "float32").range()
+    assert torch.equal(got[0], low)
+    assert torch.equal(got[1], high)
+
+
+def test_golden_values_cover_every_observer_and_dtype() -> None:
+    assert len(CASES) > 250
+    assert {case.dtype for _, case in CASES} == set(ROUNDING)
+    assert len({case.observer for _, case in CASES}) == 7

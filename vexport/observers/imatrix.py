@@ -1,0 +1,104 @@
+"""The search for the range with the least error, each error weighted by how large its inputs are."""
+
+import warnings
+from typing import ClassVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from vexport.observers import ranks, reference
+from vexport.observers.args import OptionValue
+from vexport.observers.base import Range
+from vexport.observers.flatten import WEIGHT, flatten_for_calibration
+from vexport.observers.importance import Importance
+from vexport.observers.mse import MemorylessMSEObserver
+from vexport.observers.options import ImportanceOptions, SearchOptions
+from vexport.observers.search import Search
+
+# Where a weight's columns are input channels within each group (llm-compressor, observers/imatrix.py).
+STRATEGIES = ("channel", "group", "tensor_group")
+DEFAULTS = ImportanceOptions(maxshrink=0.95, patience=5, grid=20.0, norm=3.0)
+
+
+class IMatrixMSEObserver(MemorylessMSEObserver):
+    """Least quantization error weighted by the mean square of each input channel [imatrix_mse].
+
+    `attach(module)` starts to gather from the module's inputs in a pass before the weight is observed,
+    `detach` ends that; `gathered` may also be set to what was gathered elsewhere. Without importance errors
+    are weighted alike after one warning, or ValueError under `strict`.
+    """
+
+    registry_name = "imatrix_mse"
+    defaults: ClassVar[SearchOptions] = DEFAULTS
+
+    def configure(self, given: dict[str, OptionValue]) -> None:
+        """Read the keywords of the search and `strict`."""
+        options = self.read(DEFAULTS, given)
+        super().configure(given)
+        self.strict = options.strict
+        self.gathered: Importance | None = None
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def search(self) -> Search:
+        """What is searched: here the last step is included."""
+        return self.options.search(max(1, int(self.options.maxshrink * self.options.grid)) + 1)
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Gather from now on from the inputs of a module with `in_features`; other modules are left alone."""
+        self.detach(module)
+        channels = getattr(module, "in_features", None)
+        if not isinstance(channels, int):
+            return
+        gathered = Importance.zeros(channels, torch.float32 if self.is_reference else torch.float64)
+        self.gathered = gathered
+
+        def gather(module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
+            first = inputs[0] if inputs else None
+            if isinstance(first, torch.Tensor):
+                gathered.add(first)
+
+        self._hook = module.register_forward_pre_hook(gather)
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Stop to gather; the importance stays with the observer."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def importance(self, channels: int, order: torch.Tensor | None) -> torch.Tensor | None:
+        """The gathered importance divided by its mean, broadcasting to a weight's observations."""
+        problem = self._problem(channels)
+        if problem is not None or self.gathered is None:
+            if self.strict:
+                raise ValueError(f"imatrix_mse: {problem}; gather importance first, or do without strict")
+            warnings.warn(f"imatrix_mse: {problem}; errors are weighted alike", stacklevel=2)
+            return None
+        mean = self.gathered.mean()
+        mean = mean / (mean.mean() + torch.finfo(torch.float32).tiny)
+        row = mean if order is None else mean.index_select(0, order)
+        return flatten_for_calibration(row.unsqueeze(0), self.base_name, self.args)
+
+    def find_reference_range(self, observations: torch.Tensor) -> Range:
+        """Search in the observations' dtype, with errors and importance in float32."""
+        importance = self.importance(observations.shape[-1] * observations.shape[-2], None)
+        return reference.grid_search(observations, self.args, self.search, importance, float32_error=True)
+
+    def reset(self) -> None:
+        """Forget everything seen and gathered."""
+        super().reset()
+        self.gathered = None
+
+    def reduce_over_ranks(self) -> None:
+        """Sum what was gathered over all ranks."""
+        super().reduce_over_ranks()
+        if self.gathered is not None:
+            self.gathered.total = ranks.sum_over_ranks(self.gathered.total)
+            self.gathered.tokens = int(ranks.sum_over_ranks(torch.tensor(self.gathered.tokens)))
+
+    def _problem(self, channels: int) -> str | None:
+        if self.base_name != WEIGHT:
+            return f"only weights have importance, got {self.base_name}"
+        if self.strategy not in STRATEGIES:
+            return f"strategy {self.strategy} has no importance, need one of {', '.join(STRATEGIES)}"
+        return self.gathered.problem(channels) if self.gathered else "no importance data available"

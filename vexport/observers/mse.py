@@ -1,0 +1,105 @@
+"""Observers that search the range with the least quantization error: memoryless, moving average, NVFP4."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from vexport.observers import ranks, reference
+from vexport.observers.args import OptionValue, is_nvfp4
+from vexport.observers.base import Observer, Range
+from vexport.observers.flatten import WEIGHT
+from vexport.observers.minmax import moving_average
+from vexport.observers.options import AverageSearchOptions, SearchOptions
+from vexport.observers.search import Search, range_of, search_grid, search_nvfp4
+from vexport.observers.tiles import Tiles
+
+
+class MemorylessMSEObserver(Observer):
+    """The range of the last tensor that has the least quantization error [memoryless_mse].
+
+    NVFP4 weights are searched when qparams are asked, so after `fuse`: among the block scales that can be
+    stored, relative to the shared global scale. Until then the observer refers to the weight, and its range
+    is that of the weight's values.
+    """
+
+    registry_name = "memoryless_mse"
+    defaults: ClassVar[SearchOptions] = SearchOptions()
+
+    def configure(self, given: dict[str, OptionValue]) -> None:
+        """Read the keywords of the search."""
+        self.options = self.read(self.defaults, given)
+        self.numerics = self.options.numerics
+        self._unsearched: Tiles | None = None
+
+    @property
+    def search(self) -> Search:
+        """What is searched."""
+        return self.options.search(int(self.options.maxshrink * self.options.grid))
+
+    def importance(self, channels: int, order: torch.Tensor | None) -> torch.Tensor | None:
+        """The weight of each error, broadcasting to observations; None weights all alike."""
+        return None
+
+    def find_range(self, tiles: Tiles) -> Range:
+        """Search, or for NVFP4 weights remember what is to be searched."""
+        if self.base_name == WEIGHT and is_nvfp4(self.args):
+            self._unsearched = tiles
+            return range_of(tiles)
+        return search_grid(tiles, self.args, self.search, self._importance_for(tiles))
+
+    def find_reference_range(self, observations: torch.Tensor) -> Range:
+        """Search in the observations' dtype, without the global scale and without e4m3 scales."""
+        # The peer's loop ends at the first step without improvement for patience 0, as for 1.
+        search = replace(self.search, patience=max(1, self.search.patience))
+        return reference.grid_search(observations, self.args, search, None, float32_error=False)
+
+    def scales(
+        self, low: torch.Tensor, high: torch.Tensor, global_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For NVFP4 weights the search, now that the global scale is known."""
+        if self._unsearched is None or global_scale is None:
+            return super().scales(low, high, global_scale)
+        importance = self._importance_for(self._unsearched)
+        scale = search_nvfp4(self._unsearched, global_scale, self.search, importance)
+        return scale, torch.zeros(scale.shape, dtype=torch.int32)
+
+    def reset(self) -> None:
+        """Forget everything seen and the weight that is to be searched."""
+        super().reset()
+        self._unsearched = None
+
+    def _importance_for(self, tiles: Tiles) -> torch.Tensor | None:
+        tile = next(iter(tiles))
+        return self.importance(tile.shape[-1] * tile.shape[-2], tiles.order)
+
+
+class MovingAverageMSEObserver(MemorylessMSEObserver):
+    """A moving average of the ranges with the least quantization error [mse].
+
+    The first observation is taken as it is; `averaging_constant` 1.0 turns the averaging off.
+    """
+
+    registry_name = "mse"
+    reduction: ClassVar[ranks.Reduction | None] = "average"
+
+    def configure(self, given: dict[str, OptionValue]) -> None:
+        """Read the keywords of the search and `averaging_constant`."""
+        options = self.read(AverageSearchOptions(), given)
+        search = {name: value for name, value in given.items() if name != "averaging_constant"}
+        super().configure(search)
+        self.averaging_constant = options.averaging_constant
+
+    def combine(self, old: Range, new: Range) -> Range:
+        """The moving average of both ranges."""
+        return moving_average(old, new, self.averaging_constant)
+
+
+class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
+    """Least quantization error between 1.8 and 0.8 times the range, for NVFP4 [nvfp4_expanded_mse]."""
+
+    registry_name = "nvfp4_expanded_mse"
+    # llm-compressor, observers/mse.py: from 1.8 times the range down to 0.8 times.
+    defaults: ClassVar[SearchOptions] = SearchOptions(
+        expand=1.8, maxshrink=1 - 0.8 / 1.8, grid=200.0, patience=1000
+    )

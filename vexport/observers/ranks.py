@@ -1,0 +1,59 @@
+"""Statistics reduced over the ranks of torch.distributed; a rank that saw nothing takes part."""
+
+from typing import Literal
+
+import torch
+from torch import distributed
+
+Range = tuple[torch.Tensor, torch.Tensor]
+Reduction = Literal["extremes", "average"]
+
+
+def is_distributed() -> bool:
+    """Whether there is a process group."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def reduce_range(low: torch.Tensor | None, high: torch.Tensor | None, reduction: Reduction) -> Range | None:
+    """MIN and MAX ("extremes") or AVG ("average") of all ranks' ranges, None where no rank has one.
+
+    Ranks without a range change nothing; the average is over those that have one. Every rank must call.
+    Raises ValueError where shapes differ.
+    """
+    own = None if low is None else (tuple(low.shape), low.dtype)
+    everyone: list[tuple[tuple[int, ...], torch.dtype] | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, own)
+    seen = [one for one in everyone if one is not None]
+    if not seen:
+        return None
+    if len(set(seen)) > 1:
+        raise ValueError(
+            f"statistics over ranks: got {sorted(map(str, set(seen)))}, need one shape and dtype"
+        )
+    shape, dtype = seen[0]
+    if reduction == "average":
+        return _mean(low, shape, dtype, len(seen)), _mean(high, shape, dtype, len(seen))
+    return (
+        _reduced(low, shape, torch.inf, distributed.ReduceOp.MIN).to(dtype),
+        _reduced(high, shape, -torch.inf, distributed.ReduceOp.MAX).to(dtype),
+    )
+
+
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """SUM of all ranks' tensors of one shape and dtype; the argument is left alone."""
+    total = value.clone()
+    distributed.all_reduce(total, op=distributed.ReduceOp.SUM)
+    return total
+
+
+def _mean(value: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> torch.Tensor:
+    return (_reduced(value, shape, 0.0, distributed.ReduceOp.SUM) / ranks).to(dtype)
+
+
+def _reduced(
+    value: torch.Tensor | None, shape: tuple[int, ...], empty: float, op: "distributed.ReduceOp.RedOpType"
+) -> torch.Tensor:
+    # Not every backend reduces 16-bit floats; float32 holds them exactly.
+    total = torch.full(shape, empty) if value is None else value.to(torch.float32, copy=True).contiguous()
+    distributed.all_reduce(total, op=op)
+    return total
