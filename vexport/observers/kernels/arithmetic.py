@@ -1,0 +1,211 @@
+"""Float32 building blocks of the searches: widening, rounding to a format, powers, sums of errors.
+
+Everything is branch-free inside its loop, so that the compiler turns each loop into vector code. Values are
+deterministic: `contract` only lets a multiply-add be one instruction, `reassoc` only lets a sum be kept in
+lanes, and neither depends on the number of threads.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Function = TypeVar("Function", bound=Callable[..., object])
+F32 = np.float32
+I32 = np.int32
+Bits = npt.NDArray[np.int32] | npt.NDArray[np.uint16]
+Floats = npt.NDArray[np.float32]
+
+# How a weight is stored; what `widen` is told.
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+# Errors are added up in float32 over this many values, in float64 beyond.
+CHUNK = 1024
+EXPONENT_MASK = 0x7F800000
+# ulp(1.5 * 2**23) == 1: adding and subtracting it rounds to an integer, ties to even.
+ROUNDER = (23 << 23) | 0x400000
+
+
+class Format(NamedTuple):
+    """A number format that values in units of the scale are rounded to.
+
+    `low` and `high` are its ends. `mask` and `floor` say how the exponent of a value becomes that of its
+    step (an integer ignores the exponent, e4m3 and e2m1 have a smallest one), `rounder` turns that into
+    the number whose addition rounds. `zero_points` is whether the range is mapped onto both ends.
+    """
+
+    low: np.float32
+    high: np.float32
+    mask: np.int32
+    floor: np.int32
+    rounder: np.int32
+    zero_points: bool
+
+
+def integer_format(bits: int, *, symmetric: bool = True) -> Format:
+    """Signed integers of that many bits."""
+    high = 2 ** (bits - 1) - 1
+    return Format(F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), not symmetric)
+
+
+def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> Format:
+    """A float with subnormals below 2**smallest_exponent; values beyond `largest` saturate."""
+    floor = (127 + smallest_exponent) << 23
+    rounder = ROUNDER - (mantissa_bits << 23)
+    return Format(F32(-largest), F32(largest), I32(EXPONENT_MASK), I32(floor), I32(rounder), False)
+
+
+E4M3 = float_format(448.0, -6, 3)
+E2M1 = float_format(6.0, 0, 1)
+
+
+def compiled(
+    *, parallel: bool = False, fastmath: frozenset[str] = frozenset()
+) -> Callable[[Function], Function]:
+    """Compile at the first call; the code is kept beside the package or in the user's cache folder."""
+    decorate = njit(cache=True, nogil=True, parallel=parallel, fastmath=set(fastmath))
+    return cast(Callable[[Function], Function], decorate)
+
+
+MULTIPLY_ADD = frozenset({"contract"})
+LANES = frozenset({"contract", "reassoc"})
+
+
+@compiled()
+def as_float(bits: np.int32) -> np.float32:
+    """The float32 of those bits."""
+    return I32(bits).view(F32)
+
+
+@compiled()
+def as_bits(value: np.float32) -> np.int32:
+    """The bits of a float32."""
+    return F32(value).view(I32)
+
+
+@compiled()
+def widen(target: Floats, source: Bits, storage: int) -> None:
+    """Write the float32 values of stored bits, both of one length, into `target`; exact."""
+    bits = target.view(np.int32)
+    if storage == FLOAT32:
+        for i in range(source.size):
+            bits[i] = I32(source[i])
+    elif storage == BFLOAT16:
+        for i in range(source.size):
+            bits[i] = I32(I32(source[i]) << I32(16))
+    else:
+        for i in range(source.size):
+            half = I32(source[i])
+            magnitude = I32(I32(half & I32(0x7FFF)) << I32(13))
+            # 2**112 moves the exponent's bias from 15 to 127, for subnormals too.
+            finite = as_bits(as_float(magnitude) * F32(2.0**112))
+            wide = I32(finite | I32(EXPONENT_MASK)) if magnitude >= I32(0x0F800000) else finite
+            bits[i] = I32(wide | I32(I32(half & I32(0x8000)) << I32(16)))
+
+
+@compiled()
+def ordered(bits: np.int32) -> np.int32:
+    """Float32 bits as an integer of the same order, and back; NaN is beyond both ends."""
+    return I32(bits ^ (I32(bits >> I32(31)) & I32(0x7FFFFFFF)))
+
+
+@compiled()
+def value_range(values: Floats) -> tuple[np.float32, np.float32]:
+    """Smallest and largest value; NaN when one is NaN."""
+    bits = values.view(np.int32)
+    low = high = ordered(bits[0])
+    for i in range(values.size):
+        key = ordered(bits[i])
+        low = min(low, key)
+        high = max(high, key)
+    return as_float(ordered(low)), as_float(ordered(high))
+
+
+@compiled()
+def round_to(value: np.float32, form: Format) -> np.float32:
+    """The nearest number of a format, ties to the even mantissa, for a value within its ends."""
+    exponent = max(I32(as_bits(value) & form.mask), form.floor)
+    rounder = as_float(exponent + form.rounder)
+    return F32(F32(value + rounder) - rounder)
+
+
+@compiled()
+def distance(scaled: np.float32, form: Format) -> np.float32:
+    """|q - x| for a value in units of the scale (zero point added)."""
+    return F32(abs(round_to(min(max(scaled, form.low), form.high), form) - scaled))
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def power_12_5(x: np.float32) -> np.float32:
+    """x**2.4 for 0 <= x < 2**20, relative error below 6e-7.
+
+    y ~ x**-0.2 from the exponent bits is within 3.5 %; then x**2.4 = (x * y)**3 * (x * y**5)**-0.6, and the
+    last factor is a minimax polynomial about 1.
+    """
+    y = as_float(I32(F32(as_bits(x)) * F32(-0.2) + F32(1277900000.0)))
+    xy = F32(x * y)
+    y2 = F32(y * y)
+    e = F32(F32(y2 * y2) * xy - F32(1.0))
+    p = F32(e * F32(-0.3610744537671272) + F32(0.3861648045919534))
+    p = F32(e * p + F32(-0.4157605134427955))
+    p = F32(e * p + F32(0.4798940961590991))
+    p = F32(e * p + F32(-0.6000008157099368))
+    p = F32(e * p + F32(1.0000001407021757))
+    return F32(F32(F32(xy * xy) * xy) * p)
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def power(x: np.float32, exponent: np.float32) -> np.float32:
+    """x**exponent for x >= 0, as exp2(exponent * log2(x)) by minimax polynomials; below 2**-126 it is 0.
+
+    The relative error is below 2e-7 * (1 + |exponent * log2(x)|).
+    """
+    bits = as_bits(x)
+    whole = I32(I32(bits - I32(0x3F3504F3)) >> I32(23))
+    m = F32(as_float(bits - I32(whole << I32(23))) - F32(1.0))
+    p = F32(m * F32(0.1254276796979766) + F32(-0.21028976330564148))
+    p = F32(m * p + F32(0.21736580414543036))
+    p = F32(m * p + F32(-0.23852119025448984))
+    p = F32(m * p + F32(0.287658750081982))
+    p = F32(m * p + F32(-0.36072113694036634))
+    p = F32(m * p + F32(0.4809224228490148))
+    p = F32(m * p + F32(-0.7213471289212208))
+    p = F32(m * p + F32(1.4426948701197804))
+    log = F32(exponent * F32(m * p + F32(whole)))
+    log = min(max(log, F32(-126.0)), F32(127.0))
+    near = F32(np.rint(log))
+    f = F32(log - near)
+    q = F32(f * F32(0.001327647173643221) + F32(0.009675541540193578))
+    q = F32(f * q + F32(0.055507132760972626))
+    q = F32(f * q + F32(0.2402211972007268))
+    q = F32(f * q + F32(0.6931469670620369))
+    q = F32(f * q + F32(1.000000071655433))
+    return as_float(as_bits(q) + I32(I32(near) << I32(23)))
+
+
+@compiled(fastmath=LANES)
+def add(total: np.float32, term: np.float32) -> np.float32:
+    """A sum whose terms may be added in lanes."""
+    return F32(total + term)
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def chunk_error(
+    values: Floats, importance: Floats, inverse: np.float32, zero: np.float32, form: Format, norm: np.float32
+) -> np.float32:
+    """sum(importance * |q - x|**norm) of at most CHUNK values, in units of the scale 1 / inverse."""
+    total = F32(0.0)
+    if norm == F32(2.4):
+        for i in range(values.size):
+            d = distance(F32(F32(values[i] * inverse) + zero), form)
+            total = add(total, F32(importance[i] * power_12_5(d)))
+    elif norm == F32(3.0):
+        for i in range(values.size):
+            d = distance(F32(F32(values[i] * inverse) + zero), form)
+            total = add(total, F32(importance[i] * F32(F32(d * d) * d)))
+    else:
+        for i in range(values.size):
+            d = distance(F32(F32(values[i] * inverse) + zero), form)
+            total = add(total, F32(importance[i] * power(d, norm)))
+    return total

@@ -1,0 +1,100 @@
+"""The search over NVFP4 block scales: only the few that can be stored.
+
+A block scale is stored as an e4m3 number relative to the global scale, so all ranges between the largest and
+the smallest candidate come down to the e4m3 numbers between theirs.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import prange
+
+from vexport.observers.kernels.arithmetic import (
+    E2M1,
+    E4M3,
+    F32,
+    I32,
+    Bits,
+    Floats,
+    as_bits,
+    chunk_error,
+    compiled,
+    round_to,
+    value_range,
+    widen,
+)
+
+Codes = npt.NDArray[np.uint8]
+Doubles = npt.NDArray[np.float64]
+
+GROUP_SIZE = 16
+# The code of 0.125, which the scale of a group of zeros becomes (E4M3_EPS of vexport.observers.qparams).
+ZERO_GROUP_CODE = 0x20
+
+
+class NVFP4Search(NamedTuple):
+    """The shared global scale, the ends of the candidates in units of a range, the norm of errors."""
+
+    global_scale: np.float32
+    largest: np.float32
+    smallest: np.float32
+    norm: np.float32
+
+
+@compiled()
+def e4m3_code(value: np.float32) -> int:
+    """The code of the nearest e4m3 number of a value >= 0; beyond 448 it is that of 448."""
+    rounded = round_to(min(value, E4M3.high), E4M3)
+    if rounded < F32(2.0**-6):
+        return int(rounded * F32(512.0))
+    return int(as_bits(rounded) >> I32(20)) - (120 << 3)
+
+
+@compiled()
+def candidate_code(absmax: np.float32, expand: np.float32, global_scale: np.float32) -> int:
+    """The code of the block scale of a range, at least the smallest positive one."""
+    return max(1, e4m3_code(F32(F32(F32(absmax * expand) / E2M1.high) * global_scale)))
+
+
+@compiled()
+def best_code(
+    values: Floats, importance: Floats, search: NVFP4Search, scales: Floats, scale_powers: Doubles
+) -> int:
+    """The code with the smallest error for a group; the larger one of equals."""
+    low, high = value_range(values)
+    absmax = max(-low, high)
+    if absmax == 0:
+        return ZERO_GROUP_CODE
+    first = candidate_code(absmax, search.largest, search.global_scale)
+    last = candidate_code(absmax, search.smallest, search.global_scale)
+    best, least = first, np.inf
+    for code in range(first, last - 1, -1):
+        inverse = F32(search.global_scale / scales[code])
+        error = chunk_error(values, importance, inverse, F32(0.0), E2M1, search.norm)
+        error_in_units = scale_powers[code] * float(error)
+        if error_in_units < least:
+            best, least = code, error_in_units
+    return best
+
+
+@compiled(parallel=True)
+def search_block_scales(
+    weight: Bits,
+    storage: int,
+    importance: Floats,
+    search: NVFP4Search,
+    scales: Floats,
+    scale_powers: Doubles,
+    codes: Codes,
+) -> None:
+    """Write the best e4m3 code of every 16 columns of `weight` (rows, columns).
+
+    `scales` are the numbers of all positive codes, `scale_powers` is `scales**norm`.
+    """
+    for row in prange(weight.shape[0]):
+        values = np.empty(weight.shape[1], dtype=F32)
+        widen(values, weight[row], storage)
+        for group in range(codes.shape[1]):
+            part = slice(group * GROUP_SIZE, (group + 1) * GROUP_SIZE)
+            codes[row, group] = best_code(values[part], importance[part], search, scales, scale_powers)
