@@ -5,20 +5,20 @@ in bf16 a batched matrix product rounds differently (by up to 0.1 in the last hi
 Llama), and a moving average takes one step per forward.
 """
 
+import base64
 from collections.abc import Sequence
 
 import torch
 
 from vexport.calibration.data import Samples
 from vexport.calibration.hidden import MEMORY_BYTES, hidden_states
-from vexport.calibration.importance import ChannelImportance, encode_channels
 from vexport.calibration.layerwise import Batch, Failure, LayerByLayer, OnLayer
 from vexport.calibration.ranks import gather, own_share, process_group, rank_and_size, sync
 from vexport.calibration.watch import watched_by
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.errors import CheckpointFailed
-from vexport.observers import Observer
+from vexport.observers import Importance, Observer
 from vexport.types import Calibration, InputRange, Plan
 
 
@@ -94,9 +94,14 @@ def _input_range(name: str, observer: Observer) -> InputRange:
     return InputRange(low=float(low.min()), high=float(high.max()), tokens=observer.tokens)
 
 
-def _importance(name: str, seen: ChannelImportance) -> str:
-    _require_tokens(name, seen.tokens, "the importance of its input channels")
-    return encode_channels(seen.mean())
+def _importance(name: str, gathered: Importance) -> str:
+    _require_tokens(name, gathered.tokens, "the importance of its input channels")
+    return encode_channels(gathered.mean())
+
+
+def encode_channels(values: torch.Tensor) -> str:
+    """A vector as JSON text: base64 of its little-endian float32 bytes."""
+    return base64.b64encode(values.cpu().numpy().astype("<f4").tobytes()).decode("ascii")
 
 
 def _require_tokens(name: str, tokens: int, purpose: str) -> None:

@@ -1,7 +1,7 @@
 """Calibration on several ranks: the samples are split, the statistics are merged, all ranks agree."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -10,11 +10,9 @@ import torch.distributed as dist
 
 from vexport.calibration.data import Samples
 from vexport.calibration.watch import Watched
-from vexport.observers import MinMaxObserver, Observer
+from vexport.observers.ranks import sum_over_ranks
 
 T = TypeVar("T")
-# What one rank's observer saw: low, high and the number of tokens; None where it saw nothing.
-Seen = tuple[torch.Tensor, torch.Tensor, int] | None
 
 
 @contextmanager
@@ -56,29 +54,12 @@ def gather(value: T) -> list[T]:
 def sync(watched: Watched) -> None:
     """Give every rank the statistics of all ranks: minima and maxima exactly, moving averages as their mean.
 
-    One exchange for all layers; a rank that saw nothing of a layer has no say in it.
+    Every rank calls it, also one that saw nothing.
     """
     if rank_and_size()[1] == 1:
         return
-    ranges = gather([_seen(observer) for observer in watched.inputs.values()])
-    for observer, parts in zip(watched.inputs.values(), zip(*ranges, strict=True), strict=True):
-        _merge(observer, [part for part in parts if part is not None])
-    totals = gather([(one.total, one.tokens) for one in watched.importance.values()])
-    for one, sums in zip(watched.importance.values(), zip(*totals, strict=True), strict=True):
-        known = [total for total, _ in sums if total is not None]
-        one.total = torch.stack(known).sum(0) if known else None
-        one.tokens = sum(tokens for _, tokens in sums)
-
-
-def _seen(observer: Observer) -> Seen:
-    return (*observer.range(), observer.tokens) if observer.has_statistics else None
-
-
-def _merge(observer: Observer, parts: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
-    if not parts:
-        return
-    low, high = torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts])
-    averaged = isinstance(observer, MinMaxObserver)
-    observer.low = low.mean(0) if averaged else low.amin(0)
-    observer.high = high.mean(0) if averaged else high.amax(0)
-    observer.tokens = sum(tokens for _, _, tokens in parts)
+    for observer in watched.inputs.values():
+        observer.sync_activation_stats()
+    for gathered in watched.importance.values():
+        gathered.total = sum_over_ranks(gathered.total)
+        gathered.tokens = int(sum_over_ranks(torch.tensor(gathered.tokens)))

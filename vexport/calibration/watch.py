@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vexport.calibration.finite import is_finite
-from vexport.calibration.importance import ChannelImportance
-from vexport.observers import Observer, load_observer
+from vexport.observers import Importance, Observer, load_observer
 from vexport.schemes import get_scheme
 from vexport.types import Plan
 
@@ -24,7 +23,7 @@ class Watched:
     """The observers of a plan by the name of the linear layer whose input they see."""
 
     inputs: Mapping[str, Observer]
-    importance: Mapping[str, ChannelImportance]
+    importance: Mapping[str, Importance]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,7 +53,7 @@ class Watched:
     def is_finite(self) -> bool:
         """Whether every value seen so far was finite."""
         ranges = [observer.range() for observer in self.inputs.values() if observer.has_statistics]
-        totals = [one.total for one in self.importance.values() if one.total is not None]
+        totals = [gathered.total for gathered in self.importance.values()]
         values = [side.flatten().to(torch.float64) for low_high in ranges for side in low_high]
         return is_finite(torch.cat([*values, *totals])) if values or totals else True
 
@@ -63,7 +62,7 @@ class Watched:
         if name in self.inputs:
             hooks.append(_hook(self.inputs[name]))
         if name in self.importance:
-            hooks.append(_hook(self.importance[name].observe))
+            hooks.append(_hook(self.importance[name].add))
         return hooks
 
     def _part(self, names: list[str]) -> "Watched":
@@ -75,12 +74,11 @@ class Watched:
 
 def watched_by(plan: Plan) -> Watched:
     """Observers for every static input scale and every weight search by importance of a plan."""
-    members = [(group, member.name) for group in plan.groups for member in group.members]
+    searched = [group for group in plan.groups if group.observer == IMPORTANCE_OBSERVER]
+    members = [member for group in searched for member in group.members]
     return Watched(
         inputs=input_observers(plan),
-        importance={
-            name: ChannelImportance() for group, name in members if group.observer == IMPORTANCE_OBSERVER
-        },
+        importance={member.name: Importance.zeros(member.in_features) for member in members},
     )
 
 

@@ -1,0 +1,228 @@
+"""Observers attached to modules: calibrate any torch.nn.Module and read its quantization parameters.
+
+A module says how it is quantized by its attribute `quantization_scheme`: compressed-tensors'
+`QuantizationScheme` or vexport's `SchemeArgs`. `initialize_observer` attaches `{base_name}_observer`, hooks
+or `observe` show it values, `update_qparams` writes `{base_name}_scale`, `_zero_point` and `_global_scale`.
+Names and meaning are llm-compressor's (modifiers/quantization/calibration.py). This layer computes nothing:
+formulas and statistics are those of `vexport.observers`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, cast
+
+import torch
+from compressed_tensors.offload import update_offload_parameter
+from compressed_tensors.quantization import QuantizationStatus
+
+from vexport.errors import CheckpointFailed
+from vexport.observers import Observer, ObserverArgs
+
+# What can be observed, and the part of a scheme that says how it is quantized.
+ARGUMENTS: Mapping[str, str] = {
+    "weight": "weights",
+    "input": "input_activations",
+    "output": "output_activations",
+    "q": "input_activations",
+    "k": "input_activations",
+    "v": "input_activations",
+}
+ACTIVATIONS = tuple(name for name in ARGUMENTS if name != "weight")
+DEFAULT_WEIGHT_OBSERVER = "memoryless_minmax"
+DEFAULT_ACTIVATION_OBSERVER = "minmax"
+# A weight does not change while it is calibrated: what would keep a history becomes memoryless.
+MEMORYLESS: Mapping[str, str] = {
+    "static_minmax": "memoryless_minmax",
+    "minmax": "memoryless_minmax",
+    "mse": "memoryless_mse",
+}
+
+Modules = torch.nn.Module | Iterable[torch.nn.Module]
+
+
+class QuantizationArguments(ObserverArgs, Protocol):
+    """Arguments that also name the observer: compressed-tensors' `QuantizationArgs` and our `QuantArgs`."""
+
+    @property
+    def observer(self) -> str | None: ...
+
+
+def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
+    """Attach the observer of a module's "weight", "input", "output", "q", "k" or "v" as a submodule.
+
+    Nothing is attached where the scheme has no such part or quantizes it dynamically; with dynamic "local"
+    (NVFP4 inputs) the observer serves the global scale. A weight's observer is always memoryless. Raises
+    ValueError for another base name or an unknown observer.
+    """
+    args = arguments_of(module, base_name)
+    if args is None or args.dynamic is True:
+        return
+    if base_name == "weight":
+        name = args.observer or DEFAULT_WEIGHT_OBSERVER
+        name = MEMORYLESS.get(name, name)
+    else:
+        name = args.observer or DEFAULT_ACTIVATION_OBSERVER
+    observer = Observer.load_from_registry(name, base_name=base_name, args=args)
+    module.register_module(f"{base_name}_observer", observer)
+    observer.attach(module)
+
+
+def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) -> None:
+    """Show a value to the observers of that base name; modules without one are passed over.
+
+    Without `value` each module shows its own tensor of that name (its weight).
+    """
+    for one in _each(module):
+        observer = observer_of(one, base_name)
+        if observer is not None:
+            observer(getattr(one, base_name) if value is None else value)
+
+
+def update_qparams(module: Modules, base_name: str | Iterable[str], only_update_onload: bool = False) -> None:
+    """Write what the observers found to the modules: `{base_name}_scale`, `_zero_point`, `_global_scale`.
+
+    Parameters that exist keep their dtype and shape, others are registered: scale and global scale
+    float32, zero point int32. Dynamic "local" writes the global scale alone. For offloaded modules
+    (compressed-tensors) `only_update_onload` leaves the offloaded copy as it is. Modules without such an
+    observer are passed over; CheckpointFailed names those whose observer saw nothing.
+    """
+    base_names = [base_name] if isinstance(base_name, str) else list(base_name)
+    for one in _each(module):
+        for name in base_names:
+            observer = observer_of(one, name)
+            if observer is not None:
+                _require_statistics(one, name, observer)
+                _write_qparams(one, name, observer, only_update_onload)
+
+
+def calibrate_input_hook(module: torch.nn.Module, args: object) -> None:
+    """A forward pre-hook: the module's first positional input goes to its `input_observer`."""
+    value = args[0] if isinstance(args, tuple) else args
+    _show(module, "input", value)
+
+
+def calibrate_output_hook(module: torch.nn.Module, args: object, output: object) -> None:
+    """A forward hook: the module's output (the first of a tuple) goes to its `output_observer`.
+
+    The output itself stays as it is; the peer rounds it by scales that are not known yet.
+    """
+    _show(module, "output", output[0] if isinstance(output, tuple) else output)
+
+
+def calibrate_query_hook(module: torch.nn.Module, query_states: torch.Tensor) -> None:
+    """Query states (batch, heads, tokens, head size) go to the attention module's `q_observer`."""
+    _show(module, "q", query_states)
+
+
+def calibrate_key_hook(module: torch.nn.Module, key_states: torch.Tensor) -> None:
+    """Key states (batch, heads, tokens, head size) go to the attention module's `k_observer`."""
+    _show(module, "k", key_states)
+
+
+def calibrate_value_hook(module: torch.nn.Module, value_states: torch.Tensor) -> None:
+    """Value states (batch, heads, tokens, head size) go to the attention module's `v_observer`."""
+    _show(module, "v", value_states)
+
+
+def freeze_module_quantization(module: torch.nn.Module) -> None:
+    """Remove a module's observers and mark it frozen; `model.apply(freeze_module_quantization)` for all.
+
+    Modules without a scheme, and frozen ones, stay as they are.
+    """
+    frozen = getattr(module, "quantization_status", None) == QuantizationStatus.FROZEN
+    if getattr(module, "quantization_scheme", None) is None or frozen:
+        return
+    for base_name in ARGUMENTS:
+        observer = observer_of(module, base_name)
+        if observer is not None:
+            observer.detach(module)
+            delattr(module, f"{base_name}_observer")
+    module.quantization_status = QuantizationStatus.FROZEN
+
+
+def get_modules(model: torch.nn.Module, base_name: str | None = None) -> list[torch.nn.Module]:
+    """The modules of a model that have a quantization scheme, or, if named, an observer of `base_name`.
+
+    Each module comes once, however many names it has, in the order of registration: ranks that built the
+    same model agree on it.
+    """
+    if base_name is None:
+        return [one for one in model.modules() if getattr(one, "quantization_scheme", None) is not None]
+    return [one for one in model.modules() if observer_of(one, base_name) is not None]
+
+
+def sync_activation_stats(model: torch.nn.Module, base_names: Sequence[str] = ACTIVATIONS) -> None:
+    """Reduce the statistics of all activation observers over the ranks of the process group.
+
+    Every rank calls it once, after the last observation, with the same model; alone it does nothing.
+    """
+    for base_name in base_names:
+        for module in get_modules(model, base_name):
+            observer = observer_of(module, base_name)
+            if observer is not None:
+                observer.sync_activation_stats()
+
+
+def observer_of(module: torch.nn.Module, base_name: str) -> Observer | None:
+    """The observer attached under a base name; None where there is none. ValueError for another base name."""
+    _require_base_name(base_name)
+    observer = getattr(module, f"{base_name}_observer", None)
+    return observer if isinstance(observer, Observer) else None
+
+
+def arguments_of(module: torch.nn.Module, base_name: str) -> QuantizationArguments | None:
+    """How the module's scheme quantizes that part; None where it does not."""
+    _require_base_name(base_name)
+    scheme = getattr(module, "quantization_scheme", None)
+    return cast(QuantizationArguments | None, getattr(scheme, ARGUMENTS[base_name], None))
+
+
+def _require_base_name(base_name: str) -> None:
+    if base_name not in ARGUMENTS:
+        raise ValueError(f"base name {base_name!r}: got an unknown name, need one of {', '.join(ARGUMENTS)}")
+
+
+def _each(module: Modules) -> Iterator[torch.nn.Module]:
+    # A container of torch is iterable and a module: it counts as the module that it is.
+    return iter([module]) if isinstance(module, torch.nn.Module) else iter(module)
+
+
+def _show(module: torch.nn.Module, base_name: str, value: object) -> None:
+    observer = observer_of(module, base_name)
+    if observer is None or not isinstance(value, torch.Tensor):
+        got = f"no {base_name}_observer" if observer is None else type(value).__name__
+        raise ValueError(
+            f"{_describe(module)}: got {got}, need an observer and a tensor for its {base_name}; "
+            "call initialize_observer first"
+        )
+    observer(value)
+
+
+def _require_statistics(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
+    if not observer.has_statistics:
+        raise CheckpointFailed(
+            f"{_describe(module)}: {base_name}",
+            got=f"{observer.tokens} tokens in calibration",
+            need="at least one observation for its static scale",
+            fix="add samples that reach this module, or do not quantize it",
+        )
+
+
+def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer, onload: bool) -> None:
+    for name, value in observer.get_qparams().items():
+        if value is None or (observer.args.dynamic is not False and name != "global_scale"):
+            continue
+        assert isinstance(value, torch.Tensor)
+        full = f"{base_name}_{name}"
+        present = getattr(module, full, None)
+        if not isinstance(present, torch.Tensor):
+            module.register_parameter(full, torch.nn.Parameter(value, requires_grad=False))
+            continue
+        value = value.to(present.dtype).reshape(present.shape)
+        if onload:
+            present.data = value.to(present.device)
+        else:
+            update_offload_parameter(module, full, value)
+
+
+def _describe(module: torch.nn.Module) -> str:
+    return f"{type(module).__name__}({module.extra_repr()})"
