@@ -77,10 +77,10 @@ class LayerByLayer:
     def _layer(self, number: int, calls: Sequence[LayerCall]) -> Failure | None:
         """Run all batches through one layer, each in place."""
         layer, name = self.layers[number], f"{self.name}.{number}"
-        with self.watched.watching(layer, name, self.weights.stored_name) as watched:
+        with self.watched.watching(layer, name, self.weights.stored_name) as inputs:
             for position, call in enumerate(calls):
                 output = call.run(layer, self.hidden[position])
-                if not (is_finite(output) and watched.is_finite()):
+                if not (is_finite(output) and inputs.finite):
                     break
                 self.hidden[position] = output
             else:
@@ -111,9 +111,9 @@ class LayerByLayer:
         for position, batch in enumerate(self.batches):
             forward = partial(part, input_ids=batch.ids, use_cache=False)
             with replayed_layers(self.layers, self.hidden[position], rest):
-                with self.watched.watching(self.model, "", self.weights.stored_name) as watched:
+                with self.watched.watching(self.model, "", self.weights.stored_name) as inputs:
                     forward()
-                if not watched.is_finite():
+                if not inputs.finite:
                     return self._locate(len(self.layers), self.model, "", position, forward)
         return None
 

@@ -6,14 +6,24 @@ from dataclasses import dataclass
 
 import torch
 
-from vexport.calibration.finite import is_finite
-from vexport.observers import Importance, Observer, load_observer
+from vexport.calibration.extremes import Extremes
+from vexport.observers import (
+    Importance,
+    MemorylessMinMaxObserver,
+    MinMaxObserver,
+    Observer,
+    StaticMinMaxObserver,
+    load_observer,
+)
 from vexport.schemes import get_scheme
 from vexport.types import Plan
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
 # The weight observer that asks for the importance of input channels.
 IMPORTANCE_OBSERVER = "imatrix_mse"
+# Observers whose statistics follow from the extremes of an observation, and strategies that group channels.
+OF_RANGES = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
+OF_CHANNELS = ("tensor", "group", "tensor_group")
 
 Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]
 
@@ -26,50 +36,31 @@ class Watched:
     importance: Mapping[str, Importance]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The layers that are watched, in plan order."""
-        return tuple(dict.fromkeys((*self.inputs, *self.importance)))
+    def names(self) -> frozenset[str]:
+        """The layers that are watched."""
+        return frozenset((*self.inputs, *self.importance))
 
     @contextmanager
     def watching(
         self, module: torch.nn.Module, prefix: str, stored_name: Callable[[str], str]
-    ) -> Iterator["Watched"]:
-        """Within the block the inputs below `module`, named `prefix`, are observed; yields that part.
+    ) -> Iterator[Extremes]:
+        """Within the block the inputs below `module`, named `prefix`, are observed.
 
-        `stored_name` turns a module's name into the checkpoint's, which the plan goes by.
+        `stored_name` turns a module's name into the checkpoint's, which the plan goes by. What is yielded
+        tells whether all inputs were finite.
         """
-        found, handles = [], []
+        extremes = Extremes()
+        handles = []
         for name, child in module.named_modules():
             full = stored_name(".".join(part for part in (prefix, name) if part))
-            hooks = self._hooks(full)
-            found += [full] * bool(hooks)
-            handles += [child.register_forward_pre_hook(hook) for hook in hooks]
+            if full in self.names:
+                hook = _hook(self.inputs.get(full), self.importance.get(full), extremes)
+                handles.append(child.register_forward_pre_hook(hook))
         try:
-            yield self._part(found)
+            yield extremes
         finally:
             for handle in handles:
                 handle.remove()
-
-    def is_finite(self) -> bool:
-        """Whether every value seen so far was finite."""
-        ranges = [observer.range() for observer in self.inputs.values() if observer.has_statistics]
-        totals = [gathered.total for gathered in self.importance.values()]
-        values = [side.flatten().to(torch.float64) for low_high in ranges for side in low_high]
-        return is_finite(torch.cat([*values, *totals])) if values or totals else True
-
-    def _hooks(self, name: str) -> list[Hook]:
-        hooks = []
-        if name in self.inputs:
-            hooks.append(_hook(self.inputs[name]))
-        if name in self.importance:
-            hooks.append(_hook(self.importance[name].add))
-        return hooks
-
-    def _part(self, names: list[str]) -> "Watched":
-        return Watched(
-            inputs={name: self.inputs[name] for name in names if name in self.inputs},
-            importance={name: self.importance[name] for name in names if name in self.importance},
-        )
 
 
 def watched_by(plan: Plan) -> Watched:
@@ -94,8 +85,24 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
     return observers
 
 
-def _hook(observe: Callable[[torch.Tensor], object]) -> Hook:
+def _hook(observer: Observer | None, importance: Importance | None, extremes: Extremes) -> Hook:
     def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        observe(inputs[0])
+        value = inputs[0]
+        if not value.numel():
+            return
+        rows = extremes.of(value)
+        if observer is not None:
+            show(observer, value, rows)
+        if importance is not None:
+            importance.add(value)
 
     return hook
+
+
+def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
+    """Let an observer see an activation; one of ranges sees its extremes, which give the same range."""
+    if isinstance(observer, OF_RANGES) and observer.strategy in OF_CHANNELS:
+        observer(rows)
+        observer.tokens += value.numel() // value.shape[-1] - len(rows)
+    else:
+        observer(value)

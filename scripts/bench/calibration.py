@@ -1,0 +1,196 @@
+"""Time and peak memory of calibration against a bare forward over the same tokens, and against the peer.
+
+    .venv/bin/python scripts/bench/calibration.py [--samples 32] [--tokens 512] [--scheme NVFP4] [--json]
+
+The model is a Llama of about 100 million random weights in bf16, written to a temporary folder. `bare` has
+the whole model in memory and runs its forward sample by sample, loading not counted; `vexport` is all of
+`calibrate`, from the checkpoint on disk to the ranges; `peer` is llm-compressor's `oneshot` with the
+sequential pipeline, when scripts/bench/setup-peer has made .venv-peer. Each is a process of its own;
+rounds alternate and the fastest counts. Memory is the peak of the whole
+process during the run, its libraries (about 400 MB) included.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parent.parent.parent
+PEER = ROOT / ".venv-peer" / "bin" / "python"
+TOKENIZER = ROOT / "scenarios" / "demo" / "model"
+VOCABULARY = 32000
+# The bound on calibration over a bare forward.
+BOUND = 1.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The fastest of the rounds and the memory that it took."""
+
+    what: str
+    seconds: float
+    peak_mb: float
+
+
+def write_model(folder: Path) -> None:
+    """A Llama of 12 layers and 110 million weights, tied embeddings included."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for file in TOKENIZER.glob("tokenizer*"):  # the peer asks for one, though rows are token ids
+        shutil.copyfile(file, folder / file.name)
+
+
+def token_ids(samples: int, tokens: int) -> list[list[int]]:
+    """Random token ids, the same in every process."""
+    draw = random.Random(0)
+    return [[draw.randrange(3, VOCABULARY) for _ in range(tokens)] for _ in range(samples)]
+
+
+def run_bare(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], None]:
+    """The forward of the whole model, sample by sample."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    def run() -> None:
+        with torch.no_grad():
+            for row in ids:
+                model.base_model(input_ids=torch.tensor([row]), use_cache=False)
+
+    return run
+
+
+def run_vexport(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], None]:
+    """Calibration, from the files on."""
+    from vexport.calibration import Samples, calibrate
+    from vexport.pipeline import plan_source, rules_for
+
+    samples = Samples(token_ids=tuple(tuple(row) for row in ids), rows=tuple(range(1, len(ids) + 1)))
+    rules = rules_for(scheme, observer="memoryless_minmax", ignore=())
+
+    def run() -> None:
+        index, plan = plan_source(str(folder), rules)
+        assert len(calibrate(index, plan, samples).ranges) == 84
+
+    return run
+
+
+def run_peer(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], None]:
+    """The peer's oneshot on the same rows."""
+    import torch
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    rows = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
+
+    def run() -> None:
+        oneshot(
+            model=model,
+            dataset=rows,
+            recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
+            num_calibration_samples=len(ids),
+            max_seq_length=len(ids[0]),
+            pipeline="sequential",
+        )
+
+    return run
+
+
+RUNS = {"bare": run_bare, "vexport": run_vexport, "peer": run_peer}
+
+
+def resident_mb(which: str) -> float:
+    """Resident memory of this process in MB: VmRSS now, VmHWM at its peak since the last reset."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(which)) / 1000
+
+
+def measure_here(what: str, folder: Path, samples: int, tokens: int, scheme: str) -> Measured:
+    """One run in this process, after the imports."""
+    run = RUNS[what](folder, token_ids(samples, tokens), scheme)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+    start = time.perf_counter()
+    run()
+    return Measured(what=what, seconds=time.perf_counter() - start, peak_mb=resident_mb("VmHWM"))
+
+
+def measure(what: str, folder: Path, arguments: argparse.Namespace) -> Measured:
+    """One run in a process of its own."""
+    python = PEER if what == "peer" else Path(sys.executable)
+    command = [python, HERE, "--run", what, "--folder", folder, "--samples", arguments.samples]
+    command += ["--tokens", arguments.tokens, "--scheme", arguments.scheme]
+    ran = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=ROOT)
+    if ran.returncode:
+        raise SystemExit(f"{what}: {ran.stderr[-2000:]}")
+    return Measured(**json.loads(ran.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Measure all and print a table, or one run and print its JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--scheme", default="NVFP4")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        found = measure_here(
+            arguments.run, arguments.folder, arguments.samples, arguments.tokens, arguments.scheme
+        )
+        print(json.dumps(asdict(found)))
+        return
+    results = measure_all(arguments)
+    if arguments.json:
+        print(json.dumps([asdict(one) for one in results], indent=2))
+        return
+    bare = results[0].seconds
+    print(f"{arguments.samples} samples of {arguments.tokens} tokens, {arguments.scheme}; bound {BOUND}")
+    for one in results:
+        print(f"{one.what:8} {one.seconds:7.2f} s  {one.seconds / bare:5.2f} x bare  {one.peak_mb:6.0f} MB")
+
+
+def measure_all(arguments: argparse.Namespace) -> list[Measured]:
+    """The fastest round of each."""
+    kinds = [what for what in RUNS if what != "peer" or PEER.exists()]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder)
+        rounds = [
+            measure(what, folder, arguments)
+            for number in range(arguments.rounds)
+            for what in kinds
+            if what != "peer" or number == 0
+        ]
+    return [min((one for one in rounds if one.what == what), key=lambda one: one.seconds) for what in kinds]
+
+
+if __name__ == "__main__":
+    main()
