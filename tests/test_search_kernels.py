@@ -4,7 +4,7 @@ Choices may differ where two candidates are equal to rounding, so it is the erro
 compared: never above the least error by more than TOLERANCE.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from vexport.observers.kernels import (
+    E2M1,
     E4M3,
     Format,
     integer_format,
+    range_of_values,
+    search_grid_groups,
     search_nvfp4_scales,
-    search_ranges,
+    shrink_errors,
 )
 from vexport.observers.kernels.arithmetic import power, power_12_5
 
@@ -43,6 +46,12 @@ def rounded_float(scaled: Doubles, largest: float, smallest_exponent: int, manti
     return np.asarray(np.clip(np.rint(scaled / step) * step, -largest, largest))
 
 
+FLOATS: Mapping[Format, Callable[[Doubles], Doubles]] = {
+    E4M3: lambda scaled: rounded_float(scaled, 448.0, -6, 3),
+    E2M1: lambda scaled: rounded_float(scaled, 6.0, 0, 1),
+}
+
+
 def errors_of_range(values: Doubles, low: np.float32, high: np.float32, form: Format) -> Doubles:
     """|q - x| of every value with the float32 scale and zero point of a range."""
     low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
@@ -55,121 +64,112 @@ def errors_of_range(values: Doubles, low: np.float32, high: np.float32, form: Fo
         scale = np.float32(max(abs(low), abs(high)) / np.float32((most - least) / 2))
     step = float(scale) or 2.0**-23
     scaled = values / step + zero
-    is_float = form is E4M3
-    rounded = rounded_float(scaled, 448.0, -6, 3) if is_float else np.clip(np.rint(scaled), least, most)
-    return np.asarray(np.abs(rounded - zero - values / step) * step)
-
-
-def blocks_of(
-    weight: torch.Tensor, block: tuple[int, int]
-) -> Iterator[tuple[tuple[int, int], Doubles, slice]]:
-    """((row, column) in the grid of blocks, values, columns) of every block."""
-    values = weight.double().numpy()
-    for top in range(0, values.shape[0], block[0]):
-        for left in range(0, values.shape[1], block[1]):
-            columns = slice(left, min(left + block[1], values.shape[1]))
-            yield (top // block[0], left // block[1]), values[top : top + block[0], columns], columns
+    rounded = FLOATS[form](scaled) if form in FLOATS else np.clip(np.rint(scaled), least, most)
+    return np.asarray(np.abs(rounded - scaled) * step)
 
 
 def assert_least_error(
-    weight: torch.Tensor,
-    block: tuple[int, int],
+    groups: torch.Tensor,
     form: Format,
     *,
     shrinks: list[float] = SHRINKS,
     norm: float = 2.4,
+    expand: float = 1.0,
     importance: torch.Tensor | None = None,
 ) -> None:
-    lows, highs = search_ranges(weight, block, form, shrinks, norm=norm, importance=importance)
-    weights = np.ones(weight.shape[1]) if importance is None else importance.double().numpy()
-    factors = [np.float32(shrink) for shrink in shrinks]
-    for place, values, columns in blocks_of(weight, block):
-        low, high = np.float32(values.min()), np.float32(values.max())
-        candidates = [(low * factor, high * factor) for factor in factors]
-        chosen = (np.float32(lows[place]), np.float32(highs[place]))
-        assert chosen in candidates
+    found = search_grid_groups(groups, form, shrinks, norm=norm, expand=expand, importance=importance)
+    factors = np.asarray(shrinks, dtype=np.float32)
+    for group, values in enumerate(groups.double().numpy()):
+        low, high = (np.float32(end) * np.float32(expand) for end in (values.min(), values.max()))
+        assert (float(found.low[group]), float(found.high[group])) == (float(low), float(high))
+        distances = [errors_of_range(values, low * factor, high * factor, form) for factor in factors]
+        weights = 1.0 if importance is None else importance[group % importance.shape[0]].double().numpy()
+        errors = [float((weights * distance**norm).sum()) for distance in distances]
+        assert errors[found.step[group]] <= min(errors) * (1 + TOLERANCE)
 
-        def error(ends: tuple[np.float32, np.float32], values: Doubles, columns: slice) -> float:
-            return float((weights[columns] * errors_of_range(values, *ends, form) ** norm).sum())
 
-        least = min(error(ends, values, columns) for ends in candidates)
-        assert error(chosen, values, columns) <= least * (1 + TOLERANCE)
+def assert_least_tensor_error(values: torch.Tensor, form: Format) -> None:
+    exact = values.double().numpy()
+    low, high = np.float32(exact.min()), np.float32(exact.max())
+    assert range_of_values(values) == (float(low), float(high))
+    found = shrink_errors(values, (float(low), float(high)), form, SHRINKS, norm=2.4).numpy()
+    factors = np.asarray(SHRINKS, dtype=np.float32)
+    expected = np.array(
+        [(errors_of_range(exact, low * factor, high * factor, form) ** 2.4).sum() for factor in factors]
+    )
+    assert expected[found.argmin()] <= expected.min() * (1 + TOLERANCE)
+    assert np.allclose(found / found[0], expected / expected[0], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("block", "form"),
-    [
-        ((1, 128), INT4),
-        ((1, 32), INT4_ASYMMETRIC),
-        ((1, 1536), INT8),
-        ((1, 1536), E4M3),
-        ((16, 24), E4M3),
-        ((13, 1536), E4M3),
-        ((13, 1536), INT8),
-    ],
+    ("size", "form"),
+    [(128, INT4), (32, INT4_ASYMMETRIC), (16, E2M1), (1536, INT8), (1536, E4M3), (3 * 1536, E4M3), (7, INT8)],
 )
-def test_the_error_is_the_least_of_all_candidates(
-    block: tuple[int, int], form: Format, dtype: torch.dtype
-) -> None:
-    assert_least_error(heavy_tailed(13, 1536, dtype), block, form)
+def test_the_error_is_the_least_of_all_candidates(size: int, form: Format, dtype: torch.dtype) -> None:
+    weight = heavy_tailed(21, 1536, dtype)
+    assert_least_error(weight.reshape(-1, size), form)
+    assert_least_tensor_error(weight, form)
 
 
-@pytest.mark.parametrize("block", [(1, 128), (1, 512), (8, 128)])
-def test_importance_is_per_column(block: tuple[int, int]) -> None:
-    importance = torch.rand(512, generator=torch.Generator().manual_seed(1)) ** 4
-    weight = heavy_tailed(9, 512, torch.bfloat16)
-    assert_least_error(weight, block, INT4, shrinks=IMATRIX_SHRINKS, norm=3.0, importance=importance)
-    assert_least_error(weight, block, INT4, norm=2.0, importance=importance)
+def test_a_range_may_be_expanded() -> None:
+    assert_least_error(heavy_tailed(64, 128, torch.bfloat16), INT4, expand=1.8)
+
+
+@pytest.mark.parametrize("period", [1, 3, 12])
+def test_groups_of_other_columns_have_other_importance(period: int) -> None:
+    importance = torch.rand(period, 128, generator=torch.Generator().manual_seed(1)) ** 4
+    groups = heavy_tailed(36, 128, torch.bfloat16)
+    assert_least_error(groups, INT4, shrinks=IMATRIX_SHRINKS, norm=3.0, importance=importance)
+    assert_least_error(groups, INT4, norm=2.0, importance=importance)
 
 
 @pytest.mark.parametrize("scale", [2.0**-110, 1e-30, 1e-10, 1e10, 1e36])
 @pytest.mark.parametrize("form", [INT4, INT4_ASYMMETRIC, INT8, E4M3])
 def test_the_unit_of_the_weight_changes_nothing(form: Format, scale: float) -> None:
-    weight = heavy_tailed(3, 256, torch.float32) * scale
-    assert_least_error(weight, (1, 128), form)
-    assert_least_error(weight, (3, 256), form)
+    weight = heavy_tailed(6, 128, torch.float32) * scale
+    assert_least_error(weight, form)
+    assert_least_tensor_error(weight, form)
 
 
 def test_float16_subnormals_are_exact() -> None:
-    weight = (heavy_tailed(4, 256, torch.float32) * 2.0**-14).to(torch.float16)
-    assert_least_error(weight, (1, 128), INT4)
+    assert_least_error((heavy_tailed(8, 128, torch.float32) * 2.0**-14).to(torch.float16), INT4)
 
 
-def test_the_first_of_equal_candidates_is_taken() -> None:
-    for weight in (torch.zeros(4, 256), torch.zeros(4, 256, dtype=torch.bfloat16)):
-        for block in ((1, 128), (2, 256), (4, 256)):
-            lows, highs = search_ranges(weight, block, INT4, SHRINKS, norm=2.4)
-            assert not lows.any()
-            assert not highs.any()
-    scales = search_nvfp4_scales(torch.zeros(2, 32), 1.0, largest=1.8, smallest=0.8, norm=2.4)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_of_equal_candidates_is_taken(dtype: torch.dtype) -> None:
+    found = search_grid_groups(torch.zeros(4, 128, dtype=dtype), INT4, SHRINKS, norm=2.4)
+    assert not found.step.any()
+    assert found.improved == [True] + [False] * 19
+    scales = search_nvfp4_scales(torch.zeros(2, 32, dtype=dtype), 1.0, largest=1.8, smallest=0.8, norm=2.4)
     assert (scales.float() == 0.125).all()
 
 
-def test_values_that_are_not_finite_show_in_the_range() -> None:
-    weight = heavy_tailed(4, 256, torch.float16)
-    weight[0, 3], weight[1, 200], weight[2, 5] = torch.nan, torch.inf, -torch.inf
-    for dtype in DTYPES:
-        lows, highs = search_ranges(weight.to(dtype), (1, 128), INT4, SHRINKS, norm=2.4)
-        finite = lows.isfinite() & highs.isfinite()
-        assert finite.tolist() == [[False, True], [True, False], [False, True], [True, True]]
-        ends = search_ranges(weight.to(dtype), (4, 256), INT4, SHRINKS, norm=2.4)
-        assert not (ends[0].isfinite() & ends[1].isfinite()).any()
+def test_a_step_improved_when_it_was_the_best_so_far_for_a_group() -> None:
+    groups = heavy_tailed(5, 128, torch.float32)
+    flags = [search_grid_groups(group.unsqueeze(0), INT4, SHRINKS, norm=2.4).improved for group in groups]
+    together = search_grid_groups(groups, INT4, SHRINKS, norm=2.4).improved
+    assert together == [any(column) for column in zip(*flags, strict=True)]
 
 
-def test_a_weight_that_is_a_view_is_read_as_it_is() -> None:
-    weight = heavy_tailed(256, 64, torch.bfloat16)
-    for got, expected in zip(
-        search_ranges(weight.T, (1, 128), INT4, SHRINKS, norm=2.4),
-        search_ranges(weight.T.contiguous(), (1, 128), INT4, SHRINKS, norm=2.4),
-        strict=True,
-    ):
-        assert torch.equal(got, expected)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_are_not_finite_show_in_the_range(dtype: torch.dtype) -> None:
+    groups = heavy_tailed(8, 128, dtype)
+    groups[1, 3], groups[4, 100], groups[6, 5] = torch.nan, torch.inf, -torch.inf
+    found = search_grid_groups(groups, INT4, SHRINKS, norm=2.4)
+    finite = (found.low.isfinite() & found.high.isfinite()).tolist()
+    assert [group for group, ok in enumerate(finite) if not ok] == [1, 4, 6]
+    assert not all(np.isfinite(range_of_values(groups)))
+
+
+def test_what_is_not_contiguous_is_read_as_it_is() -> None:
+    weight = heavy_tailed(128, 64, torch.bfloat16)
+    assert_least_error(weight.T, INT4)
 
 
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ValueError, match=r"got torch.float64, need one of torch.float32"):
-        search_ranges(torch.zeros(1, 16, dtype=torch.float64), (1, 16), INT4, SHRINKS, norm=2.4)
+        search_grid_groups(torch.zeros(1, 16, dtype=torch.float64), INT4, SHRINKS, norm=2.4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -192,8 +192,9 @@ def test_the_nvfp4_error_is_the_least_of_all_candidates(
     assert scales.dtype == torch.float8_e4m3fn
     assert scales.shape == (7, 16)
     numbers = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    for place, values, columns in blocks_of(weight, (1, 16)):
-        weights = importance[columns].double().numpy()
+    groups = weight.double().numpy().reshape(-1, 16)
+    for group, values in enumerate(groups):
+        weights = importance.reshape(-1, 16)[group % 16].double().numpy()
         ends = torch.tensor([smallest, largest]) * float(np.abs(values).max()) / 6 * global_scale
         least, most = ends.clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float().tolist()
 
@@ -205,7 +206,7 @@ def test_the_nvfp4_error_is_the_least_of_all_candidates(
 
         candidates = [number for number in numbers.float().tolist() if least <= number <= most]
         best = min(error(number, values, weights) for number in candidates)
-        chosen = float(scales[place])
+        chosen = float(scales.flatten()[group])
         assert chosen in candidates
         assert error(chosen, values, weights) <= best * (1 + TOLERANCE)
 

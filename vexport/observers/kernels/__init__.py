@@ -1,33 +1,32 @@
 """Searches for the ranges and block scales of weights on the CPU, compiled by numba at their first use.
 
-They read bfloat16, float16 and float32 weights as they are, compute in float32, use all cores, and need a few
-hundred kilobytes beside their results. Weights are finite; a group with NaN has a NaN range.
+They read bfloat16, float16 and float32 values as they are, compute in float32, use all cores, and need a few
+hundred kilobytes beside their results. A group with NaN or infinity has a range that is not finite.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vexport.observers.kernels.arithmetic import (
     BFLOAT16,
+    E2M1,
     E4M3,
     FLOAT16,
     FLOAT32,
     Bits,
     Floats,
     Format,
-    float_format,
     integer_format,
 )
 from vexport.observers.kernels.grid import (
+    TASK_VALUES,
     TENSOR_CHUNK,
-    Doubles,
-    search_blocks,
-    set_candidates,
+    search_groups,
     tensor_errors,
     tensor_ranges,
-    tiny_unit,
 )
 from vexport.observers.kernels.nvfp4 import GROUP_SIZE, NVFP4Search, search_block_scales
 
@@ -36,31 +35,81 @@ E4M3_SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
-def search_ranges(
-    weight: torch.Tensor,
-    block: tuple[int, int],
+class GroupChoices(NamedTuple):
+    """Range (float32) and best step of every group; for every step, whether it improved a group."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    step: torch.Tensor
+    improved: list[bool]
+
+
+def serves(tile: torch.Tensor) -> bool:
+    """Whether the compiled searches read this tensor."""
+    return tile.device.type == "cpu" and tile.dtype in STORAGES
+
+
+def search_grid_groups(
+    groups: torch.Tensor,
     form: Format,
     shrinks: Sequence[float],
     *,
     norm: float,
+    expand: float = 1.0,
     importance: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range of every block that quantizes it with the smallest `sum(importance * |q - x|**norm)`.
+) -> GroupChoices:
+    """For every row of `groups` (count, size) the shrink with the least `sum(importance * |q - x|**norm)`.
 
-    `weight` is (rows, columns); `block` is (1, group size), (1, columns) for channels, a block, or (rows,
-    columns) for the tensor. The candidates are the block's range times each of `shrinks`; the earlier one
-    of equals is taken. Returns (lows, highs), float32, (ceil(rows / height), ceil(columns / width)).
+    Candidates are the row's range times `expand` times each of `shrinks`; the earlier one of equals is
+    taken. Row i has the importance of row i modulo the rows of `importance` (any, size).
     """
-    bits, storage = stored_bits(weight)
-    steps = np.asarray(shrinks, dtype=np.float32)
-    tangents = tangents_of_power(steps, norm)
-    weights = column_importance(importance, weight.shape[1])
-    if block == tuple(weight.shape) and importance is None:
-        return _search_tensor(bits.reshape(-1), storage, steps, tangents, form, norm)
-    grid = tuple(-(-size // part) for size, part in zip(weight.shape, block, strict=True))
-    lows, highs = np.empty(grid, dtype=np.float32), np.empty(grid, dtype=np.float32)
-    search_blocks(bits, storage, weights, block, steps, tangents, form, np.float32(norm), lows, highs)
-    return torch.from_numpy(lows), torch.from_numpy(highs)
+    bits, storage = stored_bits(groups)
+    count, size = bits.shape
+    factors = np.asarray(shrinks, dtype=np.float32)
+    lows, highs = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
+    steps = np.empty(count, dtype=np.int64)
+    improved = np.zeros((min(count, -(-bits.size // TASK_VALUES)), factors.size), dtype=np.bool_)
+    search_groups(
+        bits,
+        storage,
+        importance_rows(importance, size),
+        np.float32(expand),
+        factors,
+        form,
+        np.float32(norm),
+        lows,
+        highs,
+        steps,
+        improved,
+    )
+    ends = torch.from_numpy(lows), torch.from_numpy(highs)
+    return GroupChoices(*ends, torch.from_numpy(steps), [bool(flags.any()) for flags in improved.T])
+
+
+def range_of_values(values: torch.Tensor) -> tuple[float, float]:
+    """Smallest and largest of all values; NaN where one is NaN."""
+    bits, storage = stored_bits(values)
+    chunks = -(-bits.size // TENSOR_CHUNK)
+    lows, highs = np.empty(chunks, dtype=np.float32), np.empty(chunks, dtype=np.float32)
+    tensor_ranges(bits.reshape(-1), storage, lows, highs)
+    return float(lows.min()), float(highs.max())
+
+
+def shrink_errors(
+    values: torch.Tensor,
+    ends: tuple[float, float],
+    form: Format,
+    shrinks: Sequence[float],
+    *,
+    norm: float,
+) -> torch.Tensor:
+    """`sum(|q - x|**norm)` of all values for every shrink of the range `ends`: float64, in a common unit."""
+    bits, storage = stored_bits(values)
+    low, high = np.float32(ends[0]), np.float32(ends[1])
+    factors = np.asarray(shrinks, dtype=np.float32)
+    errors = np.empty((-(-bits.size // TENSOR_CHUNK), factors.size))
+    tensor_errors(bits.reshape(-1), storage, low, high, factors, form, np.float32(norm), errors)
+    return torch.from_numpy(errors.sum(0))
 
 
 def search_nvfp4_scales(
@@ -80,12 +129,11 @@ def search_nvfp4_scales(
     """
     bits, storage = stored_bits(weight)
     codes = np.empty((weight.shape[0], weight.shape[1] // GROUP_SIZE), dtype=np.uint8)
-    weights = column_importance(importance, weight.shape[1])
+    weights = importance_rows(importance, weight.shape[1])[0]
     limits = NVFP4Search(
         np.float32(global_scale), np.float32(largest), np.float32(smallest), np.float32(norm)
     )
-    powers = E4M3_SCALES.astype(np.float64) ** norm
-    search_block_scales(bits, storage, weights, limits, E4M3_SCALES, powers, codes)
+    search_block_scales(bits, storage, weights, limits, E4M3_SCALES, codes)
     return torch.from_numpy(codes).view(torch.float8_e4m3fn)
 
 
@@ -98,33 +146,22 @@ def stored_bits(weight: torch.Tensor) -> tuple[Bits, int]:
     return weight.detach().contiguous().view(as_integers).numpy(), STORAGES[weight.dtype]
 
 
-def column_importance(importance: torch.Tensor | None, columns: int) -> Floats:
-    """Importance per column as float32; ones where there is none."""
+def importance_rows(importance: torch.Tensor | None, size: int) -> Floats:
+    """Importance as float32 (rows, size); one row of ones where there is none."""
     if importance is None:
-        return np.ones(columns, dtype=np.float32)
-    return importance.detach().to(torch.float32).contiguous().numpy()
+        return np.ones((1, size), dtype=np.float32)
+    return importance.detach().to(torch.float32).contiguous().reshape(-1, size).numpy()
 
 
-def tangents_of_power(shrinks: Floats, norm: float) -> Doubles:
-    """Tangents of r**norm at r = shrink: float64, (2, shrinks), constant and slope."""
-    at = shrinks.astype(np.float64)
-    return np.stack([(1 - norm) * at**norm, norm * at ** (norm - 1)])
-
-
-def _search_tensor(
-    bits: Bits, storage: int, shrinks: Floats, tangents: Doubles, form: Format, norm: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    chunks = -(-bits.size // TENSOR_CHUNK)
-    lows, highs = np.empty(chunks, dtype=np.float32), np.empty(chunks, dtype=np.float32)
-    tensor_ranges(bits, storage, lows, highs)
-    low, high = lows.min(), highs.max()
-    unit = tiny_unit(low, high)
-    inverses, zeros, units = np.empty_like(shrinks), np.empty_like(shrinks), np.empty(shrinks.size)
-    set_candidates(low * unit, high * unit, shrinks, tangents, form, inverses, zeros, units)
-    errors = np.empty((chunks, shrinks.size), dtype=np.float64)
-    tensor_errors(bits, storage, unit, inverses, zeros, form, np.float32(norm), errors)
-    shrink = shrinks[(errors.sum(0) * units).argmin()]
-    return torch.tensor([[low * shrink]]), torch.tensor([[high * shrink]])
-
-
-__all__ = ["E4M3", "Format", "float_format", "integer_format", "search_nvfp4_scales", "search_ranges"]
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "Format",
+    "GroupChoices",
+    "integer_format",
+    "range_of_values",
+    "search_grid_groups",
+    "search_nvfp4_scales",
+    "serves",
+    "shrink_errors",
+]

@@ -3,6 +3,9 @@
 Everything is branch-free inside its loop, so that the compiler turns each loop into vector code. Values are
 deterministic: `contract` only lets a multiply-add be one instruction, `reassoc` only lets a sum be kept in
 lanes, and neither depends on the number of threads.
+
+Compiled code is kept per file and made anew when that file changes: after a change here, touch the files of
+the kernels that call it.
 """
 
 from collections.abc import Callable
@@ -131,9 +134,25 @@ def round_to(value: np.float32, form: Format) -> np.float32:
 
 
 @compiled()
-def distance(scaled: np.float32, form: Format) -> np.float32:
-    """|q - x| for a value in units of the scale (zero point added)."""
-    return F32(abs(round_to(min(max(scaled, form.low), form.high), form) - scaled))
+def power_of_two_below(value: np.float32) -> np.float32:
+    """The largest power of two up to a positive normal value."""
+    return as_float(as_bits(value) & I32(EXPONENT_MASK))
+
+
+class Steps(NamedTuple):
+    """A scale, its inverse and its zero point."""
+
+    scale: np.float32
+    inverse: np.float32
+    zero: np.float32
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def distance(value: np.float32, steps: Steps, form: Format) -> np.float32:
+    """|q - x|, exact to float32 where a multiply-add is one instruction."""
+    scaled = F32(value * steps.inverse + steps.zero)
+    rounded = round_to(min(max(scaled, form.low), form.high), form)
+    return F32(abs(value - F32(rounded - steps.zero) * steps.scale))
 
 
 @compiled(fastmath=MULTIPLY_ADD)
@@ -192,20 +211,18 @@ def add(total: np.float32, term: np.float32) -> np.float32:
 
 @compiled(fastmath=MULTIPLY_ADD)
 def chunk_error(
-    values: Floats, importance: Floats, inverse: np.float32, zero: np.float32, form: Format, norm: np.float32
+    values: Floats, importance: Floats, steps: Steps, form: Format, norm: np.float32
 ) -> np.float32:
-    """sum(importance * |q - x|**norm) of at most CHUNK values, in units of the scale 1 / inverse."""
+    """sum(importance * |q - x|**norm) of at most CHUNK values; the scale should not be far from one."""
     total = F32(0.0)
     if norm == F32(2.4):
         for i in range(values.size):
-            d = distance(F32(F32(values[i] * inverse) + zero), form)
-            total = add(total, F32(importance[i] * power_12_5(d)))
+            total = add(total, F32(importance[i] * power_12_5(distance(values[i], steps, form))))
     elif norm == F32(3.0):
         for i in range(values.size):
-            d = distance(F32(F32(values[i] * inverse) + zero), form)
+            d = distance(values[i], steps, form)
             total = add(total, F32(importance[i] * F32(F32(d * d) * d)))
     else:
         for i in range(values.size):
-            d = distance(F32(F32(values[i] * inverse) + zero), form)
-            total = add(total, F32(importance[i] * power(d, norm)))
+            total = add(total, F32(importance[i] * power(distance(values[i], steps, form), norm)))
     return total
