@@ -1,6 +1,39 @@
-"""Calibration: samples go through the model layer by layer while observers watch the inputs."""
+"""Calibration: samples go through the model while observers watch.
+
+Two ways in. `calibrate` runs a checkpoint layer by layer for a plan. For any torch.nn.Module, observers are
+attached by hand (llm-compressor's names): set `module.quantization_scheme`, call `initialize_observer`,
+register the hooks or call `observe`, run the module, then `update_qparams` and `freeze_module_quantization`.
+"""
 
 from vexport.calibration.data import Samples, read_samples
 from vexport.calibration.forward import calibrate
+from vexport.calibration.modules import (
+    calibrate_input_hook,
+    calibrate_key_hook,
+    calibrate_output_hook,
+    calibrate_query_hook,
+    calibrate_value_hook,
+    freeze_module_quantization,
+    get_modules,
+    initialize_observer,
+    observe,
+    sync_activation_stats,
+    update_qparams,
+)
 
-__all__ = ["Samples", "calibrate", "read_samples"]
+__all__ = [
+    "Samples",
+    "calibrate",
+    "calibrate_input_hook",
+    "calibrate_key_hook",
+    "calibrate_output_hook",
+    "calibrate_query_hook",
+    "calibrate_value_hook",
+    "freeze_module_quantization",
+    "get_modules",
+    "initialize_observer",
+    "observe",
+    "read_samples",
+    "sync_activation_stats",
+    "update_qparams",
+]

@@ -1,0 +1,67 @@
+"""Captured calls keep what is shared once; hidden states beyond a size are on disk."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.calibration.make import batches_of, samples
+from tests.calibration.models import configs
+from vexport.calibration.capture import LayerCall, capture_layer_calls
+from vexport.calibration.extremes import channel_extremes
+from vexport.calibration.hidden import hidden_states
+
+
+def captured(family: str, lengths: list[int]) -> list[list[LayerCall]]:
+    model = AutoModelForCausalLM.from_config(configs()[family], dtype=torch.bfloat16).eval()
+    batches = batches_of(samples(lengths))
+    with hidden_states() as hidden, torch.no_grad():
+        return capture_layer_calls(model, "model.layers", model.model.layers, batches, hidden).calls
+
+
+def test_equal_calls_are_one_object() -> None:
+    calls = captured("llama", [12] * 40 + [20] * 40)
+    assert [len(layer) for layer in calls] == [80, 80, 80]
+    assert len({id(call) for layer in calls for call in layer}) == 2  # one for each length
+
+
+def test_masks_of_layer_types_are_kept_once_each() -> None:
+    calls = captured("gemma3", [20] * 40)
+    assert len({id(call) for layer in calls for call in layer}) == 2
+    tensors = {
+        id(value)
+        for layer in calls
+        for call in layer
+        for value in call.kwargs.values()
+        if isinstance(value, torch.Tensor)
+    }
+    assert 1 <= len(tensors) <= 3
+
+
+def test_states_beyond_the_limit_are_on_disk_and_can_be_overwritten() -> None:
+    values = [torch.randn(1, length, 8, dtype=torch.bfloat16) for length in (3, 5, 4, 600)]
+    with hidden_states(memory_bytes=150) as hidden:
+        for value in values:
+            hidden.append(value)
+        assert hidden.bytes_on_disk > 600 * 16
+        for number, value in enumerate(values):
+            assert torch.equal(hidden[number], value)
+            hidden[number] = value + 1
+        for number, value in enumerate(values):
+            assert torch.equal(hidden[number], value + 1)
+
+
+def test_extremes_by_channel_are_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        value = torch.randn(2, 9, 12, generator=generator)
+        value[..., 0] = value[..., 0].abs() + 1
+        value[..., 1] = -value[..., 1].abs() - 1
+        value[..., 2] = 0.0
+        value[..., 3] = -0.0
+        value[0, 0, 4], value[0, 1, 4] = torch.inf, -torch.inf
+        value = value.to(dtype)
+        low, high = channel_extremes(value)
+        assert torch.equal(low, value.flatten(0, 1).amin(0))
+        assert torch.equal(high, value.flatten(0, 1).amax(0))
+        for sign in (1.0, -1.0):
+            value[1, 2, 5] = sign * torch.nan
+            assert channel_extremes(value)[:, 5].isnan().any()

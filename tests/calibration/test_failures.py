@@ -1,0 +1,121 @@
+"""What calibration refuses: values that are not finite, layers without tokens, models of another shape."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaForCausalLM
+
+from tests.calibration.make import plan_for, samples
+from tests.calibration.models import configs, save
+from vexport.calibration import Samples, calibrate
+from vexport.calibration.capture import capture_layer_calls
+from vexport.calibration.hidden import hidden_states
+from vexport.errors import CheckpointFailed, InputError
+from vexport.types import LinearPlan
+
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(configs()["llama"], tmp_path_factory.mktemp("llama") / "model")
+
+
+def changed(source: Path, out: Path, change: Change) -> Path:
+    """A copy of a checkpoint with other weights."""
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text((source / "config.json").read_text())
+    return out
+
+
+def failure(folder: Path, chosen: Samples, batch_size: int = 1) -> str:
+    index, plan = plan_for(folder)
+    with pytest.raises(CheckpointFailed) as caught:
+        calibrate(index, plan, chosen, batch_size=batch_size)
+    return str(caught.value)
+
+
+def infinite(name: str) -> Change:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][0, 0] = torch.inf
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("weight", "where", "side"),
+    [
+        ("model.layers.1.self_attn.v_proj", "model.layers.1.self_attn.v_proj", "output"),
+        ("model.layers.2.mlp.down_proj", "model.layers.2.mlp.down_proj", "output"),
+        ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj", "output"),
+    ],
+)
+def test_the_layer_that_makes_the_value_is_named(
+    llama: Path, tmp_path: Path, weight: str, where: str, side: str
+) -> None:
+    folder = changed(llama, tmp_path / "model", infinite(f"{weight}.weight"))
+    text = failure(folder, samples())
+    assert text.startswith(f"{where}: got an {side} that is not finite, from calibration row 1")
+
+
+def test_between_modules_it_is_the_next_input(llama: Path, tmp_path: Path) -> None:
+    """gate * up overflows bf16 although both are finite: the first module to see it is down_proj."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.gate_proj.weight"].mul_(1e20)
+        tensors["model.layers.1.mlp.up_proj.weight"].mul_(1e20)
+
+    text = failure(changed(llama, tmp_path / "model", change), samples())
+    assert text.startswith("model.layers.1.mlp.down_proj: got an input that is not finite")
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_first_sample_that_makes_it_is_named(llama: Path, tmp_path: Path, batch_size: int) -> None:
+    """The fourth sample and the sixth have a token whose embedding is infinite."""
+    ids = [[98 if token == 99 else token for token in row] for row in samples([10] * 6).token_ids]
+    ids[3][4] = ids[5][2] = 99
+    chosen = Samples(token_ids=tuple(map(tuple, ids)), rows=samples([10] * 6).rows)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][99] = torch.inf
+
+    text = failure(changed(llama, tmp_path / "model", change), chosen, batch_size=batch_size)
+    assert text.startswith("model.embed_tokens: got an output that is not finite, from calibration row 7")
+
+
+def test_a_layer_that_sees_no_token_is_named(llama: Path) -> None:
+    index, plan = plan_for(llama)
+    stranger = "model.layers.0.mlp.experts.3.up_proj"
+    linear = LinearPlan(name=stranger, weight=f"{stranger}.weight", out_features=4, in_features=4)
+    plan = replace(plan, groups=(*plan.groups, replace(plan.groups[0], members=(linear,))))
+    with pytest.raises(CheckpointFailed, match=rf"{stranger}: got 0 tokens in calibration"):
+        calibrate(index, plan, samples())
+
+
+def test_a_missing_weight_is_named(llama: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.input_layernorm.weight"]
+
+    folder = changed(llama, tmp_path / "model", change)
+    with pytest.raises(InputError, match=r"model\.layers\.1\.input_layernorm\.weight: got no tensor"):
+        calibrate(*plan_for(folder), samples())
+
+
+def test_a_model_that_does_more_between_its_layers_is_refused(llama: Path) -> None:
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(llama))
+    layers = model.model.layers
+    layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+    with (
+        hidden_states() as hidden,
+        torch.no_grad(),
+        pytest.raises(InputError, match=r"model\.layers\.1: got another input than the output"),
+    ):
+        capture_layer_calls(model, "model.layers", layers, [torch.tensor([[1, 2]])], hidden)
+    assert "forward" not in vars(layers[0])

@@ -1,0 +1,204 @@
+"""Observers attached to modules, against compressed-tensors' own formulas; the example runs."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.offload import offload_module
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    initialize_module_for_quantization,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+from vexport.calibration import (
+    calibrate_input_hook,
+    calibrate_key_hook,
+    calibrate_output_hook,
+    calibrate_query_hook,
+    calibrate_value_hook,
+    freeze_module_quantization,
+    get_modules,
+    initialize_observer,
+    observe,
+    update_qparams,
+)
+from vexport.errors import CheckpointFailed
+from vexport.observers import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
+from vexport.schemes import get_scheme
+
+EXAMPLE = Path(__file__).parent.parent.parent / "scenarios" / "observers_example.py"
+
+
+def linear(scheme: object) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    module = torch.nn.Linear(64, 32, bias=False)
+    module.quantization_scheme = scheme  # type: ignore[assignment]
+    return module
+
+
+def args(**changes: object) -> QuantizationArgs:
+    return QuantizationArgs(
+        **{"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, **changes}
+    )
+
+
+def scheme_of(**parts: QuantizationArgs) -> QuantizationScheme:
+    return QuantizationScheme(targets=["Linear"], **parts)
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC", "W4A16", "W8A8"])
+def test_weight_scales_are_those_of_compressed_tensors(name: str, initialized: bool) -> None:
+    """Whether the parameters exist already (compressed-tensors made them) or not."""
+    scheme = preset_name_to_scheme(name, ["Linear"])
+    scheme.weights.group_size = 32 if name == "W4A16" else None
+    module = linear(scheme)
+    if initialized:
+        initialize_module_for_quantization(module, scheme)
+    initialize_observer(module, "weight")
+    observe(module, "weight")
+    update_qparams(module, "weight")
+    weight = module.weight.reshape(32, -1, 32) if name == "W4A16" else module.weight
+    dims = (0, 1) if name == "FP8" else (-1,)
+    low, high = weight.amin(dims), weight.amax(dims)
+    scale, _ = calculate_qparams(low, high, scheme.weights)
+    found = module.get_parameter("weight_scale")
+    assert torch.equal(found.flatten(), scale.flatten().to(found.dtype))
+    assert not module.get_parameter("weight_zero_point").float().any()
+
+
+def test_local_dynamic_keeps_only_the_global_scale() -> None:
+    module = linear(preset_name_to_scheme("NVFP4", ["Linear"]))
+    initialize_observer(module, "input")
+    value = torch.randn(2, 5, 64)
+    calibrate_input_hook(module, (value,))
+    calibrate_input_hook(module, (value * 2,))
+    update_qparams(module, "input")
+    assert isinstance(module.input_observer, StaticMinMaxObserver)
+    assert torch.equal(
+        module.get_parameter("input_global_scale"), generate_gparam(2 * value.min(), 2 * value.max())
+    )
+    assert [name for name, _ in module.named_parameters()] == ["weight", "input_global_scale"]
+
+
+def test_dynamic_inputs_and_missing_parts_have_no_observer() -> None:
+    module = linear(preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]))
+    for base_name in ("input", "output"):
+        initialize_observer(module, base_name)
+        observe(module, base_name, torch.ones(1, 64))
+    initialize_observer(torch.nn.Linear(2, 2), "weight")
+    update_qparams(module, ("input", "output"))
+    assert not [name for name, _ in module.named_modules() if name]
+
+
+@pytest.mark.parametrize("observer", ["static_minmax", "minmax", None])
+def test_weights_are_observed_without_memory(observer: str | None) -> None:
+    module = linear(scheme_of(weights=args(observer=observer)))
+    initialize_observer(module, "weight")
+    assert isinstance(module.weight_observer, MemorylessMinMaxObserver)
+    observe(module, "weight", module.weight * 100)
+    observe(module, "weight")
+    update_qparams(module, "weight")
+    assert module.get_parameter("weight_scale").item() == pytest.approx(
+        module.weight.abs().max().item() / 448
+    )
+
+
+def test_our_own_scheme_arguments_do_as_well() -> None:
+    module = linear(get_scheme("FP8").args)
+    for base_name in ("weight", "input"):
+        initialize_observer(module, base_name)
+    module.register_forward_pre_hook(calibrate_input_hook)
+    observe([module], "weight")
+    value = torch.randn(3, 64)
+    module(value)
+    update_qparams([module], ["weight", "input"])
+    assert module.get_parameter("input_scale").item() == pytest.approx(value.abs().max().item() / 448)
+
+
+def test_outputs_and_attention_states() -> None:
+    """Outputs by a hook that leaves them alone, q, k and v per head and per tensor."""
+    module = linear(
+        scheme_of(output_activations=args(observer="minmax"), input_activations=args(strategy="attn_head"))
+    )
+    for base_name in ("output", "q", "k", "v"):
+        initialize_observer(module, base_name)
+    assert isinstance(module.output_observer, MinMaxObserver)
+    module.register_forward_hook(calibrate_output_hook)
+    value = torch.randn(4, 64)
+    output = module(value)
+    assert torch.equal(output, torch.nn.functional.linear(value, module.weight))
+    states = torch.randn(2, 4, 7, 16)  # batch, heads, tokens, head size
+    for hook, factor in ((calibrate_query_hook, 1), (calibrate_key_hook, 2), (calibrate_value_hook, 3)):
+        hook(module, states * factor)
+    update_qparams(module, ("output", "q", "k", "v"))
+    assert module.get_parameter("output_scale").item() == pytest.approx(output.abs().max().item() / 448)
+    per_head = states.abs().amax((0, 2, 3)) / 448
+    for name, factor in (("q", 1), ("k", 2), ("v", 3)):
+        assert torch.allclose(module.get_parameter(f"{name}_scale").flatten(), per_head * factor)
+
+
+def test_a_scale_without_tokens_is_refused() -> None:
+    module = linear(preset_name_to_scheme("FP8", ["Linear"]))
+    initialize_observer(module, "input")
+    observe(module, "input", torch.empty(0, 64))
+    with pytest.raises(CheckpointFailed, match=r"Linear\(in_features=64.*: input: got 0 tokens"):
+        update_qparams(module, "input")
+
+
+def test_unknown_names_and_missing_observers_are_refused() -> None:
+    module = linear(preset_name_to_scheme("FP8", ["Linear"]))
+    with pytest.raises(
+        ValueError, match="'weights': got an unknown name, need one of weight, input, output, q"
+    ):
+        initialize_observer(module, "weights")
+    with pytest.raises(ValueError, match="no input_observer"):
+        calibrate_input_hook(module, (torch.ones(1, 64),))
+
+
+def test_modules_come_once_and_in_order() -> None:
+    shared = linear(get_scheme("FP8").args)
+    model = torch.nn.ModuleDict(
+        {"b": shared, "a": linear(get_scheme("FP8").args), "c": shared, "d": torch.nn.ReLU()}
+    )
+    assert get_modules(model) == [model["b"], model["a"]]
+    initialize_observer(model["a"], "input")
+    assert get_modules(model, "input") == [model["a"]]
+
+
+def test_frozen_modules_have_no_observers() -> None:
+    model = torch.nn.Sequential(linear(preset_name_to_scheme("FP8", ["Linear"])), torch.nn.ReLU())
+    for base_name in ("weight", "input"):
+        initialize_observer(model[0], base_name)
+    model.apply(freeze_module_quantization)
+    model.apply(freeze_module_quantization)
+    assert [name for name, _ in model.named_modules() if name] == ["0", "1"]
+    assert model[0].quantization_status == "frozen"
+
+
+@pytest.mark.parametrize("only_onload", [False, True])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_offloaded_modules(offloaded: bool, only_onload: bool) -> None:
+    """What exists is updated in its own dtype, on offloaded modules as on others."""
+    scheme = preset_name_to_scheme("FP8", ["Linear"])
+    module = linear(scheme)
+    initialize_module_for_quantization(module, scheme)
+    if offloaded:
+        offload_module(module, "cpu", "cpu")
+    initialize_observer(module, "weight")
+    observe(module, "weight")
+    update_qparams(module, "weight", only_update_onload=only_onload)
+    assert torch.equal(module.get_parameter("weight_scale"), module.weight.abs().max().reshape(1) / 448)
+    assert module.get_parameter("weight_zero_point").dtype == torch.float8_e4m3fn
+
+
+def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    gate, up, down = capsys.readouterr().out.splitlines()
+    assert gate.startswith("gate: 256 tokens, weight scales (128, 4), weight global scale ")
+    assert gate.removeprefix("gate") == up.removeprefix("up")
+    assert down.startswith("down: 256 tokens")

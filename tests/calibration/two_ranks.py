@@ -1,0 +1,19 @@
+"""Calibrates a folder under torchrun's environment and writes what this rank ends with."""
+
+import os
+import sys
+from pathlib import Path
+
+from tests.calibration.make import plan_for, samples
+from vexport.calibration import calibrate
+from vexport.errors import CheckpointFailed
+from vexport.files import to_json
+
+if __name__ == "__main__":
+    folder, out = map(Path, sys.argv[1:])
+    index, plan = plan_for(folder, observer="imatrix_mse")
+    try:
+        text = to_json(calibrate(index, plan, samples()))
+    except CheckpointFailed as error:
+        text = str(error)
+    (out / f"{os.environ['RANK']}.json").write_text(text)
