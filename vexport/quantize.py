@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -43,12 +46,34 @@ def quantize(
         raise missing_calibration(plan)
     shards = split_shards(output_blocks(index, plan.groups), shard_bytes=shard_bytes)
     ranges = calibration.ranges if calibration else {}
-    with Reader() as reader:
+    with Reader() as reader, each_warning_once():
         tensors = _counted(compressed_tensors(index, plan, ranges, reader), plan.output_bytes, on_bytes)
         write_shards(folder, shards, tensors)
     for file in index.side_files:
         shutil.copyfile(file, folder / file.name)
     write_config(index, plan, folder)
+
+
+@contextmanager
+def each_warning_once() -> Iterator[None]:
+    """Within the block a warning's text is shown once, not once a weight."""
+    with warnings.catch_warnings():
+        show, shown = warnings.showwarning, set[str]()
+
+        def show_new(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if str(message) not in shown:
+                shown.add(str(message))
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_new
+        yield
 
 
 def needs_calibration(plan: Plan) -> bool:

@@ -117,7 +117,7 @@ class Observer(torch.nn.Module):
         if self.is_reference:
             self._combine(*self.find_reference_range(observed))
         else:
-            self._update(tiles_of_observations(observed.unsqueeze(0) if observed.ndim == 2 else observed))
+            self._update(tiles_of_observations(observed))
 
     def find_range(self, tiles: Tiles) -> Range:
         """The range to keep of one observation: float32, shape qparam_shape."""
@@ -194,7 +194,7 @@ class Observer(torch.nn.Module):
 
     def reduce_over_ranks(self) -> None:
         """The reductions of `sync_activation_stats`."""
-        self.tokens = int(ranks.sum_over_ranks(torch.tensor(self.tokens)))
+        self.tokens = ranks.count_over_ranks(self.tokens)
         if self.reduction is None or self.base_name == WEIGHT:
             return
         reduced = ranks.reduce_range(self.low, self.high, self.reduction)

@@ -94,7 +94,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         super().reduce_over_ranks()
         if self.gathered is not None:
             self.gathered.total = ranks.sum_over_ranks(self.gathered.total)
-            self.gathered.tokens = int(ranks.sum_over_ranks(torch.tensor(self.gathered.tokens)))
+            self.gathered.tokens = ranks.count_over_ranks(self.gathered.tokens)
 
     def _problem(self, channels: int) -> str | None:
         if self.base_name != WEIGHT:

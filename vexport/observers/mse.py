@@ -62,7 +62,7 @@ class MemorylessMSEObserver(Observer):
             return super().scales(low, high, global_scale)
         importance = self._importance_for(self._unsearched)
         scale = search_nvfp4(self._unsearched, global_scale, self.search, importance)
-        return scale, torch.zeros(scale.shape, dtype=torch.int32)
+        return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
 
     def reset(self) -> None:
         """Forget everything seen and the weight that is to be searched."""

@@ -46,6 +46,16 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def count_over_ranks(count: int) -> int:
+    """The sum of all ranks' counts."""
+    return int(sum_over_ranks(torch.tensor(count, device=_device())))
+
+
+def _device() -> torch.device:
+    """Where the backend reduces tensors."""
+    return torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
+
+
 def _mean(value: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> torch.Tensor:
     return (_reduced(value, shape, 0.0, distributed.ReduceOp.SUM) / ranks).to(dtype)
 
@@ -55,5 +65,6 @@ def _reduced(
 ) -> torch.Tensor:
     # Not every backend reduces 16-bit floats; float32 holds them exactly.
     total = torch.full(shape, empty) if value is None else value.to(torch.float32, copy=True).contiguous()
+    total = total.to(_device() if value is None else value.device)
     distributed.all_reduce(total, op=op)
     return total

@@ -1,12 +1,12 @@
 """Observations a tile at a time: nothing of a large weight is in memory twice."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from vexport.observers.args import ObserverArgs, strategy_of
-from vexport.observers.flatten import column_order, flatten_for_calibration, permutes
+from vexport.observers.flatten import WEIGHT, column_order, flatten_for_calibration, permutes
 
 # Elements of a tile: 2 MiB in float32, of which a search holds a few at once.
 TILE_ELEMENTS = 1 << 19
@@ -19,32 +19,38 @@ class Tiles:
 
     `shared` says that every tile holds elements of all groups, so that results are accumulated; otherwise
     tiles hold different groups and results are concatenated along the first dimension of qparam_shape.
-    `order` is how the columns of a weight were permuted.
+    `order` is how the columns of a weight were permuted; `weight` is the weight (rows, columns) itself where
+    they were not.
     """
 
     cut: Callable[[], Iterator[torch.Tensor]]
     shared: bool
     order: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return self.cut()
 
 
 def tiles_of_observations(observations: torch.Tensor) -> Tiles:
-    """Views of what is flattened already."""
-    count, first = observations.shape[0], observations.shape[1]
-    dim = 0 if count > 1 or observations.ndim < 3 else ROWS if first > 1 else observations.ndim - 1
+    """Views of what is flattened already; two dimensions (tokens, hidden) are one observation of each."""
+    if observations.ndim == 2:
+        observations = observations.unsqueeze(0)
+    dim = ROWS
+    if observations.shape[0] > 1:
+        dim = 0
+    elif tuple(observations.shape[:-1]) == (1, 1):
+        dim = 2
     size = _tile_length(observations, dim)
-    return Tiles(
-        lambda: iter(torch.split(observations, size, dim=dim)), shared=dim != ROWS or observations.ndim < 3
-    )
+    return Tiles(lambda: iter(torch.split(observations, size, dim=dim)), shared=dim != ROWS)
 
 
 def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: torch.Tensor | None) -> Tiles:
     """Tiles of a weight, activation or attention state; where flattening copies, it copies one tile."""
     strategy = strategy_of(args)
-    if base_name != "weight" or (strategy != "block" and not permutes(g_idx)):
-        return tiles_of_observations(flatten_for_calibration(value, base_name, args))
+    if base_name != WEIGHT or (strategy != "block" and not permutes(g_idx)):
+        tiles = tiles_of_observations(flatten_for_calibration(value, base_name, args))
+        return replace(tiles, weight=value if base_name == WEIGHT else None)
     order = column_order(g_idx, value.shape[1], args) if strategy != "block" and g_idx is not None else None
     high = args.block_structure[0] if args.block_structure is not None else 1
     size = max(1, _tile_length(value, 0) // high) * high
@@ -54,7 +60,7 @@ def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: tor
             ordered = rows if order is None else rows.index_select(1, order)
             yield flatten_for_calibration(ordered, base_name, args)
 
-    return Tiles(cut, shared=False, order=order)
+    return Tiles(cut, shared=False, order=order, weight=value if order is None else None)
 
 
 def _tile_length(value: torch.Tensor, dim: int) -> int:

@@ -1,0 +1,227 @@
+"""What observers do besides their formulas: names, keywords, tokens, importance, activation ordering."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from vexport.observers import (
+    OBSERVERS,
+    IMatrixMSEObserver,
+    Importance,
+    Observer,
+    flatten_for_calibration,
+    get_observer_token_count,
+    load_observer,
+)
+from vexport.schemes.base import QuantArgs
+
+CHANNEL = QuantArgs(num_bits=8, type="int", strategy="channel")
+GROUP = QuantArgs(num_bits=4, type="int", strategy="group", group_size=4)
+TENSOR = QuantArgs(num_bits=8, type="float", strategy="tensor")
+NVFP4 = QuantArgs(
+    num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"
+)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_loading_by_name(name: str) -> None:
+    observer = Observer.load_from_registry(name, base_name="weight", args=CHANNEL)
+    assert type(observer) is OBSERVERS[name]
+    assert not observer.has_statistics
+
+
+def test_what_is_unknown_is_an_error_that_lists_what_is_known() -> None:
+    with pytest.raises(ValueError, match="'minmaxx'.*need one of.*imatrix_mse.*static_minmax"):
+        load_observer("minmaxx", "weight", CHANNEL)
+    with pytest.raises(
+        ValueError, match="unknown keyword patients, need one of numerics, maxshrink, patience"
+    ):
+        Observer.load_from_registry("memoryless_mse", base_name="weight", args=CHANNEL, patients=3)
+    with pytest.raises(ValueError, match="unknown keyword norm"):
+        load_observer("minmax", "weight", replace(CHANNEL, observer_kwargs={"norm": 2.0}))
+    with pytest.raises(ValueError, match="numerics: got 'peer', need one of float32, reference"):
+        Observer.load_from_registry("minmax", base_name="input", args=TENSOR, numerics="peer")
+    with pytest.raises(ValueError, match="grid: got 0, need more than 0; norm: got -1"):
+        Observer.load_from_registry("mse", base_name="weight", args=CHANNEL, grid=0, norm=-1)
+    with pytest.raises(ValueError, match=r"grid='many' \(need a float\)"):
+        Observer.load_from_registry("mse", base_name="weight", args=CHANNEL, grid="many")
+
+
+@pytest.mark.parametrize(
+    ("base_name", "args"),
+    [("weight", replace(TENSOR, strategy="token")), ("input", CHANNEL), ("bias", TENSOR)],
+)
+def test_pairs_without_meaning_are_refused_at_once(base_name: str, args: QuantArgs) -> None:
+    with pytest.raises(ValueError, match="need one of weight/tensor, weight/channel"):
+        load_observer("minmax", base_name, args)
+    with pytest.raises(ValueError, match="need one of"):
+        flatten_for_calibration(torch.zeros(4, 4), base_name, args)
+
+
+def test_keywords_of_the_arguments_are_honoured_and_own_keywords_win() -> None:
+    args = QuantizationArgs(
+        num_bits=8, type="float", strategy="tensor", observer_kwargs={"averaging_constant": 0.5}
+    )
+    for keywords, high in (({}, 1.5), ({"averaging_constant": 1.0}, 2.0)):
+        observer = Observer.load_from_registry("minmax", base_name="input", args=args, **keywords)
+        observer(torch.tensor([[1.0]]))(torch.tensor([[2.0]]))
+        assert observer.range()[1].item() == high
+    assert args.observer_kwargs == {"averaging_constant": 0.5}
+
+
+def test_an_empty_tensor_changes_nothing() -> None:
+    observer = load_observer("minmax", "input", TENSOR)
+    assert observer(torch.zeros(0, 8)) is observer
+    assert not observer.has_statistics
+    assert observer.tokens == 0
+    with pytest.raises(ValueError, match="got no observation"):
+        observer.get_qparams()
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_a_weight_counts_as_it_was_last_seen(name: str) -> None:
+    args = replace(GROUP, group_size=8)
+    once, twice = (with_importance(name, args) for _ in range(2))
+    twice(normal(4, 16, seed=1) * 100)
+    for observer in (once, twice):
+        observer(normal(4, 16))
+    assert torch.equal(once.get_qparams()["scale"], twice.get_qparams()["scale"])
+
+
+def with_importance(name: str, args: QuantArgs) -> Observer:
+    observer = load_observer(name, "weight", args)
+    if isinstance(observer, IMatrixMSEObserver):
+        observer.gathered = Importance(normal(16, seed=2).double().square() + 0.1, 1)
+    return observer
+
+
+def test_tokens_are_counted_for_every_kind_and_forgotten_by_reset() -> None:
+    state = load_observer("static_minmax", "k", TENSOR)
+    state(torch.zeros(2, 3, 5, 4))
+    assert state.tokens == 10
+    weight = load_observer("static_minmax", "weight", TENSOR)(torch.ones(3, 4))
+    assert weight.tokens == 0
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for layer, tokens in zip(model, (6, 0), strict=True):
+        layer.register_module("input_observer", load_observer("static_minmax", "input", TENSOR))
+        layer.get_submodule("input_observer")(torch.zeros(2, tokens // 2, 4))
+    assert get_observer_token_count(model) == {"0": 6, "1": 0}
+    state.reset()
+    assert state.tokens == 0
+    assert not state.has_statistics
+
+
+def test_fusing_needs_all_to_have_observed() -> None:
+    observers = [load_observer("memoryless_minmax", "weight", NVFP4) for _ in range(2)]
+    Observer.fuse(observers)
+    observers[0](normal(2, 32))
+    with pytest.raises(ValueError, match="got observations of 1 of 2"):
+        observers[0].get_qparams()
+    observers[1].reset()
+    assert observers[0].get_qparams()["global_scale"] is not None
+
+
+@pytest.mark.parametrize("numerics", ["float32", "reference"])
+@pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse"])
+@pytest.mark.parametrize("args", [replace(GROUP, group_size=16), NVFP4])
+def test_columns_are_grouped_by_their_map(name: str, args: QuantArgs, numerics: str) -> None:
+    weight, order = normal(4, 64), torch.randperm(64, generator=torch.Generator().manual_seed(3))
+    g_idx = torch.empty(64, dtype=torch.int32)
+    g_idx[order] = (torch.arange(64) // 16).int()
+    within = torch.argsort(g_idx, stable=True)
+    importance = torch.rand(64, generator=torch.Generator().manual_seed(4)).double() + 0.1
+    results = []
+    for columns, groups in ((torch.arange(64), g_idx), (within, None), (within, torch.full((64,), -1))):
+        observer = Observer.load_from_registry(name, base_name="weight", args=args, numerics=numerics)
+        if isinstance(observer, IMatrixMSEObserver):
+            observer.gathered = Importance(importance[columns], 1)
+        results.append(observer(weight[:, columns], groups).get_qparams()["scale"])
+    if numerics == "float32" or name != "imatrix_mse":
+        assert torch.equal(results[0], results[1])
+    assert torch.equal(results[1], results[2])
+    with pytest.raises(ValueError, match="need 64 in groups of 16"):
+        load_observer(name, "weight", args)(weight, torch.zeros(64, dtype=torch.int32))
+
+
+def test_importance_is_gathered_in_a_pass_of_its_own_and_handed_over() -> None:
+    layer = torch.nn.Linear(16, 4)
+    inputs = normal(3, 5, 16)
+    gathering = IMatrixMSEObserver("weight", CHANNEL)
+    gathering.attach(layer)
+    for row in inputs:
+        layer(row)
+    gathering.detach(layer)
+    layer(inputs * 100)
+    assert gathering.gathered is not None
+    assert gathering.gathered.tokens == 15
+    torch.testing.assert_close(gathering.gathered.mean(), inputs.square().mean((0, 1)))
+    other = IMatrixMSEObserver("weight", CHANNEL, strict=True)
+    other.gathered = gathering.gathered
+    scales = [observer(layer.weight).get_qparams()["scale"] for observer in (gathering, other)]
+    assert torch.equal(*scales)
+
+
+def test_importance_moves_the_choice_to_where_inputs_are_large() -> None:
+    """A row whose outlier meets no input is clipped at it; one whose outlier matters is not."""
+    weight = normal(1, 16) * 0.1
+    weight[0, 0] = 1.0
+    highs = []
+    for outlier in (1e-6, 1e6):
+        observer = IMatrixMSEObserver("weight", replace(CHANNEL, num_bits=4), patience=0)
+        importance = torch.ones(16, dtype=torch.float64)
+        importance[0] = outlier
+        observer.gathered = Importance(importance, 1)
+        highs.append(observer(weight).range()[1].item())
+    assert highs[0] < 0.4
+    assert highs[1] > 0.8
+
+
+@pytest.mark.parametrize("args", [CHANNEL, TENSOR])
+def test_without_importance_errors_are_weighted_alike_after_one_warning(args: QuantArgs) -> None:
+    weight = normal(4, 16)
+    with pytest.warns(UserWarning, match="imatrix_mse: .*weighted alike") as seen:
+        scale = IMatrixMSEObserver("weight", args)(weight).get_qparams()["scale"]
+    assert len(seen) == 1
+    plain = Observer.load_from_registry(
+        "memoryless_mse", base_name="weight", args=args, maxshrink=1.0, grid=20, norm=3.0
+    )
+    assert torch.equal(scale, plain(weight).get_qparams()["scale"])
+    with pytest.raises(ValueError, match="imatrix_mse: "):
+        IMatrixMSEObserver("weight", args, strict=True)(weight)
+
+
+@pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse", "nvfp4_expanded_mse"])
+@pytest.mark.parametrize("args", [NVFP4, GROUP, CHANNEL, TENSOR])
+def test_tiles_do_not_change_the_result(name: str, args: QuantArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(33, 64)
+    whole = load_observer(name, "weight", args)(weight).get_qparams()["scale"]
+    monkeypatch.setattr("vexport.observers.tiles.TILE_ELEMENTS", 256)
+    tiled = load_observer(name, "weight", args)(weight).get_qparams()["scale"]
+    torch.testing.assert_close(tiled, whole, rtol=1e-6, atol=0)
+
+
+def test_patience_counts_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late improvement in one tile after a pause in all is not taken, as without tiles."""
+    weight = normal(16, 64).sign() * torch.tensor([1.0, 0.02]).repeat(32)
+    results = []
+    for elements in (1 << 20, 64):
+        monkeypatch.setattr("vexport.observers.tiles.TILE_ELEMENTS", elements)
+        observer = Observer.load_from_registry(
+            "memoryless_mse", base_name="weight", args=replace(CHANNEL, num_bits=4), maxshrink=0.9, patience=2
+        )
+        results.append(observer(weight).range()[1])
+    assert torch.equal(*results)
+
+
+def test_statistics_hold_no_copy_of_the_weight() -> None:
+    weight = normal(64, 128)
+    observer = load_observer("memoryless_mse", "weight", NVFP4)
+    observer(weight)
+    weight.zero_()
+    assert torch.equal(observer.get_qparams()["scale"], torch.full((64, 8), 0.125))

@@ -1,0 +1,131 @@
+"""Two ranks over halves of the data have the statistics of one rank over all of it."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from vexport.observers import IMatrixMSEObserver, Observer
+from vexport.schemes.base import QuantArgs
+
+RANKS = 2
+TENSOR = QuantArgs(num_bits=8, type="float", strategy="tensor")
+GROUP = QuantArgs(num_bits=8, type="int", strategy="group", group_size=16, dynamic=True)
+CHANNEL = QuantArgs(num_bits=8, type="int", strategy="channel")
+
+
+def samples() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(7, 32, generator=generator) * (n + 1)).to(torch.bfloat16) for n in range(6)]
+
+
+def share(rank: int) -> list[torch.Tensor]:
+    return samples()[rank * 3 : rank * 3 + 3]
+
+
+def observed(name: str, args: QuantArgs, values: list[torch.Tensor]) -> Observer:
+    observer = Observer.load_from_registry(name, base_name="input", args=args)
+    for value in values:
+        observer(value)
+    return observer
+
+
+def gathered(values: list[torch.Tensor]) -> IMatrixMSEObserver:
+    observer, layer = IMatrixMSEObserver("weight", CHANNEL), torch.nn.Linear(32, 2, dtype=torch.bfloat16)
+    observer.attach(layer)
+    for value in values:
+        layer(value)
+    observer.detach(layer)
+    return observer
+
+
+def check_extremes(rank: int) -> None:
+    """Both shapes of statistics, and a rank that saw nothing."""
+    for args in (TENSOR, GROUP):
+        alone, shared = (
+            observed("static_minmax", args, samples()),
+            observed("static_minmax", args, share(rank)),
+        )
+        assert shared.sync_activation_stats() == []
+        assert torch.equal(shared.range()[0], alone.range()[0])
+        assert torch.equal(shared.range()[1], alone.range()[1])
+        assert shared.tokens == alone.tokens == 42
+        lonely = observed("static_minmax", args, samples() if rank == 1 else [])
+        lonely.sync_activation_stats()
+        assert torch.equal(lonely.range()[1], alone.range()[1])
+    nobody = observed("static_minmax", TENSOR, [])
+    nobody.sync_activation_stats()
+    assert not nobody.has_statistics
+
+
+def check_averages(rank: int) -> None:
+    """The mean of the ranks' moving averages, over the ranks that saw anything."""
+    for name in ("minmax", "mse"):
+        parts = [observed(name, TENSOR, share(number)).range()[1] for number in range(RANKS)]
+        shared = observed(name, TENSOR, share(rank))
+        shared.sync_activation_stats()
+        assert torch.equal(shared.range()[1], (parts[0] + parts[1]) / 2)
+        lonely = observed(name, TENSOR, share(0) if rank == 0 else [])
+        lonely.sync_activation_stats()
+        assert torch.equal(lonely.range()[1], parts[0])
+
+
+def check_importance(rank: int) -> None:
+    """The sum of squares and so the scales of a weight."""
+    alone, shared = gathered(samples()), gathered(share(rank))
+    shared.sync_activation_stats()
+    assert alone.gathered is not None
+    assert shared.gathered is not None
+    assert shared.gathered.tokens == alone.gathered.tokens == 42
+    assert torch.equal(shared.gathered.mean(), alone.gathered.mean())
+    weight = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    scales = [observer(weight).get_qparams()["scale"] for observer in (alone, shared)]
+    assert torch.equal(*scales)
+
+
+def check_memoryless(rank: int) -> None:
+    """Nothing to share but the number of tokens."""
+    observer = observed("memoryless_minmax", TENSOR, share(rank))
+    before = observer.range()[1].clone()
+    observer.sync_activation_stats()
+    assert torch.equal(observer.range()[1], before)
+    assert observer.tokens == 42
+
+
+def run_rank(rank: int, store: str, check: Callable[[int], None]) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    try:
+        check(rank)
+    finally:
+        distributed.destroy_process_group()
+
+
+def check_all(rank: int) -> None:
+    for check in (check_extremes, check_averages, check_importance, check_memoryless):
+        check(rank)
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), check_all))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+    assert [process.exitcode for process in processes] == [0] * RANKS
+
+
+def test_one_process_without_a_group_syncs_nothing() -> None:
+    observer = observed("static_minmax", TENSOR, samples())
+    before = observer.range()[0].clone()
+    assert observer.sync_activation_stats() == []
+    assert torch.equal(observer.range()[0], before)
+    assert observer.tokens == 42
