@@ -1,6 +1,7 @@
-"""Searches for the range of each group whose quantization error is least; these are the torch versions.
+"""Searches for the range of each group whose quantization error is least.
 
-Both searches work a tile at a time and in float32. The error of a group is
+On the CPU compiled kernels do them; these torch versions do the rest and define the meaning. Both
+searches work a tile at a time and in float32. The error of a group is
 `sum(importance * |dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py and imatrix.py).
 """
 
@@ -10,6 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from vexport.observers.args import ObserverArgs
+from vexport.observers.kernels.tiles import (
+    Factors,
+    nvfp4_scales_of_tile,
+    search_tiles,
+    serves_grid,
+    serves_nvfp4,
+)
 from vexport.observers.qparams import E4M3_EPS, FP4_MAX, FP8_MAX, scale_and_zero_point
 from vexport.observers.rounding import fake_quantize, round_to_e2m1
 from vexport.observers.tiles import Tiles
@@ -41,10 +49,28 @@ def search_grid(
 
     `importance` broadcasts to a tile. The earlier of two equal candidates is kept.
     """
+    if serves_grid(tiles, args, importance):
+        return _search_grid_compiled(tiles, args, search, importance)
     low, high = range_of(tiles)
     low, high = low * search.expand, high * search.expand
     best = _best_factor(tiles, low, high, args, search, importance)
     return low * best, high * best
+
+
+def _search_grid_compiled(
+    tiles: Tiles, args: ObserverArgs, search: Search, importance: torch.Tensor | None
+) -> Range:
+    def chosen(factors: tuple[float, ...]) -> Factors:
+        return search_tiles(
+            tiles, args, factors, expand=search.expand, norm=search.norm, importance=importance
+        )
+
+    found = chosen(search.factors)
+    steps = _steps_until_stop(found.improved, search.patience)
+    if any(found.improved[steps:]):
+        found = chosen(search.factors[:steps])
+    best = torch.tensor(search.factors)[found.step]
+    return found.low * best, found.high * best
 
 
 def range_of(tiles: Tiles) -> Range:
@@ -70,7 +96,7 @@ def grid_errors(
     qparam_shape, is the range that the factors shrink.
     """
     values = tile.float()
-    errors = torch.empty(len(search.factors), *low.shape)
+    errors = torch.empty(len(search.factors), *low.shape, device=low.device)
     for step, factor in enumerate(search.factors):
         scale, zero_point = scale_and_zero_point(low * factor, high * factor, args, None)
         steps, zeros = scale.unsqueeze(-1), zero_point.to(torch.float32).unsqueeze(-1)
@@ -112,7 +138,7 @@ def _try_factors(
 ) -> tuple[torch.Tensor, list[bool]]:
     """The best factor of each group, and for each step whether it was the best so far for any group."""
     if tiles.shared:
-        errors = torch.zeros(len(search.factors), *low.shape)
+        errors = torch.zeros(len(search.factors), *low.shape, device=low.device)
         for tile in tiles:
             errors += grid_errors(tile, low, high, args, search, importance)
         return _least(errors, search.factors)
@@ -129,8 +155,8 @@ def _try_factors(
 
 
 def _least(errors: torch.Tensor, factors: Sequence[float]) -> tuple[torch.Tensor, list[bool]]:
-    best = torch.ones(errors.shape[1:])
-    least = torch.full(errors.shape[1:], torch.finfo(torch.float32).max)
+    best = torch.ones(errors.shape[1:], device=errors.device)
+    least = torch.full(errors.shape[1:], torch.finfo(torch.float32).max, device=errors.device)
     improved = []
     for factor, error in zip(factors, errors, strict=True):
         better = error < least
@@ -163,10 +189,13 @@ def search_nvfp4(
     a tile.
     """
     least, most = min(search.factors) * search.expand, max(search.factors) * search.expand
+    slack = least * (1 - CANDIDATE_SLACK), most * (1 + CANDIDATE_SLACK)
     weight = None if importance is None else importance[0]
     return torch.cat(
         [
-            _best_block_scale(tile[0].float(), global_scale, (least, most), search.norm, weight)
+            nvfp4_scales_of_tile(tile[0], global_scale, slack, search.norm, weight)
+            if serves_nvfp4(tile)
+            else _best_block_scale(tile[0].float(), global_scale, (least, most), search.norm, weight)
             for tile in tiles
         ]
     )

@@ -1,0 +1,119 @@
+"""The compiled searches on tiles of observations: what they serve, results in the shape of the qparams."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from vexport.observers.args import ObserverArgs, is_float, is_mx
+from vexport.observers.kernels import (
+    E2M1,
+    E4M3,
+    Format,
+    integer_format,
+    range_of_values,
+    search_grid_groups,
+    search_nvfp4_scales,
+    serves,
+    shrink_errors,
+)
+from vexport.observers.kernels.nvfp4 import GROUP_SIZE
+from vexport.observers.tiles import Tiles
+
+
+class Factors(NamedTuple):
+    """Range before shrinking (float32) and best step, shape qparam_shape; whether each step improved any."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    step: torch.Tensor
+    improved: list[bool]
+
+
+def serves_grid(tiles: Tiles, args: ObserverArgs, importance: torch.Tensor | None) -> bool:
+    """Whether `search_tiles` does this search: on the CPU, a weight in groups or values of one group."""
+    tile = next(iter(tiles))
+    one_group = tile.shape[1:-1].numel() == 1 and importance is None
+    known = not is_mx(args) and (args.symmetric or not is_float(args))
+    return known and serves(tile) and (one_group if tiles.shared else tile.shape[0] == 1)
+
+
+def search_tiles(
+    tiles: Tiles,
+    args: ObserverArgs,
+    factors: Sequence[float],
+    *,
+    expand: float,
+    norm: float,
+    importance: torch.Tensor | None,
+) -> Factors:
+    """The best of `factors` for the range, times `expand`, of each group."""
+    form = format_of(args)
+    if tiles.shared:
+        return _search_one_group(tiles, form, factors, expand, norm)
+    found = []
+    for tile in tiles:
+        rows = tile.reshape(-1, tile.shape[-1])
+        part = search_grid_groups(rows, form, factors, norm=norm, expand=expand, importance=importance)
+        shape = tile.shape[1:-1]
+        found.append(
+            Factors(
+                low=part.low.reshape(shape),
+                high=part.high.reshape(shape),
+                step=part.step.reshape(shape),
+                improved=part.improved,
+            )
+        )
+    return Factors(
+        low=torch.cat([part.low for part in found]),
+        high=torch.cat([part.high for part in found]),
+        step=torch.cat([part.step for part in found]),
+        improved=[any(flags) for flags in zip(*(part.improved for part in found), strict=True)],
+    )
+
+
+def format_of(args: ObserverArgs) -> Format:
+    """What values are rounded to."""
+    if is_float(args):
+        return E2M1 if args.num_bits == 4 else E4M3
+    return integer_format(args.num_bits, symmetric=args.symmetric)
+
+
+def serves_nvfp4(tile: torch.Tensor) -> bool:
+    """Whether `nvfp4_scales_of_tile` does this search."""
+    return serves(tile) and tile.shape[-1] == GROUP_SIZE
+
+
+def nvfp4_scales_of_tile(
+    tile: torch.Tensor,
+    global_scale: torch.Tensor,
+    bounds: tuple[float, float],
+    norm: float,
+    importance: torch.Tensor | None,
+) -> torch.Tensor:
+    """The best block scales of a tile (rows, groups, 16): float32, (rows, groups).
+
+    Candidates lie between `bounds` (smallest, largest) times a group's range.
+    """
+    scales = search_nvfp4_scales(
+        tile.reshape(tile.shape[0], -1),
+        float(global_scale),
+        smallest=bounds[0],
+        largest=bounds[1],
+        norm=norm,
+        importance=importance,
+    )
+    return scales.to(torch.float32)
+
+
+def _search_one_group(
+    tiles: Tiles, form: Format, factors: Sequence[float], expand: float, norm: float
+) -> Factors:
+    ranges = torch.tensor([range_of_values(tile) for tile in tiles]) * expand
+    low, high = ranges[:, 0].amin(), ranges[:, 1].amax()
+    ends = float(low), float(high)
+    errors = torch.stack([shrink_errors(tile, ends, form, factors, norm=norm) for tile in tiles]).sum(0)
+    best_so_far = torch.cat([torch.tensor([torch.inf], dtype=errors.dtype), errors.cummin(0).values[:-1]])
+    shape = next(iter(tiles)).shape[1:-1]
+    step = errors.argmin().expand(shape)
+    return Factors(low.expand(shape), high.expand(shape), step, (errors < best_so_far).tolist())
