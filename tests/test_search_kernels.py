@@ -17,6 +17,7 @@ from vexport.observers.kernels import (
     Format,
     integer_format,
     range_of_values,
+    ranges_of_groups,
     search_grid_groups,
     search_nvfp4_scales,
     shrink_errors,
@@ -78,9 +79,12 @@ def assert_least_error(
     importance: torch.Tensor | None = None,
 ) -> None:
     found = search_grid_groups(groups, form, shrinks, norm=norm, expand=expand, importance=importance)
+    lows, highs = (end.numpy() for end in ranges_of_groups(groups))
     factors = np.asarray(shrinks, dtype=np.float32)
     for group, values in enumerate(groups.double().numpy()):
         low, high = (np.float32(end) * np.float32(expand) for end in (values.min(), values.max()))
+        if expand == 1.0:
+            assert (lows[group], highs[group]) == (low, high)
         assert (float(found.low[group]), float(found.high[group])) == (float(low), float(high))
         distances = [errors_of_range(values, low * factor, high * factor, form) for factor in factors]
         weights = 1.0 if importance is None else importance[group % importance.shape[0]].double().numpy()

@@ -14,6 +14,7 @@ from vexport.observers.args import ObserverArgs
 from vexport.observers.kernels.tiles import (
     Factors,
     nvfp4_scales_of_tile,
+    range_of_tile,
     search_tiles,
     serves_grid,
     serves_nvfp4,
@@ -75,7 +76,7 @@ def _search_grid_compiled(
 
 def range_of(tiles: Tiles) -> Range:
     """Minimum and maximum of each group, float32, shape qparam_shape."""
-    pairs = [(tile.amin((0, -1)).float(), tile.amax((0, -1)).float()) for tile in tiles]
+    pairs = [range_of_tile(tile) for tile in tiles]
     lows, highs = [low for low, _ in pairs], [high for _, high in pairs]
     if tiles.shared:
         return torch.stack(lows).amin(0), torch.stack(highs).amax(0)

@@ -24,6 +24,7 @@ from vexport.observers.kernels.arithmetic import (
 from vexport.observers.kernels.grid import (
     TASK_VALUES,
     TENSOR_CHUNK,
+    group_ranges,
     search_groups,
     tensor_errors,
     tensor_ranges,
@@ -84,6 +85,14 @@ def search_grid_groups(
     )
     ends = torch.from_numpy(lows), torch.from_numpy(highs)
     return GroupChoices(*ends, torch.from_numpy(steps), [bool(flags.any()) for flags in improved.T])
+
+
+def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value of every row of `groups` (count, size): float32; NaN where one is NaN."""
+    bits, storage = stored_bits(groups)
+    lows, highs = (np.empty(bits.shape[0], dtype=np.float32) for _ in range(2))
+    group_ranges(bits, storage, min(bits.shape[0], -(-bits.size // TASK_VALUES)), lows, highs)
+    return torch.from_numpy(lows), torch.from_numpy(highs)
 
 
 def range_of_values(values: torch.Tensor) -> tuple[float, float]:
@@ -160,6 +169,7 @@ __all__ = [
     "GroupChoices",
     "integer_format",
     "range_of_values",
+    "ranges_of_groups",
     "search_grid_groups",
     "search_nvfp4_scales",
     "serves",

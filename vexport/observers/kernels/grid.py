@@ -117,6 +117,17 @@ def search_groups(
 
 
 @compiled(parallel=True)
+def group_ranges(groups: Bits, storage: int, tasks: int, lows: Floats, highs: Floats) -> None:
+    """Write the range of every row of `groups`."""
+    count, size = groups.shape
+    for task in prange(tasks):
+        values = np.empty(size, dtype=F32)
+        for group in range(task * count // tasks, (task + 1) * count // tasks):
+            widen(values, groups[group], storage)
+            lows[group], highs[group] = value_range(values)
+
+
+@compiled(parallel=True)
 def tensor_ranges(weight: Bits, storage: int, lows: Floats, highs: Floats) -> None:
     """Write the range of every TENSOR_CHUNK values of a flat weight."""
     for chunk in prange(lows.size):

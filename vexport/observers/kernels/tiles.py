@@ -12,6 +12,7 @@ from vexport.observers.kernels import (
     Format,
     integer_format,
     range_of_values,
+    ranges_of_groups,
     search_grid_groups,
     search_nvfp4_scales,
     serves,
@@ -70,6 +71,14 @@ def search_tiles(
         step=torch.cat([part.step for part in found]),
         improved=[any(flags) for flags in zip(*(part.improved for part in found), strict=True)],
     )
+
+
+def range_of_tile(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Minimum and maximum of each group of a tile (num_observations, *qparam_shape, group_size), float32."""
+    if not serves(tile) or tile.shape[0] != 1:
+        return tile.amin((0, -1)).float(), tile.amax((0, -1)).float()
+    low, high = ranges_of_groups(tile.reshape(-1, tile.shape[-1]))
+    return low.reshape(tile.shape[1:-1]), high.reshape(tile.shape[1:-1])
 
 
 def format_of(args: ObserverArgs) -> Format:
