@@ -1,5 +1,6 @@
 """Streams a checkpoint from safetensors to safetensors, one fusion group in memory at a time."""
 
+import base64
 import json
 import shutil
 import warnings
@@ -17,7 +18,7 @@ from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, split_shards, write_s
 from vexport.errors import InputError
 from vexport.files import write_text
 from vexport.kernels import COMPRESSORS
-from vexport.observers import Observer, load_observer
+from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
 from vexport.plan import output_blocks
 from vexport.schemes import get_scheme
@@ -45,9 +46,9 @@ def quantize(
     if calibration is None and needs_calibration(plan):
         raise missing_calibration(plan)
     shards = split_shards(output_blocks(index, plan.groups), shard_bytes=shard_bytes)
-    ranges = calibration.ranges if calibration else {}
+    seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
     with Reader() as reader, each_warning_once():
-        tensors = _counted(compressed_tensors(index, plan, ranges, reader), plan.output_bytes, on_bytes)
+        tensors = _counted(compressed_tensors(index, plan, seen, reader), plan.output_bytes, on_bytes)
         write_shards(folder, shards, tensors)
     for file in index.side_files:
         shutil.copyfile(file, folder / file.name)
@@ -93,7 +94,7 @@ def missing_calibration(plan: Plan) -> InputError:
 
 
 def compressed_tensors(
-    index: SourceIndex, plan: Plan, ranges: Mapping[str, InputRange], reader: Reader
+    index: SourceIndex, plan: Plan, calibration: Calibration, reader: Reader
 ) -> Iterator[tuple[str, memoryview]]:
     """The bytes of every tensor of the output, in the order of `output_blocks`."""
     group_of = {member.weight: group for group in plan.groups for member in group.members}
@@ -105,23 +106,23 @@ def compressed_tensors(
             reader.release([tensor])
         elif group.name not in written:
             written.add(group.name)
-            for name, value in compress_group(group, index, ranges, reader):
+            for name, value in compress_group(group, index, calibration, reader):
                 yield name, tensor_bytes(value)
             reader.release(index.tensors[member.weight] for member in group.members)
 
 
 def compress_group(
-    group: FusionGroup, index: SourceIndex, ranges: Mapping[str, InputRange], reader: Reader
+    group: FusionGroup, index: SourceIndex, calibration: Calibration, reader: Reader
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that replace a group's weights, in the order of its layout, sharing what must be shared."""
     scheme = get_scheme(group.scheme)
     weights = [read_tensor(reader, index.tensors[member.weight]) for member in group.members]
     observers = [
-        observe_weight(member, weight, group.observer, scheme)
+        observe_weight(member, weight, group.observer, scheme, calibration.importance.get(member.name))
         for member, weight in zip(group.members, weights, strict=True)
     ]
     Observer.fuse(observers)
-    inputs = input_tensors(group, scheme, ranges)
+    inputs = input_tensors(group, scheme, calibration.ranges)
     compress = COMPRESSORS[scheme.family.format]
     for member, weight, observer in zip(group.members, weights, observers, strict=True):
         stored = {**compress(weight, observer.get_qparams(), scheme.args), **inputs}
@@ -129,9 +130,21 @@ def compress_group(
             yield spec.name, stored[spec.name.removeprefix(f"{member.name}.")]
 
 
-def observe_weight(member: LinearPlan, weight: torch.Tensor, observer_name: str, scheme: Scheme) -> Observer:
-    """An observer that has seen a layer's weight; InputError where the weight is not finite."""
+def observe_weight(
+    member: LinearPlan,
+    weight: torch.Tensor,
+    observer_name: str,
+    scheme: Scheme,
+    importance: str | None = None,
+) -> Observer:
+    """An observer that has seen a layer's weight; InputError where the weight is not finite.
+
+    `importance` is what calibration gathered for this layer, where the observer asks for it.
+    """
     observer = load_observer(observer_name, "weight", scheme.args.weights)
+    if importance is not None and isinstance(observer, IMatrixMSEObserver):
+        means = torch.frombuffer(bytearray(base64.b64decode(importance)), dtype=torch.float32)
+        observer.gathered = Importance(means, tokens=1)
     observer.forward(weight)
     low, high = observer.range()
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):

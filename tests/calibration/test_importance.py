@@ -1,0 +1,57 @@
+"""The importance of input channels: gathered in calibration, used when weights are searched."""
+
+import base64
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.calibration.make import batches_of, plan_for, samples
+from tests.calibration.models import configs, save, whole_model_run
+from vexport.calibration import calibrate
+from vexport.files import from_json, to_json, write_text
+from vexport.quantize import quantize
+from vexport.types import Calibration
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(configs()["llama"], tmp_path_factory.mktemp("llama") / "model")
+
+
+def decode(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype="<f4").copy())
+
+
+def test_importance_is_the_mean_square_of_a_whole_model_run(llama: Path, tmp_path: Path) -> None:
+    index, plan = plan_for(llama, scheme="NVFP4A16", observer="imatrix_mse")
+    found = calibrate(index, plan, samples())
+    assert found.ranges == {}
+    names = [group.name for group in plan.groups]
+    seen = whole_model_run(llama, names, batches_of(samples()))
+    assert list(found.importance) == names
+    for name in names:
+        assert torch.allclose(decode(found.importance[name]), seen[name].squares, rtol=1e-6), name
+    write_text(tmp_path / "statistics.json", to_json(found))
+    assert from_json(Calibration, tmp_path / "statistics.json") == found
+
+
+def test_quantize_searches_by_it(llama: Path, tmp_path: Path) -> None:
+    """Scales change with importance; without it there is a warning."""
+    index, plan = plan_for(llama, scheme="NVFP4A16", observer="imatrix_mse")
+    found = calibrate(index, plan, samples())
+    scales = {}
+    for name, calibration in (("with", found), ("without", replace(found, importance={}))):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "with":
+            quantize(index, plan, calibration, folder)
+        else:
+            with pytest.warns(UserWarning, match="imatrix_mse"):
+                quantize(index, plan, calibration, folder)
+        tensors = load_file(folder / "model.safetensors")
+        scales[name] = tensors[f"{plan.groups[0].name}.weight_scale"].float()
+    assert not torch.equal(scales["with"], scales["without"])
