@@ -63,7 +63,10 @@ def test_help_answers_at_once() -> None:
         (["check", "LLAMA", "--format", "xml"], ["xml", "junit"]),
         (["run", "MISSING.yaml"], ["MISSING.yaml", "no such file"]),
         (["eval", "LLAMA", "--baseline", "LLAMA", "--task", "MISSING", "--output", "OUT"], ["MISSING"]),
-        (["eval", "LLAMA", "--baseline", "MISSING", "--task", "TASK", "--output", "OUT"], ["MISSING", "folder"]),
+        (
+            ["eval", "LLAMA", "--baseline", "MISSING", "--task", "TASK", "--output", "OUT"],
+            ["MISSING", "folder"],
+        ),
         (["report", "EMPTY"], ["EMPTY", "vexport run"]),
         (["verdict", "EMPTY", "EMPTY"], ["EMPTY"]),
     ],
@@ -74,7 +77,11 @@ def test_bad_input_is_one_line_and_code_2(
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "BROKEN").write_text('{"input_ids": [5, 6, 7]}\n{"input_ids": [5, 6\n')
     task = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition.yaml"
-    places = {"LLAMA": llama, "TASK": task, **{name: tmp_path / name for name in ("EMPTY", "BROKEN", "MISSING", "OUT")}}
+    places = {
+        "LLAMA": llama,
+        "TASK": task,
+        **{name: tmp_path / name for name in ("EMPTY", "BROKEN", "MISSING", "OUT")},
+    }
     before = sorted(tmp_path.iterdir())
     ran = vexport(*(places.get(argument, argument) for argument in arguments))
     assert ran.code == 2, ran

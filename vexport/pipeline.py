@@ -13,7 +13,7 @@ from vexport.errors import InputError
 from vexport.files import new_directory
 from vexport.observers import OBSERVERS
 from vexport.plan import build_plan, require_accepted
-from vexport.quantize import missing_calibration, needs_calibration, quantize
+from vexport.quantize import missing_calibration, needs_calibration, quantize, uses_calibration
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule, Scenario, nearest
 from vexport.schemes import KEEP, get_scheme
@@ -52,6 +52,13 @@ def plan_scenario(scenario: Scenario) -> tuple[SourceIndex, Plan]:
     return plan_source(scenario.source, scenario.rules)
 
 
+def will_calibrate(plan: Plan, settings: CalibrationSettings | None) -> bool:
+    """Whether samples are to be run; InputError where a plan needs them and there are none."""
+    if settings is None and needs_calibration(plan):
+        raise missing_calibration(plan)
+    return settings is not None and uses_calibration(plan)
+
+
 def calibrate_plan(
     index: SourceIndex,
     plan: Plan,
@@ -61,10 +68,8 @@ def calibrate_plan(
     trust_remote_code: bool,
 ) -> Calibration | None:
     """Run the calibration that a plan needs; None where it needs none."""
-    if not needs_calibration(plan):
+    if settings is None or not will_calibrate(plan, settings):
         return None
-    if settings is None:
-        raise missing_calibration(plan)
     samples = read_samples(
         settings.data,
         index.root,
@@ -108,8 +113,7 @@ def quantize_source(
     """Quantize a checkpoint into the folder `out`, which appears whole or not at all."""
     index, plan = plan_source(source, rules)
     require_accepted(plan)
-    if settings is None and needs_calibration(plan):
-        raise missing_calibration(plan)
+    will_calibrate(plan, settings)
     with new_directory(out, overwrite=overwrite) as folder:
         calibration = calibrate_plan(
             index, plan, settings, on_progress=on_progress, trust_remote_code=trust_remote_code

@@ -19,6 +19,7 @@ from vexport.errors import InputError
 from vexport.files import write_text
 from vexport.kernels import COMPRESSORS
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
+from vexport.observers.importance import IMPORTANCE_OBSERVER
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
 from vexport.plan import output_blocks
 from vexport.schemes import get_scheme
@@ -80,6 +81,11 @@ def each_warning_once() -> Iterator[None]:
 def needs_calibration(plan: Plan) -> bool:
     """Whether a scheme of the plan has static input scales."""
     return any(get_scheme(name).args.calibrated for name in plan.schemes)
+
+
+def uses_calibration(plan: Plan) -> bool:
+    """Whether samples change the plan's output: static input scales, or weights searched by importance."""
+    return needs_calibration(plan) or any(group.observer == IMPORTANCE_OBSERVER for group in plan.groups)
 
 
 def missing_calibration(plan: Plan) -> InputError:

@@ -17,9 +17,9 @@ from vexport.checks import check_checkpoint
 from vexport.engine.session import require_vllm
 from vexport.errors import InputError
 from vexport.files import from_json, new_directory, to_json, write_text
-from vexport.pipeline import calibrate_plan, plan_scenario
+from vexport.pipeline import calibrate_plan, plan_scenario, will_calibrate
 from vexport.plan import require_accepted
-from vexport.quantize import needs_calibration, quantize
+from vexport.quantize import quantize
 from vexport.reports import render
 from vexport.roundtrip import changed_tensors, layer_errors
 from vexport.rundir import Digests, RunDirectory, checkpoint_digest, path_digest, value_digest
@@ -136,9 +136,9 @@ class ScenarioRun:
 
     @cached_property
     def calibration(self) -> Calibration | None:
-        """The input ranges that static scales need; None where no scheme has any."""
+        """What the samples showed; None where the plan has no use for them."""
         index, plan = self.planned
-        if not needs_calibration(plan):
+        if not will_calibrate(plan, self.scenario.calibration):
             return None
         file = self.folder / "calibration" / "statistics.json"
 

@@ -15,12 +15,11 @@ from vexport.observers import (
     StaticMinMaxObserver,
     load_observer,
 )
+from vexport.observers.importance import IMPORTANCE_OBSERVER
 from vexport.schemes import get_scheme
 from vexport.types import Plan
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
-# The weight observer that asks for the importance of input channels.
-IMPORTANCE_OBSERVER = "imatrix_mse"
 # Observers whose statistics follow from the extremes of an observation, and strategies that group channels.
 OF_RANGES = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
 OF_CHANNELS = ("tensor", "group", "tensor_group")

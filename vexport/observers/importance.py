@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+# The observer, by registry name, whose search weighs errors by importance.
+IMPORTANCE_OBSERVER = "imatrix_mse"
+
 
 @dataclass(slots=True)
 class Importance:
