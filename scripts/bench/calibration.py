@@ -109,8 +109,8 @@ def run_peer(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], No
     """The peer's oneshot on the same rows."""
     import torch
     from datasets import Dataset
-    from llmcompressor import oneshot  # type: ignore[import-not-found]
-    from llmcompressor.modifiers.quantization import (  # type: ignore[import-not-found]
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import (
         QuantizationModifier,
     )
     from transformers import AutoModelForCausalLM

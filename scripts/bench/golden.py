@@ -63,7 +63,7 @@ def main() -> None:
     """Write every case."""
     generator = torch.Generator().manual_seed(20)
     tensors: dict[str, torch.Tensor] = {}
-    cases = []
+    cases: list[dict[str, object]] = []
     inputs = {
         (dtype, shape): [heavy_tailed(shape, generator).to(kind) for _ in range(3)]
         for dtype, kind in DTYPES.items()

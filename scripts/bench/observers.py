@@ -71,7 +71,7 @@ def observation(case: Case, weight: torch.Tensor, *, peer: bool) -> Callable[[],
     from compressed_tensors.quantization import QuantizationArgs
 
     if peer:
-        from llmcompressor.observers import Observer  # type: ignore[import-not-found]
+        from llmcompressor.observers import Observer
     else:
         from vexport.observers import Observer
 

@@ -65,7 +65,7 @@ def test_the_command_gathers_importance_for_weights_alone(
     for observer in ("memoryless_mse", "imatrix_mse"):
         out = tmp_path / observer
         samples = ("--observer", observer, "--calibration", calibration, "--quiet")
-        ran = vexport("quantize", llama, out, "--scheme", "W4A16", *samples)
+        ran = vexport("quantize", llama, out, "--scheme", "NVFP4A16", *samples)
         assert ran.code == 0, ran.stderr
         assert "importance" not in ran.stderr
         written[observer] = (out / "model.safetensors").read_bytes()
