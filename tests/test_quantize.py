@@ -190,3 +190,17 @@ def test_plan_predicts_the_bytes(llama: Path, tmp_path: Path) -> None:
         assert vexport("quantize", llama, out, "--scheme", scheme, "--quiet").code == 0
         written = sum(tensor.num_bytes for tensor in read_header(out / "model.safetensors").values())
         assert planned["output_bytes"] == written
+
+
+def test_the_command_gathers_importance_for_weights_alone(
+    llama: Path, calibration: Path, tmp_path: Path
+) -> None:
+    written = {}
+    for observer in ("memoryless_mse", "imatrix_mse"):
+        out = tmp_path / observer
+        samples = ("--observer", observer, "--calibration", calibration, "--quiet")
+        ran = vexport("quantize", llama, out, "--scheme", "W4A16", *samples)
+        assert ran.code == 0, ran.stderr
+        assert "importance" not in ran.stderr
+        written[observer] = (out / "model.safetensors").read_bytes()
+    assert written["memoryless_mse"] != written["imatrix_mse"]

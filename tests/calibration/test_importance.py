@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import configs, save, whole_model_run
-from tests.command import vexport
 from vexport.calibration import calibrate
 from vexport.files import from_json, to_json, write_text
 from vexport.quantize import quantize
@@ -56,17 +55,3 @@ def test_quantize_searches_by_it(llama: Path, tmp_path: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
         scales[name] = tensors[f"{plan.groups[0].name}.weight_scale"].float()
     assert not torch.equal(scales["with"], scales["without"])
-
-
-def test_the_command_gathers_importance_for_weights_alone(
-    llama: Path, calibration: Path, tmp_path: Path
-) -> None:
-    written = {}
-    for observer in ("memoryless_mse", "imatrix_mse"):
-        out = tmp_path / observer
-        samples = ("--observer", observer, "--calibration", calibration, "--quiet")
-        ran = vexport("quantize", llama, out, "--scheme", "NVFP4A16", *samples)
-        assert ran.code == 0, ran.stderr
-        assert "importance" not in ran.stderr
-        written[observer] = (out / "model.safetensors").read_bytes()
-    assert written["memoryless_mse"] != written["imatrix_mse"]
