@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import yaml
 from annotated_types import Ge, Gt, Lt
@@ -96,7 +96,6 @@ class Scenario(_Strict):
     calibration: Calibration | None = None
     serve: Serve = Serve()
     evaluate: Evaluate | None = None
-    kv_cache: Literal["auto"] = "auto"
 
 
 def read_scenario(path: Path) -> Scenario:

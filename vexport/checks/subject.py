@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -218,8 +217,3 @@ def _items(value: Json) -> Iterator[tuple[str, Json]]:
 def error(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
     """A finding that fails the checkpoint."""
     return Finding(check=check, severity="error", where=where, expected=expected, got=got, fix=fix)
-
-
-def shard_place(tensor: TensorInfo) -> str:
-    """A tensor's name with the file that holds it."""
-    return f"{Path(tensor.file).name}: {tensor.name}"
