@@ -22,7 +22,7 @@ from vexport.observers.kernels import (
     search_nvfp4_scales,
     shrink_errors,
 )
-from vexport.observers.kernels.arithmetic import power, power_12_5
+from vexport.kernels.arithmetic import power, power_12_5
 
 Doubles = npt.NDArray[np.float64]
 

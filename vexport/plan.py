@@ -135,17 +135,33 @@ def _position(member: LinearPlan, group: str, fused: FusedModules) -> int:
     return order.index(leaf) if leaf in order else 0
 
 
-def output_blocks(index: SourceIndex, groups: Sequence[FusionGroup]) -> Iterator[tuple[TensorSpec, ...]]:
-    """The tensors to be written, a block per group or kept tensor, in the order of the source."""
-    group_of = {member.weight: group for group in groups for member in group.members}
-    written: set[str] = set()
+def blocks(index: SourceIndex, groups: Sequence[FusionGroup]) -> Iterator[FusionGroup | TensorInfo]:
+    """What the output is made of, in the order of the source: groups to quantize and tensors to copy.
+
+    A group comes where the first of its weights is stored; experts that are stored in one tensor come
+    there one after the other.
+    """
+    groups_of: dict[str, dict[str, FusionGroup]] = {}
+    for group in groups:
+        for member in group.members:
+            groups_of.setdefault(member.weight, {})[group.name] = group
+    done: set[str] = set()
     for tensor in index.tensors.values():
-        group = group_of.get(tensor.name)
-        if group is None:
-            yield (TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape),)
-        elif group.name not in written:
-            written.add(group.name)
-            yield group_layout(group, index.tensors)
+        if tensor.name not in groups_of:
+            yield tensor
+        for name, group in groups_of.get(tensor.name, {}).items():
+            if name not in done:
+                done.add(name)
+                yield group
+
+
+def output_blocks(index: SourceIndex, groups: Sequence[FusionGroup]) -> Iterator[tuple[TensorSpec, ...]]:
+    """The tensors to be written, one tuple a block."""
+    for block in blocks(index, groups):
+        if isinstance(block, FusionGroup):
+            yield group_layout(block, index.tensors)
+        else:
+            yield (TensorSpec(name=block.name, dtype=block.dtype, shape=block.shape),)
 
 
 def group_layout(group: FusionGroup, tensors: Mapping[str, TensorInfo]) -> tuple[TensorSpec, ...]:

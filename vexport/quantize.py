@@ -17,11 +17,11 @@ from vexport.checkpoint.tensors import read_tensor, tensor_bytes
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, split_shards, write_shards
 from vexport.errors import InputError
 from vexport.files import write_text
-from vexport.kernels import COMPRESSORS
+from vexport.compress import COMPRESSORS
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
 from vexport.observers.importance import IMPORTANCE_OBSERVER
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
-from vexport.plan import output_blocks
+from vexport.plan import blocks, output_blocks
 from vexport.schemes import get_scheme
 from vexport.schemes.base import Scheme
 from vexport.schemes.config import quantization_config
@@ -103,18 +103,14 @@ def compressed_tensors(
     index: SourceIndex, plan: Plan, calibration: Calibration, reader: Reader
 ) -> Iterator[tuple[str, memoryview]]:
     """The bytes of every tensor of the output, in the order of `output_blocks`."""
-    group_of = {member.weight: group for group in plan.groups for member in group.members}
-    written: set[str] = set()
-    for tensor in index.tensors.values():
-        group = group_of.get(tensor.name)
-        if group is None:
-            yield tensor.name, reader.raw(tensor)
-            reader.release([tensor])
-        elif group.name not in written:
-            written.add(group.name)
-            for name, value in compress_group(group, index, calibration, reader):
+    for block in blocks(index, plan.groups):
+        if isinstance(block, FusionGroup):
+            for name, value in compress_group(block, index, calibration, reader):
                 yield name, tensor_bytes(value)
-            reader.release(index.tensors[member.weight] for member in group.members)
+            reader.release(index.tensors[member.weight] for member in block.members)
+        else:
+            yield block.name, reader.raw(block)
+            reader.release([block])
 
 
 def compress_group(

@@ -57,13 +57,32 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPart:
+    """Which part of a stored tensor is a layer's weight, for experts that are stored together.
+
+    The tensor is indexed by `expert` along its first dimension, transposed where `transposed`, and cut to
+    the rows `start` to `stop`, taking every `step`-th (2 where gate and up alternate).
+    """
+
+    expert: int
+    transposed: bool
+    start: int
+    stop: int
+    step: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPlan:
-    """One linear layer to quantize: the module's name; the weight is (out_features, in_features)."""
+    """One linear layer to quantize: its name in the output, the stored tensor that holds its weight.
+
+    The weight is (out_features, in_features): the whole tensor, or `part` of it.
+    """
 
     name: str
     weight: str
     out_features: int
     in_features: int
+    part: WeightPart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vexport.observers.kernels.arithmetic import (
+from vexport.kernels.arithmetic import (
     BFLOAT16,
     E2M1,
     E4M3,

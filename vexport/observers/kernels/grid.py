@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from vexport.observers.kernels.arithmetic import (
+from vexport.kernels.arithmetic import (
     CHUNK,
     F32,
     Bits,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from vexport.observers.kernels.arithmetic import (
+from vexport.kernels.arithmetic import (
     E2M1,
     E4M3,
     F32,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from vexport.kernels.tiles import row_tiles
+from vexport.compress.tiles import row_tiles
 from vexport.observers import QParamsDict
 from vexport.schemes.base import SchemeArgs
 from vexport.schemes.nvfp4 import GROUP_SIZE
