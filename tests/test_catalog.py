@@ -32,7 +32,7 @@ SHARED = {
         "tokens",
     },
     "checks": {"subject", "expected"},
-    "kernels": {"tiles"},
+    "compress": {"tiles"},
 }
 
 
@@ -52,10 +52,10 @@ def test_every_check_is_listed() -> None:
 
 
 def test_every_kernel_is_listed() -> None:
-    assert {compress.__module__.rpartition(".")[2] for compress in kernels.COMPRESSORS.values()} == files(
-        "kernels"
+    assert {compress.__module__.rpartition(".")[2] for compress in compress.COMPRESSORS.values()} == files(
+        "compress"
     )  # noqa: B009
-    assert {family.format for family in schemes.FAMILIES.values()} == set(kernels.COMPRESSORS)
+    assert {family.format for family in schemes.FAMILIES.values()} == set(compress.COMPRESSORS)
 
 
 def test_every_observer_is_listed() -> None:

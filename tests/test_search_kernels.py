@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from vexport.kernels.arithmetic import power, power_12_5
 from vexport.observers.kernels import (
     E2M1,
     E4M3,
@@ -22,7 +23,6 @@ from vexport.observers.kernels import (
     search_nvfp4_scales,
     shrink_errors,
 )
-from vexport.kernels.arithmetic import power, power_12_5
 
 Doubles = npt.NDArray[np.float64]
 

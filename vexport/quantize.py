@@ -15,9 +15,9 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, tensor_bytes
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, split_shards, write_shards
+from vexport.compress import COMPRESSORS
 from vexport.errors import InputError
 from vexport.files import write_text
-from vexport.compress import COMPRESSORS
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
 from vexport.observers.importance import IMPORTANCE_OBSERVER
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
