@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport import checks, kernels, observers, reports, schemes
+from vexport import checks, compress, observers, reports, schemes
 from vexport.architectures import architecture_table
 from vexport.observers.base import named_observers
 
@@ -51,10 +51,9 @@ def test_every_check_is_listed() -> None:
     assert all(check.run.__module__.rpartition(".")[2] == name for name, check in checks.CHECKS.items())
 
 
-def test_every_kernel_is_listed() -> None:
-    assert {compress.__module__.rpartition(".")[2] for compress in compress.COMPRESSORS.values()} == files(
-        "compress"
-    )  # noqa: B009
+def test_every_compressor_is_listed() -> None:
+    listed = {function.__module__.rpartition(".")[2] for function in compress.COMPRESSORS.values()}
+    assert listed == files("compress")
     assert {family.format for family in schemes.FAMILIES.values()} == set(compress.COMPRESSORS)
 
 
