@@ -1,12 +1,14 @@
 """What a scheme is: quantization arguments in compressed-tensors' terms and a layout of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from vexport.types import LinearPlan, TensorSpec
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]
+# What tensor parallelism cuts: out_features (column-parallel in vLLM), in_features (row-parallel), nothing.
+Split = Literal["out", "in", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,15 @@ class PresetFile:
     presets: Mapping[str, SchemeArgs]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank holds of the layers that vLLM runs as one: `out_features` has a size a layer."""
+
+    out_features: tuple[int, ...]
+    in_features: int
+    split: Split = "none"
+
+
 class Family(Protocol):
     """Schemes that are stored alike.
 
@@ -71,8 +82,8 @@ class Family(Protocol):
         """The tensors that replace the layer's weight, in the order in which they are written."""
         ...
 
-    def misfit(self, args: SchemeArgs, linear: LinearPlan) -> str | None:
-        """Why vLLM could not run this layer in this scheme, or None where it can."""
+    def misfit(self, args: SchemeArgs, share: Share) -> str | None:
+        """Why vLLM could not run a rank's share in this scheme, or None where it can."""
         ...
 
 
@@ -89,16 +100,52 @@ class Scheme:
         return self.family.layout(self.args, linear, source_dtype)
 
     def misfit(self, linear: LinearPlan) -> str | None:
-        """Why vLLM could not run this layer in this scheme, or None where it can."""
-        return self.family.misfit(self.args, linear)
+        """Why vLLM could not run this layer by itself in this scheme, or None where it can."""
+        return self.group_misfit((linear,))
+
+    def group_misfit(
+        self, members: Sequence[LinearPlan], *, ranks: int = 1, split: Split = "none"
+    ) -> str | None:
+        """Why vLLM could not run these layers as one on so many ranks, or None where it can.
+
+        `split` is what tensor parallelism cuts of them. Key and value layers whose heads are fewer than the
+        ranks are repeated by vLLM: pass them with as many out_features as all ranks hold together.
+        """
+        if ranks == 1 or split == "none":
+            sizes = tuple(member.out_features for member in members)
+            return self.family.misfit(
+                self.args, Share(out_features=sizes, in_features=members[0].in_features)
+            )
+        uneven = [
+            f"{side} {size} is not a multiple of {ranks} ranks"
+            for member in members
+            for side, size in (
+                ("out_features", member.out_features),
+                ("in_features", member.in_features),
+            )
+            if side.startswith(split) and size % ranks
+        ]
+        if uneven:
+            return uneven[0]
+        misfit = self.family.misfit(self.args, _share(members, ranks, split))
+        return misfit and f"{misfit} on each of {ranks} ranks"
 
 
-def group_misfit(linear: LinearPlan, group: int) -> str | None:
-    """Rule of vLLM: in_features must be a whole number of groups.
+def _share(members: Sequence[LinearPlan], ranks: int, split: Split) -> Share:
+    out, columns = (ranks, 1) if split == "out" else (1, ranks)
+    return Share(
+        out_features=tuple(member.out_features // out for member in members),
+        in_features=members[0].in_features // columns,
+        split=split,
+    )
+
+
+def whole_groups(share: Share, group: int) -> str | None:
+    """Rule of vLLM: each rank's in_features must be a whole number of groups.
 
     Sources: verify_group_size_divides_partition (vllm/distributed/utils.py) raises for WNA16;
-    compressed_tensors_w4a4_nvfp4.py divides with floor and loads wrong weights without a word.
+    compressed_tensors_w4a4_nvfp4.py and _mxfp4.py divide with floor and load wrong weights without a word.
     """
-    if linear.in_features % group == 0:
+    if share.in_features % group == 0:
         return None
-    return f"in_features {linear.in_features} is not a multiple of {group}"
+    return f"in_features {share.in_features} is not a multiple of {group}"

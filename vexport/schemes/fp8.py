@@ -5,7 +5,7 @@ Layout: vllm/model_executor/layers/quantization/compressed_tensors/schemes/compr
 
 from dataclasses import dataclass
 
-from vexport.schemes.base import SchemeArgs
+from vexport.schemes.base import SchemeArgs, Share
 from vexport.types import LinearPlan, TensorSpec
 
 
@@ -34,7 +34,7 @@ class Fp8Family:
             return weight
         return (*weight, TensorSpec(name=f"{name}.input_scale", dtype="F32", shape=(1,)))
 
-    def misfit(self, args: SchemeArgs, linear: LinearPlan) -> str | None:
+    def misfit(self, args: SchemeArgs, share: Share) -> str | None:
         """Any shape fits: scales are per channel or per tensor."""
         return None
 

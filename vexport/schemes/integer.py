@@ -6,7 +6,7 @@ quantization/compressed_tensors/schemes.
 
 from dataclasses import dataclass
 
-from vexport.schemes.base import SchemeArgs, group_misfit
+from vexport.schemes.base import SchemeArgs, Share, whole_groups
 from vexport.types import LinearPlan, TensorSpec
 
 INT32_BITS = 32
@@ -29,7 +29,7 @@ class W8A8Family:
             TensorSpec(name=f"{name}.weight_scale", dtype="F32", shape=(rows, 1)),
         )
 
-    def misfit(self, args: SchemeArgs, linear: LinearPlan) -> str | None:
+    def misfit(self, args: SchemeArgs, share: Share) -> str | None:
         """Any shape fits: scales are per channel."""
         return None
 
@@ -55,9 +55,9 @@ class WNA16Family:
             TensorSpec(name=f"{name}.weight_shape", dtype="I64", shape=(2,)),
         )
 
-    def misfit(self, args: SchemeArgs, linear: LinearPlan) -> str | None:
+    def misfit(self, args: SchemeArgs, share: Share) -> str | None:
         """in_features must be a multiple of the group size."""
-        return group_misfit(linear, group_size(args))
+        return whole_groups(share, group_size(args))
 
 
 def group_size(args: SchemeArgs) -> int:

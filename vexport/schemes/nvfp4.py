@@ -5,7 +5,7 @@ Layout: vllm/model_executor/layers/quantization/compressed_tensors/schemes/compr
 
 from dataclasses import dataclass
 
-from vexport.schemes.base import SchemeArgs, group_misfit
+from vexport.schemes.base import SchemeArgs, Share, whole_groups
 from vexport.types import LinearPlan, TensorSpec
 
 GROUP_SIZE = 16
@@ -32,9 +32,9 @@ class Nvfp4Family:
             return weight
         return (*weight, TensorSpec(name=f"{name}.input_global_scale", dtype="F32", shape=(1,)))
 
-    def misfit(self, args: SchemeArgs, linear: LinearPlan) -> str | None:
+    def misfit(self, args: SchemeArgs, share: Share) -> str | None:
         """in_features must be a multiple of 16."""
-        return group_misfit(linear, GROUP_SIZE)
+        return whole_groups(share, GROUP_SIZE)
 
 
 FAMILY = Nvfp4Family()
