@@ -1,6 +1,8 @@
 """Write vexport/schemes/presets.json: the preset schemes of compressed-tensors, which is slow to import.
 
-Run after a change of the pinned compressed-tensors: `python scripts/generate_presets.py`.
+compressed-tensors has no presets for weights of 2, 3, 5, 6 and 7 bits, which vLLM runs: they are made after
+its W4A16, as its later versions do. Run after a change of the pinned compressed-tensors:
+`python scripts/generate_presets.py`.
 """
 
 import json
@@ -11,6 +13,9 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, Quantiz
 
 TARGET = Path(__file__).parent.parent / "vexport" / "schemes" / "presets.json"
 SIDES = ("weights", "input_activations")
+MODEL = "W4A16"
+# WNA16_SUPPORTED_TYPES_MAP in vLLM's compressed_tensors_wNa16.py.
+WEIGHT_ONLY_BITS = range(2, 9)
 
 
 def preset(name: str) -> dict[str, object]:
@@ -19,9 +24,25 @@ def preset(name: str) -> dict[str, object]:
     return {side: scheme[side] for side in SIDES}
 
 
-def main() -> None:
-    """Write all presets but the one that quantizes nothing."""
+def weight_only(bits: int) -> dict[str, object]:
+    """The arguments of W4A16 with another number of bits."""
+    scheme = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[MODEL])
+    assert scheme.weights is not None
+    scheme.weights.num_bits = bits
+    dumped = scheme.model_dump(mode="json")
+    return {side: dumped[side] for side in SIDES}
+
+
+def all_presets() -> dict[str, dict[str, object]]:
+    """compressed-tensors' presets but the one that quantizes nothing, and the weight-only ones it lacks."""
     presets = {name: preset(name) for name in PRESET_SCHEMES if name != "UNQUANTIZED"}
+    missing = {f"W{bits}A16": weight_only(bits) for bits in WEIGHT_ONLY_BITS if f"W{bits}A16" not in presets}
+    return {**presets, **missing}
+
+
+def main() -> None:
+    """Write all presets."""
+    presets = all_presets()
     content = {"compressed_tensors": version("compressed-tensors"), "presets": presets}
     TARGET.write_text(json.dumps(content, indent=1) + "\n")
     print(f"{TARGET}: {len(presets)} presets")

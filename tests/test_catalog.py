@@ -68,14 +68,22 @@ def test_every_report_format_is_listed() -> None:
 
 
 def test_presets_are_those_of_compressed_tensors() -> None:
-    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, QuantizationScheme
 
     assert schemes.presets().compressed_tensors == version("compressed-tensors")
     raw = json.loads((PACKAGE / "schemes" / "presets.json").read_text())["presets"]
-    assert set(schemes.FAMILIES) <= set(raw)
+    assert set(schemes.FAMILIES) == set(raw)
+    assert set(PRESET_SCHEMES) - {"UNQUANTIZED"} <= set(raw)
+    four_bits = raw["W4A16"]["weights"]
     for name, sides in raw.items():
-        scheme = preset_name_to_scheme(name, ["Linear"]).model_dump(mode="json")
+        scheme = QuantizationScheme(targets=["Linear"], **sides).model_dump(mode="json")
         assert sides == {side: scheme[side] for side in sides}, name
+        if name in PRESET_SCHEMES:
+            preset = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[name])
+            assert scheme == preset.model_dump(mode="json"), name
+        else:
+            bits = int(name.removeprefix("W").removesuffix("A16"))
+            assert sides == {"weights": {**four_bits, "num_bits": bits}, "input_activations": None}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")

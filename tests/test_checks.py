@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from tests.command import vexport
 from tests.models import save_llama, save_qwen3
 from vexport.checks import check_checkpoint
+from vexport.schemes import all_schemes
 from vexport.types import Finding
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, object]
-SCHEMES = ("NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC", "W8A8", "W4A16")
+SCHEMES = tuple(scheme.name for scheme in all_schemes() if scheme.name != "INT8")
 Q = "model.layers.1.self_attn.q_proj"
 DOWN = "model.layers.2.mlp.down_proj"
 

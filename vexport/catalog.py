@@ -11,10 +11,10 @@ from vexport.architectures import architecture_table
 from vexport.checks import CHECKS, FILES
 from vexport.observers import OBSERVERS
 from vexport.schemes import all_schemes
-from vexport.schemes.base import QuantArgs
+from vexport.schemes.base import Family, QuantArgs
 
 Rows = Sequence[Mapping[str, str]]
-WIDTH = 118
+WIDTH = 130
 
 
 def render_catalog(what: str, format_: str) -> str:
@@ -42,7 +42,7 @@ def schemes() -> Rows:
             "inputs": _args(scheme.args.input_activations),
             "calibration": "needed" if scheme.args.calibrated else "none",
             "format": scheme.family.format,
-            "least SM": str(scheme.family.least_sm),
+            "least SM": _sm(scheme.family),
             "vLLM on CPU": scheme.family.cpu,
         }
         for scheme in all_schemes()
@@ -81,13 +81,20 @@ def architectures() -> Rows:
     ]
 
 
+def _sm(family: Family) -> str:
+    return f"{family.least_sm} ({family.sm_note})" if family.sm_note else str(family.least_sm)
+
+
 def _args(args: QuantArgs | None) -> str:
     if args is None:
         return "16 bit"
     kind = "FP" if args.type == "float" else "INT"
     size = f" {args.group_size}" if args.group_size else ""
+    if args.block_structure:
+        size = " {} x {}".format(*args.block_structure)
+    zero = "" if args.symmetric else ", zero points"
     dynamic = {True: ", dynamic", "local": ", groups dynamic"}.get(args.dynamic, "")
-    return f"{kind}{args.num_bits} {args.strategy}{size}{dynamic}"
+    return f"{kind}{args.num_bits} {args.strategy}{size}{zero}{dynamic}"
 
 
 def _first(text: str | None) -> str:

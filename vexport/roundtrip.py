@@ -2,15 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import preset_name_to_scheme
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize as ct_dequantize
+from pydantic import TypeAdapter
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
+from vexport.compress.integer import unpack_int32
 from vexport.schemes import get_scheme
+from vexport.schemes.base import SchemeArgs
+from vexport.schemes.integer import INT32_BITS
 from vexport.types import Finding, LayerError, Plan
 
 CHECK = "roundtrip"
@@ -51,11 +57,30 @@ def stored_tensors(index: SourceIndex, module: str, reader: Reader) -> dict[str,
 
 def dequantize(scheme_name: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The weight that compressed-tensors makes of a layer's stored tensors."""
-    compressor = BaseCompressor.get_value_from_registry(get_scheme(scheme_name).family.format)
-    weight: torch.Tensor = compressor.decompress(
-        dict(stored), preset_name_to_scheme(scheme_name, ["Linear"])
-    )["weight"]
+    scheme, format_ = ct_scheme(scheme_name), get_scheme(scheme_name).family.format
+    weights = scheme.weights
+    assert weights is not None
+    if "weight_packed" in stored and INT32_BITS % weights.num_bits:
+        return ct_dequantize(_unpacked(stored, weights.num_bits), stored["weight_scale"], args=weights)
+    if weights.strategy == "block":
+        # Its decompression guesses the blocks from the shapes, which fails where they are ragged.
+        return ct_dequantize(stored["weight"], stored["weight_scale"], args=weights)
+    decompress = BaseCompressor.get_value_from_registry(format_).decompress
+    weight: torch.Tensor = decompress(dict(stored), scheme)["weight"]
     return weight
+
+
+@cache
+def ct_scheme(name: str) -> QuantizationScheme:
+    """A scheme as compressed-tensors' own model."""
+    args = TypeAdapter(SchemeArgs).dump_python(get_scheme(name).args, mode="json")
+    return QuantizationScheme(targets=["Linear"], **args)
+
+
+def _unpacked(stored: Mapping[str, torch.Tensor], bits: int) -> torch.Tensor:
+    """Widths that cross the borders of words, which the pinned compressed-tensors cannot unpack."""
+    columns = int(stored["weight_shape"][1])
+    return unpack_int32(stored["weight_packed"], bits, columns) - (1 << (bits - 1))
 
 
 def signal_to_noise(exact: torch.Tensor, approximate: torch.Tensor) -> float:

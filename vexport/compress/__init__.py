@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from vexport.compress import fp8, integer, nvfp4
+from vexport.compress import fp8, integer, mxfp, nvfp4
 from vexport.observers import QParamsDict
 from vexport.schemes.base import SchemeArgs
 
@@ -13,6 +13,8 @@ Compressor = Callable[[torch.Tensor, QParamsDict, SchemeArgs], Mapping[str, torc
 
 COMPRESSORS: Mapping[str, Compressor] = {
     "nvfp4-pack-quantized": nvfp4.compress,
+    "mxfp4-pack-quantized": mxfp.compress_mxfp4,
+    "mxfp8-quantized": mxfp.compress_mxfp8,
     "float-quantized": fp8.compress,
     "int-quantized": integer.compress_int8,
     "pack-quantized": integer.compress_packed,

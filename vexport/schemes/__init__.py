@@ -10,17 +10,32 @@ from importlib.resources import files
 from pydantic import TypeAdapter
 
 from vexport.errors import InputError
-from vexport.schemes import fp8, integer, nvfp4
+from vexport.schemes import fp8, integer, mxfp, nvfp4
 from vexport.schemes.base import Family, PresetFile, Scheme
 
 KEEP = "keep"
 FAMILIES: Mapping[str, Family] = {
     "NVFP4": nvfp4.FAMILY,
-    "NVFP4A16": nvfp4.FAMILY,
-    "FP8": fp8.FAMILY,
+    "NVFP4A16": nvfp4.A16_FAMILY,
+    "MXFP4": mxfp.MXFP4_FAMILY,
+    "MXFP4A16": mxfp.MXFP4_FAMILY,
+    "MXFP8": mxfp.MXFP8_FAMILY,
+    "MXFP8A16": mxfp.MXFP8_FAMILY,
+    "FP8": fp8.STATIC_FAMILY,
     "FP8_DYNAMIC": fp8.FAMILY,
+    "FP8_BLOCK": fp8.FAMILY,
     "W8A8": integer.W8A8_FAMILY,
+    "INT8": integer.W8A8_FAMILY,
+    "W4A8": integer.WNA16_FAMILY,
+    "W4AFP8": integer.W4AFP8_FAMILY,
     "W4A16": integer.WNA16_FAMILY,
+    "W4A16_ASYM": integer.WNA16_FAMILY,
+    "W8A16": integer.W8A16_FAMILY,
+    "W2A16": integer.HUMMING_FAMILY,
+    "W3A16": integer.HUMMING_FAMILY,
+    "W5A16": integer.HUMMING_FAMILY,
+    "W6A16": integer.HUMMING_FAMILY,
+    "W7A16": integer.HUMMING_FAMILY,
 }
 
 

@@ -1,6 +1,7 @@
 """What a scheme is: quantization arguments in compressed-tensors' terms and a layout of tensors."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -9,6 +10,7 @@ from vexport.types import LinearPlan, TensorSpec
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]
 # What tensor parallelism cuts: out_features (column-parallel in vLLM), in_features (row-parallel), nothing.
 Split = Literal["out", "in", "none"]
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,24 +57,30 @@ class PresetFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank holds of the layers that vLLM runs as one: `out_features` has a size a layer."""
+    """What one rank holds of the layers that vLLM runs as one: `out_features` has a size a layer.
+
+    `experts` marks the layers of routed experts, which vLLM keeps in one tensor.
+    """
 
     out_features: tuple[int, ...]
     in_features: int
     split: Split = "none"
+    experts: bool = False
 
 
 class Family(Protocol):
     """Schemes that are stored alike.
 
-    `format` is compressed-tensors' name of the storage; `least_sm` and `least_sm_note` say which GPUs run
-    it in vLLM, `cpu` how vLLM's CPU build runs it; `shared` names the scales that fused layers must share.
+    `format` is compressed-tensors' name of the storage; `least_sm` and `sm_note` say which GPUs run it in
+    vLLM, `cpu` how vLLM's CPU build runs it; `shared` names the scales that fused layers must share.
     """
 
     @property
     def format(self) -> str: ...
     @property
     def least_sm(self) -> int: ...
+    @property
+    def sm_note(self) -> str: ...
     @property
     def cpu(self) -> str: ...
     @property
@@ -112,31 +120,28 @@ class Scheme:
         ranks are repeated by vLLM: pass them with as many out_features as all ranks hold together.
         """
         if ranks == 1 or split == "none":
-            sizes = tuple(member.out_features for member in members)
-            return self.family.misfit(
-                self.args, Share(out_features=sizes, in_features=members[0].in_features)
-            )
-        uneven = [
-            f"{side} {size} is not a multiple of {ranks} ranks"
-            for member in members
-            for side, size in (
-                ("out_features", member.out_features),
-                ("in_features", member.in_features),
-            )
-            if side.startswith(split) and size % ranks
-        ]
+            return self.family.misfit(self.args, _share(members, 1, "none"))
+        uneven = next(_uneven(members, ranks, split), None)
         if uneven:
-            return uneven[0]
+            return uneven
         misfit = self.family.misfit(self.args, _share(members, ranks, split))
         return misfit and f"{misfit} on each of {ranks} ranks"
 
 
+def _uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> Iterator[str]:
+    for member in members:
+        size = member.out_features if split == "out" else member.in_features
+        if size % ranks:
+            yield f"{split}_features {size} is not a multiple of {ranks} ranks"
+
+
 def _share(members: Sequence[LinearPlan], ranks: int, split: Split) -> Share:
-    out, columns = (ranks, 1) if split == "out" else (1, ranks)
+    rows, columns = (ranks, 1) if split == "out" else (1, ranks)
     return Share(
-        out_features=tuple(member.out_features // out for member in members),
+        out_features=tuple(member.out_features // rows for member in members),
         in_features=members[0].in_features // columns,
         split=split,
+        experts=EXPERT.search(members[0].name) is not None,
     )
 
 

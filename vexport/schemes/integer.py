@@ -1,6 +1,6 @@
-"""Integer weights: INT8 per channel with dynamic INT8 inputs (W8A8), packed groups (WNA16).
+"""Integer weights: INT8 per channel with dynamic INT8 inputs (W8A8), packed groups (WNA16 and W4A8).
 
-Layouts: compressed_tensors_w8a8_int8.py and compressed_tensors_wNa16.py in vLLM's
+Layouts: compressed_tensors_w8a8_int8.py, _wNa16.py, _wNa8.py and _w4a8_fp8.py in vLLM's
 quantization/compressed_tensors/schemes.
 """
 
@@ -10,14 +10,17 @@ from vexport.schemes.base import SchemeArgs, Share, whole_groups
 from vexport.types import LinearPlan, TensorSpec
 
 INT32_BITS = 32
+# CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py.
+W4AFP8_TILE = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class W8A8Family:
     """INT8 weights per channel, INT8 inputs per token."""
 
     format: str = "int-quantized"
     least_sm: int = 75
+    sm_note: str = ""
     cpu: str = "native"
     shared: tuple[str, ...] = ()
 
@@ -34,30 +37,62 @@ class W8A8Family:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WNA16Family:
-    """Weights of few bits packed into int32 along in_features; group scales in the model's dtype."""
+    """Weights of 2 to 8 bits packed into int32 along in_features; group scales in the model's dtype.
+
+    W4A8 is stored so as well: as int-quantized, which compressed-tensors would make of it, vLLM has no
+    kernel for it on a GPU. Values cross the borders of words, as vLLM's shapes ask (compressed-tensors
+    does so since 0.18; it left the odd bits of a word empty before).
+    """
 
     format: str = "pack-quantized"
     least_sm: int = 75
+    sm_note: str = ""
     cpu: str = "native"
     shared: tuple[str, ...] = ()
+    tile: int = 1
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
-        """weight_packed (out, ceil(in*bits/32)), weight_scale (out, in/group), weight_shape (2,)."""
+        """weight_packed (out, ceil(in*bits/32)), weight_scale (out, in/group), weight_shape (2,).
+
+        Asymmetric: weight_zero_point (ceil(out*bits/32), in/group), packed along out_features.
+        """
         rows, columns, name = linear.out_features, linear.in_features, linear.name
-        packed = -(-columns * args.weights.num_bits // INT32_BITS)
-        return (
-            TensorSpec(name=f"{name}.weight_packed", dtype="I32", shape=(rows, packed)),
-            TensorSpec(
-                name=f"{name}.weight_scale", dtype=source_dtype, shape=(rows, columns // group_size(args))
-            ),
+        bits, groups = args.weights.num_bits, columns // group_size(args)
+        specs = (
+            TensorSpec(name=f"{name}.weight_packed", dtype="I32", shape=(rows, words(columns, bits))),
+            TensorSpec(name=f"{name}.weight_scale", dtype=source_dtype, shape=(rows, groups)),
             TensorSpec(name=f"{name}.weight_shape", dtype="I64", shape=(2,)),
         )
+        if args.weights.symmetric:
+            return specs
+        zero = TensorSpec(name=f"{name}.weight_zero_point", dtype="I32", shape=(words(rows, bits), groups))
+        return (*specs, zero)
 
     def misfit(self, args: SchemeArgs, share: Share) -> str | None:
-        """in_features must be a multiple of the group size."""
-        return whole_groups(share, group_size(args))
+        """in_features must be whole groups; zero points of a part and what a kernel takes whole words."""
+        grouped = whole_groups(share, group_size(args))
+        return grouped or self._untiled(share) or _cut_zero_points(args, share)
+
+    def _untiled(self, share: Share) -> str | None:
+        rows = sum(share.out_features)
+        return f"out_features {rows} is not a multiple of {self.tile}" if rows % self.tile else None
+
+
+def _cut_zero_points(args: SchemeArgs, share: Share) -> str | None:
+    """Zero points of fused or split layers begin at a word (_adjust_shard_indexes_for_packing in vLLM)."""
+    if args.weights.symmetric or (len(share.out_features) == 1 and share.split != "out"):
+        return None
+    cut = [size for size in share.out_features if size * args.weights.num_bits % INT32_BITS]
+    if not cut:
+        return None
+    return f"out_features {cut[0]}: zero points of {args.weights.num_bits} bits do not fill whole words"
+
+
+def words(count: int, bits: int) -> int:
+    """int32 words that `count` values of `bits` bits take."""
+    return -(-count * bits // INT32_BITS)
 
 
 def group_size(args: SchemeArgs) -> int:
@@ -69,3 +104,6 @@ def group_size(args: SchemeArgs) -> int:
 
 W8A8_FAMILY = W8A8Family()
 WNA16_FAMILY = WNA16Family()
+HUMMING_FAMILY = WNA16Family(sm_note="with humming-kernels", cpu="refused")
+W8A16_FAMILY = WNA16Family(cpu="refused")
+W4AFP8_FAMILY = WNA16Family(least_sm=90, sm_note="and no other", cpu="refused", tile=W4AFP8_TILE)

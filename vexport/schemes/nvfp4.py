@@ -11,13 +11,14 @@ from vexport.types import LinearPlan, TensorSpec
 GROUP_SIZE = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Nvfp4Family:
     """NVFP4 with (W4A4) or without (W4A16) quantized inputs."""
 
     format: str = "nvfp4-pack-quantized"
     least_sm: int = 75
-    cpu: str = "emulated (vexport's plugin)"
+    sm_note: str = "FP4 kernels: 100; below: weights only"
+    cpu: str = "emulated"
     shared: tuple[str, ...] = ("weight_global_scale", "input_global_scale")
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
@@ -38,3 +39,4 @@ class Nvfp4Family:
 
 
 FAMILY = Nvfp4Family()
+A16_FAMILY = Nvfp4Family(sm_note="")
