@@ -262,14 +262,38 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A difference that is shown beside a gate and decides nothing.
+
+    `baseline` and `candidate` are means; `difference` is positive where the candidate is better, with
+    one-sided 1 - alpha bounds; `outcome` is what they would say as a gate.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    documents: int
+    baseline: float
+    candidate: float
+    difference: float
+    low: float
+    high: float
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskVerdict:
-    """The paired comparison on one task.
+    """The comparison on one task, or on a group of tasks that lm-eval aggregates.
 
     `difference` is candidate minus baseline, negative where the candidate is worse; (`low`, `high`) are the
     one-sided bounds that decide: `low` at 1 - alpha, `high` at 1 - alpha or, with several tasks, at the
     level of Holm's step. `recovery` is candidate / baseline, None where the baseline scores 0.
     `documents_needed` would settle an INCONCLUSIVE; None where no number would, or nothing is open.
-    Where the metric is not 0/1, right to wrong counts the documents that got worse.
+    Where the metric is not 0/1, right to wrong counts the documents that got worse and `mcnemar_p` is of a
+    permutation test. What only paired documents show is None where the samples are missing;
+    `changed_wrong` also where the baseline's answers are. `clusters` counts the tasks of a group whose
+    documents hang together, None where documents count on their own. `also` has the task's other metrics
+    and filters, and a group's tasks.
     """
 
     task: str
@@ -282,23 +306,29 @@ class TaskVerdict:
     difference: float
     low: float
     high: float
-    right_to_wrong: int
-    wrong_to_right: int
-    changed_wrong: int
-    flip_rate: float
-    flip_low: float
-    flip_high: float
-    mcnemar_p: float
+    right_to_wrong: int | None
+    wrong_to_right: int | None
+    changed_wrong: int | None
+    flip_rate: float | None
+    flip_low: float | None
+    flip_high: float | None
+    mcnemar_p: float | None
     recovery: float | None
     recovery_low: float | None
     recovery_high: float | None
     documents_needed: int | None
     flips: tuple[Flip, ...]
+    clusters: int | None = None
+    also: tuple[Comparison, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One answer for all tasks, with the sentence that justifies it."""
+    """One answer for all tasks, with the sentence that justifies it.
+
+    `pooled` takes all documents as one task, None where there is one task or a metric is not 0/1.
+    `warnings` say what weakens the answer: samples that are missing, an environment that changed.
+    """
 
     outcome: Outcome
     reason: str
@@ -306,6 +336,8 @@ class Verdict:
     alpha: float
     method: str
     tasks: tuple[TaskVerdict, ...]
+    pooled: Comparison | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,9 +69,9 @@ def bits_per_weight(num_bytes: int, parameters: int) -> str:
     return f"{8 * num_bytes / parameters:.2f}" if parameters else NOT_AVAILABLE
 
 
-def count(value: int) -> str:
+def count(value: int | None) -> str:
     """An integer with thousands separated: `14,042`."""
-    return f"{value:,}"
+    return NOT_AVAILABLE if value is None else f"{value:,}"
 
 
 def decibels(value: float) -> str:
@@ -84,8 +84,10 @@ def small(value: float) -> str:
     return f"{value:.3g}"
 
 
-def p_value(value: float) -> str:
+def p_value(value: float | None) -> str:
     """A p-value with three decimals; `< 0.001` below them."""
+    if value is None:
+        return NOT_AVAILABLE
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 

@@ -79,7 +79,8 @@ def _task_row(task: TaskVerdict) -> tuple[str, ...]:
         f"{scale.value(task.candidate.value)} ({scale.interval(task.candidate.low, task.candidate.high)})",
         f"{scale.change(task.difference)} ({scale.changes(task.low, task.high)}) {scale.unit}",
         f"{percent(task.recovery)} ({percent_interval(task.recovery_low, task.recovery_high)})",
-        f"{task.right_to_wrong} lost, {task.wrong_to_right} gained ({percent(task.flip_rate, 2)})",
+        f"{count(task.right_to_wrong)} lost, {count(task.wrong_to_right)} gained "
+        f"({percent(task.flip_rate, 2)})",
         p_value(task.mcnemar_p),
     )
 
