@@ -12,6 +12,7 @@ VOCABULARY = 128
 COMMON: Mapping[str, object] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "dtype": "bfloat16"}
 # Modules whose name in the checkpoint is another.
 RENAMED = {"embed_out": "lm_head"}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA_LIKE: Mapping[str, object] = {
     **COMMON,
     "hidden_size": 64,
@@ -56,8 +57,46 @@ def configs() -> Mapping[str, transformers.PreTrainedConfig]:
     }
 
 
-def save(config: transformers.PreTrainedConfig, folder: Path) -> Path:
-    """A checkpoint of this configuration with weights from a fixed seed."""
+def expert_configs() -> Mapping[str, transformers.PreTrainedConfig]:
+    """Mixtures of experts: plain, with shared experts and latent or linear attention, stacked."""
+    base = {**LLAMA_LIKE, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    qwen = {**base, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32}
+    return {
+        "mixtral": _config("MixtralConfig", **base, num_local_experts=8),
+        "qwen3_moe": _config("Qwen3MoeConfig", **qwen),
+        "deepseek_v3": _config(
+            "DeepseekV3Config",
+            **{**base, "num_key_value_heads": 4},
+            n_routed_experts=8,
+            n_shared_experts=1,
+            moe_intermediate_size=32,
+            first_k_dense_replace=1,
+            n_group=2,
+            topk_group=2,
+            q_lora_rank=32,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+        ),
+        "qwen3_next": _config(
+            "Qwen3NextConfig",
+            **qwen,
+            shared_expert_intermediate_size=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        "gpt_oss": _config(
+            "GptOssConfig", **base, head_dim=16, num_local_experts=8, rope_parameters=PLAIN_ROPE
+        ),
+    }
+
+
+def save(config: transformers.PreTrainedConfig, folder: Path, *, stacked: bool = False) -> Path:
+    """A checkpoint of this configuration with weights from a fixed seed; `stacked` experts in one tensor."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -66,7 +105,10 @@ def save(config: transformers.PreTrainedConfig, folder: Path) -> Path:
                 parameter.normal_(0.0, 0.2)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
-    model.save_pretrained(folder)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
+    model.save_pretrained(folder, save_original_format=not stacked)
     return folder
 
 

@@ -32,19 +32,20 @@ def channel_extremes(value: torch.Tensor) -> torch.Tensor:
 class Extremes:
     """The extremes of the activation last seen: layers that share an input (q, k and v) share the work.
 
-    `finite` tells whether all activations seen so far were.
+    `not_finite` names the first layer whose input was not.
     """
 
     def __init__(self) -> None:
-        self.finite = True
+        self.not_finite: str | None = None
         self._value: torch.Tensor | None = None
         self._version = -1
         self._rows = torch.empty(0)
 
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        """`channel_extremes` of a value, from memory where it is the tensor of the last call, unchanged."""
+    def of(self, value: torch.Tensor, layer: str) -> torch.Tensor:
+        """`channel_extremes` of a layer's input, from memory if the last call had that tensor, unchanged."""
         if value is not self._value or value._version != self._version:
             self._rows = channel_extremes(value)
             self._value, self._version = value, value._version
-            self.finite &= bool(torch.isfinite(self._rows).all())
+            if self.not_finite is None and not bool(torch.isfinite(self._rows).all()):
+                self.not_finite = layer
         return self._rows

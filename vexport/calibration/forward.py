@@ -6,10 +6,11 @@ Llama), and a moving average takes one step per forward.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from vexport.calibration.attention import CachedStates
 from vexport.calibration.data import Samples
 from vexport.calibration.hidden import MEMORY_BYTES, hidden_states
 from vexport.calibration.layerwise import Batch, Failure, LayerByLayer, OnLayer
@@ -17,9 +18,9 @@ from vexport.calibration.ranks import gather, own_share, process_group, rank_and
 from vexport.calibration.watch import watched_by
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.errors import CheckpointFailed
+from vexport.errors import CheckpointFailed, InputError
 from vexport.observers import Importance, Observer
-from vexport.types import Calibration, InputRange, Plan
+from vexport.types import Calibration, InputRange, KeyValueRanges, Plan
 
 
 def calibrate(
@@ -29,23 +30,31 @@ def calibrate(
     *,
     on_layer: OnLayer = lambda done, total: None,
     trust_remote_code: bool = False,
+    all_experts: bool = True,
+    kv_cache: bool = False,
+    device: str = "cpu",
     batch_size: int = 1,
     memory_bytes: int = MEMORY_BYTES,
 ) -> Calibration:
     """Run the samples through the model and record what static scales and importance need.
 
-    `on_layer(done, total)` reports progress. `batch_size` samples of equal length run at once (see above
+    `on_layer(done, total)` reports progress. With `all_experts` the statistics of every expert see all
+    tokens, else those routed to it; what the model computes is the same. `kv_cache` asks for the ranges of
+    keys and values too. Layers run on the torch device `device`; what waits for its turn, and every
+    statistic in the end, is in main memory. `batch_size` samples of equal length run at once (see above
     for what that changes); hidden states beyond `memory_bytes` go to a temporary file. Under torchrun, or
     in a process group, the samples are split over the ranks and every rank returns the same. Raises
     CheckpointFailed where an activation is not finite or a layer saw no token, InputError for a model that
     cannot run layer by layer.
     """
-    watched = watched_by(plan)
+    watched = watched_by(plan, all_experts=all_experts, kv_cache=kv_cache)
     with process_group(), torch.no_grad():
         rank, _ = rank_and_size()
         batches = make_batches(own_share(samples), batch_size)
         with Reader() as reader, hidden_states(memory_bytes) as hidden:
-            model = LayerByLayer(index, reader, batches, hidden, watched, trust_remote_code=trust_remote_code)
+            model = LayerByLayer(
+                index, reader, batches, hidden, watched, trust_remote_code=trust_remote_code, device=device
+            )
             failure = model.run(on_layer if rank == 0 else _quiet) if batches else None
         raise_first([one for found in gather([failure] if failure else []) for one in found])
         sync(watched)
@@ -55,6 +64,8 @@ def calibrate(
         tokens=sum(len(ids) for ids in samples.token_ids),
         ranges={name: _input_range(name, observer) for name, observer in watched.inputs.items()},
         importance={name: _importance(name, one) for name, one in watched.importance.items()},
+        kv_ranges=_kv_ranges(index, watched.cached),
+        routed={name: tuple(counts.tolist()) for name, counts in watched.routed.items()},
     )
 
 
@@ -99,6 +110,17 @@ def _importance(name: str, gathered: Importance) -> str:
     return encode_channels(gathered.mean())
 
 
+def _kv_ranges(index: SourceIndex, cached: Mapping[str, CachedStates] | None) -> dict[str, KeyValueRanges]:
+    if cached is not None and not cached:
+        raise InputError(
+            f"{index.root}: KV cache",
+            got="no attention layer that calls transformers' attention interface",
+            need="one, to see keys and values",
+            fix="leave the KV cache unquantized",
+        )
+    return {name: states.ranges() for name, states in (cached or {}).items()}
+
+
 def encode_channels(values: torch.Tensor) -> str:
     """A vector as JSON text: base64 of its little-endian float32 bytes."""
     return base64.b64encode(values.cpu().numpy().astype("<f4").tobytes()).decode("ascii")
@@ -110,5 +132,5 @@ def _require_tokens(name: str, tokens: int, purpose: str) -> None:
             name,
             got="0 tokens in calibration",
             need=f"at least one for {purpose}",
-            fix="add calibration samples that reach this layer, or choose a dynamic scheme",
+            fix="add samples that reach this layer (an expert: calibrate all), or choose a dynamic scheme",
         )

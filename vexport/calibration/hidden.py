@@ -22,7 +22,7 @@ class _Slot:
 
 
 class HiddenStates:
-    """The hidden states of every batch, overwritten layer after layer.
+    """The hidden states of every batch, overwritten layer after layer; they lie in main memory.
 
     The first `memory_bytes` stay in memory. What exceeds them lies in `file`, and its pages leave the
     process's memory as soon as they are written: the kernel keeps or flushes them as it sees fit.
@@ -47,7 +47,7 @@ class HiddenStates:
         size = states.numel() * states.element_size()
         if size <= self._room:
             self._room -= size
-            self._slots.append(_Slot(states.clone(), None))
+            self._slots.append(_Slot(states.to("cpu", copy=True), None))
         else:
             self._slots.append(self._map(states, size))
             self[len(self) - 1] = states

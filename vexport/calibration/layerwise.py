@@ -9,8 +9,9 @@ import torch
 from vexport.calibration.capture import LayerCall, Rest, base_of, capture_layer_calls, replayed_layers
 from vexport.calibration.finite import NotFinite, first_not_finite, is_finite
 from vexport.calibration.hidden import HiddenStates
-from vexport.calibration.model import Weights, build_on_meta, decoder_layers, unload
+from vexport.calibration.model import build_on_meta, decoder_layers, unload
 from vexport.calibration.watch import Watched
+from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 
@@ -46,19 +47,21 @@ class LayerByLayer:
         watched: Watched,
         *,
         trust_remote_code: bool,
+        device: str,
     ) -> None:
-        self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code)
+        self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
         self.name, self.layers = decoder_layers(self.model)
         self.batches = batches
         self.hidden = hidden
         self.watched = watched
-        self.weights = Weights(index, reader, self.model)
+        self.device = device
+        self.weights = Weights(index, reader, self.model, device)
 
     def run(self, on_layer: OnLayer) -> Failure | None:
         """Run everything; the first value that is not finite ends the run and is the answer."""
-        self.weights.load_around(self.model, self.name)
+        self.weights.load_around(self.name)
         self._load(0)
-        ids = [batch.ids for batch in self.batches]
+        ids = [batch.ids.to(self.device) for batch in self.batches]
         captured = capture_layer_calls(self.model, self.name, self.layers, ids, self.hidden)
         failure = self._before_layers(captured.rest)
         for number, layer in enumerate(self.layers):
@@ -77,24 +80,34 @@ class LayerByLayer:
     def _layer(self, number: int, calls: Sequence[LayerCall]) -> Failure | None:
         """Run all batches through one layer, each in place."""
         layer, name = self.layers[number], f"{self.name}.{number}"
-        with self.watched.watching(layer, name, self.weights.stored_name) as inputs:
+        with self.watched.watching(layer, name, self.weights) as inputs:
             for position, call in enumerate(calls):
-                output = call.run(layer, self.hidden[position])
-                if not (is_finite(output) and inputs.finite):
+                output = call.run(layer, self._states(position))
+                if inputs.not_finite or not is_finite(output):
                     break
                 self.hidden[position] = output
             else:
                 return None
-        return self._locate(number, layer, name, position, partial(call.run, layer, self.hidden[position]))
+        again = partial(call.run, layer, self._states(position))
+        return self._locate(number, layer, name, position, again, inputs.not_finite)
+
+    def _states(self, position: int) -> torch.Tensor:
+        """The hidden states of a batch, on the device."""
+        return self.hidden[position].to(self.device)
+
+    def _forward(self, part: torch.nn.Module, position: int) -> Callable[[], object]:
+        """The forward of the model or a part of it over a batch."""
+        return partial(part, input_ids=self.batches[position].ids.to(self.device), use_cache=False)
 
     def _before_layers(self, rest: Rest) -> Failure | None:
         """What enters the first layer must be finite already."""
-        for position, batch in enumerate(self.batches):
-            states = self.hidden[position]
+        for position in range(len(self.batches)):
+            states = self._states(position)
             if not is_finite(states):
-                forward = partial(base_of(self.model), input_ids=batch.ids, use_cache=False)
                 with replayed_layers(self.layers, states, rest):
-                    return self._locate(-1, self.model, "", position, forward)
+                    return self._locate(
+                        -1, self.model, "", position, self._forward(base_of(self.model), position)
+                    )
         return None
 
     def _after_layers(self, rest: Rest) -> Failure | None:
@@ -102,27 +115,40 @@ class LayerByLayer:
         outside = [
             module
             for name, module in self.model.named_modules()
-            if self.weights.stored_name(name) in self.watched.names and not name.startswith(f"{self.name}.")
+            if self.watched.layers_of(self.weights.stored_as(f"{name}.weight"))
+            and not name.startswith(f"{self.name}.")
         ]
         if not outside:
             return None
         in_base = set(base_of(self.model).modules())
         part = base_of(self.model) if in_base.issuperset(outside) else self.model
-        for position, batch in enumerate(self.batches):
-            forward = partial(part, input_ids=batch.ids, use_cache=False)
-            with replayed_layers(self.layers, self.hidden[position], rest):
-                with self.watched.watching(self.model, "", self.weights.stored_name) as inputs:
+        for position in range(len(self.batches)):
+            forward = self._forward(part, position)
+            with replayed_layers(self.layers, self._states(position), rest):
+                with self.watched.watching(self.model, "", self.weights) as inputs:
                     forward()
-                if not inputs.finite:
-                    return self._locate(len(self.layers), self.model, "", position, forward)
+                if inputs.not_finite:
+                    depth = len(self.layers)
+                    return self._locate(depth, self.model, "", position, forward, inputs.not_finite)
         return None
 
     def _locate(
-        self, depth: int, module: torch.nn.Module, name: str, position: int, run: Callable[[], object]
+        self,
+        depth: int,
+        module: torch.nn.Module,
+        name: str,
+        position: int,
+        run: Callable[[], object],
+        layer: str | None = None,
     ) -> Failure:
-        """Where a value of this batch first is not finite: it runs once more, every module watched."""
+        """Where a value of this batch first is not finite: it runs once more, every module watched.
+
+        Where no module shows it (within a module of experts) it is the input of the watched `layer`.
+        """
         rows = self.batches[position].rows
         found = first_not_finite(module, name, len(rows), run)
-        found = found or NotFinite(module=name, side="output", sample=0)
-        found = replace(found, module=self.weights.stored_name(found.module))
+        if found:
+            found = replace(found, module=self.weights.stored_name(found.module))
+        else:
+            found = NotFinite(module=layer or name, side="input" if layer else "output", sample=0)
         return Failure(depth=depth, row=rows[found.sample], found=found)

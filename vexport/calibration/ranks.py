@@ -8,11 +8,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from vexport.calibration.attention import CachedStates
 from vexport.calibration.data import Samples
 from vexport.calibration.watch import Watched
 from vexport.observers.ranks import sum_over_ranks
 
 T = TypeVar("T")
+Added = TypeVar("Added", torch.Tensor, CachedStates)
 
 
 @contextmanager
@@ -63,3 +65,14 @@ def sync(watched: Watched) -> None:
     for gathered in watched.importance.values():
         gathered.total = sum_over_ranks(gathered.total)
         gathered.tokens = int(sum_over_ranks(torch.tensor(gathered.tokens)))
+    _add_up(watched.routed)
+    if watched.cached is not None:
+        _add_up(watched.cached)
+
+
+def _add_up(found: dict[str, Added]) -> None:
+    """Replace what this rank found by the sum over all ranks, in the order in which names first come."""
+    everywhere = [item for one in gather(dict(found)) for item in one.items()]
+    found.clear()
+    for name, value in everywhere:
+        found[name] = found[name] + value if name in found else value

@@ -1,12 +1,17 @@
-"""What calibration watches: the inputs of linear layers, for static scales and for channel importance."""
+"""What calibration watches: inputs of linear layers, routing to experts, and what would be cached."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from vexport.calibration.attention import CachedStates, watching_attention
+from vexport.calibration.experts import ExpertLayers, require_experts
 from vexport.calibration.extremes import Extremes
+from vexport.calibration.weights import Weights
 from vexport.observers import (
     Importance,
     MemorylessMinMaxObserver,
@@ -17,58 +22,109 @@ from vexport.observers import (
 )
 from vexport.observers.importance import IMPORTANCE_OBSERVER
 from vexport.schemes import get_scheme
-from vexport.types import Plan
+from vexport.types import LinearPlan, Plan
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
 # Observers whose statistics follow from the extremes of an observation, and strategies that group channels.
 OF_RANGES = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
 OF_CHANNELS = ("tensor", "group", "tensor_group")
 
-Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The observers of a plan by the name of the linear layer whose input they see."""
+    """What is watched, and the statistics so far.
+
+    `inputs` and `importance` go by the name of the linear layer whose input they see; `layers` has the same
+    layers by the stored tensor of their weight. `routed` counts tokens by module of experts and expert.
+    With `all_experts` the experts' statistics see all tokens. `cached` is None where no KV cache is
+    calibrated.
+    """
 
     inputs: Mapping[str, Observer]
     importance: Mapping[str, Importance]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The layers that are watched."""
-        return frozenset((*self.inputs, *self.importance))
+    layers: Mapping[str, tuple[LinearPlan, ...]]
+    all_experts: bool = True
+    routed: dict[str, torch.Tensor] = field(default_factory=dict)
+    cached: dict[str, CachedStates] | None = None
 
     @contextmanager
-    def watching(
-        self, module: torch.nn.Module, prefix: str, stored_name: Callable[[str], str]
-    ) -> Iterator[Extremes]:
-        """Within the block the inputs below `module`, named `prefix`, are observed.
+    def watching(self, module: torch.nn.Module, prefix: str, weights: Weights) -> Iterator[Extremes]:
+        """Within the block what is watched below `module`, named `prefix` in the model, is observed.
 
-        `stored_name` turns a module's name into the checkpoint's, which the plan goes by. What is yielded
-        tells whether all inputs were finite.
+        `weights` tell which stored tensors a parameter is made of. What is yielded tells whether all inputs
+        were finite. InputError for experts of a kind that cannot be observed.
         """
         extremes = Extremes()
-        handles = []
-        for name, child in module.named_modules():
-            full = stored_name(".".join(part for part in (prefix, name) if part))
-            if full in self.names:
-                hook = _hook(self.inputs.get(full), self.importance.get(full), extremes)
-                handles.append(child.register_forward_pre_hook(hook))
-        try:
+        with ExitStack() as block:
+            for name, child in module.named_modules():
+                full = ".".join(part for part in (prefix, name) if part)
+                for handle in self._hooks(child, full, weights, extremes):
+                    block.callback(handle.remove)
+            if self.cached is not None:
+                block.enter_context(watching_attention(module, prefix, weights.stored_name, self.cached))
             yield extremes
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def layers_of(self, stored: Sequence[Sequence[str]]) -> list[str]:
+        """The watched layers whose weights are among these stored tensors."""
+        return [layer.name for names in stored for name in names for layer in self.layers.get(name, ())]
+
+    def see(self, layer: str, value: torch.Tensor, extremes: Extremes) -> None:
+        """Take in the input of a layer (..., channels); an empty one changes nothing."""
+        if not value.numel():
+            return
+        rows = extremes.of(value, layer)
+        if layer in self.inputs:
+            show(self.inputs[layer], value, rows)
+        if layer in self.importance:
+            self.importance[layer].add(value)
+
+    def _hooks(
+        self, module: torch.nn.Module, name: str, weights: Weights, extremes: Extremes
+    ) -> Iterator[RemovableHandle]:
+        layers = self.layers_of(weights.stored_as(f"{name}.weight"))
+        if layers:
+            yield module.register_forward_pre_hook(self._linear_hook(layers, extremes))
+        stacked = {
+            leaf: weights.stored_as(f"{name}.{leaf}")
+            for leaf, parameter in module.named_parameters(recurse=False)
+            if parameter.dim() == 3
+        }
+        if any(self.layers_of(stored) for stored in stacked.values()):
+            require_experts(module, weights.stored_name(name))
+            experts = ExpertLayers.of(module, stacked, self.layers)
+            hook = partial(
+                experts.observe, self.all_experts, self.routed, partial(self.see, extremes=extremes)
+            )
+            yield module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _linear_hook(self, layers: Sequence[str], extremes: Extremes) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            for layer in layers:
+                self.see(layer, inputs[0], extremes)
+
+        return hook
 
 
-def watched_by(plan: Plan) -> Watched:
+def watched_by(plan: Plan, *, all_experts: bool = True, kv_cache: bool = False) -> Watched:
     """Observers for every static input scale and every weight search by importance of a plan."""
-    searched = [group for group in plan.groups if group.observer == IMPORTANCE_OBSERVER]
-    members = [member for group in searched for member in group.members]
+    inputs = input_observers(plan)
+    importance = {
+        member.name: Importance.zeros(member.in_features)
+        for group in plan.groups
+        if group.observer == IMPORTANCE_OBSERVER
+        for member in group.members
+    }
+    layers: dict[str, tuple[LinearPlan, ...]] = {}
+    for group in plan.groups:
+        for member in group.members:
+            if member.name in inputs or member.name in importance:
+                layers[member.weight] = (*layers.get(member.weight, ()), member)
     return Watched(
-        inputs=input_observers(plan),
-        importance={member.name: Importance.zeros(member.in_features) for member in members},
+        inputs=inputs,
+        importance=importance,
+        layers=layers,
+        all_experts=all_experts,
+        cached={} if kv_cache else None,
     )
 
 
@@ -82,20 +138,6 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
                 name = inputs.observer or DEFAULT_INPUT_OBSERVER
                 observers[member.name] = load_observer(name, "input", inputs)
     return observers
-
-
-def _hook(observer: Observer | None, importance: Importance | None, extremes: Extremes) -> Hook:
-    def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        value = inputs[0]
-        if not value.numel():
-            return
-        rows = extremes.of(value)
-        if observer is not None:
-            show(observer, value, rows)
-        if importance is not None:
-            importance.add(value)
-
-    return hook
 
 
 def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:

@@ -1,0 +1,176 @@
+"""Experts: what each of them sees equals a plain loop over a whole-model run, however they are stored."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Llama4TextConfig
+
+from tests.calibration.make import batches_of, plan_for, samples
+from tests.calibration.models import LLAMA_LIKE, expert_configs, save, whole_model_run
+from vexport.calibration import calibrate
+from vexport.checkpoint.index import SourceIndex
+from vexport.errors import CheckpointFailed, InputError
+from vexport.types import Calibration, InputRange, LinearPlan, Plan, WeightPart
+
+EXPERTS = 8
+LENGTHS = (12, 20, 33, 7, 20, 41)
+# The names of gate, up and down where a checkpoint has them otherwise.
+LEAVES = {"mixtral": ("w1", "w3", "w2")}
+Routing = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=expert_configs())
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one family."""
+    return save(expert_configs()[request.param], tmp_path_factory.mktemp("experts") / request.param)
+
+
+def plan_with_experts(
+    folder: Path, *, scheme: str = "FP8", observer: str = "memoryless_minmax"
+) -> tuple[SourceIndex, Plan]:
+    """A plan for every linear layer but the routers, each expert's layers by name."""
+    index, plan = plan_for(folder, scheme=scheme, observer=observer)
+    groups = [group for group in plan.groups if group.name.rpartition(".")[2] not in ("gate", "router")]
+    for tensor in index.tensors.values():
+        module, _, leaf = tensor.name.rpartition(".")
+        if len(tensor.shape) == 3 and leaf in ("gate_up_proj", "down_proj"):
+            for expert in range(EXPERTS):
+                for name in ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",):
+                    linear = LinearPlan(
+                        name=f"{module}.{expert}.{name}",
+                        weight=tensor.name,
+                        out_features=1,
+                        in_features=tensor.shape[2],
+                        part=WeightPart(expert=expert, transposed=False, start=0, stop=1),
+                    )
+                    groups.append(replace(plan.groups[0], name=linear.name, members=(linear,)))
+    return index, replace(plan, groups=tuple(groups))
+
+
+def routings(
+    folder: Path, batches: Sequence[torch.Tensor]
+) -> dict[str, tuple[torch.nn.Module, list[Routing]]]:
+    """Every module of experts of a whole-model run, with the tokens and choices that entered it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    found: dict[str, tuple[torch.nn.Module, list[Routing]]] = {}
+
+    def watch(name: str, module: torch.nn.Module) -> None:
+        found[name] = (module, [])
+        module.register_forward_pre_hook(lambda _, args: found[name][1].append((args[0].clone(), args[1])))
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            watch(name, module)
+    with torch.no_grad():
+        for batch in batches:
+            model(input_ids=batch)
+    return found
+
+
+def between(module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The input of an expert's down projection, written out."""
+    weight = module.get_parameter("gate_up_proj")[expert]
+    if type(module).__name__ == "GptOssExperts":
+        made = tokens @ weight + module.get_parameter("gate_up_proj_bias")[expert]
+        gate, up = made[:, ::2].clamp(max=7.0), made[:, 1::2].clamp(-7.0, 7.0)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    gate, up = (tokens @ weight.T).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def reference(
+    folder: Path, *, all_experts: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]]]:
+    """The inputs of every expert's layers, and how many tokens were routed to each expert."""
+    leaves = LEAVES.get(folder.name, ("gate_proj", "up_proj", "down_proj"))
+    inputs, counts = {}, {}
+    for name, (module, routing) in routings(folder, batches_of(samples(LENGTHS))).items():
+        stored = name.replace("mlp", "block_sparse_moe") if folder.name == "mixtral" else name
+        counts[stored] = tuple(
+            sum(int((chosen == expert).sum()) for _, chosen in routing) for expert in range(EXPERTS)
+        )
+        for expert in range(EXPERTS):
+            seen = [
+                hidden if all_experts else hidden[(chosen == expert).any(1)] for hidden, chosen in routing
+            ]
+            with torch.no_grad():
+                inner = torch.cat([between(module, expert, tokens) for tokens in seen])
+            for leaf, values in zip(leaves, (torch.cat(seen), torch.cat(seen), inner), strict=True):
+                inputs[f"{stored}.{expert}.{leaf}"] = values
+    return inputs, counts
+
+
+def range_of(values: torch.Tensor) -> InputRange:
+    return InputRange(low=values.min().item(), high=values.max().item(), tokens=len(values))
+
+
+def require_equal(found: Calibration, folder: Path, plan: Plan, *, all_experts: bool) -> None:
+    inputs, counts = reference(folder, all_experts=all_experts)
+    assert found.routed == counts
+    assert min(min(row) for row in counts.values()) > 0
+    ranges = {name: range_of(values) for name, values in inputs.items()}
+    dense = [group.name for group in plan.groups if group.name not in ranges]
+    for name, seen in whole_model_run(folder, dense, batches_of(samples(LENGTHS))).items():
+        ranges[name] = InputRange(low=seen.low, high=seen.high, tokens=seen.tokens)
+    assert found.ranges == ranges
+
+
+@pytest.mark.parametrize("all_experts", [True, False])
+def test_experts_see_what_a_plain_loop_shows(family: Path, all_experts: bool) -> None:
+    """Dense layers behind the first experts agree to the bit: the routed output is what it was."""
+    index, plan = plan_with_experts(family)
+    found = calibrate(index, plan, samples(LENGTHS), all_experts=all_experts)
+    require_equal(found, family, plan, all_experts=all_experts)
+
+
+@pytest.mark.parametrize("all_experts", [True, False])
+def test_experts_stored_in_one_tensor_see_the_same(tmp_path: Path, all_experts: bool) -> None:
+    folder = save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe", stacked=True)
+    assert load_file(folder / "model.safetensors")["model.layers.0.mlp.experts.down_proj"].dim() == 3
+    index, plan = plan_with_experts(folder)
+    found = calibrate(index, plan, samples(LENGTHS), all_experts=all_experts)
+    require_equal(found, folder, plan, all_experts=all_experts)
+
+
+def test_an_expert_that_is_sent_no_token_is_named(tmp_path: Path) -> None:
+    folder = save(expert_configs()["qwen3_moe"], tmp_path / "model")
+    index, plan = plan_with_experts(folder)
+    few = samples([1])
+    with pytest.raises(CheckpointFailed, match=r"layers\.0\.mlp\.experts\.\d\.\w+_proj: got 0 tokens"):
+        calibrate(index, plan, few, all_experts=False)
+    found = calibrate(index, plan, few)
+    assert {one.tokens for one in found.ranges.values()} == {1}
+    assert sum(found.routed["model.layers.1.mlp.experts"]) == 2
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_importance_of_experts(name: str, tmp_path: Path) -> None:
+    folder = save(expert_configs()[name], tmp_path / name)
+    index, plan = plan_with_experts(folder, scheme="NVFP4A16", observer="imatrix_mse")
+    found = calibrate(index, plan, samples(LENGTHS)).importance
+    assert set(found) == {group.name for group in plan.groups}
+    for layer, values in reference(folder, all_experts=True)[0].items():
+        means = torch.frombuffer(bytearray(base64.b64decode(found[layer])), dtype=torch.float32)
+        assert torch.allclose(means, values.double().square().mean(0).float(), rtol=1e-6), layer
+
+
+def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
+    folder = save(expert_configs()["mixtral"], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.5.w2.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"experts\.0\.w2\.weight: got what does not make .*\(shape \(7, "):
+        calibrate(*plan_with_experts(folder), samples([5]))
+
+
+def test_experts_with_arithmetic_of_their_own_are_refused(tmp_path: Path) -> None:
+    sizes = {**LLAMA_LIKE, "num_hidden_layers": 2, "num_local_experts": EXPERTS, "head_dim": 16}
+    config = Llama4TextConfig(**sizes, intermediate_size_mlp=128, interleave_moe_layer_step=1)
+    folder = save(config, tmp_path / "model")
+    with pytest.raises(InputError, match=r"experts: got experts of the class Llama4TextExperts"):
+        calibrate(*plan_with_experts(folder), samples([5]))

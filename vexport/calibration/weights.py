@@ -1,0 +1,198 @@
+"""The weights of a part of a model, made from the checkpoint's tensors when that part runs.
+
+Names and conversions are transformers' own for loading this model: renamed tensors (`embed_out` is `lm_head`
+in its GPT-NeoX), those of a bare base model (`h.0` in many a GPT-2), and parameters made of several tensors
+(the experts of a layer, stored one by one, become one three-dimensional parameter).
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import read_tensor
+from vexport.errors import InputError, raise_all
+from vexport.types import TensorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """How tensors of the checkpoint become parameters.
+
+    `tensors` are by the pattern of transformers' rule that they matched, in the rule's order; without a rule
+    the one tensor is the parameter. With one, `target` is the first parameter that it makes.
+    """
+
+    target: str
+    rule: WeightConverter | None
+    tensors: Mapping[str, tuple[TensorInfo, ...]]
+
+    @property
+    def stored(self) -> tuple[TensorInfo, ...]:
+        """All tensors that go in."""
+        return tuple(tensor for tensors in self.tensors.values() for tensor in tensors)
+
+    def values(self, reader: Reader, model: transformers.PreTrainedModel) -> Mapping[str, torch.Tensor]:
+        """The parameters by name. ValueError or RuntimeError where the tensors do not fit together."""
+        if self.rule is None:
+            return {self.target: read_tensor(reader, self.stored[0])}
+        rule = deepcopy(self.rule)  # it collects what it converts
+        for pattern, tensors in self.tensors.items():
+            for tensor in tensors:
+                rule.add_tensor(self.target, tensor.name, pattern, partial(read_tensor, reader, tensor))
+        made = rule.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class Weights:
+    """Fills the parameters and stored buffers of modules from a checkpoint, on `device`."""
+
+    def __init__(
+        self, index: SourceIndex, reader: Reader, model: transformers.PreTrainedModel, device: str = "cpu"
+    ) -> None:
+        self._root = index.root
+        self._reader = reader
+        self._model = model
+        self._device = device
+        self._made = {name: made for made in recipes(model, index.tensors) for name in targets_of(made)}
+        self._float32 = tuple(model._get_dtype_plan(model.dtype))
+
+    def stored_as(self, parameter: str) -> tuple[tuple[str, ...], ...]:
+        """The tensors that a parameter is made of: one tuple for each part of it, in it one name an expert.
+
+        A tensor that makes several parameters belongs to the first of them. Empty for what the checkpoint
+        does not have.
+        """
+        made = self._made.get(parameter)
+        if made is None or made.target != parameter:
+            return ()
+        return tuple(tuple(tensor.name for tensor in tensors) for tensors in made.tensors.values())
+
+    def stored_name(self, module: str) -> str:
+        """The name in the checkpoint of a module with stored weights in it; other modules keep their name."""
+        for parameter, made in self._made.items():
+            leaf, name = parameter.removeprefix(module), made.stored[0].name
+            if leaf != parameter and leaf.startswith(".") and name.endswith(leaf):
+                return name.removesuffix(leaf)
+        return module
+
+    def load(self, module: torch.nn.Module, prefix: str) -> None:
+        """Fill the module named `prefix`; InputErrors name what the checkpoint lacks."""
+        missing = self._fill(module, prefix, lambda name: True)
+        raise_all([_missing(self._root, name) for name in missing])
+
+    def load_around(self, layers_name: str) -> None:
+        """Fill what lies outside the decoder layers.
+
+        Parameters that the checkpoint does not have (a tied output head) stay on the meta device.
+        """
+        self._fill(self._model, "", lambda name: not name.startswith(f"{layers_name}."))
+
+    def _fill(self, module: torch.nn.Module, prefix: str, wanted: Callable[[str], bool]) -> list[str]:
+        """Fill what is wanted; the answer is what the checkpoint lacks."""
+        owners = {
+            ".".join(part for part in (prefix, owner_name, name) if part): owner
+            for owner_name, owner in module.named_modules()
+            for name in own_tensors(owner)
+        }
+        names = [name for name in owners if wanted(name)]
+        needed = {made.target: made for name in names if (made := self._made.get(name))}
+        for made in needed.values():
+            for name, value in self._values(made).items():
+                if name in owners:
+                    self._put(owners[name], name, value)
+            self._reader.release(made.stored)
+        return [name for name in names if name not in self._made and leaf(name) in owners[name]._parameters]
+
+    def _values(self, made: Made) -> Mapping[str, torch.Tensor]:
+        try:
+            return made.values(self._reader, self._model)
+        except (ValueError, RuntimeError) as error:
+            raise _unfit(self._root, made, str(error).splitlines()[0]) from None
+
+    def _put(self, owner: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+        """Make a value the owner's parameter or buffer, in the dtype that transformers loads it in."""
+        present = getattr(owner, leaf(name))
+        if present.shape != value.shape:
+            reason = f"shape {tuple(value.shape)}, not {tuple(present.shape)}"
+            raise _unfit(self._root, self._made[name], reason)
+        dtype = torch.float32 if any(re.search(part, name) for part in self._float32) else present.dtype
+        value = value.to(self._device, dtype, copy=self._made[name].rule is None)
+        if leaf(name) in owner._parameters:
+            value = torch.nn.Parameter(value, requires_grad=False)
+        setattr(owner, leaf(name), value)
+
+
+def own_tensors(module: torch.nn.Module) -> list[str]:
+    """The names of a module's own parameters and buffers."""
+    parameters, buffers = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+    return [name for name, _ in (*parameters, *buffers)]
+
+
+def leaf(name: str) -> str:
+    """The last part of a name."""
+    return name.rpartition(".")[2]
+
+
+def recipes(model: transformers.PreTrainedModel, stored: Mapping[str, TensorInfo]) -> Iterator[Made]:
+    """How the stored tensors become the model's parameters and buffers; others are left out.
+
+    This is the matching of transformers' `convert_and_load_state_dict_in_model` (core_model_loading.py).
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, dict[str | None, list[TensorInfo]]] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target in state:
+            found.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
+    for target, tensors in found.items():
+        rule = next((of_pattern[pattern] for pattern in tensors if pattern is not None), None)
+        patterns = rule.source_patterns if rule else [None]
+        ordered = {pattern or "": tuple(tensors.get(pattern, ())) for pattern in patterns}
+        yield Made(target=target, rule=rule, tensors=ordered)
+
+
+def targets_of(made: Made) -> tuple[str, ...]:
+    """The parameters that come of it."""
+    if made.rule is None:
+        return (made.target,)
+    first, *others = made.rule.target_patterns
+    return (made.target, *(made.target.replace(first, other, 1) for other in others))
+
+
+def _missing(root: Path, name: str) -> InputError:
+    return InputError(
+        f"{root}: {name}",
+        got="no tensor of that name",
+        need="the weight that the model class asks for",
+        fix="restore the checkpoint, or use a weight-only scheme",
+    )
+
+
+def _unfit(root: Path, made: Made, reason: str) -> InputError:
+    return InputError(
+        f"{root}: {made.stored[0].name}",
+        got=f"what does not make {made.target} ({reason})",
+        need="the shapes and numbers of the model class",
+        fix="restore the checkpoint, or use a weight-only scheme",
+    )
