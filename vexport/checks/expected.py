@@ -42,8 +42,8 @@ def expected_parameters(
 
 
 def weight_name(group: ConfigGroup) -> str:
-    """`weight_packed` where several values share a word, else `weight`."""
-    return "weight_packed" if "pack-quantized" in group.format or group.weights.num_bits < 8 else "weight"
+    """`weight_packed` where several values share a word, else `weight` with a byte a value."""
+    return "weight_packed" if "pack-quantized" in group.format else "weight"
 
 
 def layer_sides(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
@@ -57,12 +57,11 @@ def layer_sides(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> tuple[i
     if group.weights.type == "float":
         return rows, columns * 2
     scale, size = leaves.get("weight_scale"), group.weights.group_size
-    per_word = INT32_BITS // group.weights.num_bits
     if scale is not None and len(scale.shape) == 2 and size and size > 0:
         from_scale = scale.shape[1] * size
         if -(-from_scale * group.weights.num_bits // INT32_BITS) == columns:
             return rows, from_scale
-    return rows, columns * per_word
+    return rows, columns * INT32_BITS // group.weights.num_bits
 
 
 def _weight(group: ConfigGroup, rows: int, columns: int) -> Expected:
@@ -88,7 +87,8 @@ def _scale(group: ConfigGroup, rows: int, columns: int) -> Expected:
     if weights.strategy == "tensor_group":
         dtypes = frozenset({"F8_E4M3"})
     elif weights.type == "float":
-        dtypes = frozenset({"U8", "F8_E8M0"})
+        # Not F8_E8M0: vLLM's parameter is uint8 and `copy_` would cast the value, not the bits.
+        dtypes = frozenset({"U8"})
     return Expected(dtypes=dtypes, shape=(rows, columns // weights.group_size))
 
 

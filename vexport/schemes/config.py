@@ -1,29 +1,33 @@
 """The `quantization_config` of config.json, in the terms of compressed-tensors that vLLM reads."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pydantic import TypeAdapter
 
 from vexport.schemes import get_scheme
-from vexport.schemes.base import QuantArgs
+from vexport.schemes.base import EXPERT, QuantArgs
 from vexport.types import FusionGroup, Json, Plan
 
 MIXED_FORMAT = "mixed-precision"
+# Their class in vLLM, ParallelLMHead, is not matched by the target Linear.
+HEADS = ("lm_head", "embed_out")
+LAYERS = "layers."
 
 
 def quantization_config(plan: Plan) -> dict[str, Json]:
     """The configuration of a plan's output: a config group per scheme and observer, and what is left alone.
 
-    One scheme targets the class Linear; several target their layers by name. vLLM's class of an output
-    head is not Linear, so a quantized one is always named (vllm-project/vllm, ParallelLMHead).
+    One scheme targets the class Linear; several target their layers by name, because vLLM takes the first
+    target that matches and a class matches all.
     """
     treatments = list(dict.fromkeys((group.scheme, group.observer) for group in plan.groups))
     formats = {get_scheme(scheme).family.format for scheme, _ in treatments}
     groups: dict[str, Json] = {}
     for number, (scheme, observer) in enumerate(treatments):
         members = [group for group in plan.groups if (group.scheme, group.observer) == (scheme, observer)]
-        targets = _targets(members, alone=len(treatments) == 1)
+        targets = targets_of(members, alone=len(treatments) == 1)
         groups[f"group_{number}"] = _config_group(scheme, observer, targets)
     return {
         "config_groups": groups,
@@ -36,17 +40,42 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
     }
 
 
-def _targets(groups: Sequence[FusionGroup], *, alone: bool) -> list[Json]:
-    names: list[Json] = [member.name for group in groups for member in group.members]
-    if not alone:
-        return names
-    return ["Linear", *(name for name in names if str(name).endswith("lm_head"))]
+def targets_of(groups: Sequence[FusionGroup], *, alone: bool) -> list[str]:
+    """What vLLM resolves to these layers and no others.
+
+    A quantized output head is named by a pattern, as vLLM may know it by a longer name than the checkpoint
+    (`language_model.lm_head`) and translates only names with a dot.
+    """
+    names = [member.name for group in groups for member in group.members]
+    heads = [name for name in names if name.rpartition(".")[2] in HEADS]
+    patterns = [f"re:.*{name.rpartition('.')[2]}$" for name in heads]
+    if alone:
+        return ["Linear", *patterns]
+    return [*_experts_together(name for name in names if name not in heads), *patterns]
 
 
-def _config_group(name: str, observer: str, targets: list[Json]) -> dict[str, Json]:
+def _experts_together(names: Iterable[str]) -> list[str]:
+    """Names, with one pattern for a projection's experts: vLLM has one scheme for all experts of a layer.
+
+    vLLM translates names but not patterns where its modules are nested differently, so a pattern begins at
+    the list of layers.
+    """
+    return list(dict.fromkeys(_expert_pattern(name) or name for name in names))
+
+
+def _expert_pattern(name: str) -> str | None:
+    found = EXPERT.search(name)
+    if not found:
+        return None
+    before = name[: found.start()]
+    layer = before[before.find(LAYERS) :] if LAYERS in before else before
+    return rf"re:.*\b{re.escape(layer)}\.experts\.\d+\.{re.escape(name[found.end() :])}$"
+
+
+def _config_group(name: str, observer: str, targets: list[str]) -> dict[str, Json]:
     scheme = get_scheme(name)
     return {
-        "targets": targets,
+        "targets": list(targets),
         "weights": _args(replace(scheme.args.weights, observer=observer)),
         "input_activations": _args(scheme.args.input_activations),
         "output_activations": None,
