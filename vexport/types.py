@@ -101,7 +101,10 @@ class FusionGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be done to a checkpoint, from headers, rules and architecture alone."""
+    """What will be done to a checkpoint, from headers, rules and architecture alone.
+
+    `ignore` says in vLLM's terms what stays unquantized; `notes` are warnings about what was assumed or kept.
+    """
 
     source: str
     architecture: str
@@ -111,7 +114,9 @@ class Plan:
     source_bytes: int
     output_bytes: int
     parameters: int
+    ignore: tuple[str, ...] = ()
     refusals: tuple[Finding, ...] = ()
+    notes: tuple[Finding, ...] = ()
 
     @property
     def schemes(self) -> tuple[str, ...]:

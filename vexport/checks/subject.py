@@ -7,7 +7,8 @@ from functools import cached_property
 
 from pydantic import TypeAdapter, ValidationError
 
-from vexport.architectures import FusedModules, architecture_table
+from vexport.architectures import Architecture, FusedModules, architecture_table, resolve
+from vexport.architectures.fusion import fuse
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.plan import is_embedding
@@ -74,9 +75,16 @@ class Subject:
         return value if isinstance(value, dict) else None
 
     @cached_property
+    def architecture(self) -> Architecture:
+        """What vLLM does with this class; one that fuses nothing for a class that is not in the table."""
+        if self.index.architecture not in architecture_table().architectures:
+            return Architecture()
+        return resolve(self.index.architecture, self.index.config)[0]
+
+    @property
     def fused(self) -> FusedModules:
-        """vLLM's fused modules for this class; empty for a class that is not in the table."""
-        return architecture_table().architectures.get(self.index.architecture, {})
+        """vLLM's fused modules for this class."""
+        return self.architecture.fused
 
     @cached_property
     def config_groups(self) -> tuple[ConfigGroup, ...]:
@@ -99,12 +107,11 @@ class Subject:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """All linear layers, joined as vLLM joins them, in the order of the tensors."""
-        owner = {member: name for name, members in self.fused.items() for member in members}
-        units: dict[str, dict[str, Mapping[str, TensorInfo]]] = {}
-        for module, leaves in linear_modules(self.index).items():
-            prefix, dot, leaf = module.rpartition(".")
-            units.setdefault(prefix + dot + owner.get(leaf, leaf), {})[module] = leaves
-        return tuple(Unit(name=name, members=members) for name, members in units.items())
+        modules = linear_modules(self.index)
+        return tuple(
+            Unit(name=name, members={member: modules[member] for member in members})
+            for name, members in fuse(modules, self.architecture).items()
+        )
 
     def group_of(self, unit: Unit) -> ConfigGroup | None:
         """The config group that vLLM applies to a unit; None where it stays unquantized.

@@ -1,0 +1,64 @@
+"""Which layers of a checkpoint vLLM runs as one, by their names alone."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from vexport.architectures import Architecture
+
+EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")
+
+
+def fuse(names: Iterable[str], architecture: Architecture) -> dict[str, tuple[str, ...]]:
+    """Linear layers by the module that vLLM makes of them, members in vLLM's order.
+
+    The groups come in the order of their first member; a layer that nothing is fused with is its own group.
+    Where a layer could belong to several fused modules (attention with and without a gate, say), the one
+    counts of which most members are there and fewest are missing.
+    """
+    siblings: dict[str, list[str]] = {}
+    for name in names:
+        prefix, _, leaf = name.rpartition(".")
+        siblings.setdefault(prefix, []).append(leaf)
+    groups: dict[str, tuple[str, ...]] = {}
+    for prefix, leaves in siblings.items():
+        owners = _owners(leaves, _modules(prefix, architecture))
+        dot = f"{prefix}." if prefix else ""
+        for leaf in leaves:
+            fused, members = owners.get(leaf, (leaf, (leaf,)))
+            groups.setdefault(dot + fused, tuple(dot + member for member in members))
+    return groups
+
+
+def moe_layer(name: str) -> str | None:
+    """The routed experts that a layer is one of (`model.layers.1.mlp.experts`), None for other layers."""
+    match = EXPERT.match(name.rpartition(".")[0])
+    return match["layer"] if match else None
+
+
+def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str, ...]]:
+    """The fused modules that may be found below a prefix: an expert has its own, w13."""
+    if not EXPERT.match(prefix):
+        return architecture.fused
+    if architecture.experts is None:
+        return {"w13": ("gate_proj", "up_proj")}
+    gate, _, up = architecture.experts
+    return {"w13": (gate, up)} if up else {}
+
+
+def _owners(
+    leaves: list[str], modules: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Leaf -> (fused module, its members that are there), for the leaves that are fused."""
+    present = set(leaves)
+    owners: dict[str, tuple[str, tuple[str, ...]]] = {}
+    ranked = sorted(
+        (
+            (fused, members, [member for member in members if member in present])
+            for fused, members in modules.items()
+        ),
+        key=lambda entry: (-len(entry[2]), len(entry[1])),
+    )
+    for fused, _, found in ranked:
+        if len(found) > 1 and not owners.keys() & set(found):
+            owners.update(dict.fromkeys(found, (fused, tuple(found))))
+    return owners

@@ -1,0 +1,20 @@
+"""From headers, rules and vLLM's architectures to a plan: what is quantized how, what vLLM would refuse."""
+
+from vexport.plan.blocks import blocks, group_layout, output_blocks, output_bytes
+from vexport.plan.build import OnMisfit, Settings, build_plan, require_accepted
+from vexport.plan.linears import find_linears, is_embedding
+from vexport.plan.rules import matches
+
+__all__ = [
+    "OnMisfit",
+    "Settings",
+    "blocks",
+    "build_plan",
+    "find_linears",
+    "group_layout",
+    "is_embedding",
+    "matches",
+    "output_blocks",
+    "output_bytes",
+    "require_accepted",
+]

@@ -1,0 +1,50 @@
+"""What an output is made of, in the order of the source: quantized groups and tensors that are copied."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from vexport.checkpoint.dtypes import num_bytes
+from vexport.checkpoint.index import SourceIndex
+from vexport.schemes import get_scheme
+from vexport.types import FusionGroup, TensorInfo, TensorSpec
+
+
+def blocks(index: SourceIndex, groups: Sequence[FusionGroup]) -> Iterator[FusionGroup | TensorInfo]:
+    """What the output is made of, in the order of the source: groups to quantize and tensors to copy.
+
+    A group comes where the first of its weights is stored; experts that are stored in one tensor come
+    there one after the other.
+    """
+    groups_of: dict[str, dict[str, FusionGroup]] = {}
+    for group in groups:
+        for member in group.members:
+            groups_of.setdefault(member.weight, {})[group.name] = group
+    done: set[str] = set()
+    for tensor in index.tensors.values():
+        if tensor.name not in groups_of:
+            yield tensor
+        for name, group in groups_of.get(tensor.name, {}).items():
+            if name not in done:
+                done.add(name)
+                yield group
+
+
+def output_blocks(index: SourceIndex, groups: Sequence[FusionGroup]) -> Iterator[tuple[TensorSpec, ...]]:
+    """The tensors to be written, one tuple a block."""
+    for block in blocks(index, groups):
+        if isinstance(block, FusionGroup):
+            yield group_layout(block, index.tensors)
+        else:
+            yield (TensorSpec(name=block.name, dtype=block.dtype, shape=block.shape),)
+
+
+def group_layout(group: FusionGroup, tensors: Mapping[str, TensorInfo]) -> tuple[TensorSpec, ...]:
+    """The tensors that replace a group's weights, member by member."""
+    scheme = get_scheme(group.scheme)
+    return tuple(
+        spec for member in group.members for spec in scheme.layout(member, tensors[member.weight].dtype)
+    )
+
+
+def output_bytes(index: SourceIndex, groups: Sequence[FusionGroup]) -> int:
+    """Bytes of all tensors to be written."""
+    return sum(num_bytes(spec.dtype, spec.shape) for block in output_blocks(index, groups) for spec in block)

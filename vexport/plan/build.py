@@ -1,0 +1,203 @@
+"""From headers, rules and the architecture's fused modules to a plan; no tensor data is read."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vexport.architectures import resolve
+from vexport.architectures.fusion import fuse, moe_layer
+from vexport.checkpoint.index import SourceIndex
+from vexport.errors import InputError
+from vexport.plan.blocks import output_bytes
+from vexport.plan.ignore import ignored
+from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of, text_config
+from vexport.plan.rules import Treatment, choose_rule, require_matching_rules
+from vexport.plan.shapes import kept_instead, misfit
+from vexport.scenario import Rule
+from vexport.types import Finding, FusionGroup, LinearPlan, Plan
+
+OnMisfit = Literal["refuse", "keep"]
+# GPT-2's Conv1D weights are (in, out); vLLM turns them only where they are stored unpacked (models/gpt2.py).
+TRANSPOSED_CLASSES = frozenset({"GPT2LMHeadModel"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What else a plan depends on: the tensor parallel sizes to serve, what to do on a misfit."""
+
+    ranks: Sequence[int] = (1,)
+    on_misfit: OnMisfit = "refuse"
+
+
+def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = Settings()) -> Plan:
+    """Decide for every tensor of a checkpoint whether and how it is quantized.
+
+    Layers that vLLM fuses form one group. What vLLM would not run is a refusal in the plan, not an
+    exception; with `on_misfit` keep, layers whose shape does not fit stay unquantized, and a note says so.
+    Raises InputError for a source that cannot be a source (quantized, unknown class).
+    """
+    _require_plain(index)
+    architecture, notes = resolve(index.architecture, index.config)
+    names = names_of(index, architecture)
+    linears = {linear.name: linear for linear in find_linears(index, names)}
+    places = {name: names.place(name) for name in linears}
+    require_matching_rules(rules, places)
+    modules = fuse(linears, architecture)
+    chosen = {name: choose_rule(rules, name, place) for name, place in places.items()}
+    refusals = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
+    groups = [] if refusals else list(_groups(modules, chosen, linears))
+    misfits = _misfits(groups, names, settings, index)
+    if settings.on_misfit == "keep":
+        groups, kept_notes = _without(groups, misfits)
+        notes = (*notes, *kept_notes)
+    else:
+        refusals.extend(misfits.values())
+    return _plan(index, names, modules, groups, tuple(refusals), (*notes, *_unknown_experts(index, names)))
+
+
+def require_accepted(plan: Plan) -> None:
+    """Raise InputError with the first refusal of a plan and how many more there are, if there is one."""
+    if not plan.refusals:
+        return
+    first, *rest = plan.refusals
+    more = f" ({len(rest)} more: see `vexport plan`)" if rest else ""
+    raise InputError(first.where, got=first.got, need=first.expected, fix=first.fix + more)
+
+
+def _plan(
+    index: SourceIndex,
+    names: Names,
+    modules: Mapping[str, tuple[str, ...]],
+    groups: Sequence[FusionGroup],
+    refusals: tuple[Finding, ...],
+    notes: tuple[Finding, ...],
+) -> Plan:
+    quantized = {member.name for group in groups for member in group.members}
+    weights = {member.weight for group in groups for member in group.members}
+    kept = tuple(name for members in modules.values() for name in members if name not in quantized)
+    return Plan(
+        source=str(index.root),
+        architecture=index.architecture,
+        groups=tuple(groups),
+        kept=tuple(name for name in index.tensors if name not in weights),
+        kept_linears=kept,
+        ignore=ignored(modules, set(kept), index.tensors, names),
+        source_bytes=index.num_bytes,
+        output_bytes=output_bytes(index, groups),
+        parameters=index.num_parameters,
+        refusals=refusals,
+        notes=notes,
+    )
+
+
+def _groups(
+    modules: Mapping[str, tuple[str, ...]],
+    chosen: Mapping[str, Treatment | None],
+    linears: Mapping[str, LinearPlan],
+) -> Iterator[FusionGroup]:
+    for name, members in modules.items():
+        treatment = chosen[members[0]]
+        if treatment is not None:
+            yield FusionGroup(
+                name=name,
+                scheme=treatment.scheme,
+                observer=treatment.observer,
+                members=tuple(linears[member] for member in members),
+            )
+
+
+def _mixed(
+    modules: Mapping[str, tuple[str, ...]], chosen: Mapping[str, Treatment | None]
+) -> Iterator[Finding]:
+    """Refusals of fused layers, and of the routed experts of a layer, that rules treat differently."""
+    units: dict[str, list[str]] = {}
+    for name, members in modules.items():
+        units.setdefault(moe_layer(members[0]) or name, []).extend(members)
+    for name, unit in units.items():
+        schemes = {treatment and treatment.scheme for treatment in map(chosen.__getitem__, unit)}
+        if len(schemes) > 1 or len({chosen[member] for member in modules.get(name, ())}) > 1:
+            yield _mixed_group(name, unit)
+
+
+def _mixed_group(name: str, members: Sequence[str]) -> Finding:
+    leaves = ", ".join(dict.fromkeys(member.rpartition(".")[2] for member in members))
+    which = f"{leaves} of all routed experts" if moe_layer(members[0]) else leaves
+    return Finding(
+        check="fusion",
+        severity="error",
+        where=name,
+        expected=f"one scheme for {which}, which vLLM runs as one layer",
+        got="rules that treat them differently",
+        fix=f"give {which} the same rule",
+    )
+
+
+def _unquantizable(chosen: Mapping[str, Treatment | None], places: Mapping[str, Place]) -> Iterator[Finding]:
+    for name, treatment in chosen.items():
+        if treatment is not None and places[name] == "unquantizable":
+            yield Finding(
+                check="architecture",
+                severity="error",
+                where=name,
+                expected="a layer that vLLM builds with a quantization config",
+                got=f"a rule with scheme {treatment.scheme} for one that it never quantizes",
+                fix="remove the rule, or give it scheme: keep",
+            )
+
+
+def _misfits(
+    groups: Sequence[FusionGroup], names: Names, settings: Settings, index: SourceIndex
+) -> dict[str, Finding]:
+    """Refusals by the name of the group."""
+    text = text_config(index.config)
+    found = {group.name: misfit(group, names, settings.ranks, text) for group in groups}
+    return {name: finding for name, finding in found.items() if finding is not None}
+
+
+def _without(
+    groups: Sequence[FusionGroup], misfits: Mapping[str, Finding]
+) -> tuple[list[FusionGroup], list[Finding]]:
+    """The groups that fit, routed experts of a layer all or none, and what is said of the others."""
+    units: dict[str, list[FusionGroup]] = {}
+    for group in groups:
+        units.setdefault(moe_layer(group.members[0].name) or group.name, []).append(group)
+    fitting: list[FusionGroup] = []
+    notes: list[Finding] = []
+    for name, unit in units.items():
+        bad = next((misfits[group.name] for group in unit if group.name in misfits), None)
+        if bad is None:
+            fitting.extend(unit)
+        else:
+            notes.append(kept_instead(bad, name))
+    return fitting, notes
+
+
+def _unknown_experts(index: SourceIndex, names: Names) -> Iterator[Finding]:
+    unknown = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
+    if unknown:
+        yield Finding(
+            check="architecture",
+            severity="warning",
+            where=unknown[0] if len(unknown) == 1 else f"{unknown[0]} and {len(unknown) - 1} more",
+            expected="experts that vLLM loads one by one in compressed-tensors' names",
+            got="experts stored or loaded in another way",
+            fix="they stay unquantized; quantize a class that vLLM loads by expert",
+        )
+
+
+def _require_plain(index: SourceIndex) -> None:
+    place = str(index.root)
+    if "quantization_config" in index.config:
+        raise InputError(
+            place,
+            got="a quantized checkpoint",
+            need="an unquantized source",
+            fix="start from the original model",
+        )
+    if index.architecture in TRANSPOSED_CLASSES:
+        raise InputError(
+            place,
+            got=f"{index.architecture}, whose linear weights are stored transposed (Conv1D)",
+            need="weights of shape (out_features, in_features)",
+            fix="quantize another class: vLLM does not turn packed weights around",
+        )

@@ -1,0 +1,143 @@
+"""The linear layers of a checkpoint, and which of them vLLM can run quantized, by names and shapes alone."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from vexport.architectures import Architecture
+from vexport.architectures.fusion import moe_layer
+from vexport.checkpoint.dtypes import FLOATING
+from vexport.checkpoint.index import SourceIndex
+from vexport.types import Json, LinearPlan, TensorInfo, WeightPart
+
+# decoder: quantized by a rule for all linear layers; outside: only by a rule that names it (lm_head, vision
+# towers, layers that predict further tokens, routers, gates); unquantizable: vLLM builds it without a config.
+Place = Literal["decoder", "outside", "unquantizable"]
+
+STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+# Layers that predict tokens further ahead; transformers drops them, vLLM drafts with them.
+PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_block|mtp_layers)\b")
+SMALL_BUT_DECISIVE = re.compile(r"(?:\w*router\w*|\w*gate|\w*norm\w*|\w*conv1d\w*|in_proj_(?:ba|b|a))$")
+# vLLM's own endings of tensors that hold all experts of a layer (RoutedExperts.build_expert_params_mapping).
+STACKED_EXPERTS: Mapping[str, str] = {name: name for name in ("experts.gate_up_proj", "experts.down_proj")}
+# Loads experts in its own names and none in compressed-tensors' (vllm/model_executor/models/gpt_oss.py).
+OWN_EXPERTS = frozenset({"GptOssForCausalLM"})
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """How the names of one checkpoint are to be read: vLLM's class and the number of decoder layers."""
+
+    architecture: Architecture
+    layers: int | None
+    experts_known: bool
+
+    def place(self, module: str) -> Place:
+        """Where a linear layer of that name is."""
+        leaf = module.rpartition(".")[2]
+        if moe_layer(module) is None and leaf in self.architecture.unquantized:
+            return "unquantizable"
+        return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(leaf) else "outside"
+
+    def in_decoder(self, module: str) -> bool:
+        """Whether a module is part of a decoder layer of the language model."""
+        name = self.vllm_name(module)
+        inside = self.architecture.language_model
+        stack = STACK.search(name)
+        if stack is None or PREDICTION.search(name):
+            return False
+        if inside and not name.startswith(tuple(f"{attribute}." for attribute in inside)):
+            return False
+        return self.layers is None or int(stack[1]) < self.layers
+
+    def vllm_name(self, module: str) -> str:
+        """vLLM's name of a module (`WeightsMapper.map_name`, vllm/model_executor/models/utils.py)."""
+        name, renames = f"{module}.weight", self.architecture.renames
+        for pattern, new in renames.regex.items():
+            name = re.sub(pattern, new, name)
+        for old, new in renames.substr.items():
+            name = name.replace(old, new, 1)
+        for old, new in renames.prefix.items():
+            name = new + name[len(old) :] if name.startswith(old) else name
+        return name.removesuffix(".weight")
+
+
+def names_of(index: SourceIndex, architecture: Architecture) -> Names:
+    """The reading of a checkpoint's names."""
+    layers = text_config(index.config).get("num_hidden_layers")
+    return Names(
+        architecture=architecture,
+        layers=layers if isinstance(layers, int) else None,
+        experts_known=architecture.experts is not None and index.architecture not in OWN_EXPERTS,
+    )
+
+
+def text_config(config: Mapping[str, Json]) -> Mapping[str, Json]:
+    """The part of a config that describes the language model."""
+    for key in TEXT_CONFIGS:
+        nested = config.get(key)
+        if isinstance(nested, dict):
+            return text_config(nested)
+    return config
+
+
+def find_linears(index: SourceIndex, names: Names) -> Iterator[LinearPlan]:
+    """The linear layers among the tensors, in file order: two-dimensional floating-point weights that are no
+    embedding, and the experts of tensors that hold all experts of a layer."""
+    for tensor in index.tensors.values():
+        module, _, leaf = tensor.name.rpartition(".")
+        if tensor.dtype not in FLOATING:
+            continue
+        if leaf == "weight" and len(tensor.shape) == 2 and not is_embedding(module):
+            rows, columns = tensor.shape
+            yield LinearPlan(name=module, weight=tensor.name, out_features=rows, in_features=columns)
+        elif len(tensor.shape) == 3 and names.experts_known:
+            yield from _stacked_experts(tensor, names.architecture)
+
+
+def is_embedding(module: str) -> bool:
+    """Whether a module with a two-dimensional weight is a table of embeddings by its name."""
+    leaf = module.rpartition(".")[2]
+    return leaf.startswith("embed") and leaf != "embed_out" or leaf in ("wte", "wpe", "word_embeddings")
+
+
+def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
+    """Whether a tensor holds experts in a way that is not understood: they are copied as they are."""
+    holds_experts = re.search(r"\bexperts\.(?!\d+\.)", tensor.name) or len(tensor.shape) == 3
+    is_weight = len(tensor.shape) > 1 and tensor.dtype in FLOATING and "conv" not in tensor.name
+    if names.architecture.experts is None or not (is_weight and holds_experts):
+        return False
+    understood = names.experts_known and _ending(tensor.name, names.architecture) is not None
+    return names.in_decoder(tensor.name.removesuffix(".weight")) and not understood
+
+
+def _ending(name: str, architecture: Architecture) -> tuple[str, str] | None:
+    """(ending on disk, vLLM's ending) of a tensor that holds all experts of a layer."""
+    endings = {**STACKED_EXPERTS, **architecture.stacked_experts}
+    return next(((old, new) for old, new in endings.items() if name.endswith(old)), None)
+
+
+def _stacked_experts(tensor: TensorInfo, architecture: Architecture) -> Iterator[LinearPlan]:
+    """Gate and up, or down, of each expert: gate rows first, as `RoutedExperts.load_weights` cuts them."""
+    ending = _ending(tensor.name, architecture)
+    if ending is None or architecture.experts is None:
+        return
+    old, new = ending
+    base, _, kind = (tensor.name.removesuffix(old) + new).rpartition(".")
+    gate, down, up = architecture.experts
+    transposed = architecture.transposed_experts
+    experts, rows, columns = (tensor.shape[0], *(tensor.shape[:0:-1] if transposed else tensor.shape[1:]))
+    parts = (down,) if kind == "down_proj" else (gate, up) if up else (gate,)
+    height = rows // len(parts)
+    for expert in range(experts):
+        for position, part in enumerate(parts):
+            start = position * height
+            yield LinearPlan(
+                name=f"{base}.{expert}.{part}",
+                weight=tensor.name,
+                out_features=height,
+                in_features=columns,
+                part=WeightPart(expert=expert, transposed=transposed, start=start, stop=start + height),
+            )

@@ -1,0 +1,63 @@
+"""Which groups vLLM could not run in their scheme, whole or cut over ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from vexport.architectures.fusion import moe_layer
+from vexport.plan.linears import Names
+from vexport.schemes import get_scheme
+from vexport.schemes.base import Split
+from vexport.types import Finding, FusionGroup, Json, LinearPlan
+
+KEY_VALUE = ("k_proj", "v_proj")
+HEADS = ("lm_head", "embed_out")
+
+
+def misfit(
+    group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]
+) -> Finding | None:
+    """A refusal that names layers, sizes and rule, or None where vLLM runs the group on all these ranks."""
+    scheme = get_scheme(group.scheme)
+    split = split_of(group, names)
+    for count in ranks:
+        members = [_repeated(member, count, text) for member in group.members]
+        reason = scheme.group_misfit(members, ranks=count, split=split)
+        if reason:
+            leaves = " and ".join(member.name.rpartition(".")[2] for member in group.members)
+            return Finding(
+                check="shape",
+                severity="error",
+                where=_where(group),
+                expected=f"a shape that {scheme.name} can store and vLLM can run",
+                got=reason,
+                fix=f"add a rule with scheme: keep for {leaves}, or use --on-misfit keep",
+            )
+    return None
+
+
+def split_of(group: FusionGroup, names: Names) -> Split:
+    """What tensor parallelism cuts of a group's layers in vLLM."""
+    leaf = group.name.rpartition(".")[2]
+    architecture = names.architecture
+    if moe_layer(group.members[0].name) and architecture.experts is not None:
+        return "in" if leaf == architecture.experts[1] else "out"
+    if leaf in architecture.row_parallel:
+        return "in"
+    return "none" if leaf in architecture.replicated or leaf in HEADS else "out"
+
+
+def _repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
+    """Keys and values of fewer heads than ranks are repeated (QKVParallelLinear, layers/linear.py)."""
+    heads = text.get("num_key_value_heads")
+    if member.name.endswith(KEY_VALUE) and isinstance(heads, int) and 0 < heads < ranks:
+        return replace(member, out_features=member.out_features * ranks // heads)
+    return member
+
+
+def _where(group: FusionGroup) -> str:
+    return group.name if len(group.members) > 1 else group.members[0].name
+
+
+def kept_instead(finding: Finding, name: str) -> Finding:
+    """What is said of layers that stay unquantized because one of them does not fit."""
+    return replace(finding, severity="warning", where=name, fix="kept unquantized, as --on-misfit keep asks")
