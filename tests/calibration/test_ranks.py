@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.calibration.make import plan_for, samples
-from tests.calibration.models import configs, save
+from tests.calibration.models import configs, expert_configs, save
 from vexport.calibration import calibrate
 from vexport.files import from_json
 from vexport.types import Calibration
@@ -42,9 +42,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_are_one(llama: Path, tmp_path: Path) -> None:
     first, second = run_two(llama, tmp_path)
     assert first == second
-    alone = calibrate(*plan_for(llama, observer="imatrix_mse"), samples())
+    alone = calibrate(*plan_for(llama, observer="imatrix_mse"), samples(), kv_cache=True)
     assert from_json(Calibration, tmp_path / "0.json") == alone
     assert len(alone.importance) == len(alone.ranges) == 21
+    assert len(alone.kv_ranges) == 3
+
+
+def test_two_ranks_add_up_what_was_routed(tmp_path: Path) -> None:
+    folder = save(expert_configs()["qwen3_moe"], tmp_path / "model")
+    first, second = run_two(folder, tmp_path)
+    assert first == second
+    alone = calibrate(*plan_for(folder, observer="imatrix_mse"), samples(), kv_cache=True)
+    assert from_json(Calibration, tmp_path / "0.json") == alone
+    assert [sum(counts) for counts in alone.routed.values()] == [2 * alone.tokens] * 2
 
 
 def test_every_rank_tells_of_the_first_failure(llama: Path, tmp_path: Path) -> None:

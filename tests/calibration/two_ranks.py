@@ -13,7 +13,7 @@ if __name__ == "__main__":
     folder, out = map(Path, sys.argv[1:])
     index, plan = plan_for(folder, observer="imatrix_mse")
     try:
-        text = to_json(calibrate(index, plan, samples()))
+        text = to_json(calibrate(index, plan, samples(), kv_cache=True))
     except CheckpointFailed as error:
         text = str(error)
     (out / f"{os.environ['RANK']}.json").write_text(text)

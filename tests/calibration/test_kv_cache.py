@@ -1,0 +1,85 @@
+"""Ranges of keys and values are those of what a whole-model run leaves in transformers' own KV cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests.calibration.make import batches_of, plan_for, samples
+from tests.calibration.models import configs, expert_configs, save
+from vexport.calibration import calibrate
+from vexport.errors import InputError
+from vexport.types import HeadRanges
+
+# Sliding layers cut the cache to their window, so samples here are shorter.
+LENGTHS = (5, 7, 3)
+# Where the attention layers are in the checkpoint.
+ATTENTION = {"gpt_neox": "attention", "gpt2": "attn"}
+FAMILIES = {**configs(), **expert_configs()}
+CACHED = [name for name in FAMILIES if name not in ("bloom", "deepseek_v3")]
+
+
+def cached(folder: Path) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """For each sample the keys and values of every layer that has them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    found = []
+    with torch.no_grad():
+        for ids in batches_of(samples(LENGTHS)):
+            cache = DynamicCache(config=model.config)
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            layers = [getattr(layer, "keys", None) for layer in cache.layers]
+            found.append(
+                {
+                    number: (keys, cache.layers[number].values)
+                    for number, keys in enumerate(layers)
+                    if isinstance(keys, torch.Tensor)
+                }
+            )
+    return found
+
+
+def by_head(states: list[torch.Tensor]) -> HeadRanges:
+    every = torch.cat([one[0] for one in states], dim=1).flatten(1)
+    return HeadRanges(low=tuple(every.amin(1).tolist()), high=tuple(every.amax(1).tolist()))
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
+    folder = save(FAMILIES[name], tmp_path / name)
+    index, plan = plan_for(folder)
+    found = calibrate(index, plan, samples(LENGTHS), kv_cache=True).kv_ranges
+    runs = cached(folder)
+    assert len(found) == len(runs[0])
+    for number in runs[0]:
+        (module,) = [layer for layer in found if f".{number}." in layer]
+        assert any(tensor.startswith(f"{module}.") for tensor in index.tensors)
+        assert module.endswith(ATTENTION.get(name, "self_attn"))
+        assert found[module].tokens == sum(LENGTHS)
+        assert found[module].key == by_head([run[number][0] for run in runs])
+        assert found[module].value == by_head([run[number][1] for run in runs])
+
+
+def test_latent_attention_counts_what_it_caches(tmp_path: Path) -> None:
+    """The latent vector and the rotary key, one head for all."""
+    folder = save(FAMILIES["deepseek_v3"], tmp_path / "model")
+    found = calibrate(*plan_for(folder), samples(LENGTHS), kv_cache=True).kv_ranges
+    runs = cached(folder)
+    assert list(found) == [f"model.layers.{number}.self_attn" for number in range(2)]
+    for number, layer in enumerate(found.values()):
+        every = torch.cat([states.flatten() for run in runs for states in run[number]])
+        low, high = (every.min().item(),), (every.max().item(),)
+        assert layer.key == layer.value == HeadRanges(low=low, high=high)
+
+
+def test_attention_without_the_interface_is_refused(tmp_path: Path) -> None:
+    folder = save(FAMILIES["bloom"], tmp_path / "model")
+    with pytest.raises(InputError, match=r"KV cache: got no attention layer"):
+        calibrate(*plan_for(folder), samples([5]), kv_cache=True)
+
+
+def test_transformers_is_left_as_it_was(tmp_path: Path) -> None:
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    calibrate(*plan_for(save(FAMILIES["llama"], tmp_path / "model")), samples([5]), kv_cache=True)
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
