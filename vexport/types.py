@@ -383,3 +383,51 @@ class Report:
     load: LoadReport
     verdict: Verdict | None
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixCell:
+    """What vLLM does with a checkpoint, or one kind of its layers, on `tp` devices of capability `sm`.
+
+    `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads and multiplies otherwise than
+    stored; "not shown" needs a real device. `precision` is bits of weight and activation (W8A16), `kernel`
+    vLLM's class, `reason` vLLM's own words where it refuses.
+    """
+
+    tp: int
+    sm: int
+    status: CellStatus
+    precision: str = ""
+    kernel: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixRow:
+    """One kind of layer (`model.layers.*.mlp.down_proj`), how many there are, how the checkpoint stores it."""
+
+    name: str
+    count: int
+    scheme: str
+    stored: str
+    cells: tuple[MatrixCell, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryLoadReport:
+    """What vLLM's model class and loaders do with a checkpoint's headers, for every tp and sm asked for.
+
+    `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the same order;
+    there are no rows where no cell was loaded.
+    """
+
+    checkpoint: str
+    ok: bool
+    findings: tuple[Finding, ...]
+    vllm: str
+    cells: tuple[MatrixCell, ...]
+    rows: tuple[MatrixRow, ...]
+    blind_spots: tuple[str, ...]

@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.messages import EngineFailure, InputProblem, Progress, SessionRequest, SessionResult
@@ -14,6 +15,8 @@ from vexport.engine.process import run_group
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
 from vexport.files import from_json, to_json, write_text
 from vexport.version import __version__
+
+T = TypeVar("T")
 
 # Ours, whatever the caller's environment says.
 _FIXED_ENVIRONMENT = {
@@ -74,20 +77,54 @@ def run_session(
     An unusable task is an InputError. No process of the session is left when this returns or raises.
     """
     where = f"vLLM on {request.checkpoint}"
+    # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
+    extra = {"TORCHDYNAMO_DISABLE": "1"} if request.enforce_eager else {}
+    result = run_worker(
+        "vexport.engine.worker",
+        request,
+        SessionResult,
+        where=where,
+        log=log,
+        timeout=timeout,
+        vllm_python=vllm_python,
+        extra=extra,
+        on_progress=on_progress,
+    )
+    return _accept(result, where, log)
+
+
+def run_worker(
+    module: str,
+    request: object,
+    kind: type[T],
+    *,
+    where: str,
+    log: Path,
+    timeout: float,
+    vllm_python: Path | None,
+    extra: Mapping[str, str],
+    on_progress: Callable[[Progress], None],
+) -> T:
+    """Run `python -m module REQUEST RESULT` and return the result it wrote, one of our types.
+
+    Its environment is ours with `extra`. EngineFault, at `where`, if vLLM is missing, if the worker ends
+    without a result, or after `timeout` seconds.
+    """
     require_vllm(vllm_python)
     python = vllm_python or Path(sys.executable)
     with tempfile.TemporaryDirectory(prefix="vexport-session-") as folder:
         scratch = Path(folder)
         request_file, result_file = scratch / "request.json", scratch / "result.json"
         write_text(request_file, to_json(request))
-        command = [str(python), "-m", "vexport.engine.worker", str(request_file), str(result_file)]
+        command = [str(python), "-m", module, str(request_file), str(result_file)]
         environment = _own_environment() if vllm_python is None else _foreign_environment(scratch)
-        if request.enforce_eager:
-            # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
-            environment["TORCHDYNAMO_DISABLE"] = "1"
         try:
             code = run_group(
-                command, environment=environment, log=log, timeout=timeout, on_progress=on_progress
+                command,
+                environment={**environment, **extra},
+                log=log,
+                timeout=timeout,
+                on_progress=on_progress,
             )
         except TimeoutError:
             message = f"not finished after {timeout:g} s"
@@ -95,7 +132,7 @@ def run_session(
             raise EngineFault(where, failure, log) from None
         if not result_file.is_file():
             raise EngineFault(where, failure_from_exit(log, code), log)
-        return _accept(from_json(SessionResult, result_file), where, log)
+        return from_json(kind, result_file)
 
 
 def _accept(result: SessionResult, where: str, log: Path) -> SessionResult:

@@ -34,8 +34,8 @@ _MOST_MESSAGE = 1000
 def main(arguments: list[str]) -> int:
     """Read the request, do it, write the result; 0 whenever there is a result to read."""
     request_file, result_file = (Path(argument) for argument in arguments)
-    _end_with_parent()
-    result = run(from_json(SessionRequest, request_file), _reporter())
+    end_with_parent()
+    result = run(from_json(SessionRequest, request_file), reporter())
     write_text(result_file, to_json(result))
     return 0
 
@@ -130,7 +130,7 @@ def _problem(error: VexportError) -> InputProblem:
     )
 
 
-def _reporter() -> Report:
+def reporter() -> Report:
     """Progress as JSON lines on the descriptor that the parent named; to nowhere without one."""
     name = os.environ.pop(_PROGRESS_FD, None)
     if name is None:
@@ -144,7 +144,7 @@ def _write(descriptor: int, line: str) -> None:
     os.write(descriptor, line.encode())
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Our stdin is a pipe that the parent holds: when it closes, the whole process group ends."""
 
     def watch() -> None:

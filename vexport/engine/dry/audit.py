@@ -1,0 +1,215 @@
+"""Watches what a model's loaders copy: which elements of each parameter, from which tensors, of what dtype.
+
+Everything is on the meta device, so that a copy is only an entry in these books. A region is a view's
+offset, shape and strides; the regions of one storage are equal or apart, as vLLM's loaders make them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vexport.engine.dry.layers import INDEX
+from vexport.engine.dry.messages import Fault
+
+Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+_ATEN = torch.ops.aten
+_COPIES = (_ATEN.copy_, _ATEN.index_put_, _ATEN.index_copy_)
+_FILLS = (_ATEN.fill_, _ATEN.zero_)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+# Never read (weight_shape), or unused placeholders of the KV cache.
+_ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
+_MOST_NAMES = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class _Written:
+    """The regions of one parameter that got a value, and the stored tensors that they came from."""
+
+    regions: dict[Region, int] = field(default_factory=dict)
+    sources: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Source:
+    """A stored tensor, kept alive so that its storage keeps its id, and what became of it.
+
+    `read` has the bytes of each region that was read, `casts` the pairs of dtypes that its values went
+    through, `targets` the storages that they were copied to.
+    """
+
+    tensor: torch.Tensor
+    read: dict[Region, int] = field(default_factory=dict)
+    casts: dict[tuple[torch.dtype, torch.dtype], None] = field(default_factory=dict)
+    targets: dict[int, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """The stored tensors that a storage is, or was computed from; `tensor` keeps it alive."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+
+
+class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Active while a model is loaded; answers `.item()` of an absent value with 1."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._written: dict[int, _Written] = {}
+        self._sources: dict[str, _Source] = {}
+        self._origins: dict[int, _Origin] = {}
+
+    def handed_out(self, name: str, tensor: torch.Tensor) -> None:
+        """A stored tensor goes to the loaders."""
+        self._sources[name] = _Source(tensor=tensor)
+        self._origins[_storage(tensor)] = _Origin(names=(name,), tensor=tensor)
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is _ATEN._local_scalar_dense.default:
+            return self._scalar(args[0])
+        result = func(*args, **(kwargs or {}))
+        tensors = list(_tensors(args))
+        if func.overloadpacket in _COPIES:
+            self._copied(tensors[0], tensors[-1])
+        elif func.overloadpacket in _FILLS:
+            self._copied(tensors[0], tensors[1] if len(tensors) > 1 else None)
+        elif isinstance(result, torch.Tensor) and tensors:
+            self._computed(tensors, result)
+        return result
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
+        """`target` got values: those of `source`, or a constant."""
+        written = self._written.setdefault(_storage(target), _Written())
+        written.regions[_region(target)] = target.numel()
+        if source is not None:
+            for name in self._read(source):
+                written.sources[name] = None
+                self._sources[name].casts[source.dtype, target.dtype] = None
+                self._sources[name].targets[_storage(target)] = None
+
+    def _computed(self, inputs: list[torch.Tensor], result: torch.Tensor) -> None:
+        """A new storage comes from the stored tensors behind `inputs`; a view of one of them does not."""
+        if any(_storage(tensor) == _storage(result) for tensor in inputs):
+            return
+        names = tuple(dict.fromkeys(name for tensor in inputs for name in self._read(tensor)))
+        self._origins[_storage(result)] = _Origin(names=names, tensor=result)
+        if len(inputs) == 1:
+            for name in names:
+                self._sources[name].casts[inputs[0].dtype, result.dtype] = None
+
+    def _read(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        """The stored tensors behind `tensor`; what a view of one shows of it is noted as read."""
+        origin = self._origins.get(_storage(tensor))
+        if origin is None:
+            return ()
+        for name in origin.names:
+            source = self._sources[name]
+            if _storage(source.tensor) == _storage(tensor):
+                source.read[_region(tensor)] = tensor.numel() * tensor.element_size()
+        return origin.names
+
+    def _scalar(self, tensor: object) -> float | bool:
+        assert isinstance(tensor, torch.Tensor)
+        self._read(tensor)
+        return True if tensor.dtype is torch.bool else 1
+
+    def faults(self, model: torch.nn.Module, *, optional: frozenset[str], whole: bool) -> Iterator[Fault]:
+        """What went wrong without a word; `whole` where every tensor should be read to its end.
+
+        Parameters named in `optional` need no stored tensor.
+        """
+        layers = {_storage(parameter): _layer(name) for name, parameter in model.named_parameters()}
+        yield from self._missing(model, optional)
+        for name, source in self._sources.items():
+            layer = next((layers[target] for target in source.targets if target in layers), "")
+            yield from _source_faults(name, source, layer, whole=whole)
+
+    def _missing(self, model: torch.nn.Module, optional: frozenset[str]) -> Iterator[Fault]:
+        for name, parameter in model.named_parameters():
+            if name in optional or _storage(parameter) in self._origins or parameter.numel() == 0:
+                continue
+            written = self._written.get(_storage(parameter), _Written())
+            covered = sum(written.regions.values())
+            if covered < parameter.numel():
+                got = f"{covered} of {parameter.numel()} elements{_where_from(written, parameter)}"
+                yield Fault(
+                    kind="missing",
+                    where=name,
+                    layer=_layer(name),
+                    got=got,
+                    expected=f"shape {list(parameter.shape)}",
+                )
+
+
+def _source_faults(name: str, source: _Source, layer: str, *, whole: bool) -> Iterator[Fault]:
+    """What went wrong with one stored tensor."""
+    tensor = source.tensor
+    shape = list(tensor.shape)
+    read = sum(source.read.values()) // tensor.element_size()
+    if tensor.numel() and not source.read:
+        got = f"{_short(tensor.dtype)} {shape}"
+        yield Fault(kind="unused", where=name, layer=layer, got=got, expected="")
+    elif whole and read < tensor.numel():
+        yield Fault(
+            kind="narrowed", where=name, layer=layer, got=f"shape {shape}", expected=f"{read} elements"
+        )
+    for before, after in source.casts:
+        if _changes_values(before, after) and not name.endswith(_ANY_DTYPE):
+            yield Fault(kind="cast", where=name, layer=layer, got=_short(before), expected=_short(after))
+
+
+def _layer(parameter: str) -> str:
+    """The kind of layer that a parameter belongs to."""
+    return INDEX.sub("*", parameter.rpartition(".")[0])
+
+
+def _where_from(written: _Written, parameter: torch.Tensor) -> str:
+    """The experts that got less than others, or the few tensors that a parameter was filled from."""
+    if parameter.dim() == 3 and written.regions:
+        size = parameter.stride(0)
+        filled = dict.fromkeys(range(parameter.shape[0]), 0)
+        for (offset, _, _), elements in written.regions.items():
+            filled[offset // (size * parameter.element_size())] += elements
+        short = [str(expert) for expert, elements in filled.items() if elements < size]
+        return f"; short: expert {', '.join(short[:_MOST_NAMES])}{' ...' if len(short) > _MOST_NAMES else ''}"
+    names = list(written.sources)
+    return f" from {', '.join(names)}" if 0 < len(names) <= _MOST_NAMES else ""
+
+
+def _changes_values(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast is more than a change of width among ordinary floats or among integers."""
+    if before == after:
+        return False
+    return not any(before in kind and after in kind for kind in (_FLOATS, _INTEGERS))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _region(tensor: torch.Tensor) -> Region:
+    return int(tensor.storage_offset()) * tensor.element_size(), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, those in lists too."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(tuple(value))

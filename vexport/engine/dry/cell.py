@@ -1,0 +1,103 @@
+"""One checkpoint in one cell: vLLM's configuration, model class and loaders, with nothing in memory."""
+
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from vexport.engine.dry.audit import Audit
+from vexport.engine.dry.headers import opener
+from vexport.engine.dry.layers import layer_kinds
+from vexport.engine.dry.messages import Cell, CellResult, Outcome
+from vexport.engine.dry.pretend import NotFollowed, set_capability
+from vexport.engine.dry.ranks import join_group
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_MOST_MESSAGE = 1000
+# What a missing device, package or value says: the end of what can be shown, not vLLM's judgement.
+_NOT_FOLLOWED = (NotFollowed, ImportError)
+_NOT_FOLLOWED_WORDS = ("meta tensor", "meta device", "NVIDIA driver", "CUDA enabled")
+# What pydantic says of itself around the message of a validator.
+_PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
+# Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.
+_NEVER_READ = ("weight_shape", "input_scale_ub")
+
+
+def try_cell(checkpoint: Path, cell: Cell, *, trust_remote_code: bool) -> CellResult:
+    """What vLLM does with a checkpoint in a cell. Needs a process of its own, after `pretend_cuda`."""
+    start = time.monotonic()
+    try:
+        result = _load(checkpoint, cell, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        traceback.print_exception(error)
+        result = CellResult(cell=cell, outcome=_outcome(error), reason=_one_line(error))
+    return replace(result, seconds=round(time.monotonic() - start, 3))
+
+
+def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool) -> "VllmConfig":
+    """vLLM's configuration for a checkpoint; raises what vLLM raises."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=str(checkpoint),
+        tensor_parallel_size=tp,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        safetensors_load_strategy="lazy",
+        trust_remote_code=trust_remote_code,
+    )
+    return arguments.create_engine_config()
+
+
+def _load(checkpoint: Path, cell: Cell, *, trust_remote_code: bool) -> CellResult:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import weight_utils
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    set_capability(cell.sm)
+    config = configure(checkpoint, tp=cell.tp, trust_remote_code=trust_remote_code)
+    audit = Audit()
+    weight_utils.safe_open = opener(audit)
+    with set_current_vllm_config(config):
+        join_group(cell.tp)
+        with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+            model = initialize_model(config)
+        with torch.device("meta"), audit:
+            DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+    faults = tuple(audit.faults(model, optional=frozenset(_optional(model)), whole=cell.tp == 1))
+    return CellResult(cell=cell, outcome="loaded", layers=layer_kinds(model), faults=faults)
+
+
+def _optional(model: torch.nn.Module) -> Iterator[str]:
+    """The parameters that need no stored tensor."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        # Scales of the KV cache are 1 unless the checkpoint has them (rule 23).
+        scales = isinstance(method, BaseKVCacheMethod)
+        # A weight-only NVFP4 MoE registers scales for inputs that it does not quantize.
+        weight_only = getattr(method, "use_a16", False)
+        for parameter, _ in module.named_parameters(recurse=False):
+            unread = parameter.endswith(_NEVER_READ) or (weight_only and "input_global_scale" in parameter)
+            if scales or unread:
+                yield f"{name}.{parameter}"
+
+
+def _outcome(error: Exception) -> Outcome:
+    unfollowed = isinstance(error, _NOT_FOLLOWED) or any(word in str(error) for word in _NOT_FOLLOWED_WORDS)
+    return "unknown" if unfollowed else "refused"
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
+    return f"{type(error).__name__}: {text}"[:_MOST_MESSAGE]

@@ -1,0 +1,150 @@
+"""From what the worker saw in each cell to one report: the matrix and the findings."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from vexport.engine.dry.messages import Cell, CellResult, Fault, FaultKind
+from vexport.types import CellStatus, DryLoadReport, Finding, MatrixCell, MatrixRow, Severity
+
+CHECK = "dry-load"
+# Which cells must load: every one, or for each tensor parallel size at least one.
+Require = Literal["all", "any"]
+BLIND_SPOTS = (
+    "no kernel ran, no value was looked at, and what vLLM does to weights after loading was left out",
+    "kernels are those of vLLM's CUDA wheel without optional packages (FlashInfer, DeepGEMM, Humming)",
+)
+_SAYS: dict[FaultKind, tuple[Severity, str, str]] = {
+    "missing": (
+        "error",
+        "every element from the checkpoint, {}",
+        "add the missing tensor; vLLM reads what is in memory",
+    ),
+    "unused": ("warning", "a parameter of vLLM's that it belongs to", "correct its name, or drop it"),
+    "cast": ("error", "{}, into which vLLM converts the values", "store it in that dtype"),
+    "narrowed": (
+        "error",
+        "{}, which is all that vLLM reads",
+        "store it in the shape that config.json describes",
+    ),
+}
+
+
+def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require) -> DryLoadReport:
+    """The report on one checkpoint from its cells."""
+    findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
+    return DryLoadReport(
+        checkpoint=name,
+        ok=all(finding.severity != "error" for finding in findings),
+        findings=findings,
+        vllm=vllm,
+        cells=tuple(_cell(result) for result in results),
+        rows=tuple(_rows(results)),
+        blind_spots=BLIND_SPOTS,
+    )
+
+
+def _cell(result: CellResult) -> MatrixCell:
+    return MatrixCell(tp=result.cell.tp, sm=result.cell.sm, status=_status(result), reason=result.reason)
+
+
+def _status(result: CellResult) -> CellStatus:
+    if result.outcome != "loaded":
+        return "refused" if result.outcome == "refused" else "not shown"
+    if any(_SAYS[fault.kind][0] == "error" for fault in result.faults):
+        return "faulty"
+    return "other precision" if any(kind.runs != kind.stored for kind in result.layers) else "loads"
+
+
+def _rows(results: Sequence[CellResult]) -> Iterator[MatrixRow]:
+    """A row for each kind of layer; where a cell has no such layer, what became of the checkpoint there."""
+    kinds = {(kind.name, kind.stored): kind for result in reversed(results) for kind in result.layers}
+    order = dict.fromkeys((kind.name, kind.stored) for result in results for kind in result.layers)
+    for key in order:
+        kind = kinds[key]
+        cells = tuple(_layer_cell(result, key) for result in results)
+        yield MatrixRow(name=kind.name, count=kind.count, scheme=kind.scheme, stored=kind.stored, cells=cells)
+
+
+def _layer_cell(result: CellResult, key: tuple[str, str]) -> MatrixCell:
+    found = next((kind for kind in result.layers if (kind.name, kind.stored) == key), None)
+    if found is None:
+        return _cell(result)
+    status: CellStatus = "loads" if found.runs == found.stored else "other precision"
+    if any(_SAYS[fault.kind][0] == "error" and fault.layer == found.name for fault in result.faults):
+        status = "faulty"
+    return MatrixCell(
+        tp=result.cell.tp, sm=result.cell.sm, status=status, precision=found.runs, kernel=found.kernel
+    )
+
+
+def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Finding]:
+    """One finding for each reason, with the cells that it holds in."""
+    loaded = {result.cell.tp for result in results if result.outcome == "loaded"}
+    reasons: dict[tuple[str, str], list[Cell]] = {}
+    for result in results:
+        if result.outcome != "loaded":
+            reasons.setdefault((result.outcome, result.reason), []).append(result.cell)
+    for (outcome, reason), cells in reasons.items():
+        needed = require == "all" or any(cell.tp not in loaded for cell in cells)
+        yield Finding(
+            check=CHECK,
+            severity="error" if needed else "warning",
+            where=_in_cells("checkpoint", cells, results),
+            expected="a checkpoint that vLLM loads",
+            got=reason,
+            fix="see `vexport check`, or serve it elsewhere" if outcome == "refused" else "load it on a GPU",
+        )
+
+
+def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
+    """One finding for each fault at each place, however many cells have it."""
+    found: dict[tuple[str, FaultKind], tuple[Fault, list[Cell]]] = {}
+    for result in results:
+        for fault in result.faults:
+            found.setdefault((fault.where, fault.kind), (fault, []))[1].append(result.cell)
+    for fault, cells in found.values():
+        severity, expected, fix = _SAYS[fault.kind]
+        yield Finding(
+            check=CHECK,
+            severity=severity,
+            where=_in_cells(fault.where, cells, results),
+            expected=expected.format(fault.expected),
+            got=fault.got,
+            fix=fix,
+        )
+
+
+def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
+    """One finding for each kernel that multiplies otherwise than stored."""
+    found: dict[tuple[str, str, str], tuple[dict[str, None], dict[Cell, None]]] = {}
+    for result in results:
+        for kind in result.layers:
+            if kind.runs != kind.stored:
+                key = (kind.stored, kind.runs, kind.kernel or kind.scheme)
+                names, cells = found.setdefault(key, ({}, {}))
+                names[kind.name] = None
+                cells[result.cell] = None
+    for (stored, runs, kernel), (names, cells) in found.items():
+        yield Finding(
+            check=CHECK,
+            severity="info",
+            where=_in_cells(", ".join(names), list(cells), results),
+            expected=f"{stored} as stored",
+            got=f"{runs} by {kernel}",
+            fix="measure accuracy at that precision, or serve it elsewhere",
+        )
+
+
+def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) -> str:
+    """`place` and the cells meant, unless that is all of them."""
+    if len(cells) == len(results):
+        return place
+    sizes = dict.fromkeys(cell.tp for cell in cells)
+    capabilities = dict.fromkeys(cell.sm for cell in cells)
+    if len(sizes) * len(capabilities) == len(cells):
+        return f"{place} (tp {_list(sizes)}, sm {_list(capabilities)})"
+    return f"{place} ({'; '.join(f'tp {cell.tp}, sm {cell.sm}' for cell in cells)})"
+
+
+def _list(numbers: dict[int, None]) -> str:
+    return "/".join(str(number) for number in numbers)

@@ -1,0 +1,81 @@
+"""What became of the layers of a model that vLLM built: scheme, precision and kernel of each kind."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import Enum
+
+import torch
+
+from vexport.engine.dry.messages import LayerKind
+
+INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_KERNELS = "vllm.model_executor.kernels"
+_SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
+# Kernels that dequantize the weight and leave the input in the model's dtype, by their name's beginning.
+_WEIGHT_ONLY_KERNELS = ("Marlin", "Humming")
+
+
+def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
+    """The linear and expert layers of a model, those that differ in nothing but an index counted together."""
+    found = Counter(_layers(model))
+    return tuple(replace(kind, count=count) for kind, count in found.items())
+
+
+def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is None or not _has_weights(layer) or "Embedding" in type(method).__name__:
+            continue
+        scheme = getattr(layer, "scheme", None) or method
+        kernel = _kernel(scheme)
+        stored = _stored(method, layer, name)
+        yield LayerKind(
+            name=INDEX.sub("*", name),
+            count=1,
+            scheme=_SCHEME.sub("", type(scheme).__name__),
+            stored=stored,
+            runs=_runs(stored, type(scheme).__name__, kernel),
+            kernel=kernel,
+        )
+
+
+def _has_weights(layer: torch.nn.Module) -> bool:
+    return any("weight" in name for name, _ in layer.named_parameters(recurse=False))
+
+
+def _kernel(scheme: object) -> str:
+    """The class of the kernel that a scheme holds; a MoE method's experts or backend; else nothing."""
+    values = list(vars(scheme).items())
+    for _, value in values:
+        if type(value).__module__.startswith(_KERNELS):
+            return type(value).__name__
+    for name, value in values:
+        if name == "experts_cls" and isinstance(value, type):
+            return value.__name__
+    backends = [value.name for name, value in values if isinstance(value, Enum) and "backend" in name]
+    return backends[0] if backends else ""
+
+
+def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
+    """The precision that the checkpoint's config gives a layer, as bits of weight and activation."""
+    if type(method).__name__.startswith("Unquantized"):
+        return "W16A16"
+    config = getattr(method, "quantization_config", None) or getattr(layer, "quant_config", None)
+    find = getattr(config, "get_scheme_dict", None)
+    if find is None:
+        return ""
+    args = find(layer, name) or find(layer, f"{name}.0.gate_proj") or {}
+    weights, inputs = args.get("weights"), args.get("input_activations")
+    if weights is None:
+        return "W16A16"
+    return f"W{weights.num_bits}A{inputs.num_bits if inputs is not None else 16}"
+
+
+def _runs(stored: str, scheme: str, kernel: str) -> str:
+    """The precision of the multiplication: that of the checkpoint, unless scheme or kernel say otherwise."""
+    weight_only = kernel.startswith(_WEIGHT_ONLY_KERNELS) or "A16" in scheme
+    if stored and weight_only:
+        return re.sub(r"A\d+$", "A16", stored)
+    return stored

@@ -1,0 +1,81 @@
+"""What crosses the border between vexport and the process that loads checkpoints dry: JSON in, JSON out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+# missing: part of a parameter gets no value (rule 25 of vLLM: it reads uninitialized memory);
+# unused: a stored tensor goes nowhere; cast: its values are converted to a dtype of another kind;
+# narrowed: only part of it is read.
+FaultKind = Literal["missing", "unused", "cast", "narrowed"]
+Outcome = Literal["loaded", "refused", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One column of the matrix: tensor parallel size and compute capability (90 is SM 9.0)."""
+
+    tp: int
+    sm: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRequest:
+    """Checkpoints and the cells to try for each; `folder` takes a file per finished cell."""
+
+    checkpoints: tuple[Path, ...]
+    cells: tuple[Cell, ...]
+    folder: Path
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What the copy audit saw: at a parameter of vLLM's (missing) or a stored tensor (the others).
+
+    `layer` is the kind of layer whose parameter it is, empty for a tensor that went nowhere.
+    """
+
+    kind: FaultKind
+    where: str
+    layer: str
+    got: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """All layers of the same name (indices as *), stored precision, running precision and kernel.
+
+    Precisions are like W4A16 with the type's name behind them where it matters; `kernel` is vLLM's class.
+    """
+
+    name: str
+    count: int
+    scheme: str
+    stored: str
+    runs: str
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """What vLLM did with one checkpoint in one cell.
+
+    "refused" has vLLM's reason; "unknown" means that the dry load could not follow vLLM that far.
+    """
+
+    cell: Cell
+    outcome: Outcome
+    reason: str = ""
+    layers: tuple[LayerKind, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryResult:
+    """Every checkpoint's cells, in the order of the request."""
+
+    vllm: str
+    checkpoints: tuple[tuple[CellResult, ...], ...]
