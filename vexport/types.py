@@ -10,6 +10,8 @@ from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+# How the KV cache is stored: one fp8 scale for keys and one for values of a layer, or one for each KV head.
+KvCache = Literal["fp8", "fp8_per_head"]
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
@@ -117,6 +119,7 @@ class Plan:
     ignore: tuple[str, ...] = ()
     refusals: tuple[Finding, ...] = ()
     notes: tuple[Finding, ...] = ()
+    kv_cache: KvCache | None = None
 
     @property
     def schemes(self) -> tuple[str, ...]:
