@@ -57,7 +57,11 @@ def stored_tensors(index: SourceIndex, module: str, reader: Reader) -> dict[str,
 
 def dequantize(scheme_name: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The weight that compressed-tensors makes of a layer's stored tensors."""
-    scheme, format_ = ct_scheme(scheme_name), get_scheme(scheme_name).family.format
+    return decompress(ct_scheme(scheme_name), get_scheme(scheme_name).family.format, stored)
+
+
+def decompress(scheme: QuantizationScheme, format_: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The same for any producer's checkpoint: a config group's arguments and its format."""
     weights = scheme.weights
     assert weights is not None
     if "weight_packed" in stored and INT32_BITS % weights.num_bits:
@@ -65,8 +69,8 @@ def dequantize(scheme_name: str, stored: Mapping[str, torch.Tensor]) -> torch.Te
     if weights.strategy == "block":
         # Its decompression guesses the blocks from the shapes, which fails where they are ragged.
         return ct_dequantize(stored["weight"], stored["weight_scale"], args=weights)
-    decompress = BaseCompressor.get_value_from_registry(format_).decompress
-    weight: torch.Tensor = decompress(dict(stored), scheme)["weight"]
+    compressor = BaseCompressor.get_value_from_registry(format_)
+    weight: torch.Tensor = compressor.decompress(dict(stored), scheme)["weight"]
     return weight
 
 

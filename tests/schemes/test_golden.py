@@ -1,0 +1,53 @@
+"""Packing equals compressed-tensors' to the bit (0.19, which packs all widths as vLLM reads them)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vexport.compress import COMPRESSORS
+from vexport.compress.integer import pack_int32, unpack_int32
+from vexport.observers import QParamsDict
+from vexport.schemes import FAMILIES, get_scheme
+
+VALUES = load_file(Path(__file__).parent / "golden" / "values.safetensors")
+
+
+def given(scheme: str) -> QParamsDict:
+    """The qparams that compressed-tensors was given."""
+    scale = VALUES[f"{scheme}/qparams/scale"]
+    zeros = torch.zeros(scale.shape, dtype=torch.int32)
+    return QParamsDict(
+        scale=scale,
+        zero_point=VALUES.get(f"{scheme}/qparams/zero_point", zeros).to(torch.int32),
+        global_scale=VALUES.get(f"{scheme}/qparams/global_scale"),
+    )
+
+
+def golden(scheme: str) -> Mapping[str, torch.Tensor]:
+    """What it stored."""
+    prefix = f"{scheme}/stored/"
+    return {name.removeprefix(prefix): value for name, value in VALUES.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("scheme", FAMILIES)
+def test_stored_tensors(scheme: str) -> None:
+    weight = VALUES["ragged" if scheme == "FP8_BLOCK" else "weight"]
+    compress = COMPRESSORS[get_scheme(scheme).family.format]
+    stored, expected = compress(weight, given(scheme), get_scheme(scheme).args), golden(scheme)
+    assert stored.keys() == expected.keys()
+    for name, value in stored.items():
+        assert value.dtype == expected[name].dtype, name
+        same = value.contiguous().view(torch.uint8) == expected[name].view(torch.uint8)
+        assert bool(same.all()), f"{name}: {int((~same).sum())} of {same.numel()} bytes differ"
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 100])
+def test_packing_comes_back(bits: int, columns: int) -> None:
+    values = torch.randint(0, 1 << bits, (3, columns), generator=torch.Generator().manual_seed(bits))
+    packed = pack_int32(values, bits)
+    assert packed.shape == (3, -(-columns * bits // 32))
+    assert torch.equal(unpack_int32(packed, bits, columns), values)
