@@ -178,6 +178,14 @@ def plan(
     "--samples", type=POSITIVE, default=128, show_default=True, help="Rows of the calibration to use."
 )
 @click.option("--seq-len", type=POSITIVE, default=512, show_default=True, help="Tokens of a row to use.")
+@click.option(
+    "--calibrate-all-experts/--no-calibrate-all-experts",
+    "all_experts",
+    default=True,
+    show_default=True,
+    help="Show every expert all tokens, or those routed to it.",
+)
+@click.option("--device", metavar="D", help="Where calibration runs [default: cuda if there is one, else cpu].")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run.")
 @common_options
@@ -190,6 +198,8 @@ def quantize(
     calibration: Path | None,
     samples: int,
     seq_len: int,
+    all_experts: bool,
+    device: str | None,
     overwrite: bool,
     trust_remote_code: bool,
     quiet: bool,
@@ -204,7 +214,11 @@ def quantize(
     from vexport.scenario import Calibration
     from vexport.terminal import progress_display
 
-    settings = Calibration(data=calibration, samples=samples, seq_len=seq_len) if calibration else None
+    settings = None
+    if calibration:
+        settings = Calibration(
+            data=calibration, samples=samples, seq_len=seq_len, all_experts=all_experts, device=device
+        )
     with progress_display(quiet=quiet) as on_progress:
         made = quantize_source(
             source,

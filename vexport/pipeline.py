@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from vexport.calibration import calibrate, read_samples
+from vexport.calibration import calibrate, default_device, read_samples
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import resolve_source
 from vexport.errors import InputError
@@ -84,6 +84,8 @@ def calibrate_plan(
         samples,
         on_layer=partial(on_progress, "calibrate (layers)"),
         trust_remote_code=trust_remote_code,
+        all_experts=settings.all_experts,
+        device=settings.device or default_device(),
     )
 
 

@@ -56,11 +56,17 @@ class Rule(_Strict):
 
 
 class Calibration(_Strict):
-    """Text that shows the inputs of the layers: JSONL rows with `text`, `messages` or `input_ids`."""
+    """Text that shows the inputs of the layers: JSONL rows with `text`, `messages` or `input_ids`.
+
+    With `all_experts` the statistics of every expert see all tokens. `device` is torch's name of where the
+    layers run; without one it is a GPU where there is one.
+    """
 
     data: Path
     samples: Annotated[int, Gt(0)] = DEFAULT_SAMPLES
     seq_len: Annotated[int, Gt(0)] = DEFAULT_SEQ_LEN
+    all_experts: bool = True
+    device: str | None = None
 
 
 class Serve(_Strict):

@@ -8,7 +8,7 @@ import torch
 from tests.calibration.models import VOCABULARY
 from vexport.calibration import Samples
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.types import FusionGroup, LinearPlan, Plan
+from vexport.types import FusionGroup, KvCache, LinearPlan, Plan
 
 
 def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> Samples:
@@ -25,7 +25,12 @@ def batches_of(chosen: Samples) -> list[torch.Tensor]:
 
 
 def plan_for(
-    folder: Path, *, scheme: str = "FP8", observer: str = "memoryless_minmax", head: bool = False
+    folder: Path,
+    *,
+    scheme: str = "FP8",
+    observer: str = "memoryless_minmax",
+    head: bool = False,
+    kv_cache: KvCache | None = None,
 ) -> tuple[SourceIndex, Plan]:
     """A plan that quantizes every linear layer alone, whatever the architecture fuses."""
     index = read_index(folder)
@@ -54,5 +59,6 @@ def plan_for(
         source_bytes=0,
         output_bytes=0,
         parameters=0,
+        kv_cache=kv_cache,
     )
     return index, plan

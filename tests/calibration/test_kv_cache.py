@@ -48,8 +48,8 @@ def by_head(states: list[torch.Tensor]) -> HeadRanges:
 @pytest.mark.parametrize("name", CACHED)
 def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
     folder = save(FAMILIES[name], tmp_path / name)
-    index, plan = plan_for(folder)
-    found = calibrate(index, plan, samples(LENGTHS), kv_cache=True).kv_ranges
+    index, plan = plan_for(folder, kv_cache="fp8")
+    found = calibrate(index, plan, samples(LENGTHS)).kv_ranges
     runs = cached(folder)
     assert len(found) == len(runs[0])
     for number in runs[0]:
@@ -64,7 +64,7 @@ def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
 def test_latent_attention_counts_what_it_caches(tmp_path: Path) -> None:
     """The latent vector and the rotary key, one head for all."""
     folder = save(FAMILIES["deepseek_v3"], tmp_path / "model")
-    found = calibrate(*plan_for(folder), samples(LENGTHS), kv_cache=True).kv_ranges
+    found = calibrate(*plan_for(folder, kv_cache="fp8"), samples(LENGTHS)).kv_ranges
     runs = cached(folder)
     assert list(found) == [f"model.layers.{number}.self_attn" for number in range(2)]
     for number, layer in enumerate(found.values()):
@@ -76,10 +76,10 @@ def test_latent_attention_counts_what_it_caches(tmp_path: Path) -> None:
 def test_attention_without_the_interface_is_refused(tmp_path: Path) -> None:
     folder = save(FAMILIES["bloom"], tmp_path / "model")
     with pytest.raises(InputError, match=r"KV cache: got no attention layer"):
-        calibrate(*plan_for(folder), samples([5]), kv_cache=True)
+        calibrate(*plan_for(folder, kv_cache="fp8"), samples([5]))
 
 
 def test_transformers_is_left_as_it_was(tmp_path: Path) -> None:
     before = dict(ALL_ATTENTION_FUNCTIONS)
-    calibrate(*plan_for(save(FAMILIES["llama"], tmp_path / "model")), samples([5]), kv_cache=True)
+    calibrate(*plan_for(save(FAMILIES["llama"], tmp_path / "model"), kv_cache="fp8"), samples([5]))
     assert dict(ALL_ATTENTION_FUNCTIONS) == before

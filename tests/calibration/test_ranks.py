@@ -42,7 +42,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_are_one(llama: Path, tmp_path: Path) -> None:
     first, second = run_two(llama, tmp_path)
     assert first == second
-    alone = calibrate(*plan_for(llama, observer="imatrix_mse"), samples(), kv_cache=True)
+    alone = calibrate(*plan_for(llama, observer="imatrix_mse", kv_cache="fp8"), samples())
     assert from_json(Calibration, tmp_path / "0.json") == alone
     assert len(alone.importance) == len(alone.ranges) == 21
     assert len(alone.kv_ranges) == 3
@@ -52,7 +52,7 @@ def test_two_ranks_add_up_what_was_routed(tmp_path: Path) -> None:
     folder = save(expert_configs()["qwen3_moe"], tmp_path / "model")
     first, second = run_two(folder, tmp_path)
     assert first == second
-    alone = calibrate(*plan_for(folder, observer="imatrix_mse"), samples(), kv_cache=True)
+    alone = calibrate(*plan_for(folder, observer="imatrix_mse", kv_cache="fp8"), samples())
     assert from_json(Calibration, tmp_path / "0.json") == alone
     assert [sum(counts) for counts in alone.routed.values()] == [2 * alone.tokens] * 2
 

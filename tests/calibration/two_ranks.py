@@ -11,9 +11,9 @@ from vexport.files import to_json
 
 if __name__ == "__main__":
     folder, out = map(Path, sys.argv[1:])
-    index, plan = plan_for(folder, observer="imatrix_mse")
+    index, plan = plan_for(folder, observer="imatrix_mse", kv_cache="fp8")
     try:
-        text = to_json(calibrate(index, plan, samples(), kv_cache=True))
+        text = to_json(calibrate(index, plan, samples()))
     except CheckpointFailed as error:
         text = str(error)
     (out / f"{os.environ['RANK']}.json").write_text(text)

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vexport.calibration.data import Samples, read_samples
+from vexport.calibration.device import default_device
 from vexport.calibration.forward import calibrate
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "calibrate_output_hook",
     "calibrate_query_hook",
     "calibrate_value_hook",
+    "default_device",
     "freeze_module_quantization",
     "get_modules",
     "initialize_observer",

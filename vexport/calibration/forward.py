@@ -12,6 +12,7 @@ import torch
 
 from vexport.calibration.attention import CachedStates
 from vexport.calibration.data import Samples
+from vexport.calibration.device import require_device
 from vexport.calibration.hidden import MEMORY_BYTES, hidden_states
 from vexport.calibration.layerwise import Batch, Failure, LayerByLayer, OnLayer
 from vexport.calibration.ranks import gather, own_share, process_group, rank_and_size, sync
@@ -31,23 +32,22 @@ def calibrate(
     on_layer: OnLayer = lambda done, total: None,
     trust_remote_code: bool = False,
     all_experts: bool = True,
-    kv_cache: bool = False,
     device: str = "cpu",
     batch_size: int = 1,
     memory_bytes: int = MEMORY_BYTES,
 ) -> Calibration:
-    """Run the samples through the model and record what static scales and importance need.
+    """Run the samples through the model and record what static scales, importance and the KV cache need.
 
     `on_layer(done, total)` reports progress. With `all_experts` the statistics of every expert see all
-    tokens, else those routed to it; what the model computes is the same. `kv_cache` asks for the ranges of
-    keys and values too. Layers run on the torch device `device`; what waits for its turn, and every
-    statistic in the end, is in main memory. `batch_size` samples of equal length run at once (see above
-    for what that changes); hidden states beyond `memory_bytes` go to a temporary file. Under torchrun, or
-    in a process group, the samples are split over the ranks and every rank returns the same. Raises
-    CheckpointFailed where an activation is not finite or a layer saw no token, InputError for a model that
-    cannot run layer by layer.
+    tokens, else those routed to it; what the model computes is the same. Layers run on the torch device
+    `device`; what waits for its turn, and every statistic in the end, is in main memory. `batch_size`
+    samples of equal length run at once (see above for what that changes); hidden states beyond
+    `memory_bytes` go to a temporary file. Under torchrun, or in a process group, the samples are split over
+    the ranks and every rank returns the same. Raises CheckpointFailed where an activation is not finite or a
+    layer saw no token, InputError for a model that cannot run layer by layer and for an unusable device.
     """
-    watched = watched_by(plan, all_experts=all_experts, kv_cache=kv_cache)
+    require_device(device)
+    watched = watched_by(plan, all_experts=all_experts)
     with process_group(), torch.no_grad():
         rank, _ = rank_and_size()
         batches = make_batches(own_share(samples), batch_size)

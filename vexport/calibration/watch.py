@@ -105,8 +105,8 @@ class Watched:
         return hook
 
 
-def watched_by(plan: Plan, *, all_experts: bool = True, kv_cache: bool = False) -> Watched:
-    """Observers for every static input scale and every weight search by importance of a plan."""
+def watched_by(plan: Plan, *, all_experts: bool = True) -> Watched:
+    """What a plan needs: static input scales, weight searches by importance, the KV cache."""
     inputs = input_observers(plan)
     importance = {
         member.name: Importance.zeros(member.in_features)
@@ -124,7 +124,7 @@ def watched_by(plan: Plan, *, all_experts: bool = True, kv_cache: bool = False) 
         importance=importance,
         layers=layers,
         all_experts=all_experts,
-        cached={} if kv_cache else None,
+        cached={} if plan.kv_cache else None,
     )
 
 
