@@ -185,7 +185,7 @@ def plan(
     show_default=True,
     help="Show every expert all tokens, or those routed to it.",
 )
-@click.option("--device", metavar="D", help="Where calibration runs [default: cuda if there is one, else cpu].")
+@click.option("--device", metavar="D", help="Where calibration runs [default: cuda if there is one].")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run.")
 @common_options
