@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 
+from vexport.calibration.coverage import expert_coverage
 from vexport.calibration.data import parse_rows
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import resolve_source
@@ -120,6 +121,7 @@ class ScenarioRun:
             layers=self.layers,
             calibration_rows=len(calibration.rows) if calibration else 0,
             calibration_digest=calibration.digest if calibration else None,
+            experts=expert_coverage(calibration) if calibration else (),
             check=checked,
             baseline_load=loads.baseline,
             load=loads.candidate,

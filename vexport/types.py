@@ -178,6 +178,22 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCoverage:
+    """How many calibration tokens the router of one layer sent to its experts: fewest, median and most.
+
+    `none` are the experts that it sent none: of their inputs calibration knows only what they would do
+    with other experts' tokens, or nothing.
+    """
+
+    name: str
+    experts: int
+    fewest: int
+    median: float
+    most: int
+    none: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
     """The findings on one checkpoint; `ok` means that none of them is an error."""
 
@@ -381,6 +397,7 @@ class Report:
     layers: tuple[LayerError, ...]
     calibration_rows: int
     calibration_digest: str | None
+    experts: tuple[ExpertCoverage, ...] = ()
     check: CheckReport
     baseline_load: LoadReport
     load: LoadReport

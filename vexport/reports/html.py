@@ -8,6 +8,7 @@ from markupsafe import Markup
 
 from vexport.reports import formatting, sentences
 from vexport.reports.charts import forests, layer_chart
+from vexport.reports.coverage import coverage_lines
 from vexport.reports.escaping import clip, visible
 from vexport.reports.gates import Gate, finding_counts, report_gates, staged_findings
 from vexport.types import Canary, Flip, LayerError, LoadReport, Report, TaskVerdict
@@ -62,6 +63,7 @@ def _environment() -> Environment:
     environment.filters.update(_FILTERS)
     environment.globals.update(
         clip=_clip,
+        coverage_lines=coverage_lines,
         percent_interval=formatting.percent_interval,
         accepted_loss=sentences.accepted_loss,
         scale_of=sentences.scale_of,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
+from vexport.reports.coverage import coverage_lines
 from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import (
     count,
@@ -37,6 +38,7 @@ def report(report: Report) -> str:
         _safe(report.reason),
         _gate_table(report_gates(report)[:-1]),
         _size_line(report),
+        _coverage(report),
         _tasks(report.verdict) if report.verdict else "",
         _load(report.load),
         _findings(report),
@@ -52,6 +54,10 @@ def _gate_table(gates: Sequence[Gate]) -> str:
 
 def _size_line(report: Report) -> str:
     return f"**Size** {_safe(size_change(report.plan))}, {_safe(schemes_in_use(report.plan))}"
+
+
+def _coverage(report: Report) -> str:
+    return "\n".join(f"- {_safe(line)}" for line in coverage_lines(report.experts))
 
 
 def _tasks(verdict: Verdict) -> str:

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from vexport.reports.coverage import coverage_lines
 from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import (
     count,
@@ -130,6 +131,8 @@ def _facts(report: Report) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_row("size", _text(size_change(report.plan)))
     table.add_row("schemes", _text(schemes_in_use(report.plan)))
+    for line in coverage_lines(report.experts):
+        table.add_row("experts", _text(line))
     for row in _engine_rows(report.load):
         table.add_row(*row)
     table.add_row("time", _text(duration(sum(report.seconds.values()))))
