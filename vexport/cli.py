@@ -309,6 +309,7 @@ def evaluate(
     tasks: tuple[str, ...],
     margin: float,
     alpha: float,
+    gate: dict[str, str],
     limit: int | None,
     output: Path | None,
     overwrite: bool,
@@ -325,7 +326,7 @@ def evaluate(
     from vexport.serving import EngineOptions, evaluate_checkpoint
     from vexport.terminal import progress_display
 
-    settings = Evaluate(tasks=tasks, margin=margin, alpha=alpha, limit=limit, baseline=baseline)
+    settings = Evaluate(tasks=tasks, margin=margin, alpha=alpha, gate=gate, limit=limit, baseline=baseline)
     folder = output or Path("runs") / f"eval-{Path(checkpoint).name}"
     with progress_display(quiet=quiet) as on_progress:
         options = EngineOptions(
@@ -346,16 +347,23 @@ def evaluate(
 @format_option()
 @common_options
 def verdict_command(
-    baseline_results: Path, results: Path, margin: float, alpha: float, format_: str, quiet: bool
+    baseline_results: Path,
+    results: Path,
+    margin: float,
+    alpha: float,
+    gate: dict[str, str],
+    format_: str,
+    quiet: bool,
 ) -> None:
     """PASS, FAIL or INCONCLUSIVE from two lm-eval output folders, wherever they were made.
 
-    Starts no model. Both need lm-eval's sample files (--log_samples).
+    Starts no model. Documents are paired by lm-eval's sample files (--log_samples); without them the means
+    are compared by their standard errors, which takes many times the documents.
     """
     from vexport.reports import render_verdict
     from vexport.verdict import decide
 
-    verdict = decide(baseline_results, results, margin=margin, alpha=alpha)
+    verdict = decide(baseline_results, results, margin=margin, alpha=alpha, gate=gate)
     _print(render_verdict(verdict, format_))
     _conclude(verdict.outcome, str(results), verdict.reason)
 

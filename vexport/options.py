@@ -66,8 +66,27 @@ def plan_options(function: Function) -> Function:
     )(function)
 
 
+def _gates(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """TASK -> METRIC[,FILTER]; without a task it is for all that have it."""
+    gates: dict[str, str] = {}
+    for value in values:
+        task, _, metric = value.rpartition("=")
+        if not metric or (task or "*") in gates:
+            raise click.BadParameter(f"{value!r} is not [TASK=]METRIC[,FILTER], or its task is given twice.")
+        gates[task or "*"] = metric
+    return gates
+
+
 def verdict_options(function: Function) -> Function:
-    """What loss is acceptable, and how sure the answer must be."""
+    """What loss is acceptable, how sure the answer must be, and what decides."""
+    function = click.option(
+        "--gate",
+        multiple=True,
+        metavar="[TASK=]METRIC[,FILTER]",
+        callback=_gates,
+        help="Metric that decides, for one task or group, or for all; repeatable "
+        "[default: exact_match, acc, then what there is; the first filter].",
+    )(function)
     function = click.option(
         "--alpha",
         type=click.FloatRange(0, 0.5, min_open=True, max_open=True),

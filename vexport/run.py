@@ -214,7 +214,13 @@ class ScenarioRun:
         settings = self.scenario.evaluate
         assert settings is not None
         folder = self.folder / "eval"
-        return decide(folder / BASELINE, folder / CANDIDATE, margin=settings.margin, alpha=settings.alpha)
+        return decide(
+            folder / BASELINE,
+            folder / CANDIDATE,
+            margin=settings.margin,
+            alpha=settings.alpha,
+            gate=settings.gate,
+        )
 
     @cached_property
     def baseline(self) -> Path:
@@ -273,7 +279,7 @@ class ScenarioRun:
     def _served_with(self) -> Digests:
         """What a session depends on besides the model."""
         settings = self.scenario.evaluate
-        sides = settings.model_dump(mode="json", exclude={"margin", "alpha"}) if settings else None
+        sides = settings.model_dump(mode="json", exclude={"margin", "alpha", "gate"}) if settings else None
         files = (
             [path_digest(Path(task)) for task in settings.tasks if Path(task).is_file()] if settings else []
         )

@@ -82,13 +82,15 @@ class Serve(_Strict):
 class Evaluate(_Strict):
     """What decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
 
-    `baseline` is the checkpoint to compare with, the source where it is not given.
+    `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the metric
+    that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists).
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
     margin: Annotated[float, Ge(0), Lt(1)] = DEFAULT_MARGIN
     alpha: Annotated[float, Gt(0), Lt(0.5)] = DEFAULT_ALPHA
     limit: Annotated[int, Gt(0)] | None = None
+    gate: dict[str, str] = {}
     baseline: str | None = None
     seed: int = 0
 

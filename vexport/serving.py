@@ -114,7 +114,13 @@ def evaluate_checkpoint(
     shutil.rmtree(folder, ignore_errors=True)
     for role, model in models.items():
         require_served(role, serve_model(role, model, folder / role, options, settings=settings).result)
-    return decide(folder / BASELINE, folder / CANDIDATE, margin=settings.margin, alpha=settings.alpha)
+    return decide(
+        folder / BASELINE,
+        folder / CANDIDATE,
+        margin=settings.margin,
+        alpha=settings.alpha,
+        gate=settings.gate,
+    )
 
 
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:

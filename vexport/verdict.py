@@ -9,46 +9,66 @@ exactly where the bound shown is below -margin.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
+from types import MappingProxyType
 
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.compare import compare_task, difference_interval
-from vexport.evaluation.pairs import TaskPair, gating_pairs
-from vexport.evaluation.samples import read_results
-from vexport.evaluation.statistics import Interval, tango_interval
-from vexport.types import Outcome, TaskVerdict, Verdict
+from vexport.evaluation.compare import compare_task, comparison, difference_interval
+from vexport.evaluation.gates import Choice, Compared, GatedTask, gated_tasks
+from vexport.evaluation.pairs import TaskPair, pool
+from vexport.evaluation.results import read_results
+from vexport.evaluation.statistics import Interval
+from vexport.evaluation.unpaired import USUAL_DISAGREEMENT, UnpairedTask
+from vexport.types import Comparison, Outcome, TaskVerdict, Verdict
 
+NO_CHOICE: Choice = MappingProxyType({})
 MAX_SENTENCES = 3
 """Tasks spelled out in the reason; the others are counted."""
 
 
-def decide(baseline: Path, candidate: Path, *, margin: float, alpha: float) -> Verdict:
+def decide(
+    baseline: Path, candidate: Path, *, margin: float, alpha: float, gate: Choice = NO_CHOICE
+) -> Verdict:
     """Compare two lm-eval output folders, wherever they were made.
 
     `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), `alpha` the
-    probability of a wrong PASS, and of a wrong FAIL. InputError where the runs cannot be compared.
+    probability of a wrong PASS, and of a wrong FAIL, `gate` the metric that decides for a task (gates.py).
+    InputError where the runs cannot be compared.
     """
     _check_limits(margin, alpha)
-    pairs = gating_pairs(read_results(baseline), read_results(candidate))
-    levels = holm_levels(pairs, margin=margin, alpha=alpha)
+    left, right = read_results(baseline), read_results(candidate)
+    return judge(gated_tasks(left, right, gate), margin=margin, alpha=alpha)
+
+
+def judge(
+    gated: Sequence[GatedTask], *, margin: float, alpha: float, warnings: Sequence[str] = ()
+) -> Verdict:
+    """The answer over all tasks."""
+    gates = [task.gate for task in gated]
+    levels = holm_levels(gates, margin=margin, alpha=alpha)
     tasks = tuple(
-        compare_task(pair, margin=margin, alpha=alpha, fail_alpha=level)
-        for pair, level in zip(pairs, levels, strict=True)
+        compare_task(task.gate, margin=margin, alpha=alpha, fail_alpha=level, also=task.also)
+        for task, level in zip(gated, levels, strict=True)
     )
     outcome = overall_outcome(tasks)
+    pooled = _pooled(gates, margin, alpha)
     return Verdict(
         outcome=outcome,
-        reason="; ".join(_reasons(outcome, tasks, levels, margin, alpha) + _pooled(pairs, alpha)),
+        reason="; ".join(_reasons(outcome, tasks, levels, margin, alpha) + _pooled_sentence(pooled, alpha)),
         margin=margin,
         alpha=alpha,
-        method=_method(pairs, alpha),
+        method=_method(gates, alpha),
         tasks=tasks,
+        pooled=pooled,
+        warnings=(
+            *map(_unpaired_warning, (one for one in gates if isinstance(one, UnpairedTask))),
+            *warnings,
+        ),
     )
 
 
-def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
+def holm_levels(pairs: Sequence[Compared], *, margin: float, alpha: float) -> list[float]:
     """The level at which Holm's procedure last tests each task for a loss beyond `margin`.
 
     Each step tests the tasks that are still open at alpha / (number of them) and closes those that fail.
@@ -84,11 +104,29 @@ def _check_limits(margin: float, alpha: float) -> None:
     raise_all(problems)
 
 
-def _method(pairs: Sequence[TaskPair], alpha: float) -> str:
-    intervals = ["Tango's score interval"] if any(pair.binary for pair in pairs) else []
-    intervals += ["BCa bootstrap"] if not all(pair.binary for pair in pairs) else []
-    several = "; every task must pass, FAIL corrected over tasks by Holm" if len(pairs) > 1 else ""
-    return f"paired difference, {' and '.join(intervals)}, one-sided {_percent(1 - alpha)} bounds{several}"
+def _method(gates: Sequence[Compared], alpha: float) -> str:
+    intervals = dict.fromkeys(map(_interval_name, gates))
+    kinds = "paired" if any(isinstance(one, TaskPair) for one in gates) else "unpaired"
+    several = "; every task must pass, FAIL corrected over tasks by Holm" if len(gates) > 1 else ""
+    return f"{kinds} difference, {' and '.join(intervals)}, one-sided {_percent(1 - alpha)} bounds{several}"
+
+
+def _interval_name(one: Compared) -> str:
+    if isinstance(one, UnpairedTask):
+        return f"unpaired {'Newcombe' if one.binary else 'normal'} interval"
+    name = "Tango's score interval" if one.binary else "BCa bootstrap"
+    return name if one.clusters is None else f"{name} clustered by task"
+
+
+def _unpaired_warning(one: UnpairedTask) -> str:
+    """What missing samples cost."""
+    start = f"{one.task}: no samples to pair, so that the means are compared as if of different documents"
+    if one.cost is None or one.cost <= 1:
+        return f"{start}; log samples (--log_samples) to need fewer documents"
+    return (
+        f"{start}, which needs {one.cost:.1f} times the documents that pairs need where "
+        f"{_percent(USUAL_DISAGREEMENT)} of the answers change; log samples (--log_samples)"
+    )
 
 
 def _reasons(
@@ -105,14 +143,21 @@ def _reasons(
     return decisive[:MAX_SENTENCES] + rest
 
 
-def _pooled(pairs: Sequence[TaskPair], alpha: float) -> list[str]:
+def _pooled(gates: Sequence[Compared], margin: float, alpha: float) -> Comparison | None:
     """All documents as one task, where every metric is 0/1: informative, since the tasks decide."""
-    if len(pairs) == 1 or not all(pair.binary for pair in pairs):
+    pairs = [one for one in gates if isinstance(one, TaskPair) and one.binary and one.sign > 0]
+    if len(pairs) < len(gates) or len(pairs) == 1:
+        return None
+    shared = {(pair.metric, pair.filter) for pair in pairs}
+    found = comparison(pool("all tasks", pairs), margin=margin, alpha=alpha)
+    return found if len(shared) == 1 else replace(found, metric="share of right answers", filter="none")
+
+
+def _pooled_sentence(pooled: Comparison | None, alpha: float) -> list[str]:
+    if pooled is None:
         return []
-    gains = np.concatenate([pair.gain for pair in pairs])
-    interval = tango_interval(int((gains > 0).sum()), int((gains < 0).sum()), len(gains), alpha)
-    change = _change(float(gains.mean()), interval, 1 - 2 * alpha, 100)
-    return [f"over all {len(gains)} documents the share of right answers saw {change}"]
+    change = _change(pooled.difference, Interval(pooled.low, pooled.high), 1 - 2 * alpha, 100)
+    return [f"over all {pooled.documents} documents the share of right answers saw {change}"]
 
 
 def _sentence(task: TaskVerdict, margin: float, confidence: float) -> str:

@@ -44,7 +44,12 @@ class Adder(LM):  # type: ignore[misc]
 def main(request: dict[str, object]) -> None:
     tasks, runs, limit = request["tasks"], request["runs"], request["limit"]
     assert isinstance(runs, dict)
-    manager = TaskManager(include_defaults=False)
+    assert isinstance(tasks, list)
+    groups = [Path(task) for task in tasks if task.endswith(".group.yaml")]
+    names = [Path(task).name.removesuffix(".group.yaml") if Path(task) in groups else task for task in tasks]
+    manager = TaskManager(
+        include_path=[str(group.parent) for group in groups] or None, include_defaults=False
+    )
     with tempfile.TemporaryDirectory() as cache:
         datasets.config.HF_DATASETS_CACHE = Path(cache)
         for folder, wrong in runs.items():
@@ -52,7 +57,7 @@ def main(request: dict[str, object]) -> None:
             results = simple_evaluate(
                 model=Adder(wrong),
                 model_args={"pretrained": "test/adder"},
-                tasks=tasks,
+                tasks=names,
                 task_manager=manager,
                 limit=limit,
                 log_samples=True,

@@ -51,6 +51,23 @@ def make_tasks(folder: Path, documents: int) -> list[str]:
     return [str(folder / f"{name}.yaml") for name in ("sums", "choices", "near")]
 
 
+def make_group(folder: Path, subjects: int, documents: int) -> str:
+    """Write a group of `subjects` tasks that lm-eval aggregates, each with additions of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for subject in range(subjects):
+        rows = [{"a": i, "b": subject, "sum": i + subject} for i in range(documents)]
+        (folder / f"additions{subject}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        text = CHOICES.replace("additions.jsonl", f"additions{subject}.jsonl")
+        (folder / f"subject{subject}.yaml").write_text(
+            text.replace("task: choices", f"task: subject{subject}")
+        )
+    members = "".join(f"  - subject{subject}\n" for subject in range(subjects))
+    metrics = "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    group = folder / "subjects.yaml"
+    group.write_text(f"group: subjects\ntask:\n{members}{metrics}")
+    return str(group)
+
+
 def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]], limit: int | None = None) -> None:
     """Evaluate a model that errs on the given documents, one lm-eval run for each output folder.
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.evaluation.make import make_model, make_tasks
 from vexport.engine.messages import SessionRequest
-from vexport.evaluation.samples import read_results
+from vexport.evaluation.results import read_results
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import to_json
 from vexport.verdict import decide

@@ -64,7 +64,10 @@ def test_an_included_function_travels_too(tmp_path: Path) -> None:
         (SUMS.replace("task: sums", "task: ../sums"), r"t\.yaml: task: got \.\./sums"),
         (SUMS.replace("test_split: test\n", ""), "got no key test_split or validation_split"),
         ("include: t.yaml\n" + SUMS, "got an include of itself"),
-        ("group: all\ntask: [sums]\n", "got a group of tasks"),
+        ("group: all\ntask: [nowhere]\n", r"nowhere\.yaml: got no such file"),
+        ("group: all\ntask: []\n", "got no tasks"),
+        ("group: ../all\ntask: [sums]\n", r"t\.yaml: group: got '\.\./all'"),
+        ("group: all\ntask: [{task: sums}]\n", "got no key dataset_path"),
     ],
 )
 def test_a_broken_file_is_refused_by_place(tmp_path: Path, text: str, message: str) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from vexport.types import (
     Canary,
     CheckReport,
+    Comparison,
     EngineInfo,
     Finding,
     Flip,
@@ -214,6 +215,19 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
         "INCONCLUSIVE": f"{change.format(0.98, -1.41, '-2.52 to -0.47')} on 640 documents does not settle "
         "whether it stays within the margin of 2 points; about 2810 documents would",
     }[outcome]
+    beside = Comparison(
+        task="addition",
+        metric="f1",
+        filter="strict",
+        documents=640,
+        baseline=0.9941,
+        candidate=0.9877,
+        difference=-0.0064,
+        low=-0.0139,
+        high=0.0011,
+        outcome="PASS",
+    )
+    addition = replace(addition, also=(beside,))
     facts = task("facts", "PASS", difference=0.0, low=-0.0042, high=0.0042, lost=1, gained=1)
     return Verdict(
         outcome=outcome,
@@ -222,7 +236,36 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
         alpha=0.05,
         method="paired difference, Tango's score interval, one-sided 95 % bounds; every task must pass",
         tasks=(facts, addition),
+        pooled=replace(
+            beside,
+            task="all tasks",
+            metric="exact_match",
+            filter="none",
+            documents=1280,
+            difference=-0.0033,
+        ),
+        warnings=("vllm was 0.31.0 when the baseline was accepted, it is 0.32.0 now",),
     )
+
+
+def unpaired() -> Verdict:
+    """A verdict from means alone."""
+    judged = verdict("INCONCLUSIVE")
+    tasks = (
+        replace(
+            task,
+            right_to_wrong=None,
+            wrong_to_right=None,
+            changed_wrong=None,
+            flip_rate=None,
+            flip_low=None,
+            flip_high=None,
+            mcnemar_p=None,
+            flips=(),
+        )
+        for task in judged.tasks
+    )
+    return replace(judged, tasks=tuple(tasks), pooled=None)
 
 
 def report(outcome: Outcome = "PASS") -> Report:
@@ -285,7 +328,15 @@ def hostile() -> Report:
     canary = Canary(prompt=HOSTILE, text=HOSTILE, tokens=3, finish_reason=HOSTILE)
     judged = verdict("FAIL")
     tasks = tuple(
-        replace(task, task=HOSTILE, metric=HOSTILE, filter=HOSTILE, flips=(flip,)) for task in judged.tasks
+        replace(
+            task,
+            task=HOSTILE,
+            metric=HOSTILE,
+            filter=HOSTILE,
+            flips=(flip,),
+            also=tuple(replace(one, task=HOSTILE, metric=HOSTILE) for one in task.also),
+        )
+        for task in judged.tasks
     )
     spoiled = replace(
         load(HOSTILE),
@@ -307,7 +358,7 @@ def hostile() -> Report:
         check=CheckReport(checkpoint=HOSTILE, ok=False, findings=(bad,)),
         baseline_load=spoiled,
         load=spoiled,
-        verdict=replace(judged, reason=HOSTILE, method=HOSTILE, tasks=tasks),
+        verdict=replace(judged, reason=HOSTILE, method=HOSTILE, tasks=tasks, warnings=(HOSTILE,)),
     )
 
 

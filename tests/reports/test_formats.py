@@ -90,6 +90,23 @@ def test_the_numbers_stand_in_what_people_read(format: str) -> None:
     assert [number for number in numbers if number not in text] == []
 
 
+@pytest.mark.parametrize("format", ["html", "markdown", "text"])
+def test_what_decides_nothing_and_what_warns_is_shown(format: str) -> None:
+    text = " ".join(render(sample.report("PASS"), format).split()).replace("\\_", "_")
+    assert "decides nothing" in text
+    assert "addition (f1, strict)" in text
+    assert "all tasks (exact_match)" in text
+    assert "-0.33" in text
+    assert "vllm was 0.31.0 when the baseline was accepted" in text
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS))
+def test_a_verdict_without_pairs_says_so_where_pairs_would_stand(format: str) -> None:
+    text = render(replace(sample.report("INCONCLUSIVE"), verdict=sample.unpaired()), format)
+    assert "None" not in text
+    assert "n/a" in text or "null" in text or format in ("junit", "github")
+
+
 @pytest.mark.parametrize("format", ["html", "markdown", "text", "junit", "github"])
 def test_a_metric_in_its_own_units_is_not_shown_in_per_cent(format: str) -> None:
     report = sample.report("FAIL")
@@ -201,7 +218,7 @@ def test_text_shows_console_markup_as_it_is() -> None:
 
 def test_text_is_short_and_narrow() -> None:
     lines = render(sample.report("PASS"), "text").splitlines()
-    assert len(lines) < 40
+    assert len(lines) < 45
     assert max(map(len, lines)) <= 100
 
 

@@ -1,10 +1,13 @@
-"""The paired comparison of two models on one task: from scores to a TaskVerdict."""
+"""The comparison of two models on one task: from scores to a TaskVerdict."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
+from scipy import stats
 
+from vexport.evaluation.clusters import clustered_bootstrap, clustered_tango, design_effect, effective
+from vexport.evaluation.gates import Compared
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.statistics import (
     Interval,
@@ -13,33 +16,93 @@ from vexport.evaluation.statistics import (
     documents_to_settle,
     mcnemar_p,
     mean_statistic,
+    permutation_p,
     recovery_interval,
     tango_interval,
     tango_statistic,
     wilson_interval,
 )
-from vexport.types import Flip, Outcome, Score, TaskVerdict
+from vexport.evaluation.unpaired import UnpairedTask
+from vexport.types import Comparison, Flip, Outcome, Score, TaskVerdict
 
 MAX_FLIPS = 50
 """Changed documents shown for each task: enough to read, few enough to print."""
 
 
-def difference_interval(pair: TaskPair, alpha: float) -> Interval:
-    """One-sided 1 - alpha bounds of the mean gain: Tango's score interval, or a bootstrap if not 0/1."""
-    if pair.binary:
-        return tango_interval(_wins(pair), _losses(pair), len(pair.gain), alpha)
-    return bootstrap_interval(pair.gain, alpha, span=_span(pair))
+def difference_interval(one: Compared, alpha: float) -> Interval:
+    """One-sided 1 - alpha bounds of the mean gain.
+
+    Paired: Tango's score interval, or a bootstrap if not 0/1, over clusters where there are some.
+    """
+    if isinstance(one, UnpairedTask):
+        return one.interval(alpha)
+    if one.clusters is not None:
+        if one.binary:
+            return clustered_tango(one.gain, one.clusters, alpha)
+        return clustered_bootstrap(one.gain, one.clusters, alpha, span=_span(one))
+    if one.binary:
+        return tango_interval(_wins(one), _losses(one), len(one.gain), alpha)
+    return bootstrap_interval(one.gain, alpha, span=_span(one))
 
 
-def compare_task(pair: TaskPair, *, margin: float, alpha: float, fail_alpha: float) -> TaskVerdict:
+def compare_task(
+    one: Compared, *, margin: float, alpha: float, fail_alpha: float, also: Sequence[Compared] = ()
+) -> TaskVerdict:
     """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound at
     `fail_alpha` is below it, else INCONCLUSIVE.
 
-    `fail_alpha` is at most `alpha`, so that both cannot hold.
+    `fail_alpha` is at most `alpha`, so that both cannot hold. `also` is shown beside it.
     """
+    low, high = difference_interval(one, alpha).low, difference_interval(one, fail_alpha).high
+    outcome = _outcome(low, high, margin)
+    beside = tuple(comparison(other, margin=margin, alpha=alpha) for other in also)
+    needed = _needed(one, margin, alpha, fail_alpha) if outcome == "INCONCLUSIVE" else None
+    if isinstance(one, UnpairedTask):
+        return _unpaired_verdict(one, outcome, Interval(low, high), needed, beside, alpha)
+    return _paired_verdict(one, outcome, Interval(low, high), needed, beside, alpha)
+
+
+def comparison(one: Compared, *, margin: float, alpha: float) -> Comparison:
+    """A difference with its bounds, for show."""
+    low, high = difference_interval(one, alpha)
+    old, new = _means(one)
+    return Comparison(
+        task=one.task,
+        metric=one.metric,
+        filter=one.filter,
+        documents=_documents(one),
+        baseline=old,
+        candidate=new,
+        difference=one.sign * (new - old),
+        low=low,
+        high=high,
+        outcome=_outcome(low, high, margin),
+    )
+
+
+def _outcome(low: float, high: float, margin: float) -> Outcome:
+    return "PASS" if low > -margin else "FAIL" if high < -margin else "INCONCLUSIVE"
+
+
+def _means(one: Compared) -> tuple[float, float]:
+    if isinstance(one, UnpairedTask):
+        return one.means
+    return float(one.baseline.mean()), float(one.candidate.mean())
+
+
+def _documents(one: Compared) -> int:
+    return min(one.documents) if isinstance(one, UnpairedTask) else len(one.gain)
+
+
+def _paired_verdict(
+    pair: TaskPair,
+    outcome: Outcome,
+    bounds: Interval,
+    needed: int | None,
+    also: tuple[Comparison, ...],
+    alpha: float,
+) -> TaskVerdict:
     documents, wins, losses = len(pair.gain), _wins(pair), _losses(pair)
-    low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
-    outcome: Outcome = "PASS" if low > -margin else "FAIL" if high < -margin else "INCONCLUSIVE"
     flips = wilson_interval(wins + losses, documents, alpha)
     recovery, recovery_bounds = _recovery(pair, alpha)
     return TaskVerdict(
@@ -51,20 +114,77 @@ def compare_task(pair: TaskPair, *, margin: float, alpha: float, fail_alpha: flo
         baseline=_score(pair, pair.baseline, alpha),
         candidate=_score(pair, pair.candidate, alpha),
         difference=float(pair.gain.mean()),
-        low=low,
-        high=high,
+        low=bounds.low,
+        high=bounds.high,
         right_to_wrong=losses,
         wrong_to_right=wins,
-        changed_wrong=_changed_wrong(pair),
+        changed_wrong=_changed_wrong(pair) if pair.answers_known else None,
         flip_rate=(wins + losses) / documents,
         flip_low=flips.low,
         flip_high=flips.high,
-        mcnemar_p=mcnemar_p(wins, losses),
+        mcnemar_p=mcnemar_p(wins, losses) if pair.binary else permutation_p(pair.gain),
         recovery=recovery,
         recovery_low=recovery_bounds.low if recovery_bounds else None,
         recovery_high=recovery_bounds.high if recovery_bounds else None,
-        documents_needed=_needed(pair, margin, alpha, fail_alpha) if outcome == "INCONCLUSIVE" else None,
+        documents_needed=needed,
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
+        clusters=None if pair.clusters is None else len(np.unique(pair.clusters)),
+        also=also,
+    )
+
+
+def _unpaired_verdict(
+    one: UnpairedTask,
+    outcome: Outcome,
+    bounds: Interval,
+    needed: int | None,
+    also: tuple[Comparison, ...],
+    alpha: float,
+) -> TaskVerdict:
+    old, new = one.means
+    known = old > 0 and one.sign > 0
+    return TaskVerdict(
+        task=one.task,
+        metric=one.metric,
+        filter=one.filter,
+        outcome=outcome,
+        documents=min(one.documents),
+        baseline=_unpaired_score(one, 0, alpha),
+        candidate=_unpaired_score(one, 1, alpha),
+        difference=one.difference,
+        low=bounds.low,
+        high=bounds.high,
+        right_to_wrong=None,
+        wrong_to_right=None,
+        changed_wrong=None,
+        flip_rate=None,
+        flip_low=None,
+        flip_high=None,
+        mcnemar_p=None,
+        recovery=new / old if known else None,
+        recovery_low=1 + bounds.low / old if known else None,
+        recovery_high=1 + bounds.high / old if known else None,
+        documents_needed=needed,
+        flips=(),
+        also=also,
+    )
+
+
+def _unpaired_score(one: UnpairedTask, side: int, alpha: float) -> Score:
+    value, documents = one.means[side], one.documents[side]
+    if one.binary:
+        low, high = wilson_interval(min(documents, value * documents), documents, alpha)
+    else:
+        spread = float(stats.norm.isf(alpha)) * (one.variances[side] / documents) ** 0.5
+        low, high = value - spread, value + spread
+    return Score(
+        task=one.task,
+        metric=one.metric,
+        filter=one.filter,
+        documents=documents,
+        value=value,
+        low=low,
+        high=high,
     )
 
 
@@ -83,7 +203,14 @@ def _span(pair: TaskPair) -> float:
 
 def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
     value = float(scores.mean())
-    if pair.binary:
+    if pair.clusters is not None and not pair.binary:
+        low, high = clustered_bootstrap(scores, pair.clusters, alpha, span=_span(pair))
+    elif pair.clusters is not None:
+        worth = effective(scores, pair.clusters, alpha)
+        low, high = wilson_interval(
+            float(scores.sum()) / worth.design, len(scores) / worth.design, worth.alpha
+        )
+    elif pair.binary:
         low, high = wilson_interval(float(scores.sum()), len(scores), alpha)
     else:
         low, high = bootstrap_interval(scores, alpha, span=_span(pair))
@@ -105,19 +232,23 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | No
     baseline, candidate = float(pair.baseline.mean()), float(pair.candidate.mean())
     if baseline <= 0 or pair.sign < 0:
         return None, None
-    if pair.binary:
+    if pair.binary and pair.clusters is None:
         both = int((pair.baseline * pair.candidate).sum())
         return candidate / baseline, recovery_interval(both, _wins(pair), _losses(pair), alpha)
     low, high = difference_interval(pair, alpha)
     return candidate / baseline, Interval(1 + low / baseline, 1 + high / baseline)
 
 
-def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> int | None:
-    documents = len(pair.gain)
-    if pair.binary:
-        statistic = tango_statistic(_wins(pair), _losses(pair), documents, -margin)
+def _needed(one: Compared, margin: float, alpha: float, fail_alpha: float) -> int | None:
+    documents = _documents(one)
+    if isinstance(one, UnpairedTask):
+        statistic = one.statistic(-margin)
+    elif one.binary:
+        statistic = tango_statistic(_wins(one), _losses(one), documents, -margin)
     else:
-        statistic = mean_statistic(pair.gain, -margin, _span(pair))
+        statistic = mean_statistic(one.gain, -margin, _span(one))
+    if isinstance(one, TaskPair) and one.clusters is not None:
+        statistic /= design_effect(one.gain, one.clusters) ** 0.5
     return documents_to_settle(documents, statistic, alpha if statistic > 0 else fail_alpha)
 
 

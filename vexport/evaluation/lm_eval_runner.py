@@ -18,14 +18,17 @@ from jinja2.sandbox import SandboxedEnvironment
 from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.lm_eval_model import ModelArguments, Progress, replaced, wrap_engine
+from vexport.evaluation.tasks import GROUP_SUFFIX
 from vexport.files import atomic_path, write_text
 
 if TYPE_CHECKING:
+    from lm_eval.api.group import Group
     from lm_eval.api.task import Task
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.models.vllm_causallms import VLLM
     from lm_eval.result_schema import EvalResults
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks.manager import TaskDict
     from vllm import LLM
 
 _CONSTRUCTOR_KEYS = ("dtype", "trust_remote_code", "max_model_len", "seed")
@@ -98,16 +101,22 @@ def _task_manager(request: SessionRequest) -> "TaskManager":
     from lm_eval.tasks import TaskManager
 
     return TaskManager(
-        include_path=[str(path) for path in request.include_paths],
+        include_path=[str(path) for path in (*request.include_paths, *_group_folders(request))],
         include_defaults=not _only_files(request),
     )
 
 
-def _load_tasks(request: SessionRequest, manager: "TaskManager") -> list["Task"]:
-    tasks = []
+def _group_folders(request: SessionRequest) -> list[Path]:
+    return [Path(task).parent for task in request.tasks if task.endswith(GROUP_SUFFIX)]
+
+
+def _load_tasks(request: SessionRequest, manager: "TaskManager") -> list["Task | Group"]:
+    """The tasks, and the outermost groups, which lm-eval then aggregates."""
+    tasks: list[Task | Group] = []
     for task in request.tasks:
         try:
-            tasks += manager.load([task])["tasks"].values()
+            name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
+            tasks += _outermost(manager.load([name]))
         except Exception as error:
             need, fix = (
                 "a task that lm-eval can load",
@@ -116,6 +125,13 @@ def _load_tasks(request: SessionRequest, manager: "TaskManager") -> list["Task"]
             got = f"{type(error).__name__}: {error}"
             raise InputError(f"task {task}", got=got, need=need, fix=fix) from error
     return tasks
+
+
+def _outermost(loaded: "TaskDict") -> list["Task | Group"]:
+    inner = {child for children in loaded["group_map"].values() for child in children}
+    outer = [group for name, group in loaded["groups"].items() if name not in inner]
+    grouped = {task.task_name for group in outer for task in group.get_all_tasks()}
+    return [*outer, *(task for name, task in loaded["tasks"].items() if name not in grouped)]
 
 
 def _only_files(request: SessionRequest) -> bool:

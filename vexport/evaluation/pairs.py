@@ -1,27 +1,24 @@
-"""Pairs two models' answers to the same documents, and picks the metric that decides for each task."""
+"""Pairs two models' answers to the same documents, by task, metric and filter."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
 from vexport.errors import InputError
-from vexport.evaluation.samples import HASHES, Results, Sample, TaskSamples
+from vexport.evaluation.clusters import MIN_CLUSTERS, Clusters
+from vexport.evaluation.samples import HASHES, Sample, TaskSamples
 from vexport.evaluation.statistics import Scores
-
-PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
-"""What gates where a task has it, in this order: `acc` rather than `acc_norm`, as the task itself scores.
-
-Then comes the first metric of only 0 and 1 with higher being better, then any of one number a document.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskPair:
     """Both models' scores on one task, metric and filter, in the same order of documents.
 
-    `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better.
+    `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better. `clusters`,
+    of the same shape, numbers the tasks of a group whose documents hang together. `answers_known` is off
+    where the baseline's answers were not kept, only whether they were right.
     """
 
     task: str
@@ -31,6 +28,8 @@ class TaskPair:
     documents: tuple[tuple[Sample, Sample], ...]
     baseline: Scores
     candidate: Scores
+    clusters: Clusters | None = None
+    answers_known: bool = True
 
     @property
     def binary(self) -> bool:
@@ -42,52 +41,55 @@ class TaskPair:
         """How much better the candidate is on each document."""
         return self.sign * (self.candidate - self.baseline)
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What must agree for pairs to be joined."""
+        return self.metric, self.filter, self.sign
 
-def pair_metrics(baseline: Results, candidate: Results) -> Iterator[TaskPair]:
-    """Yield every (task, metric, filter) that has one number a document.
 
-    InputError names the task and the document where the two runs did not answer the same question.
+def pair_metrics(left: TaskSamples, right: TaskSamples) -> Iterator[TaskPair]:
+    """Yield every (metric, filter) of a task that has one number a document, in the task's order.
+
+    InputError names the document where the two runs did not answer the same question.
     """
-    _require_equal_tasks(baseline, candidate)
-    for name, left in baseline.tasks.items():
-        right = candidate.tasks[name]
-        _require_equal_documents(left, right)
-        for filter_name in dict.fromkeys(key[0] for key in left.samples):
-            pairs = tuple(
-                (sample, right.samples[key]) for key, sample in left.samples.items() if key[0] == filter_name
-            )
-            for metric in _common_metrics(pairs):
-                yield _pair(left, metric, pairs)
+    _require_equal_documents(left, right)
+    for filter_name in dict.fromkeys(key[0] for key in left.samples):
+        pairs = tuple(
+            (sample, right.samples[key]) for key, sample in left.samples.items() if key[0] == filter_name
+        )
+        for metric in _common_metrics(pairs):
+            yield _pair(left, metric, pairs)
 
 
-def gating_pairs(baseline: Results, candidate: Results) -> tuple[TaskPair, ...]:
-    """The pair that decides for each task; a group with an aggregate in lm-eval counts as one task.
-
-    The metric is chosen by PREFERRED_METRICS, the filter is the first that the task lists.
-    """
-    pairs = list(pair_metrics(baseline, candidate))
-    chosen: dict[str, TaskPair] = {}
-    for name, task in baseline.tasks.items():
-        choices = [pair for pair in pairs if pair.task == name]
-        if not choices:
-            fix = "give a task with a metric for each document, such as acc or exact_match"
-            got = "metrics of the whole corpus only"
-            raise InputError(f"{task.file}: task {name}", got=got, need="one number a document", fix=fix)
-        chosen[name] = min(choices, key=_preference)
-    return tuple(_join_groups(chosen, baseline.groups))
+def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
+    """The documents of a group's tasks as one task's, clustered by task where there are MIN_CLUSTERS."""
+    by_task = np.repeat(np.arange(len(pairs)), [len(pair.gain) for pair in pairs])
+    return _join(name, pairs, by_task if len(pairs) >= MIN_CLUSTERS else None)
 
 
-def _preference(pair: TaskPair) -> tuple[int, bool, bool]:
-    known = pair.metric in PREFERRED_METRICS
-    rank = PREFERRED_METRICS.index(pair.metric) if known else len(PREFERRED_METRICS)
-    return rank, not pair.binary, pair.sign < 0
+def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
+    """All documents as one task's; clusters stay, other documents are on their own."""
+    if all(pair.clusters is None for pair in pairs):
+        return _join(name, pairs, None)
+    parts = [np.arange(len(pair.gain)) if pair.clusters is None else pair.clusters for pair in pairs]
+    starts = np.cumsum([0, *(int(part.max()) + 1 for part in parts[:-1])])
+    return _join(
+        name, pairs, np.concatenate([part + start for part, start in zip(parts, starts, strict=True)])
+    )
 
 
-def _require_equal_tasks(baseline: Results, candidate: Results) -> None:
-    for one, other in ((baseline, candidate), (candidate, baseline)):
-        if missing := sorted(set(one.tasks) - set(other.tasks)):
-            got = f"no task {', '.join(missing)}, which {one.file} has"
-            raise InputError(str(other.file), got=got, need="the same tasks", fix="evaluate the same tasks")
+def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> TaskPair:
+    return TaskPair(
+        task=name,
+        metric=pairs[0].metric,
+        filter=pairs[0].filter,
+        sign=pairs[0].sign,
+        documents=tuple(document for pair in pairs for document in pair.documents),
+        baseline=np.concatenate([pair.baseline for pair in pairs]),
+        candidate=np.concatenate([pair.candidate for pair in pairs]),
+        clusters=clusters,
+        answers_known=all(pair.answers_known for pair in pairs),
+    )
 
 
 def _require_equal_documents(left: TaskSamples, right: TaskSamples) -> None:
@@ -131,22 +133,3 @@ def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ..
         baseline=left,
         candidate=right,
     )
-
-
-def _join_groups(chosen: Mapping[str, TaskPair], groups: Mapping[str, tuple[str, ...]]) -> Iterator[TaskPair]:
-    """Yield each group as one pair, where its tasks share metric and filter, and the other tasks alone."""
-    done: set[str] = set()
-    for group, members in groups.items():
-        pairs = [chosen[member] for member in members]
-        if len({(pair.metric, pair.filter, pair.sign) for pair in pairs}) == 1 and not done & set(members):
-            done |= set(members)
-            yield TaskPair(
-                task=group,
-                metric=pairs[0].metric,
-                filter=pairs[0].filter,
-                sign=pairs[0].sign,
-                documents=tuple(document for pair in pairs for document in pair.documents),
-                baseline=np.concatenate([pair.baseline for pair in pairs]),
-                candidate=np.concatenate([pair.candidate for pair in pairs]),
-            )
-    yield from (pair for name, pair in chosen.items() if name not in done)

@@ -61,7 +61,7 @@ def tango_statistic(wins: float, losses: float, documents: float, difference: fl
     return numerator / math.sqrt(variance)
 
 
-def tango_interval(wins: int, losses: int, documents: int, alpha: float) -> Interval:
+def tango_interval(wins: float, losses: float, documents: float, alpha: float) -> Interval:
     """Tango's score interval of the difference: the values that the score test at `alpha` does not refuse.
 
     With wins = losses = 0 it is +-z^2 / (documents + z^2), where Wald's interval has no width.
@@ -73,8 +73,8 @@ def tango_interval(wins: int, losses: int, documents: int, alpha: float) -> Inte
     def excess(difference: float, sign: int) -> float:
         return sign * tango_statistic(wins, losses, documents, difference) - z
 
-    low = -1.0 if estimate == -1 else optimize.bisect(excess, -1.0, estimate, args=(1,), xtol=1e-12)
-    high = 1.0 if estimate == 1 else optimize.bisect(excess, estimate, 1.0, args=(-1,), xtol=1e-12)
+    low = -1.0 if estimate <= -1 else optimize.bisect(excess, -1.0, estimate, args=(1,), xtol=1e-12)
+    high = 1.0 if estimate >= 1 else optimize.bisect(excess, estimate, 1.0, args=(-1,), xtol=1e-12)
     return Interval(float(low), float(high))
 
 
@@ -93,6 +93,26 @@ def mcnemar_p(wins: int, losses: int) -> float:
     """Exact two-sided McNemar test: binomial with p = 1/2 on the documents that changed; 1 where none did."""
     changed = wins + losses
     return float(stats.binomtest(losses, changed, 0.5).pvalue) if changed else 1.0
+
+
+def permutation_p(gain: Scores, *, seed: int = 0) -> float:
+    """Two-sided paired permutation test of a mean gain of 0, shape (documents,): signs flipped at random.
+
+    Exact up to RESAMPLES draws (scipy); 1 where nothing changed.
+    """
+    changed = gain[gain != 0]
+    if not len(changed):
+        return 1.0
+    result = stats.permutation_test(
+        (changed,),
+        lambda values, axis: values.mean(axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        batch=max(1, 4_000_000 // len(changed)),
+        rng=np.random.default_rng(seed),
+    )
+    return float(result.pvalue)
 
 
 def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interval | None:

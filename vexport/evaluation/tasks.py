@@ -1,7 +1,8 @@
 """Turns the tasks a person names into tasks that lm-eval can run from any folder.
 
-A task is a name that lm-eval knows or a YAML file. YAML files are read here without running anything, their
-includes merged, their data files made absolute, and written into the run's own folder.
+A task is a name that lm-eval knows or a YAML file, of a task or of a group of tasks. YAML files are read
+here without running anything, their includes merged, their data files made absolute, and written into the
+run's own folder.
 """
 
 import difflib
@@ -18,6 +19,9 @@ from vexport.errors import InputError, raise_all
 from vexport.files import write_text
 
 REQUIRED_KEYS = ("task", "dataset_path")
+GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
+GROUP_SUFFIX = ".group.yaml"
+"""How the file of a group ends: lm-eval 0.4.13 cannot be given a group's file, only its folder and name."""
 EVALUATION_SPLITS = ("test_split", "validation_split")
 _INDEXED = re.compile(
     rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
@@ -80,14 +84,43 @@ def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool
         _require_known(task, include_paths)
         return TaskFile(name=task, path=None)
     config = _load(path, trust, ())
-    _require_complete(path, config)
-    name = str(config["task"])
-    target = folder.resolve() / name / f"{name}.yaml"
+    if isinstance(config.get("task"), list):
+        config, suffix = _inlined(path, config, trust), GROUP_SUFFIX
+        name = str(config["group"])
+    else:
+        _require_complete(path, config)
+        name, suffix = str(config["task"]), ".yaml"
+    target = folder.resolve() / name / f"{name}{suffix}"
     target.parent.mkdir(parents=True, exist_ok=True)
     for module in _modules(config):
         shutil.copy2(module, target.parent / module.name)
     write_text(target, yaml.dump(config, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
     return TaskFile(name=name, path=target)
+
+
+def _inlined(path: Path, config: Config, trust: bool) -> Config:
+    """A group with the keys of its tasks written into it, as lm-eval reads them too."""
+    name = config.get("group")
+    if not isinstance(name, str) or Path(name).name != name:
+        need, fix = "the group's name, fit for a file", "add the key group"
+        raise InputError(f"{path}: group", got=repr(name), need=need, fix=fix)
+    given = config["task"]
+    assert isinstance(given, list)
+    shared = {key: value for key, value in config.items() if key not in GROUP_KEYS}
+    members = [_member(path, member, trust) for member in given]
+    if not members:
+        raise InputError(f"{path}: task", got="no tasks", need="at least one", fix="name the group's tasks")
+    for member in members:
+        _require_complete(path, shared | member)
+    return config | {"task": members}
+
+
+def _member(path: Path, member: object, trust: bool) -> Config:
+    """The keys of a group's task: written there, or in a YAML file beside the group's."""
+    if isinstance(member, dict):
+        return _absolute({str(key): value for key, value in member.items()}, path.parent.resolve())
+    file = path.parent / (name if (name := str(member)).endswith((".yaml", ".yml")) else f"{name}.yaml")
+    return _load(file, trust, (path.resolve(),))
 
 
 def _load(path: Path, trust: bool, above: tuple[Path, ...]) -> Config:
@@ -175,9 +208,6 @@ def _absolute(config: Config, base: Path) -> Config:
 
 
 def _require_complete(path: Path, config: Config) -> None:
-    if "group" in config and "task" in config and not isinstance(config["task"], str):
-        got, fix = "a group of tasks", "give its tasks one by one, or its name and the folder that has it"
-        raise InputError(str(path), got=got, need="one task", fix=fix)
     missing = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), str)]
     if not any(config.get(key) for key in EVALUATION_SPLITS):
         missing.append(" or ".join(EVALUATION_SPLITS))

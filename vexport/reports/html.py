@@ -67,6 +67,8 @@ def _environment() -> Environment:
         percent_interval=formatting.percent_interval,
         accepted_loss=sentences.accepted_loss,
         scale_of=sentences.scale_of,
+        scale_of_comparison=sentences.scale_of_comparison,
+        shown_comparisons=sentences.shown_comparisons,
         ratio=formatting.ratio,
         schemes_in_use=sentences.schemes_in_use,
         shown_flips=_shown_flips,

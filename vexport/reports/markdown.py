@@ -19,14 +19,17 @@ from vexport.reports.sentences import (
     engine_line,
     method_line,
     scale_of,
+    scale_of_comparison,
     schemes_in_use,
+    shown_comparisons,
     size_change,
     task_title,
 )
-from vexport.types import Finding, LoadReport, Report, TaskVerdict, Verdict
+from vexport.types import Comparison, Finding, LoadReport, Report, TaskVerdict, Verdict
 
 MAX_FINDINGS = 20
 _MAX_CELL = 300
+_BESIDE = ("Also", "n", "Baseline", "Quantized", "Difference")
 _PUNCTUATION = re.compile(r"([\\`*_\[\]|~#{}!])")
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "://": "&#58;//", "www.": "www&#46;"}
 
@@ -72,7 +75,21 @@ def _tasks(verdict: Verdict) -> str:
         "Flips",
         "McNemar p",
     )
-    return f"### Accuracy\n\n{_table(header, map(_task_row, verdict.tasks))}\n\n{_safe(method_line(verdict))}"
+    parts = [f"### Accuracy\n\n{_table(header, map(_task_row, verdict.tasks))}", _safe(method_line(verdict))]
+    if beside := shown_comparisons(verdict):
+        parts.append("Shown beside, decides nothing:\n\n" + _table(_BESIDE, map(_comparison_row, beside)))
+    return "\n\n".join([*parts, *(f"**Warning** {_safe(warning)}" for warning in verdict.warnings)])
+
+
+def _comparison_row(one: Comparison) -> tuple[str, ...]:
+    scale = scale_of_comparison(one)
+    return (
+        task_title(one),
+        count(one.documents),
+        scale.value(one.baseline),
+        scale.value(one.candidate),
+        f"{scale.change(one.difference)} ({scale.changes(one.low, one.high)}) {scale.unit}",
+    )
 
 
 def _task_row(task: TaskVerdict) -> tuple[str, ...]:

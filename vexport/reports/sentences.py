@@ -1,7 +1,12 @@
 """Sentences that several formats share."""
 
+from collections.abc import Sequence
+
 from vexport.reports.formatting import Scale, bits_per_weight, percent, ratio, size, small
-from vexport.types import EngineInfo, LogprobAgreement, Plan, TaskVerdict, Verdict
+from vexport.types import Comparison, EngineInfo, LogprobAgreement, Plan, TaskVerdict, Verdict
+
+MAX_BESIDE = 8
+"""Comparisons shown for each task besides its gate; JSON has all."""
 
 
 def size_change(plan: Plan) -> str:
@@ -36,7 +41,27 @@ def scale_of(task: TaskVerdict) -> Scale:
     return Scale(max(task.baseline.value, task.candidate.value) <= 1)
 
 
-def task_title(task: TaskVerdict) -> str:
+def scale_of_comparison(one: Comparison) -> Scale:
+    """As `scale_of`, for what is shown beside."""
+    return Scale(max(one.baseline, one.candidate) <= 1)
+
+
+def shown_comparisons(verdict: Verdict) -> tuple[Comparison, ...]:
+    """All documents as one task, then what goes with each task: the worst of them, in their order."""
+    return (
+        *((verdict.pooled,) if verdict.pooled else ()),
+        *(one for t in verdict.tasks for one in _worst(t)),
+    )
+
+
+def _worst(task: TaskVerdict) -> Sequence[Comparison]:
+    """At most MAX_BESIDE; a group's other metrics stay, then its tasks with the greatest loss come."""
+    order = sorted(task.also, key=lambda one: (one.task != task.task, one.difference))
+    kept = {id(one) for one in order[:MAX_BESIDE]}
+    return [one for one in task.also if id(one) in kept]
+
+
+def task_title(task: TaskVerdict | Comparison) -> str:
     """The task with its metric, and the filter where it is not lm-eval's default."""
     suffix = "" if task.filter in ("", "none") else f", {task.filter}"
     return f"{task.task} ({task.metric}{suffix})"

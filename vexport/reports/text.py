@@ -32,11 +32,13 @@ from vexport.reports.sentences import (
     engine_line,
     method_line,
     scale_of,
+    scale_of_comparison,
     schemes_in_use,
+    shown_comparisons,
     size_change,
     task_title,
 )
-from vexport.types import CheckReport, Finding, LoadReport, Report, Severity, Verdict
+from vexport.types import CheckReport, Comparison, Finding, LoadReport, Report, Severity, Verdict
 
 WIDTH = 100
 MAX_FINDINGS = 20
@@ -56,7 +58,7 @@ def summary(report: Report) -> RenderableType:
         _headline(report.outcome, report.name, report.reason),
         _gates(report_gates(report)[:-1]),
         _facts(report),
-        *([_tasks(report.verdict)] if report.verdict else []),
+        *(_accuracy(report.verdict) if report.verdict else []),
         *_findings([finding for _, finding in staged_findings(report)]),
     ]
     return _spaced(parts)
@@ -75,7 +77,8 @@ def loads_summary(reports: Sequence[LoadReport]) -> RenderableType:
 def verdict_summary(verdict: Verdict) -> RenderableType:
     """The answer and the tasks it rests on."""
     gates = verdict_gates(verdict)[:-1]
-    return _spaced([_headline(verdict.outcome, "accuracy", verdict.reason), _gates(gates), _tasks(verdict)])
+    head = _headline(verdict.outcome, "accuracy", verdict.reason)
+    return _spaced([head, _gates(gates), *_accuracy(verdict)])
 
 
 def report(report: Report) -> str:
@@ -154,6 +157,26 @@ def _engine_rows(load: LoadReport) -> list[tuple[str, Text]]:
     if load.logprobs:
         rows.append(("log-probs", _text(agreement_line(load.logprobs))))
     return rows
+
+
+def _accuracy(verdict: Verdict) -> list[RenderableType]:
+    """The tasks, what is shown beside their gates, and what weakens the answer."""
+    beside = shown_comparisons(verdict)
+    warnings = [_text(f"warning  {warning}", "yellow") for warning in verdict.warnings]
+    return [_tasks(verdict), *([_comparisons(beside)] if beside else []), *warnings]
+
+
+def _comparisons(comparisons: Sequence[Comparison]) -> RenderableType:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for one in comparisons:
+        scale = scale_of_comparison(one)
+        table.add_row(
+            _text(task_title(one)),
+            f"{count(one.documents)} documents",
+            f"{scale.value(one.baseline)} -> {scale.value(one.candidate)}",
+            f"{scale.change(one.difference)} ({scale.changes(one.low, one.high)})",
+        )
+    return Group(Text("shown beside, decides nothing", "dim"), table)
 
 
 def _tasks(verdict: Verdict) -> RenderableType:

@@ -1,0 +1,155 @@
+"""Groups of tasks: what lm-eval writes of them, which metric decides, what clustered documents are worth."""
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.evaluation.make import make_group, run_lm_eval
+from vexport.errors import InputError
+from vexport.evaluation.clusters import (
+    clustered_bootstrap,
+    clustered_tango,
+    design_effect,
+)
+from vexport.evaluation.gates import gated_tasks, label
+from vexport.evaluation.pairs import TaskPair, pool
+from vexport.evaluation.results import read_results
+from vexport.evaluation.statistics import Scores, tango_interval
+from vexport.evaluation.tasks import resolve_tasks
+from vexport.verdict import decide
+
+SUBJECTS, DOCUMENTS = 12, 30
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A group of 12 subjects of 30 documents: the baseline errs on one of each, `worse` on five."""
+    pytest.importorskip("lm_eval")
+    folder = tmp_path_factory.mktemp("group")
+    (group,) = resolve_tasks([make_group(folder / "tasks", SUBJECTS, DOCUMENTS)], folder=folder / "resolved")
+    run_lm_eval([group.spec], {folder / "baseline": [0], folder / "worse": range(5)})
+    return folder
+
+
+def test_a_group_is_one_task_clustered_by_subject(runs: Path) -> None:
+    verdict = decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05)
+    (task,) = verdict.tasks
+    assert (task.task, task.metric, task.documents, task.clusters) == ("subjects", "acc", 360, SUBJECTS)
+    assert (task.outcome, task.right_to_wrong) == ("FAIL", 48)
+    assert "Tango's score interval clustered by task" in verdict.method
+    aggregate = json.loads(read_results(runs / "worse").file.read_text())["groups"]["subjects"]["acc,none"]
+    assert task.candidate.value == pytest.approx(aggregate)
+
+
+def test_the_other_metrics_and_the_subjects_are_shown_beside(runs: Path) -> None:
+    (task,) = decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05).tasks
+    names = [(one.task, one.metric) for one in task.also]
+    assert names[0] == ("subjects", "acc_norm")
+    assert set(names[1:]) == {(f"subjects::subject{number}", "acc") for number in range(SUBJECTS)}
+    assert sum(one.documents for one in task.also[1:]) == task.documents
+
+
+def test_few_subjects_are_not_a_sample_of_subjects(runs: Path, tmp_path: Path) -> None:
+    for name in ("baseline", "worse"):
+        shutil.copytree(runs / name, tmp_path / name)
+        file = read_results(tmp_path / name).file
+        content = json.loads(file.read_text())
+        content["configs"] = {f"subjects::subject{number}": {} for number in range(3)}
+        file.write_text(json.dumps(content))
+    (task,) = decide(tmp_path / "baseline", tmp_path / "worse", margin=0.02, alpha=0.05).tasks
+    assert (task.documents, task.clusters) == (3 * DOCUMENTS, None)
+    assert task.low == pytest.approx(tango_interval(0, 12, 90, 0.05).low)
+
+
+@pytest.mark.parametrize("choice", [{"subjects": "acc_norm"}, {"*": "acc_norm,none"}])
+def test_another_metric_may_decide(runs: Path, choice: dict[str, str]) -> None:
+    results = read_results(runs / "baseline")
+    (gated,) = gated_tasks(results, results, choice)
+    assert label(gated.gate) == "acc_norm,none"
+    assert label(gated.also[0]) == "acc,none"
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"subjects": "f1"}, "gate of task subjects: got f1, need one of acc,none, acc_norm,none"),
+        ({"*": "f1"}, "gate: got f1, which no task has"),
+        ({"subject1": "acc"}, "gate: got no task subject1, need one of subjects"),
+    ],
+)
+def test_a_gate_that_is_not_there_is_named(runs: Path, choice: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05, gate=choice)
+
+
+def paired(gain: Scores, clusters: np.ndarray[tuple[int], np.dtype[np.intp]] | None) -> TaskPair:
+    return TaskPair(
+        task="t",
+        metric="m",
+        filter="none",
+        sign=1,
+        documents=(),
+        baseline=np.zeros(len(gain)),
+        candidate=gain,
+        clusters=clusters,
+    )
+
+
+def test_the_pool_keeps_clusters_and_leaves_other_documents_alone() -> None:
+    joined = pool("all", [paired(np.zeros(4), np.array([0, 0, 1, 1])), paired(np.ones(3), None)])
+    assert joined.clusters is not None
+    assert joined.clusters.tolist() == [0, 0, 1, 1, 2, 3, 4]
+
+
+def test_the_design_effect_is_the_sandwich_over_the_plain_variance() -> None:
+    rng = np.random.default_rng(0)
+    clusters = np.repeat(np.arange(20), 30)
+    gain = rng.choice([-1.0, 0, 1], 600, p=[0.1, 0.85, 0.05]) + (clusters % 4 == 0) * -0.5
+    residual_sums = [float((gain[clusters == k] - gain.mean()).sum()) for k in range(20)]
+    sandwich = 20 / 19 * math.fsum(value**2 for value in residual_sums) / 600**2
+    assert design_effect(gain, clusters) == pytest.approx(sandwich / (gain.var() / 600))
+    assert design_effect(gain, rng.permutation(clusters)) < 2
+
+
+def draw(rng: np.random.Generator, sizes: Sequence[int], loss: float, spread: float) -> Scores:
+    """Losses with a rate of its own for each cluster: beta with mean `loss`."""
+    rates = rng.beta(loss / spread, (1 - loss) / spread, len(sizes))
+    return np.concatenate(
+        [-(rng.random(size) < rate).astype(float) for size, rate in zip(sizes, rates, strict=True)]
+    )
+
+
+def test_clustered_bounds_err_as_promised_where_plain_ones_do_not() -> None:
+    """2000 draws of 40 subjects: 5 % + 3 standard errors (1.5 points) at most; the plain one far more."""
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(30, 120, 40).tolist()
+    clusters = np.repeat(np.arange(40), sizes)
+    wrong = plain_wrong = 0
+    for _ in range(2000):
+        gain = draw(rng, sizes, 0.05, 0.02)
+        wrong += clustered_tango(gain, clusters, 0.05).low > -0.05
+        plain_wrong += tango_interval(0, int(-gain.sum()), len(gain), 0.05).low > -0.05
+    assert wrong / 2000 < 0.05 + 0.015
+    assert plain_wrong / 2000 > 0.10
+
+
+def test_the_bootstrap_of_clusters_agrees_with_students_interval_of_their_means() -> None:
+    rng = np.random.default_rng(2)
+    clusters = np.repeat(np.arange(60), 20)
+    values = rng.normal(0, 0.05, 60)[clusters] + rng.normal(0, 0.05, 1200)
+    means = values.reshape(60, 20).mean(1)
+    spread = float(stats.t.isf(0.05, 59)) * means.std(ddof=1) / math.sqrt(60)
+    low, high = clustered_bootstrap(values, clusters, 0.05, span=1)
+    assert (low, high) == pytest.approx((means.mean() - spread, means.mean() + spread), abs=1.5e-3)
+
+
+def test_equal_clusters_are_not_taken_for_certainty() -> None:
+    low, high = clustered_bootstrap(np.full(50, 0.25), np.arange(50) // 5, 0.05, span=1)
+    quiet = tango_interval(0, 0, 50, 0.05)
+    assert (low, high) == pytest.approx((0.25 + quiet.low, 0.25 + quiet.high))

@@ -1,0 +1,185 @@
+"""Reads lm-eval's output folders, wherever they were made: results_*.json and the samples beside it.
+
+Format: lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may hold several runs of one model, of
+which the newest counts, and lm-eval's command line puts them into a subfolder named after the model.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vexport.errors import InputError
+from vexport.evaluation.samples import TaskSamples, as_float, read_samples
+from vexport.files import read_json_object
+from vexport.types import Json
+
+STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One model's mean on a task, as lm-eval aggregated it over `documents`; `stderr` where it has one."""
+
+    task: str
+    metric: str
+    filter: str
+    higher_is_better: bool
+    documents: int
+    value: float
+    stderr: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """One lm-eval run.
+
+    `summaries` has every task; `tasks` those with samples. `groups` maps a group that lm-eval aggregates to
+    its tasks, leaves only. `fingerprint` names what could change a score besides the model.
+    """
+
+    file: Path
+    summaries: Mapping[str, tuple[Summary, ...]]
+    tasks: Mapping[str, TaskSamples]
+    groups: Mapping[str, tuple[str, ...]]
+    fingerprint: Mapping[str, str]
+
+
+def read_results(path: Path) -> Results:
+    """Read the newest run in an lm-eval output folder, or the run of one results file.
+
+    InputError names the file (and the line) where something is missing or broken. Samples may be missing.
+    """
+    file = path if path.is_file() else _newest_results(path)
+    content = read_json_object(file)
+    names = list(_mapping(content, "configs"))
+    if not names:
+        raise InputError(str(file), got="no tasks", need="lm-eval results", fix="evaluate at least one task")
+    for name in names:
+        _require_plain(file, name)
+    read = {name: samples for name in names if (samples := _read_task(file, name, content))}
+    return Results(
+        file=file,
+        summaries={name: tuple(_summaries(file, name, content)) for name in names},
+        tasks=read,
+        groups=_aggregated_groups(content, frozenset(names)),
+        fingerprint=dict(_fingerprint(content, names)),
+    )
+
+
+def _newest_results(folder: Path) -> Path:
+    found = [file for file in folder.rglob("results_*.json") if STAMP.search(file.name) and file.is_file()]
+    if not found:
+        state = "no results_*.json in it" if folder.is_dir() else "no such folder"
+        fix = "check the path; lm-eval writes the folder with --output_path FOLDER --log_samples"
+        raise InputError(str(folder), got=state, need="an lm-eval output folder", fix=fix)
+    models = sorted({str(file.parent) for file in found})
+    if len(models) > 1:
+        got = f"results of {len(models)} models ({', '.join(models)})"
+        raise InputError(str(folder), got=got, need="one model's results", fix="give one of these folders")
+    return max(found, key=lambda file: file.name)
+
+
+def _require_plain(file: Path, task: str) -> None:
+    """A task's name is part of a file's name: it must not lead elsewhere."""
+    if not task or Path(task).name != task or not task.isprintable():
+        got, need = f"a task named {task!r}", "a name without folders"
+        raise InputError(str(file), got=got, need=need, fix="evaluate again with lm-eval")
+
+
+def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples | None:
+    stamp = STAMP.search(file.name)
+    if stamp is None:
+        need = "a name that ends in lm-eval's date"
+        raise InputError(str(file), got=file.name, need=need, fix="give the folder that lm-eval wrote")
+    path = file.with_name(f"samples_{task}_{stamp[1]}.jsonl")
+    if not path.exists():
+        return None
+    output_type = str(_mapping(_mapping(content, "configs"), task).get("output_type", ""))
+    return read_samples(path, task, output_type=output_type, higher_is_better=_directions(content, task))
+
+
+def _directions(content: Mapping[str, Json], task: str) -> dict[str, bool]:
+    better = _mapping(_mapping(content, "higher_is_better"), task)
+    return {name: value for name, value in better.items() if isinstance(value, bool)}
+
+
+def _summaries(file: Path, task: str, content: Mapping[str, Json]) -> Iterator[Summary]:
+    """Yield each `metric,filter` of a task that has a finite mean, where lm-eval says how many documents."""
+    values = _mapping(_mapping(content, "results"), task)
+    counts = _mapping(_mapping(content, "n-samples"), task)
+    documents = counts.get("effective", values.get("sample_len"))
+    if type(documents) is not int or documents < 1:
+        return
+    directions = _directions(content, task)
+    for key, value in values.items():
+        metric, comma, filter_name = key.rpartition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+            continue
+        stderr = values.get(f"{metric}_stderr,{filter_name}")
+        known = isinstance(stderr, (int, float)) and stderr >= 0 and math.isfinite(as_float(stderr))
+        if math.isfinite(as_float(value)):
+            yield Summary(
+                task=task,
+                metric=metric,
+                filter=filter_name,
+                higher_is_better=directions.get(metric, True),
+                documents=documents,
+                value=float(value),
+                stderr=as_float(stderr) if known and isinstance(stderr, (int, float)) else None,
+            )
+
+
+def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """The outermost groups that have an aggregate of their own, with the tasks in them and below."""
+    children = {
+        name: [str(child) for child in value] if isinstance(value, list) else []
+        for name, value in _mapping(content, "group_subtasks").items()
+    }
+
+    def leaves(name: str, above: tuple[str, ...] = ()) -> tuple[str, ...]:
+        if name in tasks:
+            return (name,)
+        inner = children.get(name, []) if name not in above else []
+        return tuple(dict.fromkeys(leaf for child in inner for leaf in leaves(child, (*above, name))))
+
+    groups = {name: found for name in _mapping(content, "groups") if (found := leaves(name))}
+    sets = [set(members) for members in groups.values()]
+    return {
+        name: members for name, members in groups.items() if not any(set(members) < outer for outer in sets)
+    }
+
+
+_PLAIN = {
+    "lm-eval": "lm_eval_version",
+    "transformers": "transformers_version",
+    "chat template": "chat_template_sha",
+    "system instruction": "system_instruction_sha",
+    "few-shot as multiturn": "fewshot_as_multiturn",
+}
+_CONFIGURED = ("limit", "gen_kwargs", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
+_ENGINE = ("dtype", "max_model_len", "quantization", "kv_cache_dtype", "enforce_eager")
+_OF_TASKS = {"version": "versions", "few-shot examples": "n-shot", "task hash": "task_hashes"}
+
+
+def _fingerprint(content: Mapping[str, Json], tasks: list[str]) -> Iterator[tuple[str, str]]:
+    """What lm-eval records of the circumstances of a run."""
+    config = _mapping(content, "config")
+    arguments = config.get("model_args")
+    if isinstance(arguments, str):
+        pairs = (part.partition("=") for part in arguments.split(","))
+        arguments = {name: value for name, _, value in pairs}
+    engine: dict[str, Json] = arguments if isinstance(arguments, dict) else {}
+    found: dict[str, Json] = {name: content.get(key) for name, key in _PLAIN.items()}
+    found |= {name.replace("_", " "): config.get(name) for name in _CONFIGURED}
+    found |= {name.replace("_", " "): engine.get(name) for name in _ENGINE}
+    for task in tasks:
+        for name, key in _OF_TASKS.items():
+            found[f"{name} of {task}"] = _mapping(content, key).get(task)
+    yield from ((name, str(value)) for name, value in found.items() if value is not None)
+
+
+def _mapping(content: Mapping[str, Json], key: str) -> dict[str, Json]:
+    value = content.get(key)
+    return value if isinstance(value, dict) else {}
