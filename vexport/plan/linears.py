@@ -18,7 +18,9 @@ Place = Literal["decoder", "outside", "unquantizable"]
 STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 # Layers that predict tokens further ahead; transformers drops them, vLLM drafts with them.
 PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_block|mtp_layers)\b")
-SMALL_BUT_DECISIVE = re.compile(r"(?:\w*router\w*|\w*gate|\w*norm\w*|\w*conv1d\w*|in_proj_(?:ba|b|a))$")
+SMALL_BUT_DECISIVE = re.compile(
+    r"(?:.*\.)?(?:\w*router\w*(?:\.layer)?|\w*gate|\w*norm\w*|\w*conv1d\w*|in_proj_(?:ba|b|a))$"
+)
 # vLLM's own endings of tensors that hold all experts of a layer (RoutedExperts.build_expert_params_mapping).
 STACKED_EXPERTS: Mapping[str, str] = {name: name for name in ("experts.gate_up_proj", "experts.down_proj")}
 # Loads experts in its own names and none in compressed-tensors' (vllm/model_executor/models/gpt_oss.py).
@@ -28,18 +30,23 @@ TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """How the names of one checkpoint are to be read: vLLM's class and the number of decoder layers."""
+    """How the names of one checkpoint are to be read: vLLM's class and the number of decoder layers.
+
+    `experts_known` says whether vLLM loads the class's experts one by one, `transposed_experts` whether a
+    tensor of all experts is (experts, in, out) in this checkpoint.
+    """
 
     architecture: Architecture
     layers: int | None
     experts_known: bool
+    transposed_experts: bool
 
     def place(self, module: str) -> Place:
         """Where a linear layer of that name is."""
         leaf = module.rpartition(".")[2]
         if moe_layer(module) is None and leaf in self.architecture.unquantized:
             return "unquantizable"
-        return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(leaf) else "outside"
+        return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module) else "outside"
 
     def in_decoder(self, module: str) -> bool:
         """Whether a module is part of a decoder layer of the language model."""
@@ -71,6 +78,7 @@ def names_of(index: SourceIndex, architecture: Architecture) -> Names:
         architecture=architecture,
         layers=layers if isinstance(layers, int) else None,
         experts_known=architecture.experts is not None and index.architecture not in OWN_EXPERTS,
+        transposed_experts=_is_transposed(index, architecture),
     )
 
 
@@ -81,6 +89,20 @@ def text_config(config: Mapping[str, Json]) -> Mapping[str, Json]:
         if isinstance(nested, dict):
             return text_config(nested)
     return config
+
+
+def _is_transposed(index: SourceIndex, architecture: Architecture) -> bool:
+    """Whether tensors of all experts are (experts, in, out): by hidden_size, or as the class has them.
+
+    Checkpoints of one class come in both orders: newer versions of transformers save the other one.
+    """
+    hidden = text_config(index.config).get("hidden_size")
+    for tensor in index.tensors.values():
+        ending = _ending(tensor.name, architecture) if len(tensor.shape) == 3 else None
+        _, rows, columns = tensor.shape if ending else (0, 0, 0)
+        if ending and rows != columns and hidden in (rows, columns):
+            return (rows == hidden) != ending[1].endswith("down_proj")
+    return architecture.transposed_experts
 
 
 def find_linears(index: SourceIndex, names: Names) -> Iterator[LinearPlan]:
@@ -94,13 +116,17 @@ def find_linears(index: SourceIndex, names: Names) -> Iterator[LinearPlan]:
             rows, columns = tensor.shape
             yield LinearPlan(name=module, weight=tensor.name, out_features=rows, in_features=columns)
         elif len(tensor.shape) == 3 and names.experts_known:
-            yield from _stacked_experts(tensor, names.architecture)
+            yield from _stacked_experts(tensor, names)
 
 
 def is_embedding(module: str) -> bool:
     """Whether a module with a two-dimensional weight is a table of embeddings by its name."""
     leaf = module.rpartition(".")[2]
-    return leaf.startswith("embed") and leaf != "embed_out" or leaf in ("wte", "wpe", "word_embeddings")
+    return (
+        leaf.startswith("embed")
+        and leaf != "embed_out"
+        or leaf in ("wte", "wpe", "word_embeddings", "pos_embed")
+    )
 
 
 def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
@@ -119,15 +145,15 @@ def _ending(name: str, architecture: Architecture) -> tuple[str, str] | None:
     return next(((old, new) for old, new in endings.items() if name.endswith(old)), None)
 
 
-def _stacked_experts(tensor: TensorInfo, architecture: Architecture) -> Iterator[LinearPlan]:
+def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
     """Gate and up, or down, of each expert: gate rows first, as `RoutedExperts.load_weights` cuts them."""
-    ending = _ending(tensor.name, architecture)
-    if ending is None or architecture.experts is None:
+    ending = _ending(tensor.name, names.architecture)
+    if ending is None or names.architecture.experts is None:
         return
     old, new = ending
     base, _, kind = (tensor.name.removesuffix(old) + new).rpartition(".")
-    gate, down, up = architecture.experts
-    transposed = architecture.transposed_experts
+    gate, down, up = names.architecture.experts
+    transposed = names.transposed_experts
     experts, rows, columns = (tensor.shape[0], *(tensor.shape[:0:-1] if transposed else tensor.shape[1:]))
     parts = (down,) if kind == "down_proj" else (gate, up) if up else (gate,)
     height = rows // len(parts)

@@ -1,0 +1,196 @@
+"""Micro models of every family of architectures, stored under the names of real hub checkpoints."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+Values = Mapping[str, object]
+TEXT: Values = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 384,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS: Values = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+MLA: Values = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+}
+LINEAR_ATTENTION: Values = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "shared_expert_intermediate_size": 128,
+}
+VISION: Values = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_heads": 2}
+
+
+# transformers 5 does not turn these experts back to the (experts, in, out) of the hub.
+SAVED_OTHERWISE = ("qwen3_vl_moe",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A model type of transformers with micro sizes; `towers` are the nested configs of a multimodal one."""
+
+    model_type: str
+    text: Values
+    towers: Mapping[str, Values] | None = None
+    values: Values | None = None
+
+    def config(self, **changes: object) -> PretrainedConfig:
+        """The micro configuration; `changes` go to the language model."""
+        text = {**TEXT, **self.text, **changes}
+        if self.towers is None:
+            return AutoConfig.for_model(self.model_type, **{"dtype": "bfloat16", **text})
+        nested = {"text_config": text, **self.towers}
+        return AutoConfig.for_model(self.model_type, dtype="bfloat16", **nested, **(self.values or {}))
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(model_type="llama", text={}),
+    "qwen2": Family(model_type="qwen2", text={}),
+    "qwen3-tied": Family(model_type="qwen3", text={"tie_word_embeddings": True}),
+    "gemma2": Family(model_type="gemma2", text={}),
+    "gemma3": Family(model_type="gemma3_text", text={}),
+    "phi3": Family(model_type="phi3", text={}),
+    "mixtral": Family(
+        model_type="mixtral",
+        text={"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3-moe": Family(model_type="qwen3_moe", text={**EXPERTS, "num_experts": 4}),
+    "qwen2-moe": Family(
+        model_type="qwen2_moe", text={**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128}
+    ),
+    "olmoe": Family(
+        model_type="olmoe", text={"intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "deepseek-v3": Family(
+        model_type="deepseek_v3",
+        text={
+            **EXPERTS,
+            **MLA,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "granite-moe": Family(
+        model_type="granitemoe",
+        text={"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "llama4": Family(
+        model_type="llama4_text",
+        text={
+            "intermediate_size": 128,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "gpt-oss": Family(
+        model_type="gpt_oss",
+        text={"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3-next": Family(model_type="qwen3_next", text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4}),
+    "qwen3.5-moe": Family(
+        model_type="qwen3_5_moe",
+        text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4},
+        towers={"vision_config": {**VISION, "depth": 1, "out_hidden_size": 256}},
+    ),
+    "qwen3-vl-moe": Family(
+        model_type="qwen3_vl_moe",
+        text={**EXPERTS, "num_experts": 4},
+        towers={
+            "vision_config": {**VISION, "depth": 1, "out_hidden_size": 256, "deepstack_visual_indexes": [0]}
+        },
+    ),
+    "qwen2.5-vl": Family(
+        model_type="qwen2_5_vl",
+        text={"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}},
+        towers={"vision_config": {**VISION, "depth": 1, "out_hidden_size": 256}},
+    ),
+    "gemma3-vision": Family(
+        model_type="gemma3",
+        text={},
+        towers={"vision_config": {**VISION, "num_hidden_layers": 1, "image_size": 56, "patch_size": 14}},
+        values={"mm_tokens_per_image": 4},
+    ),
+    "mistral3": Family(
+        model_type="mistral3",
+        text={"model_type": "mistral"},
+        towers={
+            "vision_config": {
+                **VISION,
+                "model_type": "pixtral",
+                "num_hidden_layers": 1,
+                "image_size": 56,
+                "patch_size": 14,
+                "head_dim": 64,
+            }
+        },
+    ),
+}
+
+
+def hub_tensors(config: PretrainedConfig, device: str = "cpu") -> tuple[str, dict[str, torch.Tensor]]:
+    """(class name, tensors) of a new model as the hub stores them, experts one by one where it does."""
+    auto = AutoModelForImageTextToText if "vision_config" in config.to_dict() else AutoModelForCausalLM
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    tensors = revert_weight_conversion(model, dict(model.state_dict()))
+    if config.model_type in SAVED_OTHERWISE:
+        tensors = {name: value.mT if ".experts." in name else value for name, value in tensors.items()}
+    if getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings):
+        tensors = {name: value for name, value in tensors.items() if not name.endswith("lm_head.weight")}
+    return type(model).__name__, tensors
+
+
+def save_family(
+    name: str, folder: Path, *, add: Callable[[], Mapping[str, torch.Tensor]] = dict, **changes: object
+) -> Path:
+    """A micro model of a family as a checkpoint of one file; `add` gives tensors that transformers drops."""
+    config = FAMILIES[name].config(**changes)
+    architecture, tensors = hub_tensors(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {**{key: value.contiguous().clone() for key, value in tensors.items()}, **add()}
+    save_file(contents, folder / "model.safetensors", metadata={"format": "pt"})
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return folder
+
+
+def split(folder: Path, shards: int) -> Path:
+    """Deal a checkpoint's tensors out to so many shards, neighbours never together."""
+    tensors = load_file(folder / "model.safetensors")
+    weight_map = {}
+    for number in range(shards):
+        name = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        chosen = {key: tensors[key] for key in sorted(tensors)[number::shards]}
+        save_file(chosen, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(chosen, name))
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
