@@ -102,10 +102,22 @@ class FusionGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """An attention layer that gets scales for the KV cache: its module's name in the checkpoint.
+
+    `heads` is how many KV heads have scales of their own, None where one serves them all.
+    """
+
+    name: str
+    heads: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What will be done to a checkpoint, from headers, rules and architecture alone.
 
     `ignore` says in vLLM's terms what stays unquantized; `notes` are warnings about what was assumed or kept.
+    `attention` has the layers that get scales for the KV cache; none where `kv_cache` is None.
     """
 
     source: str
@@ -120,6 +132,7 @@ class Plan:
     refusals: tuple[Finding, ...] = ()
     notes: tuple[Finding, ...] = ()
     kv_cache: KvCache | None = None
+    attention: tuple[AttentionLayer, ...] = ()
 
     @property
     def schemes(self) -> tuple[str, ...]:

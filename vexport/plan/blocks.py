@@ -5,14 +5,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.schemes import get_scheme
-from vexport.types import FusionGroup, TensorInfo, TensorSpec
+from vexport.schemes.kv_cache import kv_layout
+from vexport.types import AttentionLayer, FusionGroup, TensorInfo, TensorSpec
+
+# What a block of the output is made of.
+Source = FusionGroup | TensorInfo | AttentionLayer
 
 
-def blocks(index: SourceIndex, groups: Sequence[FusionGroup]) -> Iterator[FusionGroup | TensorInfo]:
+def blocks(
+    index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
+) -> Iterator[Source]:
     """What the output is made of, in the order of the source: groups to quantize and tensors to copy.
 
     A group comes where the first of its weights is stored; experts that are stored in one tensor come
-    there one after the other.
+    there one after the other. The scales of the KV cache come last.
     """
     groups_of: dict[str, dict[str, FusionGroup]] = {}
     for group in groups:
@@ -26,13 +32,18 @@ def blocks(index: SourceIndex, groups: Sequence[FusionGroup]) -> Iterator[Fusion
             if name not in done:
                 done.add(name)
                 yield group
+    yield from attention
 
 
-def output_blocks(index: SourceIndex, groups: Sequence[FusionGroup]) -> Iterator[tuple[TensorSpec, ...]]:
+def output_blocks(
+    index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
+) -> Iterator[tuple[TensorSpec, ...]]:
     """The tensors to be written, one tuple a block."""
-    for block in blocks(index, groups):
+    for block in blocks(index, groups, attention):
         if isinstance(block, FusionGroup):
             yield group_layout(block, index.tensors)
+        elif isinstance(block, AttentionLayer):
+            yield kv_layout(block)
         else:
             yield (TensorSpec(name=block.name, dtype=block.dtype, shape=block.shape),)
 
@@ -45,6 +56,9 @@ def group_layout(group: FusionGroup, tensors: Mapping[str, TensorInfo]) -> tuple
     )
 
 
-def output_bytes(index: SourceIndex, groups: Sequence[FusionGroup]) -> int:
+def output_bytes(
+    index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
+) -> int:
     """Bytes of all tensors to be written."""
-    return sum(num_bytes(spec.dtype, spec.shape) for block in output_blocks(index, groups) for spec in block)
+    tensors = (spec for block in output_blocks(index, groups, attention) for spec in block)
+    return sum(num_bytes(spec.dtype, spec.shape) for spec in tensors)

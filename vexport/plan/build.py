@@ -1,7 +1,7 @@
 """From headers, rules and the architecture's fused modules to a plan; no tensor data is read."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vexport.architectures import resolve
@@ -10,11 +10,12 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.plan.blocks import output_bytes
 from vexport.plan.ignore import ignored
+from vexport.plan.kv_cache import attention_layers, refused_caches
 from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of, text_config
 from vexport.plan.rules import Treatment, choose_rule, require_matching_rules
 from vexport.plan.shapes import kept_instead, misfit
 from vexport.scenario import Rule
-from vexport.types import Finding, FusionGroup, LinearPlan, Plan
+from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearPlan, Plan
 
 OnMisfit = Literal["refuse", "keep"]
 # GPT-2's Conv1D weights are (in, out); vLLM turns them only where they are stored unpacked (models/gpt2.py).
@@ -23,10 +24,11 @@ TRANSPOSED_CLASSES = frozenset({"GPT2LMHeadModel"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What else a plan depends on: the tensor parallel sizes to serve, what to do on a misfit."""
+    """What else a plan depends on: tensor parallel sizes to serve, what to do on a misfit, the KV cache."""
 
     ranks: Sequence[int] = (1,)
     on_misfit: OnMisfit = "refuse"
+    kv_cache: KvCache | None = None
 
 
 def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = Settings()) -> Plan:
@@ -52,7 +54,14 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
         notes = (*notes, *kept_notes)
     else:
         refusals.extend(misfits.values())
-    return _plan(index, names, modules, groups, tuple(refusals), (*notes, *_unknown_experts(index, names)))
+    attention: tuple[AttentionLayer, ...] = ()
+    if settings.kv_cache is not None:
+        attention = attention_layers(linears.values(), names, text_config(index.config), settings.kv_cache)
+        refusals.extend(refused_caches(attention, linears.values()))
+    notes = (*notes, *_unknown_experts(index, names))
+    plan = _plan(index, names, modules, groups, tuple(refusals), notes)
+    size = output_bytes(index, groups, attention)
+    return replace(plan, kv_cache=settings.kv_cache, attention=attention, output_bytes=size)
 
 
 def require_accepted(plan: Plan) -> None:

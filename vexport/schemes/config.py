@@ -1,16 +1,18 @@
 """The `quantization_config` of config.json, in the terms of compressed-tensors that vLLM reads."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
 from pydantic import TypeAdapter
 
 from vexport.schemes import get_scheme
 from vexport.schemes.base import EXPERT, QuantArgs
+from vexport.schemes.kv_cache import KV_CACHES
 from vexport.types import FusionGroup, Json, Plan
 
 MIXED_FORMAT = "mixed-precision"
+DENSE_FORMAT = "dense"
 # Their class in vLLM, ParallelLMHead, is not matched by the target Linear.
 HEADS = ("lm_head", "embed_out")
 LAYERS = "layers."
@@ -31,13 +33,19 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
         groups[f"group_{number}"] = _config_group(scheme, observer, targets)
     return {
         "config_groups": groups,
-        "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
+        "format": _format(formats),
         "global_compression_ratio": None,
-        "ignore": list(plan.kept_linears),
-        "kv_cache_scheme": None,
+        "ignore": list(plan.ignore),
+        "kv_cache_scheme": _args(KV_CACHES[plan.kv_cache]) if plan.kv_cache else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }
+
+
+def _format(formats: Set[str]) -> str:
+    if len(formats) > 1:
+        return MIXED_FORMAT
+    return next(iter(formats), DENSE_FORMAT)
 
 
 def targets_of(groups: Sequence[FusionGroup], *, alone: bool) -> list[str]:

@@ -1,0 +1,97 @@
+"""A scheme refuses a group exactly where vLLM does."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vexport.schemes import all_schemes, get_scheme
+from vexport.schemes.base import Split
+from vexport.types import LinearPlan
+
+
+def layers(*rows: int, columns: int, names: str = "layer.{}") -> tuple[LinearPlan, ...]:
+    """Layers of so many out_features each."""
+    return tuple(
+        LinearPlan(name=names.format(number), weight="w", out_features=out, in_features=columns)
+        for number, out in enumerate(rows)
+    )
+
+
+SIDES = st.sampled_from([64, 128, 192, 200, 256, 384, 512, 1024])
+
+
+@pytest.mark.vllm
+@settings(deadline=None, max_examples=200)
+@given(
+    rows=st.lists(SIDES, min_size=1, max_size=3),
+    columns=SIDES,
+    ranks=st.sampled_from([1, 2, 4]),
+    split=st.sampled_from(["out", "in"]),
+)
+def test_blocks_are_refused_where_vllm_refuses(
+    rows: list[int], columns: int, ranks: int, split: Split
+) -> None:
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape
+
+    out, wide = (ranks, 1) if split == "out" else (1, ranks)
+    sizes = [size // out for size in rows]
+    with patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=ranks):
+        try:
+            validate_fp8_block_shape(
+                SimpleNamespace(),
+                input_size=columns,
+                output_size=sum(rows),
+                input_size_per_partition=columns // wide,
+                output_partition_sizes=sizes,
+                block_size=[128, 128],
+            )
+            refused = False
+        except ValueError:
+            refused = True
+    misfit = get_scheme("FP8_BLOCK").group_misfit(layers(*rows, columns=columns), ranks=ranks, split=split)
+    assert (misfit is not None) == refused, misfit
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "columns", "said"),
+    [
+        ("NVFP4", (64,), 40, "in_features 40 is not a multiple of 16"),
+        ("MXFP4", (64,), 48, "in_features 48 is not a multiple of 32"),
+        ("MXFP8", (64,), 48, "in_features 48 is not a multiple of 32"),
+        ("W3A16", (64,), 192, "in_features 192 is not a multiple of 128"),
+        ("W4A16_ASYM", (64, 12), 128, "out_features 12: zero points of 4 bits do not fill whole words"),
+        ("W4AFP8", (64, 32), 128, "out_features 96 is not a multiple of 128"),
+        ("FP8_BLOCK", (100, 128), 128, "out_features 100 is not a multiple of the block's 128"),
+    ],
+)
+def test_a_misfit_names_sizes(scheme: str, rows: tuple[int, ...], columns: int, said: str) -> None:
+    assert get_scheme(scheme).group_misfit(layers(*rows, columns=columns)) == said
+
+
+def test_what_fits_whole_need_not_fit_ranks() -> None:
+    scheme, members = get_scheme("NVFP4"), layers(64, columns=48)
+    assert scheme.group_misfit(members) is None
+    assert scheme.group_misfit(members, ranks=3, split="in") is None
+    assert scheme.group_misfit(members, ranks=2, split="in") == (
+        "in_features 24 is not a multiple of 16 on each of 2 ranks"
+    )
+    assert scheme.group_misfit(members, ranks=5, split="out") == (
+        "out_features 64 is not a multiple of 5 ranks"
+    )
+
+
+def test_the_last_of_merged_layers_may_be_ragged_but_no_expert() -> None:
+    scheme = get_scheme("FP8_BLOCK")
+    assert scheme.group_misfit(layers(128, 100, columns=100)) is None
+    experts = layers(128, 100, columns=128, names="model.layers.0.mlp.experts.3.{}")
+    assert scheme.group_misfit(experts) == "out_features 100 is not a multiple of the block's 128"
+
+
+@pytest.mark.parametrize("scheme", [scheme.name for scheme in all_schemes()])
+def test_round_sizes_fit_every_scheme(scheme: str) -> None:
+    members = layers(512, 256, 256, columns=1024)
+    assert get_scheme(scheme).group_misfit(members, ranks=2, split="in") is None
+    assert get_scheme(scheme).group_misfit(members, ranks=2, split="out") is None

@@ -1,0 +1,65 @@
+"""Which attention layers get scales for the KV cache, from names and shapes alone."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from vexport.plan.linears import Names
+from vexport.schemes.kv_cache import KV_CACHES
+from vexport.types import AttentionLayer, Finding, Json, KvCache, LinearPlan
+
+KEYS = "k_proj"
+# Queries, keys and values in one weight on disk.
+FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "wqkv", "qkv"})
+# vLLM makes no scales for multi-head latent attention: CompressedTensorsConfig.get_quant_method knows only
+# its class Attention.
+LATENT = "kv_a_proj_with_mqa"
+
+
+def attention_layers(
+    linears: Iterable[LinearPlan], names: Names, text: Mapping[str, Json], kv_cache: KvCache
+) -> tuple[AttentionLayer, ...]:
+    """The attention layers of the decoder; `text` is the language model's config."""
+    per_head = KV_CACHES[kv_cache].strategy == "attn_head"
+    return tuple(
+        AttentionLayer(name=name, heads=heads if per_head else None)
+        for name, heads in _layers(linears, names, text)
+    )
+
+
+def _layers(
+    linears: Iterable[LinearPlan], names: Names, text: Mapping[str, Json]
+) -> Iterator[tuple[str, int]]:
+    for linear in linears:
+        module, _, leaf = linear.name.rpartition(".")
+        if names.in_decoder(linear.name) and (leaf == KEYS or leaf in FUSED):
+            heads = _heads_of_keys(linear, text) if leaf == KEYS else None
+            yield module, heads or _heads(text)
+
+
+def _heads_of_keys(keys: LinearPlan, text: Mapping[str, Json]) -> int | None:
+    size = text.get("head_dim")
+    if not isinstance(size, int):
+        hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+        size = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else 0
+    return keys.out_features // size if size and keys.out_features % size == 0 else None
+
+
+def _heads(text: Mapping[str, Json]) -> int:
+    for key in ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head"):
+        heads = text.get(key)
+        if isinstance(heads, int):
+            return heads
+    return 1
+
+
+def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[LinearPlan]) -> Iterator[Finding]:
+    """Why vLLM would read no scale of the KV cache, where it would not."""
+    latent = next((linear.name for linear in linears if linear.name.endswith(f".{LATENT}")), None)
+    if latent or not layers:
+        yield Finding(
+            check="kv_cache",
+            severity="error",
+            where=latent.rpartition(".")[0] if latent else "KV cache",
+            expected="attention layers for which vLLM reads scales of compressed-tensors",
+            got="multi-head latent attention" if latent else "no layer with keys and values of its own",
+            fix="leave the KV cache in the model's dtype",
+        )
