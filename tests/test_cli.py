@@ -127,16 +127,21 @@ def test_an_internal_error_is_one_line_without_debug(
     assert "Traceback" in vexport("check", llama, "--debug").stderr
 
 
-def test_interrupt_is_130_and_leaves_nothing(
+def test_interrupt_is_130_and_the_same_command_goes_on(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    command = ("quantize", llama, tmp_path / "out", "--scheme", "W8A8", "--quiet")
+
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vexport.quantize.write_config", interrupted)
-    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "W8A8", "--quiet")
+    with monkeypatch.context() as patches:
+        patches.setattr("vexport.quantize.write_config", interrupted)
+        ran = vexport(*command)
     assert ran.code == 130
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "out").exists()
+    assert vexport(*command).code == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
 def test_overwrite_replaces_a_checkpoint_and_nothing_else(llama: Path, tmp_path: Path) -> None:

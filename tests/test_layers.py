@@ -11,15 +11,15 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # From the bottom to the top: a module may import from its own layer's package and from layers below.
 LAYERS = (
-    {"version", "errors", "types"},
+    {"version", "errors", "types", "observer_names"},
     {"files"},
     {"checkpoint", "architectures"},
     {"schemes", "kernels"},
     {"observers"},
-    {"compress"},
+    {"compress", "packing"},
     {"scenario", "terminal"},
     {"plan"},
-    {"calibration", "checks", "quantize", "roundtrip"},
+    {"calibration", "checks", "quantize", "roundtrip", "searched"},
     {"engine"},
     {"evaluation"},
     {"verdict"},
@@ -31,10 +31,11 @@ LAYERS = (
     {"__init__", "__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Imports inside functions: commands import what they run; workers, programs of their own, import vLLM,
-# lm-eval and whatever part of vexport they are asked for.
+# Imports inside functions: commands import what they run, the pipeline what needs torch; workers, programs
+# of their own, import vLLM, lm-eval and whatever part of vexport they are asked for.
 LATE = {
     "cli": ("vexport",),
+    "pipeline": ("vexport",),
     "engine": ("vllm", "vexport"),
     "evaluation": ("vllm", "lm_eval", "datasets", "tqdm"),
 }

@@ -1,5 +1,6 @@
 """Files that appear whole or not at all, digests, and JSON of our own types."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -8,14 +9,16 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from vexport.errors import InputError
+from vexport.errors import InputError, VexportError
 from vexport.types import Json
 
 T = TypeVar("T")
+# In an unfinished folder: the digest of what it is made from.
+RECORD = ".made-from"
 
 
 @contextmanager
@@ -50,6 +53,9 @@ def read_json(path: Path) -> Json:
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}"
         raise InputError(place, got=error.msg, need="valid JSON", fix="mend or restore the file") from None
+    except (ValueError, RecursionError) as error:
+        got = f"broken JSON ({error})"
+        raise InputError(str(path), got=got, need="valid JSON", fix="mend or restore the file") from None
     return value
 
 
@@ -115,6 +121,58 @@ def new_directory(path: Path, *, overwrite: bool, mark: str = "config.json") -> 
         temporary.replace(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def resumable_directory(
+    path: Path, *, made_from: str, overwrite: bool, keep: str = "*.safetensors", mark: str = "config.json"
+) -> Iterator[Path]:
+    """Yield a folder beside `path` that takes its name when the block ends without error.
+
+    Whatever breaks the block off but a refusal of ours leaves the folder for the next call with the same
+    `made_from`, a digest, to go on in: it finds the files that match `keep`. One with another digest begins
+    an empty folder. InputError where `path` exists and may not be replaced (see `refuse_existing`), or where
+    another process is writing it.
+    """
+    refuse_existing(path, overwrite=overwrite, mark=mark)
+    partial, replaced = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "replaced"))
+    partial.mkdir(parents=True, exist_ok=True)
+    with _alone(partial / RECORD, path) as record:
+        continued = record.read() == made_from
+        for entry in partial.iterdir():
+            if entry.name != RECORD and not (continued and entry.match(keep)):
+                entry.unlink()
+        record.truncate(0)
+        record.write(made_from)
+        record.flush()
+        try:
+            yield partial
+        except VexportError:
+            shutil.rmtree(partial)
+            raise
+        (partial / RECORD).unlink()
+        shutil.rmtree(replaced, ignore_errors=True)
+        if path.exists():
+            path.rename(replaced)
+        partial.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def _alone(record: Path, path: Path) -> Iterator[TextIO]:
+    """The open record file, locked for as long as this process lives; InputError where another has it."""
+    with record.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                str(path),
+                got="another process that writes it",
+                need="one at a time",
+                fix="wait for it, or choose another path",
+            ) from None
+        file.seek(0)
+        yield file
 
 
 def refuse_existing(path: Path, *, overwrite: bool, mark: str = "config.json") -> None:

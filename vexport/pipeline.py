@@ -1,19 +1,27 @@
 """The stages of a quantization in order; `run.py` adds the run directory, `cli.py` the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from vexport.calibration import calibrate, default_device, read_samples
+from vexport import observer_names
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError
-from vexport.files import new_directory
-from vexport.observers import OBSERVERS
+from vexport.files import refuse_existing, resumable_directory
 from vexport.plan import build_plan, require_accepted
-from vexport.quantize import missing_calibration, needs_calibration, quantize, uses_calibration
+from vexport.quantize import (
+    Search,
+    made_from,
+    missing_calibration,
+    needs_calibration,
+    needs_search,
+    quantize,
+    uses_calibration,
+)
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule, Scenario, nearest
 from vexport.schemes import KEEP, get_scheme
@@ -35,16 +43,25 @@ def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rul
 
 def plan_source(source: str, rules: Sequence[Rule]) -> tuple[SourceIndex, Plan]:
     """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
-    for rule in rules:
-        if rule.observer not in OBSERVERS:
-            raise InputError(
-                f"observer {rule.observer!r}",
-                got="an unknown name",
-                need=f"one of {', '.join(OBSERVERS)}",
-                fix=f"see `vexport list observers`{nearest(rule.observer, list(OBSERVERS))}",
-            )
+    require_observers({rule.observer for rule in rules}.difference(observer_names.MIN_MAX))
     index = read_index(resolve_source(source))
     return index, build_plan(index, rules)
+
+
+def require_observers(names: Collection[str]) -> None:
+    """InputError for a name that no observer has."""
+    if not names:
+        return
+    from vexport.observers import OBSERVERS
+
+    for name in names:
+        if name not in OBSERVERS:
+            raise InputError(
+                f"observer {name!r}",
+                got="an unknown name",
+                need=f"one of {', '.join(OBSERVERS)}",
+                fix=f"see `vexport list observers`{nearest(name, list(OBSERVERS))}",
+            )
 
 
 def plan_scenario(scenario: Scenario) -> tuple[SourceIndex, Plan]:
@@ -70,6 +87,8 @@ def calibrate_plan(
     """Run the calibration that a plan needs; None where it needs none."""
     if settings is None or not will_calibrate(plan, settings):
         return None
+    from vexport.calibration import calibrate, default_device, read_samples
+
     samples = read_samples(
         settings.data,
         index.root,
@@ -102,6 +121,33 @@ def vocab_size(index: SourceIndex) -> int:
     )
 
 
+def write_checkpoint(
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    out: Path,
+    *,
+    overwrite: bool,
+    on_progress: OnProgress,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write the quantized checkpoint `out`, which appears whole or not at all.
+
+    A call that was broken off is continued by the next one with the same arguments.
+    """
+    search = _search() if needs_search(plan) else None
+    digest = made_from(index, plan, calibration, shard_bytes)
+    with resumable_directory(out, made_from=digest, overwrite=overwrite) as folder:
+        on_bytes = partial(on_progress, "quantize (bytes)")
+        quantize(index, plan, calibration, folder, search=search, shard_bytes=shard_bytes, on_bytes=on_bytes)
+
+
+def _search() -> Search:
+    from vexport.searched import search_scales
+
+    return search_scales
+
+
 def quantize_source(
     source: str,
     out: Path,
@@ -111,14 +157,23 @@ def quantize_source(
     overwrite: bool,
     trust_remote_code: bool,
     on_progress: OnProgress,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Plan:
-    """Quantize a checkpoint into the folder `out`, which appears whole or not at all."""
+    """Quantize a checkpoint into the folder `out`; see `write_checkpoint`."""
+    refuse_existing(out, overwrite=overwrite)
     index, plan = plan_source(source, rules)
     require_accepted(plan)
     will_calibrate(plan, settings)
-    with new_directory(out, overwrite=overwrite) as folder:
-        calibration = calibrate_plan(
-            index, plan, settings, on_progress=on_progress, trust_remote_code=trust_remote_code
-        )
-        quantize(index, plan, calibration, folder, on_bytes=partial(on_progress, "quantize (bytes)"))
+    calibration = calibrate_plan(
+        index, plan, settings, on_progress=on_progress, trust_remote_code=trust_remote_code
+    )
+    write_checkpoint(
+        index,
+        plan,
+        calibration,
+        out,
+        overwrite=overwrite,
+        on_progress=on_progress,
+        shard_bytes=shard_bytes,
+    )
     return plan

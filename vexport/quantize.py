@@ -1,33 +1,56 @@
-"""Streams a checkpoint from safetensors to safetensors, one fusion group in memory at a time."""
+"""Streams a checkpoint from safetensors to safetensors: reader -> kernel -> writer, all at the same time.
 
-import base64
+Rows are read, quantized and written a few at a time: memory does not grow with the model. Nothing here
+loads torch; a search for scales, which does, is passed in.
+"""
+
 import json
+import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-import torch
+import numpy as np
 
+from vexport import observer_names
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.tensors import read_tensor, tensor_bytes
-from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, split_shards, write_shards
-from vexport.compress import COMPRESSORS
+from vexport.checkpoint.writer import (
+    DEFAULT_SHARD_BYTES,
+    Array,
+    Block,
+    Piece,
+    ShardWriter,
+    split_shards,
+    write_index,
+)
 from vexport.errors import InputError
-from vexport.files import write_text
-from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
-from vexport.observers.importance import IMPORTANCE_OBSERVER
-from vexport.observers.qparams import global_scale_of, scale_and_zero_point
+from vexport.files import digest_bytes, write_text
+from vexport.kernels.codes import largest_magnitude
+from vexport.packing import PACKINGS, Known, Packing, Scales
+from vexport.packing.base import STORAGES, kernel_input, not_finite, shares_scale
+from vexport.packing.kv_cache import kv_scales
+from vexport.packing.scales import fp8_scale_of, global_scale_of
 from vexport.plan import blocks, output_blocks
 from vexport.schemes import get_scheme
-from vexport.schemes.base import Scheme
 from vexport.schemes.config import quantization_config
-from vexport.types import Calibration, FusionGroup, InputRange, Json, LinearPlan, Plan
+from vexport.types import AttentionLayer, Calibration, FusionGroup, Json, LinearPlan, Plan, TensorInfo
+from vexport.version import __version__
 
 Progress = Callable[[int, int], None]
+# (group, source, calibration, reader) -> the scales of each member, for observers that search.
+Search = Callable[[FusionGroup, SourceIndex, Calibration, Reader], Sequence[Scales]]
+
+# Elements that a thread reads, quantizes and hands to the writer at once (4 MiB of bf16).
+RUN_ELEMENTS = 1 << 21
+# Runs that wait to be written, for each thread that makes them.
+RUNS_AHEAD = 2
 
 
 def quantize(
@@ -36,24 +59,124 @@ def quantize(
     calibration: Calibration | None,
     folder: Path,
     *,
+    search: Search | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_bytes: Progress = lambda done, total: None,
 ) -> None:
-    """Write the quantized checkpoint into the empty `folder`: weights, side files, config.json last.
+    """Write the quantized checkpoint into `folder`: weights, side files, config.json last.
 
-    `on_bytes(done, total)` counts the bytes written. Raises InputError where a scheme needs a
-    calibration and there is none, or where a weight is not finite.
+    `folder` is empty or holds what a call that was broken off left there, with the same arguments: it is
+    continued. `on_bytes(done, total)` counts the bytes handed to the writer. Raises InputError where a
+    scheme needs a calibration and there is none, or where a weight is not finite.
     """
     if calibration is None and needs_calibration(plan):
         raise missing_calibration(plan)
-    shards = split_shards(output_blocks(index, plan.groups), shard_bytes=shard_bytes)
-    seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
-    with Reader() as reader, each_warning_once():
-        tensors = _counted(compressed_tensors(index, plan, seen, reader), plan.output_bytes, on_bytes)
-        write_shards(folder, shards, tensors)
+    assert search is not None or not needs_search(plan), "observers that search need `search`"
+    sources = blocks(index, plan.groups, plan.attention)
+    specs = output_blocks(index, plan.groups, plan.attention)
+    whole = [Block(source=block, tensors=tensors) for block, tensors in zip(sources, specs, strict=True)]
+    shards = split_shards(whole, shard_bytes=shard_bytes)
+    threads, done = len(os.sched_getaffinity(0)), 0
+    with Reader() as reader, ThreadPoolExecutor(threads) as pool, each_warning_once():
+        seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
+        stream = Stream(index=index, calibration=seen, search=search, reader=reader, pool=pool)
+        for shard in shards:
+            with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
+                done += sum(block.num_bytes for block in shard.blocks[: writer.done])
+                for block in shard.blocks[writer.done :]:
+                    for piece in stream.pieces(block):
+                        writer.write(piece)
+                    done += block.num_bytes
+                    on_bytes(done, plan.output_bytes)
+    write_index(folder, shards)
     for file in index.side_files:
         shutil.copyfile(file, folder / file.name)
     write_config(index, plan, folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Turns blocks of a checkpoint into the pieces that are written, computed by the threads of `pool`."""
+
+    index: SourceIndex
+    calibration: Calibration
+    search: Search | None
+    reader: Reader
+    pool: ThreadPoolExecutor
+
+    def pieces(self, block: Block) -> Iterator[Piece]:
+        """What is written for a block, in order: a kept tensor itself, or the packed weights of a group."""
+        if isinstance(block.source, TensorInfo):
+            yield block.source
+            return
+        if isinstance(block.source, AttentionLayer):
+            for scale in kv_scales(block.source, self.calibration.kv_ranges):
+                yield partial(np.asarray, scale)
+            return
+        group, scheme = block.source, get_scheme(block.source.scheme)
+        inputs = self.input_tensors(group)
+        for member, known in zip(group.members, self.known(group), strict=True):
+            dtype = self.index.tensors[member.weight].dtype
+            packing = PACKINGS[scheme.family.format](member, dtype, scheme.args.weights, known)
+            _, *others = scheme.layout(member, dtype)
+            for rows in runs(member, packing.multiple):
+                yield self.pool.submit(self.packed, member, packing, rows).result
+            # Asked for by the writer, when all runs before it are done.
+            for spec in others:
+                name = spec.name.removeprefix(f"{member.name}.")
+                yield partial(inputs.__getitem__ if name in inputs else packing.tensor, name)
+
+    def packed(self, member: LinearPlan, packing: Packing, rows: slice) -> Array:
+        """The stored bytes of some rows of a weight; their pages are given back."""
+        view = self.view(member, rows)
+        packed = packing.pack(kernel_input(view), rows.start)
+        self.reader.release_view(self.index.tensors[member.weight], view)
+        return packed
+
+    def known(self, group: FusionGroup) -> Sequence[Known]:
+        """What has to be known of each member before its rows can be packed."""
+        if group.observer not in observer_names.MIN_MAX:
+            assert self.search is not None
+            found = self.search(group, self.index, self.calibration, self.reader)
+            return [Known(scales=scales) for scales in found]
+        if not shares_scale(get_scheme(group.scheme).args.weights):
+            return [Known()] * len(group.members)
+        largest = [
+            self.pool.submit(self.largest, member, rows) for member in group.members for rows in runs(member)
+        ]
+        return [Known(largest=max(part.result() for part in largest))] * len(group.members)
+
+    def largest(self, member: LinearPlan, rows: slice) -> np.float32:
+        """The largest magnitude in some rows; InputError where a weight is not finite."""
+        storage = STORAGES[self.index.tensors[member.weight].dtype]
+        view = self.view(member, rows)
+        largest = np.float32(largest_magnitude(kernel_input(view).reshape(-1), storage))
+        self.reader.release_view(self.index.tensors[member.weight], view)
+        if not np.isfinite(largest):
+            raise not_finite(member)
+        return largest
+
+    def view(self, member: LinearPlan, rows: slice) -> Array:
+        """Some rows of a weight as they lie in the file."""
+        return self.reader.weight(self.index.tensors[member.weight], member.part)[rows]
+
+    def input_tensors(self, group: FusionGroup) -> dict[str, Array]:
+        """The static input scales of a group by their name within a layer: one value for all members."""
+        inputs = get_scheme(group.scheme).args.input_activations
+        if inputs is None or inputs.dynamic is True:
+            return {}
+        ranges = [self.calibration.ranges[member.name] for member in group.members]
+        largest = np.float32(max(max(-seen.low, seen.high) for seen in ranges))
+        if inputs.strategy == "tensor_group":
+            return {"input_global_scale": global_scale_of(largest)}
+        return {"input_scale": fp8_scale_of(largest)}
+
+
+def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
+    """The rows of a weight in runs computed at once; all but the last a multiple of `multiple` rows."""
+    rows = max(1, RUN_ELEMENTS // max(1, member.in_features) // multiple) * multiple
+    for start in range(0, member.out_features, rows):
+        yield slice(start, min(start + rows, member.out_features))
 
 
 @contextmanager
@@ -79,113 +202,44 @@ def each_warning_once() -> Iterator[None]:
 
 
 def needs_calibration(plan: Plan) -> bool:
-    """Whether a scheme of the plan has static input scales."""
-    return any(get_scheme(name).args.calibrated for name in plan.schemes)
+    """Whether a scheme of the plan has static scales of inputs, or of keys and values."""
+    return bool(plan.attention) or any(get_scheme(name).args.calibrated for name in plan.schemes)
 
 
 def uses_calibration(plan: Plan) -> bool:
     """Whether samples change the plan's output: static input scales, or weights searched by importance."""
-    return needs_calibration(plan) or any(group.observer == IMPORTANCE_OBSERVER for group in plan.groups)
+    return needs_calibration(plan) or any(
+        group.observer == observer_names.IMPORTANCE for group in plan.groups
+    )
+
+
+def needs_search(plan: Plan) -> bool:
+    """Whether an observer of the plan searches for scales instead of taking those of the range."""
+    return any(group.observer not in observer_names.MIN_MAX for group in plan.groups)
 
 
 def missing_calibration(plan: Plan) -> InputError:
     """The error for a plan that needs a calibration and has none."""
-    name = next(name for name in plan.schemes if get_scheme(name).args.calibrated)
+    calibrated = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
     return InputError(
-        f"scheme {name}",
+        next(iter(calibrated), "KV cache"),
         got="no calibration data",
-        need="samples for its static input scales",
+        need="samples for its static scales",
         fix="add --calibration FILE.jsonl (or `calibration:` to the scenario)",
     )
 
 
-def compressed_tensors(
-    index: SourceIndex, plan: Plan, calibration: Calibration, reader: Reader
-) -> Iterator[tuple[str, memoryview]]:
-    """The bytes of every tensor of the output, in the order of `output_blocks`."""
-    for block in blocks(index, plan.groups):
-        if isinstance(block, FusionGroup):
-            for name, value in compress_group(block, index, calibration, reader):
-                yield name, tensor_bytes(value)
-            reader.release(index.tensors[member.weight] for member in block.members)
-        else:
-            yield block.name, reader.raw(block)
-            reader.release([block])
-
-
-def compress_group(
-    group: FusionGroup, index: SourceIndex, calibration: Calibration, reader: Reader
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that replace a group's weights, in the order of its layout, sharing what must be shared."""
-    scheme = get_scheme(group.scheme)
-    weights = [read_tensor(reader, index.tensors[member.weight]) for member in group.members]
-    observers = [
-        observe_weight(member, weight, group.observer, scheme, calibration.importance.get(member.name))
-        for member, weight in zip(group.members, weights, strict=True)
-    ]
-    Observer.fuse(observers)
-    inputs = input_tensors(group, scheme, calibration.ranges)
-    compress = COMPRESSORS[scheme.family.format]
-    for member, weight, observer in zip(group.members, weights, observers, strict=True):
-        stored = {**compress(weight, observer.get_qparams(), scheme.args), **inputs}
-        for spec in scheme.layout(member, index.tensors[member.weight].dtype):
-            yield spec.name, stored[spec.name.removeprefix(f"{member.name}.")]
-
-
-def observe_weight(
-    member: LinearPlan,
-    weight: torch.Tensor,
-    observer_name: str,
-    scheme: Scheme,
-    importance: str | None = None,
-) -> Observer:
-    """An observer that has seen a layer's weight; InputError where the weight is not finite.
-
-    `importance` is what calibration gathered for this layer, where the observer asks for it.
-    """
-    observer = load_observer(observer_name, "weight", scheme.args.weights)
-    if importance is not None and isinstance(observer, IMatrixMSEObserver):
-        means = torch.frombuffer(bytearray(base64.b64decode(importance)), dtype=torch.float32)
-        observer.gathered = Importance(means, tokens=1)
-    observer.forward(weight)
-    low, high = observer.range()
-    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
-        raise InputError(
-            member.weight,
-            got="NaN or infinite values",
-            need="finite weights",
-            fix="restore the source checkpoint",
-        )
-    return observer
-
-
-def input_tensors(
-    group: FusionGroup, scheme: Scheme, ranges: Mapping[str, InputRange]
-) -> dict[str, torch.Tensor]:
-    """The static input scales of a group by their name within a layer: one value for all members."""
-    inputs = scheme.args.input_activations
-    if inputs is None or inputs.dynamic is True:
-        return {}
-    low = torch.tensor([min(ranges[member.name].low for member in group.members)])
-    high = torch.tensor([max(ranges[member.name].high for member in group.members)])
-    if inputs.strategy == "tensor_group":
-        return {"input_global_scale": global_scale_of(low, high)}
-    return {"input_scale": scale_and_zero_point(low, high, inputs, None)[0]}
+def made_from(index: SourceIndex, plan: Plan, calibration: Calibration | None, shard_bytes: int) -> str:
+    """A digest of all that the written bytes depend on; of the source's files, sizes and times."""
+    files = sorted({tensor.file for tensor in index.tensors.values()})
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    parts = (__version__, states, index.config, plan, calibration, shard_bytes)
+    return digest_bytes(repr(parts).encode())
 
 
 def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
     """Write config.json: the source's, with the quantization that vLLM has to know."""
     config: dict[str, Json] = dict(index.config)
-    if plan.groups:
+    if plan.groups or plan.attention:
         config["quantization_config"] = quantization_config(plan)
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def _counted(
-    tensors: Iterator[tuple[str, memoryview]], total: int, on_bytes: Progress
-) -> Iterator[tuple[str, memoryview]]:
-    done = 0
-    for name, data in tensors:
-        yield name, data
-        done += len(data)
-        on_bytes(done, total)

@@ -17,10 +17,9 @@ from vexport.checkpoint.source import resolve_source
 from vexport.checks import check_checkpoint
 from vexport.engine.session import require_vllm
 from vexport.errors import InputError
-from vexport.files import from_json, new_directory, to_json, write_text
-from vexport.pipeline import calibrate_plan, plan_scenario, will_calibrate
+from vexport.files import from_json, to_json, write_text
+from vexport.pipeline import calibrate_plan, plan_scenario, will_calibrate, write_checkpoint
 from vexport.plan import require_accepted
-from vexport.quantize import quantize
 from vexport.reports import render
 from vexport.roundtrip import changed_tensors, layer_errors
 from vexport.rundir import Digests, RunDirectory, checkpoint_digest, path_digest, value_digest
@@ -164,9 +163,10 @@ class ScenarioRun:
         calibration = self.calibration
 
         def make() -> None:
-            with new_directory(self.checkpoint, overwrite=True) as folder:
-                on_bytes = partial(self.options.on_progress, "quantize (bytes)")
-                quantize(index, plan, calibration, folder, on_bytes=on_bytes)
+            on_progress = self.options.on_progress
+            write_checkpoint(
+                index, plan, calibration, self.checkpoint, overwrite=True, on_progress=on_progress
+            )
 
         self._stage("quantize", self._made_from, make)
         return read_index(self.checkpoint)

@@ -3,20 +3,28 @@
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
-from vexport.types import TensorInfo
+from vexport.types import TensorInfo, WeightPart
+
+# How the elements of a weight are seen: 16-bit floats as their bits, which numpy has no arithmetic for.
+WEIGHT_VIEWS = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "F64": "<f8"}
 
 
 class Reader:
-    """Memory-mapped access to the files of a checkpoint; only the pages that are read take memory."""
+    """Memory-mapped access to the files of a checkpoint; only the pages that are read take memory.
+
+    Threads may share it.
+    """
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
+        self._opening = Lock()
 
     def __enter__(self) -> "Reader":
         return self
@@ -36,13 +44,30 @@ class Reader:
         """The values of a tensor in its shape; BF16 and 8-bit floats as float32."""
         return to_numpy(self.raw(tensor), tensor.dtype).reshape(tensor.shape)
 
+    def weight(self, tensor: TensorInfo, part: WeightPart | None) -> npt.NDArray[np.generic]:
+        """A layer's weight (out, in), a view of the file: 16-bit floats as their bits, others as they are.
+
+        `part` says which part of a stored tensor it is; None is all of it.
+        """
+        stored: npt.NDArray[np.generic] = np.frombuffer(self.raw(tensor), WEIGHT_VIEWS[tensor.dtype]).reshape(
+            tensor.shape
+        )
+        if part is None:
+            return stored
+        expert: npt.NDArray[np.generic] = stored[part.expert]
+        return (expert.T if part.transposed else expert)[part.start : part.stop : part.step]
+
     def release(self, tensors: Iterable[TensorInfo]) -> None:
         """Tell the kernel that these tensors' pages are no longer needed."""
         for tensor in tensors:
-            first = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (tensor.end - first) // mmap.PAGESIZE * mmap.PAGESIZE
-            if tensor.file in self._maps and length > 0:
-                self._maps[tensor.file].madvise(mmap.MADV_DONTNEED, first, length)
+            self._release(tensor.file, tensor.start, tensor.end)
+
+    def release_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
+        """The same for the pages of a view of a tensor's `weight`; they may be read again."""
+        if view.size:
+            low, high = np.lib.array_utils.byte_bounds(view)
+            first, _ = np.lib.array_utils.byte_bounds(np.frombuffer(self._map(tensor.file), np.uint8))
+            self._release(tensor.file, low - first, high - first)
 
     def close(self) -> None:
         """Unmap all files; views that are still alive keep theirs until they go."""
@@ -54,7 +79,14 @@ class Reader:
         self._maps.clear()
 
     def _map(self, file: Path) -> mmap.mmap:
-        if file not in self._maps:
-            with file.open("rb") as stream:
-                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[file]
+        with self._opening:
+            if file not in self._maps:
+                with file.open("rb") as stream:
+                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            return self._maps[file]
+
+    def _release(self, file: Path, start: int, end: int) -> None:
+        """Drop whole pages: a neighbour's, which are dropped too, are read from the file again."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if file in self._maps and end > first:
+            self._maps[file].madvise(mmap.MADV_DONTNEED, first, end - first)

@@ -3,12 +3,10 @@
 import warnings
 from collections.abc import Mapping
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from vexport.checkpoint.reader import Reader
-from vexport.types import TensorInfo
+from vexport.types import TensorInfo, WeightPart
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -25,7 +23,6 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def read_tensor(reader: Reader, tensor: TensorInfo) -> torch.Tensor:
@@ -38,10 +35,10 @@ def read_tensor(reader: Reader, tensor: TensorInfo) -> torch.Tensor:
         return torch.frombuffer(reader.raw(tensor), dtype=dtype).reshape(tensor.shape)
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The little-endian bytes of a tensor, row by row, without a copy where it is contiguous."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return memoryview(b"")
-    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return array.data
+def read_weight(reader: Reader, tensor: TensorInfo, part: WeightPart | None) -> torch.Tensor:
+    """A layer's weight (out, in), a view of the file: the stored tensor or `part` of it."""
+    stored = read_tensor(reader, tensor)
+    if part is None:
+        return stored
+    expert = stored[part.expert]
+    return (expert.T if part.transposed else expert)[part.start : part.stop : part.step]

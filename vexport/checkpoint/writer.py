@@ -1,43 +1,72 @@
-"""Writes safetensors shards whose tensors are known beforehand and arrive one by one."""
+"""Writes safetensors shards front to back while the next bytes are made; a broken-off one is continued."""
 
-import itertools
+import bisect
+import errno
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from types import TracebackType
-from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from vexport.files import write_text
-from vexport.types import Json, TensorSpec
+from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorSpec
 
 # transformers' own default for the size of a shard (modeling_utils.save_pretrained).
 DEFAULT_SHARD_BYTES = 5_000_000_000
 METADATA = {"format": "pt"}
+# Bytes of a tensor that is copied in one system call.
+COPY_BYTES = 1 << 26
+# What the kernel says where it cannot copy between these two files by itself.
+NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+Array = npt.NDArray[np.generic]
+# The next bytes of a shard: an array that is there when asked for, or a stored tensor to be copied.
+Piece = Callable[[], Array] | TensorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Tensors that are written in one go, and what they are made of."""
+
+    source: FusionGroup | TensorInfo | AttentionLayer
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes(spec.dtype, spec.shape) for spec in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One safetensors file to be written: its name and its tensors in order."""
+    """One safetensors file to be written: its name and its blocks in order."""
 
     name: str
-    tensors: tuple[TensorSpec, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for block in self.blocks for spec in block.tensors)
 
 
-def split_shards(
-    blocks: Iterable[Sequence[TensorSpec]], *, shard_bytes: int = DEFAULT_SHARD_BYTES
-) -> tuple[Shard, ...]:
-    """Distribute blocks of tensors over shards in order; a block is never split, a shard never empty."""
-    contents: list[list[TensorSpec]] = [[]]
+def split_shards(blocks: Iterable[Block], *, shard_bytes: int) -> tuple[Shard, ...]:
+    """Distribute blocks over shards in order; a block is never split, a shard never empty."""
+    contents: list[list[Block]] = [[]]
     filled = 0
     for block in blocks:
-        size = sum(num_bytes(spec.dtype, spec.shape) for spec in block)
+        size = block.num_bytes
         if contents[-1] and filled + size > shard_bytes:
             contents.append([])
             filled = 0
-        contents[-1].extend(block)
+        contents[-1].append(block)
         filled += size
     count = len(contents)
     names = (
@@ -45,7 +74,7 @@ def split_shards(
         if count == 1
         else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     )
-    return tuple(Shard(name=name, tensors=tuple(specs)) for name, specs in zip(names, contents, strict=True))
+    return tuple(Shard(name=name, blocks=tuple(parts)) for name, parts in zip(names, contents, strict=True))
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
@@ -53,18 +82,35 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     if len(shards) == 1:
         return
     weight_map: dict[str, Json] = {spec.name: shard.name for shard in shards for spec in shard.tensors}
-    total = sum(num_bytes(spec.dtype, spec.shape) for shard in shards for spec in shard.tensors)
+    total = sum(block.num_bytes for shard in shards for block in shard.blocks)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
 
 
 class ShardWriter:
-    """Writes the tensors of one shard in the order of its header; memory holds one tensor at a time."""
+    """Appends the pieces of one shard in a thread of its own, a few behind the one who makes them.
 
-    def __init__(self, folder: Path, shard: Shard) -> None:
-        self._pending = list(reversed(shard.tensors))
-        self._file: BinaryIO = (folder / shard.name).open("wb")
-        self._file.write(header_bytes(shard.tensors))
+    The file's length says how far an earlier, broken-off writer came: `done` blocks are there and stay,
+    what lies behind the last whole one is cut off. An error in the thread, or in a piece, is raised by the
+    next `write` or at the end.
+    """
+
+    def __init__(self, folder: Path, shard: Shard, *, ahead: int) -> None:
+        header = header_bytes(shard.tensors)
+        self._ends = list(accumulate((block.num_bytes for block in shard.blocks), initial=len(header)))
+        path = folder / shard.name
+        path.touch()
+        self.done = max(0, bisect.bisect_right(self._ends, path.stat().st_size) - 1)
+        fresh = path.stat().st_size < len(header)
+        self._file = path.open("r+b", buffering=0)
+        self._file.truncate(0 if fresh else self._ends[self.done])
+        self._file.seek(0, os.SEEK_END)
+        if fresh:
+            self._file.write(header)
+        self._error: BaseException | None = None
+        self._pieces: Queue[Piece | None] = Queue(maxsize=ahead)
+        self._thread = Thread(target=self._append_all)
+        self._thread.start()
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -72,16 +118,49 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._pieces.put(None)
+        self._thread.join()
+        length = self._file.tell()
         self._file.close()
-        assert kind is not None or not self._pending, f"tensors not written: {self._pending}"
+        if kind is None and self._error is not None:
+            raise self._error
+        assert kind is not None or length == self._ends[-1], f"{length} bytes, not {self._ends[-1]}"
 
-    def write(self, name: str, data: memoryview | bytes) -> None:
-        """Append the next tensor; its name and size must be those that the header announces."""
-        spec = self._pending.pop()
-        expected = num_bytes(spec.dtype, spec.shape)
-        assert name == spec.name, f"got tensor {name}, the header has {spec.name} next"
-        assert len(data) == expected, f"{name}: got {len(data)} bytes, the header says {expected}"
-        self._file.write(data)
+    def write(self, piece: Piece) -> None:
+        """Hand over the next piece; waits while the thread is `ahead` pieces behind."""
+        if self._error is not None:
+            raise self._error
+        self._pieces.put(piece)
+
+    def _append_all(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            if self._error is None:
+                try:
+                    self._append(piece)
+                except BaseException as error:
+                    self._error = error
+
+    def _append(self, piece: Piece) -> None:
+        if isinstance(piece, TensorInfo):
+            copy_bytes(piece, self._file.fileno())
+            return
+        data = np.ascontiguousarray(piece()).reshape(-1).view(np.uint8).data
+        while data:
+            data = data[self._file.write(data) :]
+
+
+def copy_bytes(tensor: TensorInfo, target: int) -> None:
+    """Append a stored tensor to the file descriptor `target`, a part at a time, in the kernel if it can."""
+    with tensor.file.open("rb", buffering=0) as source:
+        position = tensor.start
+        while position < tensor.end:
+            count = min(COPY_BYTES, tensor.end - position)
+            try:
+                position += os.copy_file_range(source.fileno(), target, count, position)
+            except OSError as error:
+                if error.errno not in NO_COPY:
+                    raise
+                position += os.write(target, os.pread(source.fileno(), count, position))
 
 
 def header_bytes(tensors: Sequence[TensorSpec]) -> bytes:
@@ -95,12 +174,3 @@ def header_bytes(tensors: Sequence[TensorSpec]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def write_shards(folder: Path, shards: Sequence[Shard], tensors: Iterator[tuple[str, memoryview]]) -> None:
-    """Write the (name, bytes) pairs, which come in the shards' order, into shards, then the index."""
-    for shard in shards:
-        with ShardWriter(folder, shard) as writer:
-            for name, data in itertools.islice(tensors, len(shard.tensors)):
-                writer.write(name, data)
-    write_index(folder, shards)

@@ -1,0 +1,123 @@
+"""Integers with one scale for a run of columns: INT8 as it is, 2 to 8 bits packed into a stream of bits."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vexport.kernels.arithmetic import (
+    BFLOAT16,
+    EXPONENT_MASK,
+    F32,
+    FLOAT16,
+    I32,
+    Bits,
+    Floats,
+    as_bits,
+    as_float,
+    value_range,
+    wide_vectors,
+    widen,
+)
+from vexport.kernels.codes import FLOAT32_EPS, Bytes, kernel, largest_magnitude, pack_bits, spread
+
+
+class Integers(NamedTuple):
+    """How values become integers of `bits` bits.
+
+    `base` is the integer whose code is zero: the smallest one, or 0 where codes are two's complement.
+    `symmetric` is without zero points; `scale_storage` is the dtype that scales are rounded to first.
+    """
+
+    bits: int
+    base: int
+    symmetric: bool
+    scale_storage: int
+
+
+@kernel
+def as_stored(scale: np.float32, storage: int) -> np.float32:
+    """A positive scale as it comes back from the dtype that it is stored in."""
+    bits = as_bits(scale)
+    if storage == BFLOAT16:
+        half = I32(I32(0x7FFF) + I32(I32(bits >> I32(16)) & I32(1)))
+        return as_float(I32(I32(bits + half) & I32(-65536)))
+    if storage == FLOAT16:
+        # Ten bits of mantissa, in a binade of at least 2**-14.
+        rounder = as_float(I32(max(I32(bits & I32(EXPONENT_MASK)), I32(113 << 23)) + I32(13 << 23)))
+        rounded = F32(F32(scale + rounder) - rounder)
+        return rounded if rounded < F32(65520.0) else F32(np.inf)
+    return scale
+
+
+@kernel
+def symmetric_scale(group: Bits, storage: int, bits: int) -> np.float32:
+    """The min-max scale of a group; infinite where a value is not finite."""
+    scale = F32(largest_magnitude(group, storage) / F32(F32(2**bits - 1) / F32(2.0)))
+    return scale if scale else F32(FLOAT32_EPS)
+
+
+@kernel
+def scale_and_zero(group: Bits, storage: int, bits: int, values: Floats) -> tuple[np.float32, np.float32]:
+    """Min-max scale and zero point of a group; infinite where a value is not finite."""
+    widen(values[: group.size], group, storage)
+    low, high = value_range(values[: group.size])
+    if np.isnan(low) or np.isnan(high):
+        return F32(np.inf), F32(0.0)
+    low, high = min(low, F32(0.0)), max(high, F32(0.0))
+    smallest = F32(-(2 ** (bits - 1)))
+    scale = F32(F32(high - low) / F32(2**bits - 1))
+    scale = scale if scale else F32(FLOAT32_EPS)
+    zero = F32(np.rint(F32(smallest - F32(low / scale))))
+    return scale, min(max(zero, smallest), F32(-smallest - F32(1.0)))
+
+
+@kernel
+def find_scales(
+    row: Bits, storage: int, form: Integers, scales: Floats, zeros: Floats, values: Floats
+) -> None:
+    """Min-max scales and zero points of a row's groups."""
+    wide = row.size // max(1, scales.size)
+    for group in range(scales.size):
+        part = row[group * wide : (group + 1) * wide]
+        if form.symmetric:
+            scales[group], zeros[group] = symmetric_scale(part, storage, form.bits), F32(0.0)
+        else:
+            scales[group], zeros[group] = scale_and_zero(part, storage, form.bits, values)
+
+
+@kernel
+def quantize(values: Floats, steps: Floats, zeros: Floats, form: Integers, codes: Bytes) -> None:
+    """The code of each value in units of its step; a step of zero makes it the code of zero."""
+    wide_vectors()
+    smallest = F32(-(2 ** (form.bits - 1)))
+    largest = F32(-smallest - F32(1.0))
+    for i in range(codes.size):
+        step = steps[i] if steps[i] > 0 else F32(np.inf)
+        scaled = F32(F32(values[i] / step) + zeros[i])
+        codes[i] = np.uint8(I32(I32(np.rint(min(max(scaled, smallest), largest))) - I32(form.base)))
+
+
+@kernel
+def pack(
+    weight: Bits, storage: int, form: Integers, scales: Floats, zeros: Floats, given: bool, packed: Bytes
+) -> None:
+    """Quantize a weight (rows, columns) in groups of columns and write each row's codes into `packed`.
+
+    `scales` and `zeros` (rows, groups) are used where `given`, else made here; scales are rounded as they
+    are stored, and infinite where a value is not finite. `packed` (rows, bytes) must be zero beyond the
+    last code.
+    """
+    rows, columns = weight.shape
+    wide = columns // max(1, scales.shape[1])
+    values, codes = np.empty(columns, F32), np.empty(columns, np.uint8)
+    steps, shifts = np.empty(columns, F32), np.empty(columns, F32)
+    for row in range(rows):
+        if not given:
+            find_scales(weight[row], storage, form, scales[row], zeros[row], values)
+        for group in range(scales.shape[1]):
+            scales[row, group] = as_stored(scales[row, group], form.scale_storage)
+        spread(scales[row], wide, steps)
+        spread(zeros[row], wide, shifts)
+        widen(values, weight[row], storage)
+        quantize(values, steps, shifts, form, codes)
+        pack_bits(codes, form.bits, packed[row])

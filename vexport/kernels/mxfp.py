@@ -1,0 +1,78 @@
+"""MXFP4 and MXFP8: e2m1 or e4m3 codes in groups of 32, with a power of two as scale."""
+
+import numpy as np
+
+from vexport.kernels.arithmetic import F32, I32, Bits, Floats, as_float, wide_vectors, widen
+from vexport.kernels.codes import (
+    FLOAT32_MANTISSA,
+    MAGNITUDE,
+    SPAN,
+    Bytes,
+    e2m1_code,
+    e4m3_code,
+    kernel,
+    pack_bits,
+)
+
+GROUP_SIZE = 32
+# A maximum of 1.75 times a power of two is rounded up to the next; scales are lowered by the exponent of the
+# format's largest number (mx_scale of vexport.observers.qparams).
+ROUND_UP = 1 << 21
+E2M1_EXPONENT, E4M3_EXPONENT = 2, 8
+# The exponent that stands for what is not finite.
+NOT_FINITE = 0xFF
+
+
+@kernel
+def find_scales(values: Floats, bits: int, scales: Bytes) -> None:
+    """The exponent, biased by 127, of the min-max scale of every 32 values; 255 where one is not finite."""
+    lowered = I32(E2M1_EXPONENT if bits == 4 else E4M3_EXPONENT)
+    stored = values.view(np.int32)
+    for group in range(scales.size):
+        most = I32(0)
+        for i in range(GROUP_SIZE):
+            most = max(most, I32(stored[group * GROUP_SIZE + i] & I32(MAGNITUDE)))
+        exponent = I32(I32(I32(most + I32(ROUND_UP)) >> I32(FLOAT32_MANTISSA)) - lowered)
+        finite = most < I32(NOT_FINITE << FLOAT32_MANTISSA)
+        scales[group] = np.uint8(max(exponent, I32(0)) if finite else I32(NOT_FINITE))
+
+
+@kernel
+def find_steps(scales: Bytes, steps: Floats) -> None:
+    """The step of each value, from the exponent of every 32."""
+    for group in range(scales.size):
+        exponent = I32(I32(scales[group]) << I32(FLOAT32_MANTISSA))
+        step = as_float(exponent) if scales[group] else F32(2.0**-127)
+        for i in range(GROUP_SIZE):
+            steps[group * GROUP_SIZE + i] = step
+
+
+@kernel
+def quantize(values: Floats, steps: Floats, bits: int, codes: Bytes) -> None:
+    """The e2m1 or e4m3 code of each value in units of its step."""
+    wide_vectors()
+    if bits == 4:
+        for i in range(codes.size):
+            codes[i] = e2m1_code(values[i], steps[i])
+    else:
+        for i in range(codes.size):
+            codes[i] = e4m3_code(values[i], steps[i])
+
+
+@kernel
+def pack(weight: Bits, storage: int, bits: int, scales: Bytes, given: bool, packed: Bytes) -> None:
+    """Quantize a flat weight in groups of 32 to floats of 4 or 8 bits.
+
+    `scales` (elements/32) are biased exponents: used where `given`, else made here, 255 where a value is not
+    finite. `packed` has elements*bits/8 bytes.
+    """
+    values, steps, codes = np.empty(SPAN, F32), np.empty(SPAN, F32), np.empty(SPAN, np.uint8)
+    for start in range(0, weight.size, SPAN):
+        end = min(start + SPAN, weight.size)
+        widen(values[: end - start], weight[start:end], storage)
+        groups = scales[start // GROUP_SIZE : end // GROUP_SIZE]
+        if not given:
+            find_scales(values, bits, groups)
+        find_steps(groups, steps)
+        quantize(values, steps, bits, codes[: end - start])
+        pack_bits(codes[: end - start], bits, packed[start * bits // 8 : end * bits // 8])

@@ -1,0 +1,76 @@
+"""NVFP4: e2m1 codes in groups of 16, two to the byte, with e4m3 scales relative to a global scale."""
+
+import numpy as np
+
+from vexport.kernels.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, wide_vectors, widen
+from vexport.kernels.codes import (
+    MAGNITUDE,
+    SPAN,
+    Bytes,
+    e2m1_code,
+    e4m3_code,
+    e4m3_value,
+    kernel,
+    pack_nibbles,
+)
+
+GROUP_SIZE = 16
+# The code of 0.125, which the scale of a group of zeros becomes (E4M3_EPS of vexport.observers.qparams).
+ZERO_GROUP_CODE = 0x20
+
+
+@kernel
+def find_scales(values: Floats, global_scale: np.float32, scales: Bytes) -> None:
+    """The e4m3 code of the min-max scale of every 16 values."""
+    bits = values.view(np.int32)
+    for group in range(scales.size):
+        most = I32(0)
+        for i in range(GROUP_SIZE):
+            most = max(most, I32(bits[group * GROUP_SIZE + i] & I32(MAGNITUDE)))
+        code = e4m3_code(F32(as_float(most) / E2M1.high) * global_scale, F32(1.0))
+        scales[group] = code if code else np.uint8(ZERO_GROUP_CODE)
+
+
+@kernel
+def find_steps(scales: Bytes, global_scale: np.float32, steps: Floats) -> None:
+    """The step of each value, from the scale of every 16."""
+    for group in range(scales.size):
+        step = F32(e4m3_value(scales[group]) / global_scale)
+        for i in range(GROUP_SIZE):
+            steps[group * GROUP_SIZE + i] = step
+
+
+@kernel
+def quantize(values: Floats, steps: Floats, codes: Bytes) -> None:
+    """The e2m1 code of each value in units of its step."""
+    wide_vectors()
+    for i in range(codes.size):
+        codes[i] = e2m1_code(values[i], steps[i])
+
+
+@kernel
+def pack(
+    weight: Bits, storage: int, global_scale: np.float32, scales: Bytes, given: bool, packed: Bytes
+) -> None:
+    """Quantize a flat, finite weight in groups of 16.
+
+    `scales` (elements/16) are the e4m3 codes of the groups' scales: used where `given`, else made here.
+    `packed` has elements/2 bytes.
+    """
+    values, steps, codes = np.empty(SPAN, F32), np.empty(SPAN, F32), np.empty(SPAN, np.uint8)
+    for start in range(0, weight.size, SPAN):
+        end = min(start + SPAN, weight.size)
+        widen(values[: end - start], weight[start:end], storage)
+        groups = scales[start // GROUP_SIZE : end // GROUP_SIZE]
+        if not given:
+            find_scales(values, global_scale, groups)
+        find_steps(groups, global_scale, steps)
+        quantize(values, steps, codes[: end - start])
+        pack_nibbles(codes[: end - start], packed[start // 2 : end // 2])
+
+
+@kernel
+def encode(scales: Floats, codes: Bytes) -> None:
+    """The e4m3 codes of scales that are e4m3 numbers."""
+    for i in range(codes.size):
+        codes[i] = e4m3_code(scales[i], F32(1.0))

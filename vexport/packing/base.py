@@ -1,0 +1,93 @@
+"""What a packing is, what it may be told about a weight, and what packings share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vexport.errors import InputError
+from vexport.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32, Bits, Floats
+from vexport.schemes.base import QuantArgs
+from vexport.types import LinearPlan
+
+Array = npt.NDArray[np.generic]
+Bytes = npt.NDArray[np.uint8]
+
+STORAGES: Mapping[str, int] = {"BF16": BFLOAT16, "F16": FLOAT16, "F32": FLOAT32, "F64": FLOAT32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """What a search found for a weight: scales and zero points, float32, any shape with a value a group."""
+
+    scale: Floats
+    zero_point: Floats
+    global_scale: Floats | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of a weight before its rows are packed.
+
+    `largest` is the largest magnitude in its fusion group, for schemes that share a scale; without `scales`
+    those of the rows' ranges are made while they are packed.
+    """
+
+    largest: np.float32 | None = None
+    scales: Scales | None = None
+
+
+class Packing(Protocol):
+    """The packing of one weight, a run of rows at a time, in any order and from several threads."""
+
+    # Runs begin at a multiple of so many rows.
+    multiple: int
+
+    def pack(self, rows: Bits, first: int) -> Array:
+        """The stored bytes of some contiguous rows, of which `first` is the first.
+
+        Raises InputError where a weight is not finite.
+        """
+        ...
+
+    def tensor(self, name: str) -> Array:
+        """One of the other tensors by its name within the layer, once all rows are packed."""
+        ...
+
+
+class PackingType(Protocol):
+    """What makes a packing of a weight (out, in) that is stored in `dtype` (safetensors' name)."""
+
+    def __call__(self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known) -> Packing: ...
+
+
+def shares_scale(args: QuantArgs) -> bool:
+    """Whether a scale depends on the whole fusion group, so that its range has to be known first."""
+    return args.strategy in ("tensor", "tensor_group")
+
+
+def kernel_input(view: Array) -> Bits:
+    """Contiguous bits of some rows, read-only and aligned: the one form that kernels are compiled for."""
+    values = view.astype(np.float32) if view.dtype == np.float64 else view
+    rows = np.require(values, requirements=["C", "A"])
+    bits: Bits = rows.view(np.int32) if rows.dtype == np.float32 else rows.view(np.uint16)
+    bits.flags.writeable = False
+    return bits
+
+
+def require_finite(member: LinearPlan, scales: Array) -> None:
+    """InputError naming the weight unless all scales of some of its rows are finite numbers."""
+    if not np.isfinite(scales).all():
+        raise not_finite(member)
+
+
+def not_finite(member: LinearPlan) -> InputError:
+    """The error for a weight that holds NaN or infinity."""
+    return InputError(
+        member.weight,
+        got="NaN or infinite values",
+        need="finite weights",
+        fix="restore the source checkpoint",
+    )

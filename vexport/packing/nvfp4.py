@@ -1,0 +1,40 @@
+"""NVFP4: packed e2m1, e4m3 block scales, a global scale that fused layers share."""
+
+import numpy as np
+
+from vexport.kernels import nvfp4
+from vexport.kernels.arithmetic import Bits
+from vexport.packing.base import STORAGES, Array, Bytes, Known
+from vexport.packing.scales import global_scale_of
+from vexport.schemes.base import QuantArgs
+from vexport.types import LinearPlan
+
+
+class Nvfp4Packing:
+    """weight_packed (out, in/2) uint8, weight_scale (out, in/16) e4m3, weight_global_scale (1,) float32."""
+
+    multiple = 1
+
+    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known) -> None:
+        self._storage = STORAGES[dtype]
+        self._given = known.scales is not None
+        shape = (member.out_features, member.in_features // nvfp4.GROUP_SIZE)
+        self._scales: Bytes = np.empty(shape, np.uint8)
+        if known.scales is not None:
+            assert known.scales.global_scale is not None
+            self._global_scale = known.scales.global_scale
+            nvfp4.encode(known.scales.scale.reshape(-1), self._scales.reshape(-1))
+        else:
+            assert known.largest is not None
+            self._global_scale = global_scale_of(known.largest)
+
+    def pack(self, rows: Bits, first: int) -> Array:
+        """The packed codes of finite rows."""
+        scales = self._scales[first : first + rows.shape[0]].reshape(-1)
+        packed = np.empty(rows.size // 2, np.uint8)
+        nvfp4.pack(rows.reshape(-1), self._storage, self._global_scale[0], scales, self._given, packed)
+        return packed
+
+    def tensor(self, name: str) -> Array:
+        """weight_scale or weight_global_scale."""
+        return self._scales if name == "weight_scale" else self._global_scale

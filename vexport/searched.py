@@ -1,0 +1,66 @@
+"""Scales of weights whose observers search for them: by torch, for the packings that need none."""
+
+import base64
+from collections.abc import Sequence
+
+import torch
+
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import read_weight
+from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
+from vexport.packing import Scales
+from vexport.packing.base import not_finite
+from vexport.schemes import get_scheme
+from vexport.types import Calibration, FusionGroup, LinearPlan
+
+
+def search_scales(
+    group: FusionGroup, index: SourceIndex, calibration: Calibration, reader: Reader
+) -> Sequence[Scales]:
+    """The scales of each member of a group, in its order, sharing what must be shared.
+
+    Raises InputError where a weight is not finite.
+    """
+    observers = [
+        observe_weight(
+            member,
+            read_weight(reader, index.tensors[member.weight], member.part),
+            group,
+            calibration.importance.get(member.name),
+        )
+        for member in group.members
+    ]
+    Observer.fuse(observers)
+    found = [scales_of(observer) for observer in observers]
+    reader.release(index.tensors[member.weight] for member in group.members)
+    return found
+
+
+def observe_weight(
+    member: LinearPlan, weight: torch.Tensor, group: FusionGroup, importance: str | None
+) -> Observer:
+    """An observer that has seen a layer's weight.
+
+    `importance` is what calibration gathered for this layer, where the observer asks for it.
+    """
+    observer = load_observer(group.observer, "weight", get_scheme(group.scheme).args.weights)
+    if importance is not None and isinstance(observer, IMatrixMSEObserver):
+        means = torch.frombuffer(bytearray(base64.b64decode(importance)), dtype=torch.float32)
+        observer.gathered = Importance(means, tokens=1)
+    observer.forward(weight)
+    low, high = observer.range()
+    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+        raise not_finite(member)
+    return observer
+
+
+def scales_of(observer: Observer) -> Scales:
+    """What the observer found, as the packings take it."""
+    found = observer.get_qparams()
+    global_scale = found["global_scale"]
+    return Scales(
+        scale=found["scale"].to(torch.float32).numpy(),
+        zero_point=found["zero_point"].to(torch.float32).numpy(),
+        global_scale=None if global_scale is None else global_scale.to(torch.float32).numpy(),
+    )
