@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
+from vexport.evaluation.fingerprint import changes
 from vexport.evaluation.gates import Choice, Compared, GatedTask, gated_tasks
 from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.results import read_results
@@ -38,7 +39,8 @@ def decide(
     """
     _check_limits(margin, alpha)
     left, right = read_results(baseline), read_results(candidate)
-    return judge(gated_tasks(left, right, gate), margin=margin, alpha=alpha)
+    changed = changes(left.fingerprint, right.fingerprint, where=("in the baseline", "in the results"))
+    return judge(gated_tasks(left, right, gate), margin=margin, alpha=alpha, warnings=changed)
 
 
 def judge(

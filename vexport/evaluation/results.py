@@ -6,8 +6,9 @@ which the newest counts, and lm-eval's command line puts them into a subfolder n
 
 import math
 import re
+import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.errors import InputError
@@ -61,7 +62,10 @@ def read_results(path: Path) -> Results:
     read = {name: samples for name in names if (samples := _read_task(file, name, content))}
     return Results(
         file=file,
-        summaries={name: tuple(_summaries(file, name, content)) for name in names},
+        summaries={
+            name: tuple(_with_stderr(one, read.get(name)) for one in _summaries(name, content))
+            for name in names
+        },
         tasks=read,
         groups=_aggregated_groups(content, frozenset(names)),
         fingerprint=dict(_fingerprint(content, names)),
@@ -105,7 +109,7 @@ def _directions(content: Mapping[str, Json], task: str) -> dict[str, bool]:
     return {name: value for name, value in better.items() if isinstance(value, bool)}
 
 
-def _summaries(file: Path, task: str, content: Mapping[str, Json]) -> Iterator[Summary]:
+def _summaries(task: str, content: Mapping[str, Json]) -> Iterator[Summary]:
     """Yield each `metric,filter` of a task that has a finite mean, where lm-eval says how many documents."""
     values = _mapping(_mapping(content, "results"), task)
     counts = _mapping(_mapping(content, "n-samples"), task)
@@ -129,6 +133,20 @@ def _summaries(file: Path, task: str, content: Mapping[str, Json]) -> Iterator[S
                 value=float(value),
                 stderr=as_float(stderr) if known and isinstance(stderr, (int, float)) else None,
             )
+
+
+def _with_stderr(one: Summary, samples: TaskSamples | None) -> Summary:
+    """lm-eval may write no standard error (`bootstrap_iters=0`); the samples have it all the same."""
+    if samples is None or one.stderr is not None:
+        return one
+    scores = [
+        sample.scores[one.metric]
+        for sample in samples.samples.values()
+        if sample.filter == one.filter and one.metric in sample.scores
+    ]
+    if len(scores) != one.documents or len(scores) < 2 or not all(map(math.isfinite, scores)):
+        return one
+    return replace(one, stderr=statistics.stdev(scores) / math.sqrt(len(scores)))
 
 
 def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:
