@@ -10,6 +10,7 @@ from vexport.types import Finding, Json, TensorInfo
 NAME = "completeness"
 DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
 LAYERS = "layers"
+EXPERTS = ".experts."
 
 
 def run(subject: Subject) -> Iterator[Finding]:
@@ -50,7 +51,8 @@ def _fused_parts(subject: Subject, unit: Unit) -> Iterator[Finding]:
     prefix, dot, leaf = unit.name.rpartition(".")
     for part in subject.fused.get(leaf, ()):
         module = f"{prefix}{dot}{part}"
-        if unit.is_quantized and module not in unit.members:
+        stored_apart = unit.name not in unit.members
+        if unit.is_quantized and stored_apart and module not in unit.members:
             yield error(
                 NAME,
                 module,
@@ -83,8 +85,22 @@ def _siblings(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
         return
     common = {name for name, count in counts.items() if count == len(layers) - 1}
     for layer, names in sorted(layers.items()):
+        own = {_block(name) for name in names if counts[name] == 1}
         for name in sorted(common - names):
-            yield _missing(f"{prefix}{layer}.{name}", "the tensor that all other layers have")
+            if not _is_of_another_kind(name, names, common - names, own):
+                yield _missing(f"{prefix}{layer}.{name}", "the tensor that all other layers have")
+
+
+def _is_of_another_kind(name: str, names: set[str], missing: set[str], own: set[str]) -> bool:
+    """Whether a layer has something else in a tensor's place: full attention, an MLP without experts."""
+    block = _block(name)
+    if all(_block(other) != block for other in names):
+        return bool(own)
+    return block in own and any(_block(other) == block and EXPERTS in other for other in missing)
+
+
+def _block(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _outside_layers(subject: Subject) -> Iterator[Finding]:
