@@ -12,6 +12,7 @@ from vexport.checkpoint.source import resolve_source
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError
 from vexport.files import refuse_existing, resumable_directory
+from vexport.plan import Settings as PlanSettings
 from vexport.plan import build_plan, require_accepted
 from vexport.quantize import (
     Search,
@@ -28,6 +29,8 @@ from vexport.schemes import KEEP, get_scheme
 from vexport.terminal import OnProgress
 from vexport.types import Calibration, Plan
 
+DEFAULTS = PlanSettings()
+
 
 def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rule, ...]:
     """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
@@ -41,11 +44,13 @@ def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rul
     return (*kept, Rule(match="Linear", scheme=scheme, observer=observer))
 
 
-def plan_source(source: str, rules: Sequence[Rule]) -> tuple[SourceIndex, Plan]:
+def plan_source(
+    source: str, rules: Sequence[Rule], settings: PlanSettings = DEFAULTS
+) -> tuple[SourceIndex, Plan]:
     """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
     require_observers({rule.observer for rule in rules}.difference(observer_names.MIN_MAX))
     index = read_index(resolve_source(source))
-    return index, build_plan(index, rules)
+    return index, build_plan(index, rules, settings)
 
 
 def require_observers(names: Collection[str]) -> None:
@@ -66,7 +71,10 @@ def require_observers(names: Collection[str]) -> None:
 
 def plan_scenario(scenario: Scenario) -> tuple[SourceIndex, Plan]:
     """Plan what a scenario asks for."""
-    return plan_source(scenario.source, scenario.rules)
+    settings = PlanSettings(
+        ranks=scenario.serve.tensor_parallel, on_misfit=scenario.on_misfit, kv_cache=scenario.kv_cache
+    )
+    return plan_source(scenario.source, scenario.rules, settings)
 
 
 def will_calibrate(plan: Plan, settings: CalibrationSettings | None) -> bool:
@@ -154,6 +162,7 @@ def quantize_source(
     rules: Sequence[Rule],
     settings: CalibrationSettings | None,
     *,
+    planning: PlanSettings = DEFAULTS,
     overwrite: bool,
     trust_remote_code: bool,
     on_progress: OnProgress,
@@ -161,7 +170,7 @@ def quantize_source(
 ) -> Plan:
     """Quantize a checkpoint into the folder `out`; see `write_checkpoint`."""
     refuse_existing(out, overwrite=overwrite)
-    index, plan = plan_source(source, rules)
+    index, plan = plan_source(source, rules, planning)
     require_accepted(plan)
     will_calibrate(plan, settings)
     calibration = calibrate_plan(

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from annotated_types import Ge, Gt, Lt
@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors
 from vexport.schemes import FAMILIES, KEEP
+from vexport.types import KvCache
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128
@@ -96,11 +97,17 @@ class Evaluate(_Strict):
 
 
 class Scenario(_Strict):
-    """One complete run."""
+    """One complete run.
+
+    `on_misfit` says what becomes of layers whose shapes vLLM could not run; `kv_cache` how keys and values
+    are stored, in the model's dtype where it is not given.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     source: str
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
+    on_misfit: Literal["refuse", "keep"] = "refuse"
+    kv_cache: KvCache | None = None
     calibration: Calibration | None = None
     serve: Serve = Serve()
     evaluate: Evaluate | None = None

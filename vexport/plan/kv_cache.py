@@ -20,19 +20,24 @@ def attention_layers(
     """The attention layers of the decoder; `text` is the language model's config."""
     per_head = KV_CACHES[kv_cache].strategy == "attn_head"
     return tuple(
-        AttentionLayer(name=name, heads=heads if per_head else None)
-        for name, heads in _layers(linears, names, text)
+        AttentionLayer(
+            name=linear.name.rpartition(".")[0], heads=kv_heads(linear, text) if per_head else None
+        )
+        for linear in linears
+        if makes_keys(linear.name, names)
     )
 
 
-def _layers(
-    linears: Iterable[LinearPlan], names: Names, text: Mapping[str, Json]
-) -> Iterator[tuple[str, int]]:
-    for linear in linears:
-        module, _, leaf = linear.name.rpartition(".")
-        if names.in_decoder(linear.name) and (leaf == KEYS or leaf in FUSED):
-            heads = _heads_of_keys(linear, text) if leaf == KEYS else None
-            yield module, heads or _heads(text)
+def makes_keys(linear: str, names: Names) -> bool:
+    """Whether a linear layer makes the keys of an attention layer of the decoder."""
+    leaf = linear.rpartition(".")[2]
+    return (leaf == KEYS or leaf in FUSED) and names.in_decoder(linear)
+
+
+def kv_heads(linear: LinearPlan, text: Mapping[str, Json]) -> int:
+    """How many KV heads an attention layer has: by the rows of its keys, or else as the config says."""
+    heads = _heads_of_keys(linear, text) if linear.name.endswith(KEYS) else None
+    return heads or _heads(text)
 
 
 def _heads_of_keys(keys: LinearPlan, text: Mapping[str, Json]) -> int | None:

@@ -1,0 +1,97 @@
+"""Is the fp8 KV cache one that vLLM accepts, and does every attention layer have its scales?"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from vexport.checks.subject import Subject, error, parse_args
+from vexport.plan.kv_cache import makes_keys
+from vexport.plan.linears import names_of
+from vexport.schemes.base import QuantArgs
+from vexport.types import Finding, Json, TensorInfo
+
+NAME = "kv_cache"
+DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the keys and values of every layer"
+LEAVES = ("k_scale", "v_scale")
+STRATEGIES = ("tensor", "attn_head")
+
+
+def run(subject: Subject) -> Iterator[Finding]:
+    """Findings on kv_cache_scheme and its scales."""
+    scheme = (subject.quantization or {}).get("kv_cache_scheme")
+    if scheme is None:
+        return
+    args = parse_args(scheme)
+    refused = args if isinstance(args, str) else _refused(args)
+    if refused:
+        yield error(
+            NAME,
+            f"{subject.config_path}: quantization_config.kv_cache_scheme",
+            expected=f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}",
+            got=refused,
+            fix="quantize the KV cache again, or remove the key",
+        )
+    elif isinstance(args, QuantArgs):
+        per_head = args.strategy == "attn_head"
+        for module in _attention_modules(subject):
+            yield from _scales(subject, module, per_head=per_head)
+
+
+def _refused(args: QuantArgs) -> str | None:
+    """Source: validate_kv_cache_scheme of CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py."""
+    right = args.type == "float" and args.num_bits == 8 and args.symmetric and args.strategy in STRATEGIES
+    if right:
+        return None
+    return f"{args.type}, {args.num_bits} bits, symmetric {args.symmetric}, strategy {args.strategy}"
+
+
+def _attention_modules(subject: Subject) -> Iterator[str]:
+    names = names_of(subject.index, subject.architecture)
+    for unit in subject.units:
+        yield from (module.rpartition(".")[0] for module in unit.members if makes_keys(module, names))
+
+
+def _scales(subject: Subject, module: str, *, per_head: bool) -> Iterator[Finding]:
+    for leaf in LEAVES:
+        tensor = _stored(subject.index.tensors, module, leaf)
+        if tensor is None:
+            yield error(
+                NAME,
+                f"{module}.{leaf}",
+                expected="the scale of the fp8 KV cache",
+                got="none: vLLM would use 1.0",
+                fix="quantize the KV cache again, or remove kv_cache_scheme",
+            )
+        else:
+            yield from _values(subject, tensor, per_head=per_head)
+
+
+def _stored(tensors: Mapping[str, TensorInfo], module: str, leaf: str) -> TensorInfo | None:
+    """The scale under any name that vLLM finds (get_cache_scale_mapper, quantization/base_config.py)."""
+    places = (leaf, f"attn.{leaf}", f"{leaf[0]}_proj.{leaf}", f"qkv_proj.{leaf}", "kv_scale")
+    return next((tensors[name] for place in places if (name := f"{module}.{place}") in tensors), None)
+
+
+def _values(subject: Subject, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
+    values: npt.NDArray[np.float64] = np.asarray(subject.reader.array(tensor), dtype=np.float64)
+    if not per_head and values.size != 1:
+        yield _wrong(tensor, "one scale for all heads (strategy tensor)", f"{values.size} values")
+    heads = _heads(subject.index.config)
+    if per_head and heads is not None and values.size % heads:
+        yield _wrong(tensor, f"a scale for each of {heads} KV heads (strategy attn_head)", str(values.size))
+    bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
+    if bad:
+        yield _wrong(
+            tensor, "finite scales above zero", f"{bad} of {values.size} values NaN, infinite or <= 0"
+        )
+
+
+def _heads(config: Mapping[str, Json]) -> int | None:
+    heads = config.get("num_key_value_heads")
+    return heads if isinstance(heads, int) and heads > 0 else None
+
+
+def _wrong(tensor: TensorInfo, expected: str, got: str) -> Finding:
+    fix = "quantize the KV cache again with calibration"
+    return error(NAME, tensor.name, expected=expected, got=got, fix=fix)
