@@ -1,0 +1,123 @@
+"""Scales of the KV cache are those of what a whole model caches; plans and checks know whose they are."""
+
+import json
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.models import save_qwen3, write_calibration
+from vexport.checks import check_checkpoint
+from vexport.pipeline import plan_source, quantize_source, rules_for
+from vexport.plan import Settings
+from vexport.scenario import Calibration
+from vexport.types import KvCache
+
+RULES = rules_for("FP8_DYNAMIC", observer="memoryless_minmax", ignore=())
+KINDS: tuple[KvCache, ...] = ("fp8", "fp8_per_head")
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """Nothing is shown."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3, whose keys are normed before they are rotated."""
+    return save_qwen3(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[KvCache, Path]:
+    """A checkpoint with each kind of cache; read it, never write to it."""
+    root = tmp_path_factory.mktemp("written")
+    samples = Calibration(data=write_calibration(root / "samples.jsonl"))
+    for kind in KINDS:
+        quantize_source(
+            str(source),
+            root / kind,
+            RULES,
+            samples,
+            planning=Settings(kv_cache=kind),
+            overwrite=False,
+            trust_remote_code=False,
+            on_progress=quiet,
+        )
+    return {kind: root / kind for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_are_those_of_the_whole_models_cache(
+    source: Path, written: dict[KvCache, Path], kind: KvCache
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    rows = (written[kind].parent / "samples.jsonl").read_text().splitlines()
+    tensors = load_file(written[kind] / "model.safetensors")
+    largest: dict[str, torch.Tensor] = {}
+    with torch.inference_mode():
+        for row in rows:
+            cache = model(torch.tensor([json.loads(row)["input_ids"]]), use_cache=True).past_key_values
+            for number, layer in enumerate(cache.layers):
+                for name, states in (("k_scale", layer.keys), ("v_scale", layer.values)):
+                    heads = states.float().abs().amax((0, 2, 3))
+                    key = f"model.layers.{number}.self_attn.{name}"
+                    largest[key] = torch.maximum(largest.get(key, heads), heads)
+    assert {name for name in tensors if name.endswith(("k_scale", "v_scale"))} == largest.keys()
+    for name, heads in largest.items():
+        expected = heads.reshape(-1, 1, 1) if kind == "fp8_per_head" else heads.max().reshape(1)
+        torch.testing.assert_close(tensors[name], expected / 448, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_config_and_checkpoint_are_accepted(written: dict[KvCache, Path], kind: KvCache) -> None:
+    raw = json.loads((written[kind] / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(raw).kv_cache_scheme
+    assert scheme is not None
+    assert str(scheme.strategy) == {"fp8": "tensor", "fp8_per_head": "attn_head"}[kind]
+    assert check_checkpoint(str(written[kind])).findings == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_predicts_the_bytes(source: Path, written: dict[KvCache, Path], kind: KvCache) -> None:
+    _, plan = plan_source(str(source), RULES, Settings(kv_cache=kind))
+    tensors = load_file(written[kind] / "model.safetensors").values()
+    assert plan.output_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert [layer.name for layer in plan.attention] == [f"model.layers.{i}.self_attn" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(None, "none: vLLM would use 1.0"), (float("nan"), "NaN"), (0.0, "<= 0")]
+)
+def test_bad_scales_are_found(
+    written: dict[KvCache, Path], tmp_path: Path, value: float | None, said: str
+) -> None:
+    copytree(written["fp8"], tmp_path / "broken")
+    tensors, name = load_file(tmp_path / "broken" / "model.safetensors"), "model.layers.1.self_attn.v_scale"
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = torch.tensor([value])
+    save_file(tensors, tmp_path / "broken" / "model.safetensors")
+    findings = check_checkpoint(str(tmp_path / "broken")).findings
+    (finding,) = (finding for finding in findings if finding.check == "kv_cache")
+    assert finding.where == name
+    assert said in finding.got
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_bits": 4}, {"type": "int"}, {"symmetric": False}, {"strategy": "channel"}]
+)
+def test_a_cache_that_vllm_refuses_is_found(
+    written: dict[KvCache, Path], tmp_path: Path, change: dict[str, object]
+) -> None:
+    copytree(written["fp8"], tmp_path / "broken")
+    config = json.loads((tmp_path / "broken" / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"].update(change)
+    (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
+    (finding,) = check_checkpoint(str(tmp_path / "broken")).findings
+    assert finding.check == "kv_cache"
+    assert "kv_cache_scheme" in finding.where
