@@ -1,0 +1,274 @@
+"""Speed and memory of `vexport quantize` against llm-compressor's model_free_ptq and against `cp`.
+
+    .venv/bin/python scripts/bench/quantize.py [--scheme NVFP4A16]... [--repeats 3] [--peer-repeats 1]
+                                               [--layers 22] [--folder DIR] [--json]
+
+The source is a synthetic Llama of 1.1 B parameters (2.2 GB of bf16 in 4 shards, random normal weights whose
+rows differ in size), made once in DIR, by default a folder of its own under the system's temporary one. All
+are run in turns with the source in the page cache, each into a new folder, after a sync; the fastest of the
+repeats counts. "span" is from the first read to the last write, imports and compiled kernels being there;
+"whole" is the command with its start. Memory is the largest resident set of the process. The peer runs in
+.venv-peer (scripts/bench/setup-peer; without it its columns are empty). Linux only.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PEER = ROOT / ".venv-peer" / "bin" / "python"
+SCHEMES = ("NVFP4A16", "W4A16", "FP8_BLOCK", "FP8_DYNAMIC")
+HIDDEN, INTERMEDIATE, LAYERS, KEY_VALUE, VOCABULARY = 2048, 5632, 22, 256, 32000
+SHARDS = 4
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Seconds of the span and of the whole command, and the largest resident set in MB."""
+
+    span: float
+    whole: float
+    megabytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One scheme: ours, the peer's (None where it was not run), and cp of the same files."""
+
+    scheme: str
+    ours: Measured
+    peer: Measured | None
+    cp: float
+
+
+def shapes(layers: int) -> Mapping[str, tuple[int, ...]]:
+    """The tensors of the model in the order of its layers."""
+    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        for name, rows in (("q", HIDDEN), ("k", KEY_VALUE), ("v", KEY_VALUE), ("o", HIDDEN)):
+            table[f"{prefix}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
+        for name in ("gate", "up"):
+            table[f"{prefix}mlp.{name}_proj.weight"] = (INTERMEDIATE, HIDDEN)
+        table[f"{prefix}mlp.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
+        for name in ("input", "post_attention"):
+            table[f"{prefix}{name}_layernorm.weight"] = (HIDDEN,)
+    table["model.norm.weight"] = (HIDDEN,)
+    table["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    return table
+
+
+def weight_rows(shape: tuple[int, ...], generator: np.random.Generator) -> Iterator[bytes]:
+    """bf16 rows of normal values, a standard deviation for each row; ones for a norm."""
+    if len(shape) == 1:
+        yield np.full(shape, 0x3F80, np.uint16).tobytes()
+        return
+    for start in range(0, shape[0], 256):
+        rows = min(256, shape[0] - start)
+        spread = np.exp(generator.standard_normal((rows, 1), np.float32) * 0.5) * 0.02
+        values = generator.standard_normal((rows, shape[1]), np.float32) * spread.astype(np.float32)
+        yield ((values.view(np.uint32) + 0x8000) >> 16).astype(np.uint16).tobytes()
+
+
+def make_source(folder: Path, layers: int) -> Path:
+    """Write the synthetic checkpoint unless it is there."""
+    if (folder / "config.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    table = shapes(layers)
+    names, weight_map = list(table), {}
+    for number, part in enumerate(np.array_split(np.arange(len(names)), SHARDS), start=1):
+        file = folder / f"model-{number:05}-of-{SHARDS:05}.safetensors"
+        here = [names[position] for position in part]
+        weight_map.update(dict.fromkeys(here, file.name))
+        write_shard(file, {name: table[name] for name in here}, seed=number)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    return folder
+
+
+def write_shard(file: Path, table: Mapping[str, tuple[int, ...]], *, seed: int) -> None:
+    """One safetensors file of random weights."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in table.items():
+        end = position + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    generator = np.random.default_rng(seed)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for shape in table.values():
+            stream.writelines(weight_rows(shape, generator))
+
+
+def worker(side: str, scheme: str, source: Path, out: Path) -> None:
+    """Quantize once in this process and print the seconds of the span."""
+    print(json.dumps(ours_span(scheme, source, out) if side == "ours" else peer_span(scheme, source, out)))
+
+
+def ours_span(scheme: str, source: Path, out: Path) -> float:
+    """Headers are read, all is planned and written; kernels were used before, on a small checkpoint."""
+    from vexport.pipeline import quantize_source, rules_for
+
+    def quantize(checkpoint: Path, folder: Path) -> None:
+        rules = rules_for(scheme, observer="memoryless_minmax", ignore=())
+        quantize_source(
+            str(checkpoint),
+            folder,
+            rules,
+            None,
+            overwrite=False,
+            trust_remote_code=False,
+            on_progress=lambda stage, done, total: None,
+        )
+
+    small = out.with_name("small")
+    write_small(small)
+    quantize(small, out.with_name("small-out"))
+    start = time.perf_counter()
+    quantize(source, out)
+    return time.perf_counter() - start
+
+
+def write_small(folder: Path) -> None:
+    """A checkpoint of one small layer."""
+    folder.mkdir()
+    write_shard(folder / "model.safetensors", {"model.layers.0.mlp.down_proj.weight": (256, 256)}, seed=0)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
+
+
+def peer_span(scheme: str, source: Path, out: Path) -> float:
+    """The peer's own call, after its imports."""
+    from llmcompressor import model_free_ptq
+
+    ignore = ["lm_head", "re:.*embed_tokens.*"]
+    start = time.perf_counter()
+    model_free_ptq(
+        str(source), str(out), scheme=scheme, ignore=ignore, max_workers=len(os.sched_getaffinity(0))
+    )
+    return time.perf_counter() - start
+
+
+def timed(command: Sequence[object]) -> tuple[float, float, str]:
+    """Seconds, largest resident set in MB and stdout of a command that must succeed."""
+    os.sync()
+    start = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=log)
+        assert process.stdout is not None
+        text = process.stdout.read().decode()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            log.seek(0)
+            raise SystemExit(f"{command[0]}: exit {process.returncode}\n{log.read().decode()[-2000:]}")
+    return time.perf_counter() - start, usage.ru_maxrss / 1000, text
+
+
+def copied(source: Path, scratch: Path) -> float:
+    """Seconds that cp takes for the weights."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        return timed(["cp", *source.glob("*.safetensors"), folder])[0]
+
+
+def ours(scheme: str, source: Path, scratch: Path) -> Measured:
+    """The whole command, and the span in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        out = Path(folder) / "out"
+        command = [sys.executable, "-m", "vexport", "quantize", source, out, "--scheme", scheme, "--quiet"]
+        whole, megabytes, _ = timed(command)
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        out = Path(folder) / "out"
+        _, _, text = timed([sys.executable, __file__, "--worker", "ours", scheme, source, out])
+    return Measured(span=json.loads(text), whole=whole, megabytes=megabytes)
+
+
+def peer(scheme: str, source: Path, scratch: Path) -> Measured:
+    """The peer's call in a process of its own, with its imports and without."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        out = Path(folder) / "out"
+        whole, megabytes, text = timed([PEER, __file__, "--worker", "peer", scheme, source, out])
+    return Measured(span=json.loads(text.splitlines()[-1]), whole=whole, megabytes=megabytes)
+
+
+def fastest(runs: Sequence[Measured]) -> Measured:
+    """The best of each figure; the worst of the memory."""
+    return Measured(
+        span=min(run.span for run in runs),
+        whole=min(run.whole for run in runs),
+        megabytes=max(run.megabytes for run in runs),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text: seconds, MB, and how many times faster than the peer, slower than cp."""
+    lines = [
+        f"{'':12}{'span':>7}{'whole':>8}{'MB':>7}{'peer span':>11}{'whole':>8}{'MB':>7}"
+        f"{'cp':>7}{'span x':>9}{'whole x':>9}{'of cp':>8}"
+    ]
+    for row in rows:
+        line = f"{row.scheme:12}{row.ours.span:7.2f}{row.ours.whole:8.2f}{row.ours.megabytes:7.0f}"
+        if row.peer is None:
+            line += f"{'-':>11}{'-':>8}{'-':>7}{row.cp:7.2f}{'-':>9}{'-':>9}"
+        else:
+            line += f"{row.peer.span:11.1f}{row.peer.whole:8.1f}{row.peer.megabytes:7.0f}{row.cp:7.2f}"
+            line += f"{row.peer.span / row.ours.span:9.1f}{row.peer.whole / row.ours.whole:9.1f}"
+        lines.append(line + f"{row.ours.span / row.cp:8.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure every scheme and print the table."""
+    if "--worker" in sys.argv:
+        side, scheme, source, out = sys.argv[sys.argv.index("--worker") + 1 :]
+        worker(side, scheme, Path(source), Path(out))
+        return
+    parser = argparse.ArgumentParser(description="Speed of vexport quantize against the peer and cp.")
+    parser.add_argument("--scheme", action="append", help="A scheme; repeatable.")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer-repeats", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "vexport-bench")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    source = make_source(options.folder / f"llama-{options.layers}", options.layers)
+    rows = []
+    for scheme in options.scheme or SCHEMES:
+        runs, copies, others = [], [], []
+        for repeat in range(options.repeats):
+            copies.append(copied(source, options.folder))
+            runs.append(ours(scheme, source, options.folder))
+            if PEER.is_file() and repeat < options.peer_repeats:
+                others.append(peer(scheme, source, options.folder))
+        best = fastest(others) if others else None
+        rows.append(Row(scheme=scheme, ours=fastest(runs), peer=best, cp=min(copies)))
+        print(table(rows[-1:]), file=sys.stderr)
+    print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()
