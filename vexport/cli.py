@@ -289,8 +289,15 @@ def load(
 
 @cli.command("eval", epilog=EXIT_CODES)
 @click.argument("checkpoint")
+@click.option("--baseline", metavar="SOURCE", help="The unquantized checkpoint to compare with.")
 @click.option(
-    "--baseline", required=True, metavar="SOURCE", help="The unquantized checkpoint to compare with."
+    "--against", type=PATH, metavar="FILE", help="An accepted baseline to compare with; starts one engine."
+)
+@click.option(
+    "--accept",
+    type=PATH,
+    metavar="FILE",
+    help="Write CHECKPOINT's answers as an accepted baseline, unless it fails.",
 )
 @click.option(
     "--task", "tasks", multiple=True, required=True, metavar="NAME_OR_YAML", help="lm-eval task; repeatable."
@@ -305,7 +312,9 @@ def load(
 @common_options
 def evaluate(
     checkpoint: str,
-    baseline: str,
+    baseline: str | None,
+    against: Path | None,
+    accept: Path | None,
     tasks: tuple[str, ...],
     margin: float,
     alpha: float,
@@ -320,12 +329,21 @@ def evaluate(
     format_: str,
     quiet: bool,
 ) -> None:
-    """Score CHECKPOINT and its baseline with lm-eval in vLLM, paired by document, and give a verdict."""
+    """Score CHECKPOINT and its baseline with lm-eval in vLLM, paired by document, and give a verdict.
+
+    An accepted baseline is a small file for git: each document's score, and what else could change scores.
+    Make one with --accept, in later runs compare --against it.
+    """
+    from vexport.evaluation.accepted import accept_results, gates_of, require_writable
     from vexport.reports import render_verdict
     from vexport.scenario import Evaluate, Serve
-    from vexport.serving import EngineOptions, evaluate_checkpoint
+    from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
     from vexport.terminal import progress_display
 
+    if baseline and against or not (baseline or against or accept):
+        raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
+    if accept:
+        require_writable(accept)
     settings = Evaluate(tasks=tasks, margin=margin, alpha=alpha, gate=gate, limit=limit, baseline=baseline)
     folder = output or Path("runs") / f"eval-{Path(checkpoint).name}"
     with progress_display(quiet=quiet) as on_progress:
@@ -335,9 +353,16 @@ def evaluate(
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
-        verdict = evaluate_checkpoint(checkpoint, settings, folder, options, overwrite=overwrite)
-    _print(render_verdict(verdict, format_))
-    _conclude(verdict.outcome, checkpoint, verdict.reason)
+        verdict = evaluate_checkpoint(
+            checkpoint, settings, folder, options, overwrite=overwrite, against=against
+        )
+    if verdict:
+        _print(render_verdict(verdict, format_))
+    if accept and (verdict is None or verdict.outcome != "FAIL"):
+        accepted = accept_results(folder / CANDIDATE, accept, gate)
+        click.echo(f"accepted: {accept}: {gates_of(accepted)}", err=verdict is not None)
+    if verdict:
+        _conclude(verdict.outcome, checkpoint, verdict.reason)
 
 
 @cli.command("verdict", epilog=EXIT_CODES)
@@ -356,6 +381,8 @@ def verdict_command(
     quiet: bool,
 ) -> None:
     """PASS, FAIL or INCONCLUSIVE from two lm-eval output folders, wherever they were made.
+
+    BASELINE_RESULTS may also be an accepted baseline (`vexport eval --accept`).
 
     Starts no model. Documents are paired by lm-eval's sample files (--log_samples); without them the means
     are compared by their standard errors, which takes many times the documents.

@@ -13,6 +13,8 @@ from vexport.engine.messages import Progress, SessionResult
 from vexport.engine.prompts import Prompts, fixed_prompts
 from vexport.engine.session import run_session
 from vexport.errors import CheckpointFailed, InputError
+from vexport.evaluation.accepted import read_accepted
+from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import refuse_existing
 from vexport.scenario import Evaluate, Serve
@@ -95,27 +97,42 @@ def serve_model(
         vllm_python=options.vllm_python,
         on_progress=relay,
     )
+    if settings is not None and result.engine is not None:
+        write_fingerprint(folder, engine_fingerprint(checkpoint, result.engine))
     return Served(result=result, prompts=prompts)
 
 
 def evaluate_checkpoint(
-    checkpoint: str, settings: Evaluate, folder: Path, options: EngineOptions, *, overwrite: bool
-) -> Verdict:
+    checkpoint: str,
+    settings: Evaluate,
+    folder: Path,
+    options: EngineOptions,
+    *,
+    overwrite: bool,
+    against: Path | None = None,
+) -> Verdict | None:
     """Score a checkpoint and its baseline and decide; lm-eval's files and vLLM's logs go to `folder`.
 
+    With `against`, an accepted baseline, that is the baseline; None is the answer where there is none.
     Raises CheckpointFailed where vLLM refuses the checkpoint, InputError where it refuses the baseline.
     """
     refuse_existing(folder, overwrite=overwrite, mark=CANDIDATE)
     require_tasks(settings, options)
-    assert settings.baseline is not None
-    models = {CANDIDATE: resolve_source(checkpoint), BASELINE: resolve_source(settings.baseline)}
+    if against is not None:
+        read_accepted(against)
+    models = {CANDIDATE: resolve_source(checkpoint)}
+    if settings.baseline is not None:
+        models[BASELINE] = resolve_source(settings.baseline)
     for model in models.values():
         require_checkpoint(model)
     shutil.rmtree(folder, ignore_errors=True)
     for role, model in models.items():
-        require_served(role, serve_model(role, model, folder / role, options, settings=settings).result)
+        served = serve_model(role, model, folder / role, options, settings=settings)
+        require_served(role, served.result)
+    if against is None and settings.baseline is None:
+        return None
     return decide(
-        folder / BASELINE,
+        against or folder / BASELINE,
         folder / CANDIDATE,
         margin=settings.margin,
         alpha=settings.alpha,

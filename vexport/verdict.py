@@ -14,11 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vexport.errors import InputError, raise_all
+from vexport.evaluation.accepted import Accepted, is_accepted, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
 from vexport.evaluation.fingerprint import changes
 from vexport.evaluation.gates import Choice, Compared, GatedTask, gated_tasks
 from vexport.evaluation.pairs import TaskPair, pool
-from vexport.evaluation.results import read_results
+from vexport.evaluation.results import Results, read_results
 from vexport.evaluation.statistics import Interval
 from vexport.evaluation.unpaired import USUAL_DISAGREEMENT, UnpairedTask
 from vexport.types import Comparison, Outcome, TaskVerdict, Verdict
@@ -31,16 +32,29 @@ MAX_SENTENCES = 3
 def decide(
     baseline: Path, candidate: Path, *, margin: float, alpha: float, gate: Choice = NO_CHOICE
 ) -> Verdict:
-    """Compare two lm-eval output folders, wherever they were made.
+    """Compare two lm-eval output folders, wherever they were made, or one with an accepted baseline.
 
     `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), `alpha` the
     probability of a wrong PASS, and of a wrong FAIL, `gate` the metric that decides for a task (gates.py).
     InputError where the runs cannot be compared.
     """
     _check_limits(margin, alpha)
+    if is_accepted(baseline):
+        return _decide_against(read_accepted(baseline), read_results(candidate), margin, alpha, gate)
     left, right = read_results(baseline), read_results(candidate)
     changed = changes(left.fingerprint, right.fingerprint, where=("in the baseline", "in the results"))
     return judge(gated_tasks(left, right, gate), margin=margin, alpha=alpha, warnings=changed)
+
+
+def _decide_against(
+    accepted: Accepted, candidate: Results, margin: float, alpha: float, gate: Choice
+) -> Verdict:
+    if gate:
+        got, need = "another choice of gates", "those that were accepted"
+        raise InputError("gate", got=got, need=need, fix="leave it out, or accept anew")
+    where = ("when the baseline was accepted", "now")
+    changed = changes(accepted.fingerprint, candidate.fingerprint, where=where)
+    return judge(pair_with(accepted, candidate), margin=margin, alpha=alpha, warnings=changed)
 
 
 def judge(

@@ -21,7 +21,7 @@ def results_file(folder: Path) -> Path:
     return file
 
 
-def rewrite(change: Callable[[dict[str, object]], None]) -> Break:
+def rewrite(change: Callable[[dict[str, object]], object]) -> Break:
     """Break the results file's content."""
 
     def apply(folder: Path) -> None:

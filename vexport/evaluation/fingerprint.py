@@ -1,15 +1,64 @@
-"""What could change a score besides the weights: named, so that a change of it can be named."""
+"""What could change a score: named, so that a change of it can be named."""
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from vexport.checkpoint.index import weight_files
+from vexport.files import digest_file, read_json_object, write_text
+from vexport.types import EngineInfo
+from vexport.version import __version__
 
 Fingerprint = Mapping[str, str]
 """Name of a circumstance (`vllm`, `dtype`, `task hash of gsm8k`) -> its value in words."""
 
+FILE = "fingerprint.json"
+"""Beside lm-eval's results: what lm-eval does not record."""
+_BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
+    """What both sides tell, and tell differently."""
+    return [name for name in old if name in new and old[name] != new[name]]
+
 
 def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tuple[str, ...]:
-    """A sentence for each circumstance that both sides tell and that differs; `where` names the sides."""
+    """A sentence for each change; `where` names the sides."""
     return tuple(
-        f"{name}: {old[name]} {where[0]}, {new[name]} {where[1]}"
-        for name in old
-        if name in new and old[name] != new[name]
+        f"{name}: {old[name]} {where[0]}, {new[name]} {where[1]}" for name in changed_names(old, new)
     )
+
+
+def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
+    """Of a checkpoint's bytes and what ran it."""
+    return {
+        "model": model_digest(root),
+        "vexport": __version__,
+        "vllm": engine.vllm,
+        "torch": engine.torch,
+        "platform": engine.platform,
+        "processor": engine.processor,
+        "dtype": engine.dtype,
+        "emulated kernels": str(engine.emulated),
+    }
+
+
+def model_digest(root: Path) -> str:
+    """SHA-256, shortened to 16 digits, of a checkpoint's weights, config and tokenizer by content."""
+    files = [*weight_files(root), *(file for name in _BESIDE_WEIGHTS if (file := root / name).is_file())]
+    lines = sorted(f"{file.name} {digest_file(file)}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
+    """Put it beside lm-eval's results."""
+    write_text(folder / FILE, TypeAdapter(Fingerprint).dump_json(fingerprint, indent=2).decode() + "\n")
+
+
+def read_fingerprint(folder: Path) -> Fingerprint:
+    """What `write_fingerprint` wrote; nothing in a folder made elsewhere."""
+    if not (folder / FILE).is_file():
+        return {}
+    return {name: str(value) for name, value in read_json_object(folder / FILE).items()}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.errors import InputError
+from vexport.evaluation.fingerprint import read_fingerprint
 from vexport.evaluation.samples import TaskSamples, as_float, read_samples
 from vexport.files import read_json_object
 from vexport.types import Json
@@ -37,7 +38,7 @@ class Results:
     """One lm-eval run.
 
     `summaries` has every task; `tasks` those with samples. `groups` maps a group that lm-eval aggregates to
-    its tasks, leaves only. `fingerprint` names what could change a score besides the model.
+    its tasks, leaves only. `fingerprint` names what could change a score.
     """
 
     file: Path
@@ -68,7 +69,7 @@ def read_results(path: Path) -> Results:
         },
         tasks=read,
         groups=_aggregated_groups(content, frozenset(names)),
-        fingerprint=dict(_fingerprint(content, names)),
+        fingerprint={**dict(_fingerprint(content, names)), **read_fingerprint(file.parent)},
     )
 
 

@@ -1,0 +1,132 @@
+"""Accepted baselines: small, readable in a diff, paired document by document, and refused when damaged."""
+
+import difflib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vexport.errors import InputError
+from vexport.evaluation.accepted import accept_results, read_accepted
+from vexport.evaluation.fingerprint import write_fingerprint
+from vexport.evaluation.results import read_results
+from vexport.verdict import decide
+
+
+@pytest.fixture
+def accepted(lm_eval_runs: Path, tmp_path: Path) -> Path:
+    accept_results(lm_eval_runs / "baseline", tmp_path / "accepted.json", {})
+    return tmp_path / "accepted.json"
+
+
+@pytest.mark.parametrize("name", ["twin", "doubtful", "worse"])
+def test_the_verdict_is_that_of_the_two_folders(lm_eval_runs: Path, accepted: Path, name: str) -> None:
+    full = decide(lm_eval_runs / "baseline", lm_eval_runs / name, margin=0.02, alpha=0.05)
+    kept = decide(accepted, lm_eval_runs / name, margin=0.02, alpha=0.05)
+    assert kept.reason == full.reason
+    for one, other in zip(kept.tasks, sorted(full.tasks, key=lambda task: task.task), strict=True):
+        assert (one.difference, one.low, one.high, one.right_to_wrong, one.wrong_to_right, one.mcnemar_p) == (
+            other.difference,
+            other.low,
+            other.high,
+            other.right_to_wrong,
+            other.wrong_to_right,
+            other.mcnemar_p,
+        )
+        assert one.changed_wrong is None
+        assert [flip.doc_id for flip in one.flips] == [flip.doc_id for flip in other.flips]
+
+
+def test_it_is_small_and_a_changed_answer_is_one_line_of_a_diff(
+    lm_eval_runs: Path, accepted: Path, tmp_path: Path
+) -> None:
+    old = accepted.read_text()
+    assert len(old) < 15 * 3 * 400  # three tasks of 400 documents, one of them not 0/1
+    samples = lm_eval_runs / "baseline"
+    shutil.copytree(samples, tmp_path / "changed")
+    (file,) = (tmp_path / "changed").rglob("samples_sums_*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[250]["exact_match"] = 0.0
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    accept_results(tmp_path / "changed", accepted, {})
+    diff = [line for line in difflib.ndiff(old.splitlines(), accepted.read_text().splitlines())]
+    assert sum(line.startswith("- ") for line in diff) == 2  # the score, and the line of documents 200-299
+    (removed,) = [line for line in diff if line.startswith("- ") and "200-299" in line]
+    (added,) = [line for line in diff if line.startswith("+ ") and "200-299" in line]
+    assert sum(one != other for one, other in zip(removed[2:], added[2:], strict=True)) == 1
+
+
+def test_a_changed_circumstance_is_named(lm_eval_runs: Path, tmp_path: Path) -> None:
+    for name, vllm in (("baseline", "0.31.0"), ("twin", "0.32.0")):
+        shutil.copytree(lm_eval_runs / name, tmp_path / name)
+        folder = read_results(tmp_path / name).file.parent
+        write_fingerprint(folder, {"vllm": vllm, "dtype": "bfloat16"})
+    accept_results(tmp_path / "baseline", tmp_path / "accepted.json", {})
+    assert read_accepted(tmp_path / "accepted.json").fingerprint["lm-eval"] == "0.4.13"
+    verdict = decide(tmp_path / "accepted.json", tmp_path / "twin", margin=0.02, alpha=0.05)
+    assert verdict.outcome == "PASS"
+    assert verdict.warnings == ("vllm: 0.31.0 when the baseline was accepted, 0.32.0 now",)
+
+
+def test_other_questions_are_refused_by_document_and_with_what_changed(
+    lm_eval_runs: Path, accepted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(lm_eval_runs / "twin", tmp_path / "twin")
+    (file,) = (tmp_path / "twin").rglob("samples_sums_*.jsonl")
+    text = file.read_text().splitlines()
+    text[123] = json.dumps(json.loads(text[123]) | {"prompt_hash": "0"})
+    file.write_text("\n".join(text))
+    results = read_results(tmp_path / "twin").file
+    content = json.loads(results.read_text())
+    content["lm_eval_version"] = "0.4.14"
+    results.write_text(json.dumps(content))
+    message = (
+        r"task sums: got other questions in documents 100-199 \(changed since it was accepted: lm-eval\)"
+    )
+    with pytest.raises(InputError, match=message):
+        decide(accepted, tmp_path / "twin", margin=0.02, alpha=0.05)
+
+
+def test_fewer_documents_and_other_tasks_are_told_at_once(
+    lm_eval_runs: Path, accepted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(lm_eval_runs / "twin", tmp_path / "twin")
+    (file,) = (tmp_path / "twin").rglob("samples_sums_*.jsonl")
+    file.write_text("\n".join(file.read_text().splitlines()[:200]))
+    (near,) = (tmp_path / "twin").rglob("samples_near_*.jsonl")
+    near.unlink()
+    with pytest.raises(InputError) as caught:
+        decide(accepted, tmp_path / "twin", margin=0.02, alpha=0.05)
+    first, second = str(caught.value).splitlines()
+    assert "no samples of task near" in first
+    assert "got 200 documents with exact_match,none, need the 400" in second
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0-99 ", "0-99  ", "need `first-last digest scores`"),
+        ("1111111111", "111111111", "got scores of 399 documents"),
+        ("1111111111", "11x1111111", "need `first-last digest scores`"),
+        ('"documents": 400', '"documents": "many"', "need a Accepted"),
+        ('"vexport_baseline": 1', '"vexport_baseline": 2', "need a Accepted"),
+        ('"vexport_baseline"', '"other"', "need an accepted baseline|got no tasks"),
+    ],
+)
+def test_a_damaged_file_is_refused(accepted: Path, old: str, new: str, message: str) -> None:
+    accepted.write_text(accepted.read_text().replace(old, new, 1))
+    with pytest.raises(InputError, match=message):
+        read_accepted(accepted)
+
+
+def test_something_else_is_not_replaced(lm_eval_runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.json").write_text("{}")
+    with pytest.raises(InputError, match="need a new file or an accepted baseline"):
+        accept_results(lm_eval_runs / "baseline", tmp_path / "notes.json", {})
+    assert (tmp_path / "notes.json").read_text() == "{}"
+
+
+def test_gates_cannot_be_chosen_again(lm_eval_runs: Path, accepted: Path) -> None:
+    with pytest.raises(InputError, match="need those that were accepted"):
+        decide(accepted, lm_eval_runs / "twin", margin=0.02, alpha=0.05, gate={"choices": "acc_norm"})

@@ -1,0 +1,245 @@
+"""Accepted baselines: what a model answered right, in a file small enough for git and readable in a diff.
+
+Documents stand in lines of 100 in the order of their numbers: the range, a digest of the questions, and
+the scores, `1` and `0` side by side where the metric is 0/1. So later answers are paired with them document
+by document, and a changed answer is a changed digit.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from vexport.errors import InputError, raise_all
+from vexport.evaluation.fingerprint import Fingerprint, changed_names
+from vexport.evaluation.gates import Choice, GatedTask, gated_tasks
+from vexport.evaluation.pairs import TaskPair, join_group
+from vexport.evaluation.results import Results, read_results
+from vexport.evaluation.samples import Sample
+from vexport.files import from_json, read_json_object, to_json, write_text
+
+LINE = 100
+"""Documents in a line."""
+_DIGEST = 12
+_KIND = "vexport_baseline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedTask:
+    """The scores of one task; `outcomes` has lines of `first-last digest scores`."""
+
+    metric: str
+    filter: str
+    higher_is_better: bool
+    documents: int
+    score: float
+    outcomes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """One model's scores on its gates, with what else could change them.
+
+    `groups` maps a group that is judged as one task to its tasks.
+    """
+
+    vexport_baseline: Literal[1] = 1
+    fingerprint: Fingerprint
+    groups: Mapping[str, tuple[str, ...]]
+    tasks: Mapping[str, AcceptedTask]
+
+
+def is_accepted(path: Path) -> bool:
+    """Whether a file is an accepted baseline, and not lm-eval's results."""
+    return path.is_file() and _KIND in read_json_object(path)
+
+
+def read_accepted(path: Path) -> Accepted:
+    """Read an accepted baseline; InputError where it is something else or was damaged."""
+    if not path.exists():
+        fix = "check the path, or make it with `vexport eval --accept FILE`"
+        raise InputError(str(path), got="no such file", need="an accepted baseline", fix=fix)
+    if path.is_dir() or not is_accepted(path):
+        got, fix = "something else", "make one with `vexport eval --accept FILE`"
+        raise InputError(str(path), got=got, need="an accepted baseline", fix=fix)
+    accepted = from_json(Accepted, path)
+    raise_all([problem for name, task in accepted.tasks.items() for problem in _damage(path, name, task)])
+    return accepted
+
+
+def require_writable(path: Path) -> None:
+    """InputError where `path` is something that an accepted baseline must not replace."""
+    if path.exists() and (path.is_dir() or not is_accepted(path)):
+        fix = "name another file, or remove it first"
+        raise InputError(str(path), got="something else", need="a new file or an accepted baseline", fix=fix)
+
+
+def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
+    """Write what an lm-eval output folder has on the gates to `path`, whole or not at all.
+
+    InputError where samples are missing.
+    """
+    require_writable(path)
+    results = read_results(folder)
+    tasks: dict[str, AcceptedTask] = {}
+    groups: dict[str, tuple[str, ...]] = {}
+    for gated in gated_tasks(results, results, choice):
+        gate = gated.gate
+        if not isinstance(gate, TaskPair):
+            place, fix = f"{results.file}: task {gate.task}", "evaluate again with --log_samples"
+            raise InputError(place, got="no samples", need="them, to pair documents later", fix=fix)
+        members = _members(gate, results)
+        if members != (gate.task,):
+            groups[gate.task] = members
+        tasks |= {name: _accepted_task(results, name, gate) for name in members}
+    made = Accepted(fingerprint=results.fingerprint, groups=groups, tasks=tasks)
+    write_text(path, to_json(made))
+    return made
+
+
+def pair_with(accepted: Accepted, candidate: Results) -> tuple[GatedTask, ...]:
+    """Pair a run with an accepted baseline, on the metrics and filters that were accepted.
+
+    InputError, for all tasks at once: a task or document that one side lacks, questions that differ.
+    """
+    lost = [name for name in accepted.tasks if name not in candidate.tasks]
+    new = [name for name in candidate.summaries if name not in accepted.tasks]
+    problems = [_other_tasks(candidate, name, "no samples of", "evaluate it, with samples") for name in lost]
+    problems += [_other_tasks(candidate, name, "besides,", "leave it out, or accept anew") for name in new]
+    pairs: dict[str, TaskPair] = {}
+    for name, task in accepted.tasks.items():
+        try:
+            if name not in lost:
+                pairs[name] = _pair(name, task, accepted, candidate)
+        except InputError as problem:
+            problems.append(problem)
+    raise_all(problems)
+    grouped = {member for members in accepted.groups.values() for member in members}
+    joined = [
+        GatedTask(
+            gate=join_group(group, [pairs[member] for member in members]),
+            also=tuple(pairs[member] for member in members),
+        )
+        for group, members in accepted.groups.items()
+    ]
+    return (*joined, *(GatedTask(gate=pair, also=()) for name, pair in pairs.items() if name not in grouped))
+
+
+def _members(gate: TaskPair, results: Results) -> tuple[str, ...]:
+    return (gate.task,) if gate.task in results.tasks else results.groups[gate.task]
+
+
+def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
+    samples = _ordered(results, name, gate.filter)
+    scores = [sample.scores[gate.metric] for sample in samples]
+    return AcceptedTask(
+        metric=gate.metric,
+        filter=gate.filter,
+        higher_is_better=gate.sign > 0,
+        documents=len(samples),
+        score=round(math.fsum(scores) / len(scores), 6),
+        outcomes=tuple(_line(chunk, gate.metric) for chunk in _chunks(samples)),
+    )
+
+
+def _ordered(results: Results, name: str, filter_name: str) -> list[Sample]:
+    """A task's samples after one filter, by document."""
+    found = [sample for sample in results.tasks[name].samples.values() if sample.filter == filter_name]
+    return sorted(found, key=lambda sample: sample.doc_id)
+
+
+def _chunks(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
+    for start in range(0, len(samples), LINE):
+        yield samples[start : start + LINE]
+
+
+def _line(chunk: Sequence[Sample], metric: str) -> str:
+    scores = [sample.scores[metric] for sample in chunk]
+    binary = all(score in (0, 1) for score in scores)
+    text = "".join(f"{score:.0f}" for score in scores) if binary else " ".join(map(repr, scores))
+    return f"{_range(chunk)} {_questions(chunk)} {text}"
+
+
+def _range(chunk: Sequence[Sample]) -> str:
+    return f"{chunk[0].doc_id}-{chunk[-1].doc_id}"
+
+
+def _questions(chunk: Sequence[Sample]) -> str:
+    """A digest of which documents were asked, with which prompts and targets."""
+    lines = (f"{sample.doc_id} {' '.join(sample.hashes)}\n" for sample in chunk)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:_DIGEST]
+
+
+def _scores(line: str) -> list[float]:
+    """The scores of a line; ValueError where it is damaged."""
+    _, _, *texts = line.split(" ")
+    if len(texts) == 1 and texts[0] and set(texts[0]) <= {"0", "1"}:
+        return [float(digit) for digit in texts[0]]
+    scores = [float(text) for text in texts]
+    if not scores or not all(map(math.isfinite, scores)):
+        raise ValueError("no finite scores")
+    return scores
+
+
+def _damage(path: Path, name: str, task: AcceptedTask) -> Iterator[InputError]:
+    fix = "restore it from git, or accept anew"
+    found = 0
+    for number, line in enumerate(task.outcomes):
+        try:
+            found += len(_scores(line))
+        except ValueError:
+            place, need = f"{path}: tasks.{name}.outcomes.{number}", "`first-last digest scores`"
+            yield InputError(place, got=repr(line[:60]), need=need, fix=fix)
+            return
+    if found != task.documents or not found:
+        place, need = f"{path}: tasks.{name}", f"{task.documents}, as it says, and at least one"
+        yield InputError(place, got=f"scores of {found} documents", need=need, fix=fix)
+
+
+def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results) -> TaskPair:
+    samples = _ordered(candidate, name, task.filter)
+    place = f"{candidate.file}: task {name}"
+    if len(samples) != task.documents or not all(task.metric in sample.scores for sample in samples):
+        got = f"{len(samples)} documents with {task.metric},{task.filter}"
+        fix = "evaluate with the same --limit, or accept anew"
+        raise InputError(place, got=got, need=f"the {task.documents} that were accepted", fix=fix)
+    scores: list[float] = []
+    for line in task.outcomes:
+        values = _scores(line)
+        chunk = samples[len(scores) : len(scores) + len(values)]
+        if line.split(" ")[:2] != [_range(chunk), _questions(chunk)]:
+            since = ", ".join(changed_names(accepted.fingerprint, candidate.fingerprint)) or "nothing known"
+            got = f"other questions in documents {_range(chunk)} (changed since it was accepted: {since})"
+            fix = "evaluate as before, or accept anew"
+            raise InputError(place, got=got, need="the questions that were accepted", fix=fix)
+        scores += values
+    return TaskPair(
+        task=name,
+        metric=task.metric,
+        filter=task.filter,
+        sign=1 if task.higher_is_better else -1,
+        documents=tuple((_remembered(new, old), new) for old, new in zip(scores, samples, strict=True)),
+        baseline=np.array(scores),
+        candidate=np.array([sample.scores[task.metric] for sample in samples]),
+        answers_known=False,
+    )
+
+
+def _remembered(sample: Sample, score: float) -> Sample:
+    return replace(sample, answer=f"(scored {score:g}; the answer was not kept)")
+
+
+def _other_tasks(candidate: Results, name: str, got: str, fix: str) -> InputError:
+    return InputError(str(candidate.file), got=f"{got} task {name}", need="the accepted tasks", fix=fix)
+
+
+def gates_of(accepted: Accepted) -> str:
+    """What was accepted, in words: `addition (exact_match,none), 1382 documents, 0.9964`."""
+    return "; ".join(
+        f"{name} ({task.metric},{task.filter}), {task.documents} documents, {task.score:g}"
+        for name, task in accepted.tasks.items()
+    )
