@@ -334,7 +334,13 @@ def evaluate(
     An accepted baseline is a small file for git: each document's score, and what else could change scores.
     Make one with --accept, in later runs compare --against it.
     """
-    from vexport.evaluation.accepted import accept_results, gates_of, require_writable
+    from vexport.evaluation.accepted import (
+        accept_results,
+        choice_of,
+        gates_of,
+        read_accepted,
+        require_writable,
+    )
     from vexport.reports import render_verdict
     from vexport.scenario import Evaluate, Serve
     from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
@@ -359,7 +365,8 @@ def evaluate(
     if verdict:
         _print(render_verdict(verdict, format_))
     if accept and (verdict is None or verdict.outcome != "FAIL"):
-        accepted = accept_results(folder / CANDIDATE, accept, gate)
+        choice = choice_of(read_accepted(against)) if against else gate
+        accepted = accept_results(folder / CANDIDATE, accept, choice)
         click.echo(f"accepted: {accept}: {gates_of(accepted)}", err=verdict is not None)
     if verdict:
         _conclude(verdict.outcome, checkpoint, verdict.reason)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vexport.errors import InputError
-from vexport.evaluation.accepted import accept_results, read_accepted
+from vexport.evaluation.accepted import accept_results, choice_of, read_accepted
 from vexport.evaluation.fingerprint import write_fingerprint
 from vexport.evaluation.results import read_results
 from vexport.verdict import decide
@@ -130,3 +130,13 @@ def test_something_else_is_not_replaced(lm_eval_runs: Path, tmp_path: Path) -> N
 def test_gates_cannot_be_chosen_again(lm_eval_runs: Path, accepted: Path) -> None:
     with pytest.raises(InputError, match="need those that were accepted"):
         decide(accepted, lm_eval_runs / "twin", margin=0.02, alpha=0.05, gate={"choices": "acc_norm"})
+
+
+def test_accepting_again_keeps_the_gates(lm_eval_runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "accepted.json"
+    accept_results(lm_eval_runs / "baseline", file, {"choices": "acc_norm"})
+    choice = choice_of(read_accepted(file))
+    assert choice["choices"] == "acc_norm,none"
+    first = file.read_bytes()
+    accept_results(lm_eval_runs / "twin", file, choice)
+    assert file.read_bytes() == first

@@ -237,6 +237,16 @@ def _other_tasks(candidate: Results, name: str, got: str, fix: str) -> InputErro
     return InputError(str(candidate.file), got=f"{got} task {name}", need="the accepted tasks", fix=fix)
 
 
+def choice_of(accepted: Accepted) -> Choice:
+    """The gates that were accepted, to accept the same again."""
+    first = {group: members[0] for group, members in accepted.groups.items()}
+    grouped = {member for members in accepted.groups.values() for member in members}
+    first |= {name: name for name in accepted.tasks if name not in grouped}
+    return {
+        unit: f"{accepted.tasks[name].metric},{accepted.tasks[name].filter}" for unit, name in first.items()
+    }
+
+
 def gates_of(accepted: Accepted) -> str:
     """What was accepted, in words: `addition (exact_match,none), 1382 documents, 0.9964`."""
     return "; ".join(
