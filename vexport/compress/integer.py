@@ -41,6 +41,8 @@ def compress_packed(
     )
     for rows, tile in row_tiles(weight):
         steps = scale[rows].to(torch.float32).unsqueeze(-1)
+        # A scale that the dtype stores as zero: all is zero, whatever the codes.
+        steps = steps.masked_fill(steps == 0, torch.inf)
         zeros = zero_point[rows].unsqueeze(-1)
         scaled = tile.reshape(*steps.shape[:2], size) / steps + zeros
         integers = scaled.round().clamp(low, high) - low
