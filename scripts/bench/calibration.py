@@ -1,12 +1,15 @@
 """Time and peak memory of calibration against a bare forward over the same tokens, and against the peer.
 
     .venv/bin/python scripts/bench/calibration.py [--samples 32] [--tokens 512] [--scheme NVFP4] [--json]
+                                                  [--experts 8]
 
-The model is a Llama of about 100 million random weights in bf16, written to a temporary folder. `bare` has
-the whole model in memory and runs its forward sample by sample, loading not counted; `vexport` is all of
-`calibrate`, from the checkpoint on disk to the ranges; `peer` is llm-compressor's `oneshot` with the
+The model is a Llama of about 100 million random weights in bf16, written to a temporary folder, or with
+--experts a Qwen3 mixture of that many experts, two a token. `bare` has the whole model in memory and runs its
+forward sample by sample, loading not counted; `vexport` is all of `calibrate`, from the checkpoint on disk to
+the ranges, every expert seeing all tokens; `routed`, with --experts, is the same with experts that see the
+tokens routed to them; `peer` is llm-compressor's `oneshot` with the
 sequential pipeline, when scripts/bench/setup-peer has made .venv-peer. Each is a process of its own, the
-first two run one sample before, so that no import and no kernel's first use counts. Rounds alternate and
+others run a few samples before, so that no import and no kernel's first use counts. Rounds alternate and
 the fastest counts. On a machine that is busy with other work compare CPU seconds, with OMP_NUM_THREADS=1.
 Memory is the peak during the run, and beside it what the process had before: libraries and, for bare and
 peer, the model.
@@ -45,23 +48,30 @@ class Measured:
     peak_mb: float
 
 
-def write_model(folder: Path) -> None:
-    """A Llama of 12 layers and 110 million weights, tied embeddings included."""
+def write_model(folder: Path, experts: int) -> None:
+    """A Llama of 12 layers and 110 million weights, tied embeddings included, or a mixture of experts."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
+    sizes = {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    dense = LlamaConfig(**sizes, intermediate_size=2048)
+    mixture = Qwen3MoeConfig(
+        **sizes, head_dim=64, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=1024
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(mixture if experts else dense, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            torch.nn.init.normal_(parameter)  # a router that uses all experts
+    model.save_pretrained(folder)
     for file in TOKENIZER.glob("tokenizer*"):  # the peer asks for one, though rows are token ids
         shutil.copyfile(file, folder / file.name)
 
@@ -89,7 +99,9 @@ def run_bare(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], No
     return run
 
 
-def run_vexport(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], None]:
+def run_vexport(
+    folder: Path, ids: list[list[int]], scheme: str, *, all_experts: bool = True
+) -> Callable[[], None]:
     """Calibration, from the files on."""
     from vexport.calibration import Samples, calibrate
     from vexport.pipeline import plan_source, rules_for
@@ -99,9 +111,10 @@ def run_vexport(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[],
     def run_rows(rows: list[list[int]]) -> None:
         samples = Samples(token_ids=tuple(map(tuple, rows)), rows=tuple(range(1, len(rows) + 1)))
         index, plan = plan_source(str(folder), rules)
-        assert len(calibrate(index, plan, samples).ranges) == 84
+        found = calibrate(index, plan, samples, all_experts=all_experts)
+        assert len(found.ranges) == sum(len(group.members) for group in plan.groups)
 
-    run_rows(ids[:1])
+    run_rows(ids[:4])
     return partial(run_rows, ids)
 
 
@@ -131,7 +144,12 @@ def run_peer(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], No
     return run
 
 
-RUNS = {"bare": run_bare, "vexport": run_vexport, "peer": run_peer}
+RUNS: dict[str, Callable[[Path, list[list[int]], str], Callable[[], None]]] = {
+    "bare": run_bare,
+    "vexport": run_vexport,
+    "routed": partial(run_vexport, all_experts=False),
+    "peer": run_peer,
+}
 
 
 def resident_mb(which: str) -> float:
@@ -172,6 +190,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--scheme", default="NVFP4")
+    parser.add_argument("--experts", type=int, default=0, help="a mixture of experts, without the peer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
@@ -199,10 +218,11 @@ def main() -> None:
 
 def measure_all(arguments: argparse.Namespace) -> list[Measured]:
     """The fastest round of each."""
-    kinds = [what for what in RUNS if what != "peer" or PEER.exists()]
+    without = {"peer"} if arguments.experts or not PEER.exists() else {"routed"}
+    kinds = [what for what in RUNS if what not in without]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder)
+        write_model(folder, arguments.experts)
         rounds = [
             measure(what, folder, arguments)
             for number in range(arguments.rounds)
