@@ -29,8 +29,8 @@ MLA: Values = {
     "q_lora_rank": 128,
     "kv_lora_rank": 128,
     "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
     "num_key_value_heads": 4,
 }
 LINEAR_ATTENTION: Values = {
@@ -46,6 +46,8 @@ VISION: Values = {"hidden_size": 128, "intermediate_size": 256, "num_attention_h
 
 # transformers 5 does not turn these experts back to the (experts, in, out) of the hub.
 SAVED_OTHERWISE = ("qwen3_vl_moe",)
+# transformers 5 leaves out a part of these names.
+RENAMED = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ FAMILIES: Mapping[str, Family] = {
             **EXPERTS,
             **MLA,
             "n_routed_experts": 4,
+            "topk_method": "noaux_tc",
             "n_group": 2,
             "topk_group": 1,
             "first_k_dense_replace": 1,
@@ -120,7 +123,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3-vl-moe": Family(
         model_type="qwen3_vl_moe",
-        text={**EXPERTS, "num_experts": 4},
+        text={**EXPERTS, "num_experts": 4, "norm_topk_prob": True, "tie_word_embeddings": False},
+        values={"tie_word_embeddings": False},
         towers={
             "vision_config": {**VISION, "depth": 1, "out_hidden_size": 256, "deepstack_visual_indexes": [0]}
         },
@@ -133,7 +137,15 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3-vision": Family(
         model_type="gemma3",
         text={},
-        towers={"vision_config": {**VISION, "num_hidden_layers": 1, "image_size": 56, "patch_size": 14}},
+        towers={
+            "vision_config": {
+                **VISION,
+                "num_hidden_layers": 1,
+                "image_size": 56,
+                "patch_size": 14,
+                "vision_use_head": False,
+            }
+        },
         values={"mm_tokens_per_image": 4},
     ),
     "mistral3": Family(
@@ -162,6 +174,9 @@ def hub_tensors(config: PretrainedConfig, device: str = "cpu") -> tuple[str, dic
     tensors = revert_weight_conversion(model, dict(model.state_dict()))
     if config.model_type in SAVED_OTHERWISE:
         tensors = {name: value.mT if ".experts." in name else value for name, value in tensors.items()}
+    if config.model_type in RENAMED:
+        old, new = RENAMED[config.model_type]
+        tensors = {name.replace(old, new): value for name, value in tensors.items()}
     if getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings):
         tensors = {name: value for name, value in tensors.items() if not name.endswith("lm_head.weight")}
     return type(model).__name__, tensors

@@ -6,6 +6,8 @@ operator that is called raises `NotFollowed`.
 """
 
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
 
@@ -19,6 +21,8 @@ _EXTENSIONS = (
     "vllm.vllm_flash_attn._vllm_fa2_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
+# Imported by multimodal classes for pictures and sound only, of which there are none here.
+_OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "timm")
 _MEMORY_BYTES = 80 * 2**30
 _MULTIPROCESSORS = 132
 _DEVICES = 1024
@@ -32,6 +36,7 @@ def pretend_cuda() -> None:
     """Set vLLM's platform to a CUDA device without a driver; `set_capability` chooses which."""
     import vllm.platforms
 
+    torch.cuda.Stream = torch.cuda.Event = _OnDevice
     for name in _EXTENSIONS:
         sys.modules.setdefault(name, ModuleType(name))
     from vllm.platforms.cuda import NonNvmlCudaPlatform
@@ -59,11 +64,17 @@ def pretend_cuda() -> None:
             return _MULTIPROCESSORS
 
         @classmethod
+        def current_device(cls) -> torch.device:
+            """Where layers put the tensors that they make beside their parameters."""
+            return torch.device("meta")
+
+        @classmethod
         def device_count(cls) -> int:
             return _DEVICES
 
     vllm.platforms._current_platform = PretendedCuda()
     _answer_for_operators()
+    _answer_for_packages()
 
 
 def set_capability(sm: int) -> None:
@@ -76,6 +87,20 @@ def set_capability(sm: int) -> None:
     # The one place where vLLM keeps an answer from the time of its import.
     if hasattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED"):
         cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = _block_fp8(sm)
+
+
+def _answer_for_packages() -> None:
+    """Let classes be imported without Triton and the packages that only pictures and sound need.
+
+    transformers decides by their presence how it prepares pictures: it is asked before they seem present.
+    """
+    import transformers.models.auto.image_processing_auto  # noqa: F401
+
+    sys.meta_path.append(_AbsentPackages())
+    from vllm.triton_utils import HAS_TRITON, triton
+
+    if not HAS_TRITON:
+        triton.Config = _TritonConfig
 
 
 def _answer_for_operators() -> None:
@@ -105,6 +130,51 @@ def _operators_of_any_name(kind: type) -> type:
                 return _Uncallable(name)
 
     return AnyName
+
+
+class _OnDevice:
+    """Stands for a stream or an event, which layers make when they are built and use when they run."""
+
+
+class _TritonConfig:
+    """Stands for a choice of tile sizes, which modules filter when they are imported on a CUDA platform."""
+
+    num_stages = 1
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Keep nothing."""
+
+
+class _AnyAttribute(type):
+    """The type of a class that has any attribute: another such class."""
+
+    def __getattr__(cls, name: str) -> "_AnyAttribute":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AnyAttribute(name, (), {})
+
+
+class _Absent(ModuleType):
+    """Stands for an optional package that is not installed: any name in it is an empty class."""
+
+    def __getattr__(self, name: str) -> _AnyAttribute:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AnyAttribute(name, (), {})
+
+
+class _AbsentPackages(MetaPathFinder, Loader):
+    """Finds the optional packages after everything that is installed."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        wanted = fullname.partition(".")[0] in _OPTIONAL_PACKAGES
+        return ModuleSpec(fullname, self, is_package=True) if wanted else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""
 
 
 class _Uncallable:
