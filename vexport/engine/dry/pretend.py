@@ -36,7 +36,7 @@ def pretend_cuda() -> None:
     """Set vLLM's platform to a CUDA device without a driver; `set_capability` chooses which."""
     import vllm.platforms
 
-    torch.cuda.Stream = torch.cuda.Event = _OnDevice
+    vars(torch.cuda).update(Stream=_OnDevice, Event=_OnDevice)
     for name in _EXTENSIONS:
         sys.modules.setdefault(name, ModuleType(name))
     from vllm.platforms.cuda import NonNvmlCudaPlatform
