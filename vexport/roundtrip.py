@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
+import numpy as np
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
@@ -12,16 +13,21 @@ from pydantic import TypeAdapter
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.tensors import read_tensor
+from vexport.checkpoint.tensors import read_tensor, read_weight
 from vexport.compress.integer import unpack_int32
 from vexport.schemes import get_scheme
-from vexport.schemes.base import SchemeArgs
+from vexport.schemes.base import QuantArgs, SchemeArgs
 from vexport.schemes.integer import INT32_BITS
-from vexport.types import Finding, LayerError, Plan
+from vexport.types import Finding, FusionGroup, LayerError, LinearPlan, Plan, TensorInfo
 
 CHECK = "roundtrip"
 # A layer that came back exactly has no noise; the report needs a finite number.
 EXACT_DB = 200.0
+# Elements, and bytes, that are compared at once.
+RUN_ELEMENTS = 1 << 22
+RUN_BYTES = 1 << 26
+# Rows of whole blocks of 128 and of whole words of packed zero points of any width.
+WHOLE_ROWS = 128
 
 
 def layer_errors(
@@ -31,18 +37,62 @@ def layer_errors(
     *,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[LayerError, ...]:
-    """Signal-to-noise of every quantized weight against the source's, in plan order."""
+    """Signal-to-noise of every quantized weight against the source's, in plan order, a few rows at a time."""
     total = sum(len(group.members) for group in plan.groups)
     errors: list[LayerError] = []
     with Reader() as old, Reader() as new:
         for group in plan.groups:
             for member in group.members:
-                weight = read_tensor(old, source.tensors[member.weight])
-                stored = stored_tensors(written, member.name, new)
-                noise = signal_to_noise(weight, dequantize(group.scheme, stored))
-                errors.append(LayerError(name=member.name, scheme=group.scheme, snr_db=round(noise, 3)))
+                found = _layer_error(source, written, group, member, old, new)
+                errors.append(LayerError(name=member.name, scheme=group.scheme, snr_db=round(found, 3)))
                 on_layer(len(errors), total)
     return tuple(errors)
+
+
+def _layer_error(
+    source: SourceIndex,
+    written: SourceIndex,
+    group: FusionGroup,
+    member: LinearPlan,
+    old: Reader,
+    new: Reader,
+) -> float:
+    """In dB. The pages that were read are given back."""
+    scheme, tensor = get_scheme(group.scheme), source.tensors[member.weight]
+    weight = read_weight(old, tensor, member.part)
+    tensors = [written.tensors[spec.name] for spec in scheme.layout(member, tensor.dtype)]
+    stored = {one.name.rpartition(".")[2]: read_tensor(new, one) for one in tensors}
+    signal = noise = 0.0
+    for rows in _runs(member):
+        back = dequantize(scheme.name, rows_of(stored, scheme.args.weights, rows))
+        powers = signal_and_noise(weight[rows], back)
+        signal, noise = signal + powers[0], noise + powers[1]
+    old.release([tensor])
+    new.release(tensors)
+    return decibels(signal, noise)
+
+
+def _runs(member: LinearPlan) -> Iterator[slice]:
+    """Rows that are compared at once: whole blocks, and whole words of packed zero points."""
+    rows = max(1, RUN_ELEMENTS // max(1, member.in_features) // WHOLE_ROWS) * WHOLE_ROWS
+    for start in range(0, member.out_features, rows):
+        yield slice(start, min(start + rows, member.out_features))
+
+
+def rows_of(stored: Mapping[str, torch.Tensor], args: QuantArgs, rows: slice) -> dict[str, torch.Tensor]:
+    """The stored tensors of some rows of a layer; `rows` begins at a multiple of `WHOLE_ROWS`."""
+    high = args.block_structure[0] if args.strategy == "block" and args.block_structure else 1
+    per_word = INT32_BITS / args.num_bits
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "weight_shape":
+            return torch.tensor([rows.stop - rows.start, int(tensor[1])])
+        if tensor.numel() == 1 and name not in ("weight", "weight_packed"):
+            return tensor
+        step = {"weight_scale": high, "weight_zero_point": per_word}.get(name, 1)
+        return tensor[int(rows.start / step) : math.ceil(rows.stop / step)]
+
+    return {name: cut(name, tensor) for name, tensor in stored.items()}
 
 
 def stored_tensors(index: SourceIndex, module: str, reader: Reader) -> dict[str, torch.Tensor]:
@@ -62,15 +112,17 @@ def dequantize(scheme_name: str, stored: Mapping[str, torch.Tensor]) -> torch.Te
 
 def decompress(scheme: QuantizationScheme, format_: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The same for any producer's checkpoint: a config group's arguments and its format."""
-    weights = scheme.weights
-    assert weights is not None
-    if "weight_packed" in stored and INT32_BITS % weights.num_bits:
-        return ct_dequantize(_unpacked(stored, weights.num_bits), stored["weight_scale"], args=weights)
-    if weights.strategy == "block":
+    args = scheme.weights
+    assert args is not None
+    weight: torch.Tensor
+    if "weight_packed" in stored and INT32_BITS % args.num_bits:
+        weight = ct_dequantize(_unpacked(stored, args.num_bits), stored["weight_scale"], args=args)
+    elif args.strategy == "block":
         # Its decompression guesses the blocks from the shapes, which fails where they are ragged.
-        return ct_dequantize(stored["weight"], stored["weight_scale"], args=weights)
-    compressor = BaseCompressor.get_value_from_registry(format_)
-    weight: torch.Tensor = compressor.decompress(dict(stored), scheme)["weight"]
+        weight = ct_dequantize(stored["weight"], stored["weight_scale"], args=args)
+    else:
+        compressor = BaseCompressor.get_value_from_registry(format_)
+        weight = compressor.decompress(dict(stored), scheme)["weight"]
     return weight
 
 
@@ -89,9 +141,18 @@ def _unpacked(stored: Mapping[str, torch.Tensor], bits: int) -> torch.Tensor:
 
 def signal_to_noise(exact: torch.Tensor, approximate: torch.Tensor) -> float:
     """10 log10 of the power of `exact` over the power of the difference, in dB."""
+    return decibels(*signal_and_noise(exact, approximate))
+
+
+def signal_and_noise(exact: torch.Tensor, approximate: torch.Tensor) -> tuple[float, float]:
+    """Sums of squares of `exact` and of the difference."""
     reference = exact.to(torch.float64)
-    signal = float(reference.square().sum())
-    noise = float((approximate.to(torch.float64) - reference).square().sum())
+    difference = approximate.to(torch.float64) - reference
+    return float(reference.square().sum()), float(difference.square().sum())
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10 of a ratio of powers."""
     if noise == 0 or signal == 0:
         return EXACT_DB if noise == 0 else -EXACT_DB
     return 10 * math.log10(signal / noise)
@@ -101,8 +162,8 @@ def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> It
     """An error finding for every kept tensor whose bytes are not those of the source."""
     with Reader() as old, Reader() as new:
         for name in plan.kept:
-            copy = written.tensors.get(name)
-            if copy is None or bytes(old.raw(source.tensors[name])) != bytes(new.raw(copy)):
+            tensor, copy = source.tensors[name], written.tensors.get(name)
+            if copy is None or not _same_bytes(old, tensor, new, copy):
                 yield Finding(
                     check=CHECK,
                     severity="error",
@@ -111,3 +172,17 @@ def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> It
                     got="no such tensor" if copy is None else "other bytes",
                     fix="export the checkpoint again",
                 )
+
+
+def _same_bytes(old: Reader, one: TensorInfo, new: Reader, other: TensorInfo) -> bool:
+    """Whether two tensors are equal in dtype, shape and bytes; a part at a time, pages are given back."""
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    left, right = (
+        np.frombuffer(reader.raw(tensor), np.uint8) for reader, tensor in ((old, one), (new, other))
+    )
+    for start in range(0, left.size if same else 0, RUN_BYTES):
+        part = slice(start, start + RUN_BYTES)
+        same = same and np.array_equal(left[part], right[part])
+        old.release_view(one, left[part])
+        new.release_view(other, right[part])
+    return same

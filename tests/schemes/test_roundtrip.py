@@ -1,0 +1,159 @@
+"""What was written is read back and compared with the source, for every scheme and way of storing weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.architectures.families import save_family
+from tests.models import save_llama
+from vexport import roundtrip
+from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.checks import check_checkpoint
+from vexport.pipeline import plan_source, rules_for
+from vexport.plan import OnMisfit, Settings, require_accepted
+from vexport.quantize import quantize
+from vexport.roundtrip import changed_tensors, layer_errors, signal_to_noise
+from vexport.scenario import Rule
+from vexport.schemes import FAMILIES
+from vexport.searched import search_scales
+from vexport.types import Calibration, InputRange, LayerError, Plan
+
+# Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
+LEAST = {
+    "NVFP4": 19.5,
+    "NVFP4A16": 19.5,
+    "MXFP4": 18.0,
+    "MXFP4A16": 18.0,
+    "MXFP8": 31.0,
+    "MXFP8A16": 31.0,
+    "FP8": 31.0,
+    "FP8_DYNAMIC": 31.0,
+    "FP8_BLOCK": 31.0,
+    "W8A8": 41.0,
+    "INT8": 41.0,
+    "W4A8": 18.5,
+    "W4AFP8": 18.5,
+    "W4A16": 18.5,
+    "W4A16_ASYM": 19.0,
+    "W8A16": 42.0,
+    "W2A16": 4.5,
+    "W3A16": 12.0,
+    "W5A16": 25.0,
+    "W6A16": 31.0,
+    "W7A16": 37.0,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers."""
+    return save_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
+
+
+def written(
+    source: Path, out: Path, rules: tuple[Rule, ...], *, on_misfit: OnMisfit = "refuse"
+) -> tuple[SourceIndex, SourceIndex, Plan]:
+    """(source, what was written, plan); static input scales get a range that does not matter here."""
+    index, plan = plan_source(str(source), rules, Settings(on_misfit=on_misfit))
+    require_accepted(plan)
+    names = [member.name for group in plan.groups for member in group.members]
+    ranges = {name: InputRange(low=-1.0, high=1.0, tokens=1) for name in names}
+    out.mkdir()
+    quantize(index, plan, Calibration(rows=(), digest="", tokens=1, ranges=ranges), out, search=search_scales)
+    assert check_checkpoint(str(out)).findings == ()
+    return index, read_index(out), plan
+
+
+def all_linears(scheme: str) -> tuple[Rule, ...]:
+    """One scheme for everything."""
+    return rules_for(scheme, observer="memoryless_minmax", ignore=())
+
+
+@pytest.mark.parametrize("scheme", FAMILIES)
+def test_every_layer_comes_back(
+    llama: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, back, plan = written(llama, tmp_path / "out", all_linears(scheme))
+    errors = layer_errors(index, back, plan)
+    assert len(errors) == 14
+    assert {error.name: error.snr_db for error in errors if error.snr_db < LEAST[scheme]} == {}
+    assert list(changed_tensors(index, back, plan)) == []
+    monkeypatch.setattr(roundtrip, "RUN_ELEMENTS", 1)
+    assert layer_errors(index, back, plan) == errors
+
+
+def test_ragged_blocks_come_back(tmp_path: Path) -> None:
+    """500 columns: gate and up are merged and cannot be cut into blocks, down is alone and can."""
+    source = save_llama(tmp_path / "source", intermediate_size=500, num_hidden_layers=1)
+    index, back, plan = written(source, tmp_path / "out", all_linears("FP8_BLOCK"), on_misfit="keep")
+    errors = {error.name.rpartition(".")[2]: error.snr_db for error in layer_errors(index, back, plan)}
+    assert errors.keys() == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
+    assert min(errors.values()) > LEAST["FP8_BLOCK"]
+    assert back.tensors["model.layers.0.mlp.down_proj.weight"].shape == (256, 500)
+    assert back.tensors["model.layers.0.mlp.down_proj.weight_scale"].shape == (2, 4)
+
+
+def test_a_ragged_block_is_refused_by_name(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "source", intermediate_size=500, num_hidden_layers=1)
+    _, plan = plan_source(str(source), all_linears("FP8_BLOCK"))
+    (refusal,) = plan.refusals
+    assert refusal.where == "model.layers.0.mlp.gate_up_proj"
+    assert "500" in refusal.got
+    assert "128" in refusal.got
+
+
+def test_mixed_schemes_come_back(llama: Path, tmp_path: Path) -> None:
+    """FP4 MLPs with FP8 attention and an FP8 output head, each measured by its own arithmetic."""
+    rules = (
+        Rule(match="lm_head", scheme="FP8_DYNAMIC"),
+        Rule(match=r"re:.*self_attn", scheme="FP8_DYNAMIC"),
+        Rule(match="down_proj", scheme="W3A16", observer="memoryless_mse"),
+        Rule(match="Linear", scheme="NVFP4A16"),
+    )
+    index, back, plan = written(llama, tmp_path / "out", rules)
+    errors = layer_errors(index, back, plan)
+    assert len(errors) == 15
+    assert [error for error in errors if error.snr_db < LEAST[error.scheme]] == []
+    assert {error.scheme for error in errors} == {"FP8_DYNAMIC", "NVFP4A16", "W3A16"}
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-vl-moe"])
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "W4A16_ASYM", "FP8_BLOCK", "MXFP8"])
+def test_experts_come_back(tmp_path: Path, family: str, scheme: str) -> None:
+    """One by one, and stored together and turned around."""
+    source = save_family(family, tmp_path / "source")
+    index, back, plan = written(source, tmp_path / "out", all_linears(scheme))
+    errors = layer_errors(index, back, plan)
+    assert sum(".experts." in error.name for error in errors) > 10
+    assert [error for error in errors if error.snr_db < LEAST[scheme]] == []
+    assert list(changed_tensors(index, back, plan)) == []
+
+
+def test_a_byte_that_changed_is_found(llama: Path, tmp_path: Path) -> None:
+    index, _, plan = written(llama, tmp_path / "out", all_linears("MXFP4"))
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].view(torch.uint8)[5] ^= 1
+    layer = "model.layers.1.mlp.up_proj"
+    tensors[f"{layer}.weight_scale"][7] += 2
+    save_file(tensors, file)
+    back = read_index(tmp_path / "out")
+    (finding,) = changed_tensors(index, back, plan)
+    assert (finding.where, finding.got) == ("model.norm.weight", "other bytes")
+    lowest = min(layer_errors(index, back, plan), key=snr)
+    assert lowest.name == layer
+    assert lowest.snr_db < LEAST["MXFP4"]
+
+
+def snr(error: LayerError) -> float:
+    """The measure itself."""
+    return error.snr_db
+
+
+def test_signal_to_noise() -> None:
+    exact = torch.tensor([3.0, 4.0])
+    assert signal_to_noise(exact, exact) == 200
+    assert signal_to_noise(exact, torch.tensor([3.0, 4.5])) == pytest.approx(20)
+    assert signal_to_noise(torch.zeros(2), exact) == -200
