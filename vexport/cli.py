@@ -17,13 +17,14 @@ from vexport.options import (
     PATH,
     POSITIVE,
     common_options,
+    device_options,
     engine_options,
     format_option,
     plan_options,
     session_options,
     verdict_options,
 )
-from vexport.types import Finding
+from vexport.types import DryLoadReport, Finding, LoadReport
 from vexport.version import __version__
 
 REPORT_FORMATS = (*FORMATS, "html", "markdown")
@@ -252,12 +253,17 @@ def check(checkpoints: tuple[str, ...], format_: str, quiet: bool) -> None:
 
 @cli.command(epilog=EXIT_CODES)
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@click.option("--dry", is_flag=True, help="Only the loading, from headers: no weights, no GPU.")
+@device_options
 @engine_options
 @session_options
 @format_option()
 @common_options
 def load(
     checkpoints: tuple[str, ...],
+    dry: bool,
+    tp: tuple[int, ...] | None,
+    sm: tuple[int, ...] | None,
     vllm_python: Path | None,
     trust_remote_code: bool,
     timeout: int,
@@ -268,12 +274,20 @@ def load(
     """Load each CHECKPOINT in the real vLLM: greedy canaries, and log-probabilities against a reference.
 
     The reference is transformers with the stored weights dequantized by compressed-tensors.
+
+    With --dry, vLLM's model class and weight loaders run on headers alone, for every --tp and --sm: what is
+    refused, what gets no value or a converted one, which kernel each layer would get. Without --sm, SM 80,
+    89, 90 and 100 are shown, and each --tp must load on one of them.
     """
-    from vexport.reports import render_loads
+    from vexport.reports import render_dry_loads, render_loads
     from vexport.scenario import Serve
-    from vexport.serving import EngineOptions, load_checkpoint
+    from vexport.serving import EngineOptions, dry_load_checkpoints, load_checkpoint
     from vexport.terminal import progress_display
 
+    if not dry and (tp or sm):
+        raise click.UsageError("--tp and --sm need --dry: a real load uses the devices that are there.")
+    if dry and max_model_len:
+        raise click.UsageError("--max-model-len does not go with --dry, which runs nothing.")
     with progress_display(quiet=quiet) as on_progress:
         options = EngineOptions(
             serve=Serve(timeout=timeout, max_model_len=max_model_len),
@@ -281,8 +295,14 @@ def load(
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
-        reports = [load_checkpoint(name, options) for name in checkpoints]
-    _print(render_loads(reports, format_))
+        reports: Sequence[LoadReport | DryLoadReport]
+        if dry:
+            reports = shown = dry_load_checkpoints(checkpoints, tp or (1,), sm, options)
+            text = render_dry_loads(shown, format_)
+        else:
+            reports = real = [load_checkpoint(name, options) for name in checkpoints]
+            text = render_loads(real, format_)
+    _print(text)
     for report in reports:
         _require_ok(report.checkpoint, report.ok, report.findings)
 

@@ -13,6 +13,14 @@ PATH = click.Path(path_type=Path)
 POSITIVE = click.IntRange(1)
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Positive whole numbers separated by commas, each once: `1,2,4`. A type for click."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{text!r} is not a list of positive whole numbers like 1,2,4.")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
 def common_options(function: Function) -> Function:
     """--quiet and --debug, which every command has."""
     function = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(function)
@@ -47,6 +55,16 @@ def session_options(function: Function) -> Function:
     return click.option("--max-model-len", type=POSITIVE, help="Longest sequence [default: the model's].")(
         function
     )
+
+
+def device_options(function: Function) -> Function:
+    """For which devices the question is asked."""
+    function = click.option(
+        "--sm", type=numbers, metavar="N,...", help="Compute capabilities, 90 for SM 9.0; each must do."
+    )(function)
+    return click.option(
+        "--tp", type=numbers, metavar="N,...", help="Tensor parallel sizes; each must do [default: 1]."
+    )(function)
 
 
 def plan_options(function: Function) -> Function:

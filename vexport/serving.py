@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
+from vexport.engine.dry.load import dry_loads
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import Progress, SessionResult
 from vexport.engine.prompts import Prompts, fixed_prompts
@@ -19,11 +20,13 @@ from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import refuse_existing
 from vexport.scenario import Evaluate, Serve
 from vexport.terminal import OnProgress
-from vexport.types import LoadReport, Verdict
+from vexport.types import DryLoadReport, LoadReport, Verdict
 from vexport.verdict import decide
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
+# Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ (rules 29 to 31).
+CAPABILITIES = (80, 89, 90, 100)
 BASELINE = "baseline"
 CANDIDATE = "candidate"
 
@@ -157,6 +160,33 @@ def require_served(role: str, result: SessionResult) -> None:
         need="a checkpoint that vLLM loads",
         fix="find the fault with `vexport check`, or export it again",
     )
+
+
+def dry_load_checkpoints(
+    names: Sequence[str], tp: Sequence[int], sm: Sequence[int] | None, options: EngineOptions
+) -> list[DryLoadReport]:
+    """Load checkpoints in vLLM without weights, for every `tp` and `sm`; see `engine.dry.load.dry_loads`.
+
+    Without `sm` the capabilities are those of the GPUs in use, of which one must do for each `tp`.
+    """
+    roots = [resolve_source(name) for name in names]
+    for root in roots:
+        require_checkpoint(root)
+
+    def relay(progress: Progress) -> None:
+        options.on_progress(progress.stage, progress.done, progress.total)
+
+    reports = dry_loads(
+        roots,
+        tp=tp,
+        sm=sm or CAPABILITIES,
+        require="all" if sm else "any",
+        vllm_python=options.vllm_python,
+        trust_remote_code=options.trust_remote_code,
+        timeout=options.serve.timeout,
+        on_progress=relay,
+    )
+    return [replace(report, checkpoint=name) for report, name in zip(reports, names, strict=True)]
 
 
 def load_checkpoint(name: str, options: EngineOptions) -> LoadReport:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from vexport.errors import InputError
-from vexport.reports import github, html, json, junit, markdown, text
-from vexport.types import CheckReport, LoadReport, Report, Verdict
+from vexport.reports import github, html, json, junit, markdown, matrix, text
+from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, Verdict
 
 T = TypeVar("T")
 
@@ -33,6 +33,12 @@ LOAD_FORMATS: dict[str, Callable[[Sequence[LoadReport]], str]] = {
     "junit": junit.loads,
     "github": github.loads,
 }
+DRY_LOAD_FORMATS: dict[str, Callable[[Sequence[DryLoadReport]], str]] = {
+    "text": matrix.text,
+    "json": matrix.json,
+    "junit": matrix.junit,
+    "github": matrix.github,
+}
 VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
     "text": text.verdict,
     "json": json.verdict,
@@ -54,6 +60,11 @@ def render_checks(reports: Sequence[CheckReport], format: str) -> str:
 def render_loads(reports: Sequence[LoadReport], format: str) -> str:
     """Load reports in one of LOAD_FORMATS, in order; JSON is always a list."""
     return _renderer(LOAD_FORMATS, format)(reports)
+
+
+def render_dry_loads(reports: Sequence[DryLoadReport], format: str) -> str:
+    """Dry load reports in one of DRY_LOAD_FORMATS, in order; JSON is always a list."""
+    return _renderer(DRY_LOAD_FORMATS, format)(reports)
 
 
 def render_verdict(verdict: Verdict, format: str) -> str:

@@ -69,6 +69,11 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sources[name] = _Source(tensor=tensor)
         self._origins[_storage(tensor)] = _Origin(names=(name,), tensor=tensor)
 
+    @property
+    def last_handed_out(self) -> str:
+        """The stored tensor that the loaders got last, or nothing."""
+        return next(reversed(self._sources), "")
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,

@@ -30,14 +30,17 @@ _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.
 _NEVER_READ = ("weight_shape", "input_scale_ub")
 
 
-def try_cell(checkpoint: Path, cell: Cell, *, trust_remote_code: bool) -> CellResult:
-    """What vLLM does with a checkpoint in a cell. Needs a process of its own, after `pretend_cuda`."""
+def try_cell(checkpoint: Path, cell: Cell, rank: int, *, trust_remote_code: bool) -> CellResult:
+    """What vLLM does with a checkpoint as a rank of a cell; in a process of its own after `pretend_cuda`."""
     start = time.monotonic()
+    audit = Audit()
     try:
-        result = _load(checkpoint, cell, trust_remote_code=trust_remote_code)
+        result = _load(checkpoint, cell, rank, audit, trust_remote_code=trust_remote_code)
     except Exception as error:
         traceback.print_exception(error)
-        result = CellResult(cell=cell, outcome=_outcome(error), reason=_one_line(error))
+        result = CellResult(
+            cell=cell, outcome=_outcome(error), reason=_one_line(error), where=audit.last_handed_out
+        )
     return replace(result, seconds=round(time.monotonic() - start, 3))
 
 
@@ -56,7 +59,7 @@ def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool) -> "VllmCon
     return arguments.create_engine_config()
 
 
-def _load(checkpoint: Path, cell: Cell, *, trust_remote_code: bool) -> CellResult:
+def _load(checkpoint: Path, cell: Cell, rank: int, audit: Audit, *, trust_remote_code: bool) -> CellResult:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import weight_utils
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -65,10 +68,9 @@ def _load(checkpoint: Path, cell: Cell, *, trust_remote_code: bool) -> CellResul
 
     set_capability(cell.sm)
     config = configure(checkpoint, tp=cell.tp, trust_remote_code=trust_remote_code)
-    audit = Audit()
     weight_utils.safe_open = opener(audit)
     with set_current_vllm_config(config):
-        join_group(cell.tp)
+        join_group(cell.tp, rank)
         with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
             model = initialize_model(config)
         with torch.device("meta"), audit:

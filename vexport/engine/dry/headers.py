@@ -58,7 +58,7 @@ class HeaderFile:
     """`safetensors.safe_open` whose tensors are on the meta device; the file itself is checked as ever."""
 
     def __init__(self, filename: str, witness: Witness) -> None:
-        self._file: _File = safetensors.safe_open(filename, framework="pt")
+        self._file: _File = safetensors.safe_open(filename, framework="np")
         self._witness = witness
 
     def __enter__(self) -> "HeaderFile":

@@ -1,6 +1,7 @@
 """From what the worker saw in each cell to one report: the matrix and the findings."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from vexport.engine.dry.messages import Cell, CellResult, Fault, FaultKind
@@ -29,8 +30,11 @@ _SAYS: dict[FaultKind, tuple[Severity, str, str]] = {
 }
 
 
-def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require) -> DryLoadReport:
-    """The report on one checkpoint from its cells."""
+def judge(
+    name: str, vllm: str, tried: Sequence[CellResult], cells: Sequence[Cell], require: Require
+) -> DryLoadReport:
+    """The report on one checkpoint for `cells`, from those and others that were tried."""
+    results = [result for result in _with_narrowed(tried) if result.cell in cells]
     findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
     return DryLoadReport(
         checkpoint=name,
@@ -41,6 +45,18 @@ def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require)
         rows=tuple(_rows(results)),
         blind_spots=BLIND_SPOTS,
     )
+
+
+def _with_narrowed(results: Sequence[CellResult]) -> Iterator[CellResult]:
+    """The results, with what tp 1 showed to be too large for its parameter: it is so for any tp."""
+    alone = {result.cell.sm: result for result in results if result.cell.tp == 1}
+    for result in results:
+        whole = alone.get(result.cell.sm)
+        if result.outcome == "loaded" and whole is not None and result is not whole:
+            narrowed = tuple(fault for fault in whole.faults if fault.kind == "narrowed")
+            yield replace(result, faults=(*result.faults, *narrowed))
+        else:
+            yield result
 
 
 def _cell(result: CellResult) -> MatrixCell:
@@ -80,16 +96,17 @@ def _layer_cell(result: CellResult, key: tuple[str, str]) -> MatrixCell:
 def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Finding]:
     """One finding for each reason, with the cells that it holds in."""
     loaded = {result.cell.tp for result in results if result.outcome == "loaded"}
-    reasons: dict[tuple[str, str], list[Cell]] = {}
+    reasons: dict[tuple[str, str, str], list[Cell]] = {}
     for result in results:
         if result.outcome != "loaded":
-            reasons.setdefault((result.outcome, result.reason), []).append(result.cell)
-    for (outcome, reason), cells in reasons.items():
+            key = (result.outcome, result.where or "checkpoint", result.reason)
+            reasons.setdefault(key, []).append(result.cell)
+    for (outcome, where, reason), cells in reasons.items():
         needed = require == "all" or any(cell.tp not in loaded for cell in cells)
         yield Finding(
             check=CHECK,
             severity="error" if needed else "warning",
-            where=_in_cells("checkpoint", cells, results),
+            where=_in_cells(where, cells, results),
             expected="a checkpoint that vLLM loads",
             got=reason,
             fix="see `vexport check`, or serve it elsewhere" if outcome == "refused" else "load it on a GPU",

@@ -1,6 +1,7 @@
 """What crosses the border between vexport and the process that loads checkpoints dry: JSON in, JSON out."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -62,15 +63,27 @@ class LayerKind:
 class CellResult:
     """What vLLM did with one checkpoint in one cell.
 
-    "refused" has vLLM's reason; "unknown" means that the dry load could not follow vLLM that far.
+    "refused" has vLLM's reason, and in `where` the stored tensor that it was at, if any; "unknown" means
+    that the dry load could not follow vLLM that far.
     """
 
     cell: Cell
     outcome: Outcome
     reason: str = ""
+    where: str = ""
     layers: tuple[LayerKind, ...] = ()
     faults: tuple[Fault, ...] = ()
     seconds: float = 0.0
+
+
+def merge_ranks(results: Sequence[CellResult]) -> CellResult:
+    """One result for a cell from those of its ranks: the first that did not load, else all their faults."""
+    failed = [result for result in results if result.outcome != "loaded"]
+    if failed:
+        return failed[0]
+    faults = {(fault.kind, fault.where): fault for result in reversed(results) for fault in result.faults}
+    seconds = sum(result.seconds for result in results)
+    return replace(results[0], faults=tuple(faults.values()), seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import torch
+import transformers.models.auto.image_processing_auto  # noqa: F401
 
 # Compiled parts of the CUDA wheel that modules look for when they are imported.
 _EXTENSIONS = (
@@ -92,10 +93,8 @@ def set_capability(sm: int) -> None:
 def _answer_for_packages() -> None:
     """Let classes be imported without Triton and the packages that only pictures and sound need.
 
-    transformers decides by their presence how it prepares pictures: it is asked before they seem present.
+    transformers decides by their presence how it prepares pictures: it was imported before they seem present.
     """
-    import transformers.models.auto.image_processing_auto  # noqa: F401
-
     sys.meta_path.append(_AbsentPackages())
     from vllm.triton_utils import HAS_TRITON, triton
 

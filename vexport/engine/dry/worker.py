@@ -1,18 +1,33 @@
-"""`python -m vexport.engine.dry.worker REQUEST.json RESULT.json`: every cell in a fork of one process.
+"""`python -m vexport.engine.dry.worker REQUEST.json RESULT.json`: every cell in forks of one process.
 
-vLLM is imported once. Each cell forks, because a process can have only one set of groups, one capability
-that is remembered here and there, and one crash.
+vLLM is imported once. Each try forks, because a process has one set of groups, one capability that vLLM
+remembers here and there, and one crash.
 """
 
+import gc
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from vexport.engine.dry.messages import Cell, CellResult, DryRequest, DryResult
-from vexport.engine.worker import Report, end_with_parent, reporter
+from vexport.engine.dry.messages import Cell, CellResult, DryRequest, DryResult, merge_ranks
+from vexport.engine.worker import end_with_parent, reporter
 from vexport.files import from_json, to_json, write_text
+
+_STAGE = "dry load"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Try:
+    """One checkpoint in one cell as one rank, and the file that its child writes."""
+
+    checkpoint: Path
+    cell: Cell
+    rank: int
+    file: Path
 
 
 def main(arguments: list[str]) -> int:
@@ -20,30 +35,46 @@ def main(arguments: list[str]) -> int:
     request_file, result_file = (Path(argument) for argument in arguments)
     request = from_json(DryRequest, request_file)
     end_with_parent()
-    write_text(result_file, to_json(_run(request, reporter())))
+    report = reporter()
+    tries = [_tries(number, request) for number in range(len(request.checkpoints))]
+    total = sum(len(ranks) for cells in tries for ranks in cells)
+    report(_STAGE, 0, total)
+    version = _import_vllm(request)
+    everything = [one for cells in tries for ranks in cells for one in ranks]
+    _run(everything, request, lambda done: report(_STAGE, done, total))
+    results = tuple(
+        tuple(merge_ranks([from_json(CellResult, one.file) for one in ranks]) for ranks in cells)
+        for cells in tries
+    )
+    write_text(result_file, to_json(DryResult(vllm=version, checkpoints=results)))
     return 0
 
 
-def _run(request: DryRequest, report: Report) -> DryResult:
+def _tries(number: int, request: DryRequest) -> list[list[_Try]]:
+    """For each cell of a checkpoint its first and its last rank: what is too small shows at the last one."""
+    return [
+        [
+            _Try(
+                checkpoint=request.checkpoints[number],
+                cell=cell,
+                rank=rank,
+                file=request.folder / f"{number}-{cell.tp}-{cell.sm}-{rank}.json",
+            )
+            for rank in dict.fromkeys((0, cell.tp - 1))
+        ]
+        for cell in request.cells
+    ]
+
+
+def _import_vllm(request: DryRequest) -> str:
+    """Import what the children need, and say vLLM's version.
+
+    vLLM looks at a model class in a process of its own, so as not to touch a GPU; here there is none.
+    """
     from vexport.engine.dry.pretend import pretend_cuda
 
-    report("dry load", 0, total := len(request.checkpoints) * len(request.cells))
     pretend_cuda()
-    _import_models(request)
-    results: list[CellResult] = []
-    for checkpoint in request.checkpoints:
-        for cell in request.cells:
-            results.append(_fork(checkpoint, cell, request))
-            report("dry load", len(results), total)
-    from vllm import __version__ as vllm_version
-
-    size = len(request.cells)
-    rows = tuple(tuple(results[at : at + size]) for at in range(0, len(results), size))
-    return DryResult(vllm=vllm_version, checkpoints=rows)
-
-
-def _import_models(request: DryRequest) -> None:
-    """Import what the forks need; vLLM looks at a model class in a process of its own, but need not here."""
+    from vllm import __version__ as version
     from vllm.model_executor.models import registry
 
     from vexport.engine.dry.cell import configure
@@ -53,40 +84,52 @@ def _import_models(request: DryRequest) -> None:
         try:
             config = configure(checkpoint, tp=1, trust_remote_code=request.trust_remote_code)
             registry.ModelRegistry.resolve_model_cls(config.model_config.architectures, config.model_config)
-        except Exception as error:  # the cells will say it
+        except Exception as error:  # each cell will say so
             traceback.print_exception(error)
+    gc.freeze()
+    return str(version)
 
 
-def _fork(checkpoint: Path, cell: Cell, request: DryRequest) -> CellResult:
-    """Try a cell in a child; a child that dies is a cell that nothing is known of."""
-    file = request.folder / "cell.json"
-    file.unlink(missing_ok=True)
+def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], None]) -> None:
+    """Fork a child for each try, as many at a time as there are cores; every one leaves a file."""
+    running: dict[int, _Try] = {}
+    waiting = list(reversed(tries))
+    while waiting or running:
+        while waiting and len(running) < len(os.sched_getaffinity(0)):
+            one = waiting.pop()
+            running[_fork(one, request)] = one
+        child, status = os.wait()
+        _require_file(running.pop(child), os.waitstatus_to_exitcode(status))
+        on_done(len(tries) - len(waiting) - len(running))
+
+
+def _fork(one: _Try, request: DryRequest) -> int:
+    """The number of a child that tries; the child does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        _child(checkpoint, cell, request, file)
-    _, status = os.waitpid(child, 0)
-    if file.is_file():
-        return from_json(CellResult, file)
-    code = os.waitstatus_to_exitcode(status)
-    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return CellResult(cell=cell, outcome="refused", reason=f"the process ended with {ending}")
-
-
-def _child(checkpoint: Path, cell: Cell, request: DryRequest, file: Path) -> None:
-    """The life of a forked process; it does not return."""
+    if child := os.fork():
+        return child
     from vexport.engine.dry.cell import try_cell
 
+    gc.disable()
     code = 1
     try:
-        result = try_cell(checkpoint, cell, trust_remote_code=request.trust_remote_code)
-        write_text(file, to_json(result))
+        result = try_cell(one.checkpoint, one.cell, one.rank, trust_remote_code=request.trust_remote_code)
+        write_text(one.file, to_json(result))
         code = 0
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _require_file(one: _Try, code: int) -> None:
+    """A child that died is a checkpoint that vLLM does not load there."""
+    if one.file.is_file():
+        return
+    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    reason = f"the process ended with {ending}"
+    write_text(one.file, to_json(CellResult(cell=one.cell, outcome="refused", reason=reason)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,259 @@
+"""vLLM's own loaders on sound and on broken checkpoints, from headers; one worker for each group of tests."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from tests.engine.sketches import LLAMA, QWEN3_MOE, Tensor, sketch
+from vexport.engine.dry.load import dry_loads
+from vexport.types import DryLoadReport, Finding, MatrixCell
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
+SCHEMES = ("NVFP4", "FP8_DYNAMIC", "W4A16")
+LAYER = "model.layers.1"
+EXPERTS = f"{LAYER}.mlp.experts"
+SOUND: Mapping[str, tuple[Mapping[str, object], str]] = {
+    f"{family} {preset}": (config, preset)
+    for family, config in (("llama", LLAMA), ("moe", QWEN3_MOE))
+    for preset in ("NVFP4", "NVFP4A16", "FP8_DYNAMIC", "W4A16")
+}
+# What is done to a sketch; whether vLLM takes it at tp 1 and tp 2; where the finding is, and words of it.
+Broken = tuple[Mapping[str, object], str, Mapping[str, Tensor | None], tuple[str, str], str, str]
+BROKEN: Mapping[str, Broken] = {
+    "a member's scale missing": (
+        LLAMA,
+        "FP8_DYNAMIC",
+        {f"{LAYER}.self_attn.v_proj.weight_scale": None},
+        ("faulty", "faulty"),
+        f"{LAYER}.self_attn.qkv_proj.weight_scale",
+        "512 of 768 elements",
+    ),
+    "a weight missing": (
+        LLAMA,
+        "FP8_DYNAMIC",
+        {f"{LAYER}.mlp.down_proj.weight": None},
+        ("faulty", "faulty"),
+        f"{LAYER}.mlp.down_proj.weight",
+        "0 of 131072 elements",
+    ),
+    "a norm missing": (
+        LLAMA,
+        "W4A16",
+        {f"{LAYER}.input_layernorm.weight": None},
+        ("faulty", "faulty"),
+        f"{LAYER}.input_layernorm.weight",
+        "0 of 256 elements",
+    ),
+    "bf16 in an fp8 weight": (
+        LLAMA,
+        "FP8_DYNAMIC",
+        {f"{LAYER}.mlp.down_proj.weight": ("BF16", (256, 512))},
+        ("faulty", "faulty"),
+        f"{LAYER}.mlp.down_proj.weight",
+        "bfloat16",
+    ),
+    "bytes in an fp8 scale": (
+        LLAMA,
+        "NVFP4A16",
+        {f"{LAYER}.mlp.down_proj.weight_scale": ("U8", (256, 32))},
+        ("faulty", "faulty"),
+        f"{LAYER}.mlp.down_proj.weight_scale",
+        "uint8",
+    ),
+    "a weight with too many rows": (
+        LLAMA,
+        "FP8_DYNAMIC",
+        {f"{LAYER}.mlp.gate_proj.weight": ("F8_E4M3", (640, 256))},
+        ("faulty", "faulty"),
+        f"{LAYER}.mlp.gate_proj.weight",
+        "[640, 256]",
+    ),
+    "a weight with too many columns": (
+        LLAMA,
+        "FP8_DYNAMIC",
+        {f"{LAYER}.mlp.down_proj.weight": ("F8_E4M3", (256, 640))},
+        ("faulty", "faulty"),
+        f"{LAYER}.mlp.down_proj.weight",
+        "[256, 640]",
+    ),
+    "a weight with too few rows": (
+        LLAMA,
+        "FP8_DYNAMIC",
+        {f"{LAYER}.self_attn.v_proj.weight": ("F8_E4M3", (128, 256))},
+        ("refused", "refused"),
+        f"{LAYER}.self_attn.v_proj.weight",
+        "exceeds dimension size",
+    ),
+    "a wrong name": (
+        LLAMA,
+        "FP8_DYNAMIC",
+        {"model.layers.1.mlp.down_projection.weight": ("F8_E4M3", (256, 512))},
+        ("refused", "refused"),
+        "model.layers.1.mlp.down_projection.weight",
+        "down_projection",
+    ),
+    "groups that tp 2 cuts": (
+        {**LLAMA, "intermediate_size": 384},
+        "W4A16",
+        {},
+        ("loads", "refused"),
+        "checkpoint (tp 2, sm 90)",
+        "not divisible by group_size=128",
+    ),
+    "heads that tp 2 cuts": (
+        {**LLAMA, "num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 160},
+        "FP8_DYNAMIC",
+        {},
+        ("loads", "refused"),
+        "checkpoint (tp 2, sm 90)",
+        "must be divisible by tensor parallel size",
+    ),
+    "an expert's scale missing": (
+        QWEN3_MOE,
+        "NVFP4A16",
+        {f"{EXPERTS}.2.up_proj.weight_global_scale": None},
+        ("faulty", "faulty"),
+        f"{EXPERTS}.routed_experts.w13_weight_global_scale",
+        "7 of 8 elements",
+    ),
+    "an expert's weight missing": (
+        QWEN3_MOE,
+        "W4A16",
+        {f"{EXPERTS}.2.down_proj.weight_packed": None},
+        ("faulty", "faulty"),
+        f"{EXPERTS}.routed_experts.w2_weight_packed",
+        "short: expert 2",
+    ),
+    "bf16 in an expert's fp8 weight": (
+        QWEN3_MOE,
+        "FP8_DYNAMIC",
+        {f"{EXPERTS}.2.up_proj.weight": ("BF16", (256, 256))},
+        ("faulty", "faulty"),
+        f"{EXPERTS}.2.up_proj.weight",
+        "bfloat16",
+    ),
+}
+# Legal oddities, of which vLLM says nothing and which change nothing.
+HARMLESS: Mapping[str, tuple[str, Mapping[str, Tensor | None]]] = {
+    "scales in float32": ("FP8_DYNAMIC", {f"{LAYER}.mlp.down_proj.weight_scale": ("F32", (256, 1))}),
+    "no weight_shape": ("W4A16", {f"{LAYER}.mlp.down_proj.weight_shape": None}),
+    "scales of the KV cache": (
+        "FP8_DYNAMIC",
+        {f"{LAYER}.self_attn.k_scale": ("BF16", (1,)), f"{LAYER}.self_attn.v_scale": ("BF16", (1,))},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport]:
+    """The demo model, quantized by vexport, for tp 1 and 2 on four capabilities."""
+    folder = tmp_path_factory.mktemp("demo")
+    for scheme in SCHEMES:
+        calibration = ("--calibration", DEMO / "calibration.jsonl", "--samples", 4, "--seq-len", 32)
+        ran = vexport(
+            "quantize", DEMO / "model", folder / scheme, "--scheme", scheme, *calibration, "--quiet"
+        )
+        assert ran.code == 0, ran.stderr
+    reports = dry_loads([folder / scheme for scheme in SCHEMES], tp=(1, 2), sm=(80, 89, 90, 100))
+    return dict(zip(SCHEMES, reports, strict=True))
+
+
+@pytest.fixture(scope="module")
+def sketched(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport]:
+    """Every sketch, for tp 1 and 2 on SM 90."""
+    folder = tmp_path_factory.mktemp("sketches")
+    made: dict[str, Path] = {}
+    for name, (config, preset) in SOUND.items():
+        made[name] = sketch(folder / name, config, preset, {})
+    for name, (config, preset, change, *_) in BROKEN.items():
+        made[name] = sketch(folder / name, config, preset, change)
+    for name, (preset, change) in HARMLESS.items():
+        made[name] = sketch(folder / name, LLAMA, preset, change)
+    return dict(zip(made, dry_loads(list(made.values()), tp=(1, 2)), strict=True))
+
+
+def errors(report: DryLoadReport) -> list[Finding]:
+    return [finding for finding in report.findings if finding.severity == "error"]
+
+
+def kernels(report: DryLoadReport, sm: int) -> set[tuple[str, str, str]]:
+    """Status, precision and kernel of every quantized kind of layer on one capability."""
+    cells: list[MatrixCell] = [cell for row in report.rows for cell in row.cells if cell.sm == sm]
+    return {(cell.status, cell.precision, cell.kernel) for cell in cells}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_demo_model_loads_everywhere(demo: Mapping[str, DryLoadReport], scheme: str) -> None:
+    report = demo[scheme]
+    assert report.ok, report.findings
+    assert [(cell.tp, cell.sm) for cell in report.cells] == [
+        (t, s) for t in (1, 2) for s in (80, 89, 90, 100)
+    ]
+    assert {row.name.rpartition(".")[2] for row in report.rows} == {
+        "qkv_proj",
+        "o_proj",
+        "gate_up_proj",
+        "down_proj",
+    }
+    assert {row.count for row in report.rows} == {3}
+
+
+def test_kernels_are_those_that_vllm_documents(demo: Mapping[str, DryLoadReport]) -> None:
+    """Rules 29 to 31: Machete only on Hopper, W8A16 below SM 89, FP4 multiplication only on Blackwell."""
+    assert kernels(demo["W4A16"], 90) == {("loads", "W4A16", "MacheteLinearKernel")}
+    assert kernels(demo["W4A16"], 80) == {("loads", "W4A16", "MarlinLinearKernel")}
+    assert kernels(demo["FP8_DYNAMIC"], 80) == {("other precision", "W8A16", "MarlinFP8ScaledMMLinearKernel")}
+    assert {(status, runs) for status, runs, _ in kernels(demo["FP8_DYNAMIC"], 89)} == {("loads", "W8A8")}
+    assert kernels(demo["NVFP4"], 90) == {("other precision", "W4A16", "MarlinNvFp4LinearKernel")}
+    assert {(status, runs) for status, runs, _ in kernels(demo["NVFP4"], 100)} == {("loads", "W4A4")}
+    assert [cell.status for cell in demo["FP8_DYNAMIC"].cells[:4]] == ["other precision", *["loads"] * 3]
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_sketches_load(sketched: Mapping[str, DryLoadReport], name: str) -> None:
+    report = sketched[name]
+    assert report.ok, report.findings
+    assert not [finding for finding in report.findings if finding.severity == "warning"]
+    assert ("routed_experts" in str(report.rows)) == name.startswith("moe")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_faults_are_found_in_their_cell(sketched: Mapping[str, DryLoadReport], name: str) -> None:
+    *_, statuses, where, words = BROKEN[name]
+    report = sketched[name]
+    assert not report.ok
+    assert tuple(cell.status for cell in report.cells) == statuses
+    assert [finding for finding in errors(report) if finding.where.startswith(where) and words in finding.got]
+    assert all(
+        where.startswith("checkpoint") or finding.where.startswith(where) for finding in errors(report)
+    )
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_oddities_are_none(sketched: Mapping[str, DryLoadReport], name: str) -> None:
+    assert sketched[name].ok, sketched[name].findings
+    assert {cell.status for cell in sketched[name].cells} == {"loads"}
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """A refused cell fails the command where it was asked for, and only there; one worker for both kinds."""
+    cut = sketch(tmp_path / "cut", {**LLAMA, "intermediate_size": 384}, "W4A16", {})
+    whole = sketch(tmp_path / "whole", LLAMA, "NVFP4", {})
+    ran = vexport("load", "--dry", cut, whole, "--tp", "2,1", "--format", "json", "--quiet")
+    assert ran.code == 1
+    assert len(ran.errors) == 1
+    assert "tp 2" in ran.errors[0]
+    reports = json.loads(ran.stdout)
+    assert [(report["checkpoint"], report["ok"]) for report in reports] == [
+        (str(cut), False),
+        (str(whole), True),
+    ]
+    assert [(cell["tp"], cell["sm"], cell["status"]) for cell in reports[0]["cells"]] == [
+        *((1, sm, "loads") for sm in (80, 89, 90, 100)),
+        *((2, sm, "refused") for sm in (80, 89, 90, 100)),
+    ]
