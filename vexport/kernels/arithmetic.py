@@ -99,9 +99,9 @@ def _generate_wide_vectors(
 
 
 def _wide_vectors(context: Context) -> tuple[Signature, object]:
-    """The function that calls this may use 512-bit vectors: LLVM keeps to 256 on many machines that have them.
+    """The function that calls this may use 512-bit vectors, which LLVM avoids by itself on many machines.
 
-    Where there are none the wish is ignored.
+    Where there are none the wish is ignored. Every function that has a loop needs it, inlined or not.
     """
     return types.none(), _generate_wide_vectors
 

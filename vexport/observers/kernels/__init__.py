@@ -31,8 +31,6 @@ from vexport.observers.kernels.grid import (
 )
 from vexport.observers.kernels.nvfp4 import GROUP_SIZE, NVFP4Search, search_block_scales
 
-# The numbers of the positive e4m3 codes.
-E4M3_SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).numpy()
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
@@ -142,7 +140,7 @@ def search_nvfp4_scales(
     limits = NVFP4Search(
         np.float32(global_scale), np.float32(largest), np.float32(smallest), np.float32(norm)
     )
-    search_block_scales(bits, storage, weights, limits, E4M3_SCALES, codes)
+    search_block_scales(bits, storage, weights, limits, codes)
     return torch.from_numpy(codes).view(torch.float8_e4m3fn)
 
 

@@ -3,6 +3,8 @@
 A group is read and widened to float32 once, and all candidates are tried while it is in the cache.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 from numba import prange
@@ -10,14 +12,21 @@ from numba import prange
 from vexport.kernels.arithmetic import (
     CHUNK,
     F32,
+    I32,
+    MULTIPLY_ADD,
     Bits,
     Floats,
     Format,
     Steps,
+    as_float,
     chunk_error,
     compiled,
+    difference,
+    nearest,
+    power,
     power_of_two_below,
     value_range,
+    wide_vectors,
     widen,
 )
 
@@ -34,17 +43,31 @@ TASK_VALUES = 1 << 13
 TENSOR_CHUNK = 1 << 16
 
 
-@compiled()
+class Candidates(NamedTuple):
+    """Steps of every shrink and what the error is at least, each (shrinks,)."""
+
+    scales: Floats
+    inverses: Floats
+    zeros: Floats
+    bounds: Floats
+
+
+class Ends(NamedTuple):
+    """The smallest and the largest value of a group."""
+
+    low: np.float32
+    high: np.float32
+
+
+@compiled(inline=True)
 def steps_of(low: np.float32, high: np.float32, form: Format) -> Steps:
     """The scale and zero point of a range (formulas of vexport.observers.qparams)."""
     low, high = min(low, F32(0.0)), max(high, F32(0.0))
     span = F32(form.high - form.low)
     scale = F32(F32(high - low) / span) if form.zero_points else F32(max(-low, high) / F32(span / F32(2.0)))
     scale = ZERO_SCALE if scale == 0 else scale
-    zero = F32(0.0)
-    if form.zero_points:
-        zero = min(max(F32(np.rint(F32(form.low - F32(low / scale)))), form.low), form.high)
-    return Steps(scale, F32(F32(1.0) / scale), zero)
+    zero = min(max(nearest(F32(form.low - F32(low / scale))), form.low), form.high)
+    return Steps(scale, F32(F32(1.0) / scale), zero if form.zero_points else F32(0.0))
 
 
 @compiled()
@@ -54,16 +77,83 @@ def unit_of(low: np.float32, high: np.float32) -> np.float32:
     return F32(F32(UNIT) / power_of_two_below(largest))
 
 
+@compiled(fastmath=MULTIPLY_ADD)
+def part_error(
+    values: Floats, importance: Floats, steps: Steps, form: Format, norm: np.float32
+) -> np.float32:
+    """`chunk_error` as a call of its own."""
+    wide_vectors()
+    return chunk_error(values, importance, steps, form, norm)
+
+
 @compiled()
-def group_error(values: Floats, importance: Floats, steps: Steps, form: Format, norm: np.float32) -> float:
-    """sum(importance * |q - x|**norm) of any number of values."""
-    if values.size <= CHUNK:
-        return float(chunk_error(values, importance, steps, form, norm))
+def group_error(
+    values: Floats, importance: Floats, steps: Steps, form: Format, norm: np.float32, limit: float
+) -> float:
+    """sum(importance * |q - x|**norm) of any number of values; a part of it once that is above `limit`."""
     total = 0.0
     for start in range(0, values.size, CHUNK):
         part = slice(start, min(start + CHUNK, values.size))
-        total += float(chunk_error(values[part], importance[part], steps, form, norm))
+        total += float(part_error(values[part], importance[part], steps, form, norm))
+        if total > limit:
+            break
     return total
+
+
+@compiled()
+def weight_of_ends(values: Floats, importance: Floats, ends: Ends) -> np.float32:
+    """The importance of the smallest or of the largest value, whichever has less."""
+    wide_vectors()
+    # Positive floats are ordered as their bits are, and the largest integer is found in lanes.
+    bits = importance.view(np.int32)
+    at_low = at_high = I32(0)
+    for i in range(values.size):
+        value, weight = values[i], bits[i]
+        at_low = max(at_low, weight if value == ends.low else I32(0))
+        at_high = max(at_high, weight if value == ends.high else I32(0))
+    return as_float(min(at_low, at_high))
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def prepare(
+    ends: Ends, weight: np.float32, shrinks: Floats, form: Format, norm: np.float32, candidates: Candidates
+) -> None:
+    """Write the steps of every shrink of the range `ends`, and what its error is at least.
+
+    That is the error of the smallest or the largest value alone, lowered by more than float32 rounds.
+    """
+    wide_vectors()
+    scales, inverses, zeros, bounds = candidates
+    for step in range(shrinks.size):
+        steps = steps_of(F32(ends.low * shrinks[step]), F32(ends.high * shrinks[step]), form)
+        scales[step], inverses[step], zeros[step] = steps.scale, steps.inverse, steps.zero
+        farther = max(abs(difference(ends.low, steps, form)), abs(difference(ends.high, steps, form)))
+        bounds[step] = F32(F32(weight * power(farther, norm)) * F32(1.0 - 1e-4))
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def write_errors(
+    values: Floats,
+    importance: Floats,
+    candidates: Candidates,
+    form: Format,
+    norm: np.float32,
+    errors: Doubles,
+) -> None:
+    """Write the error of every candidate, in order; a part of it where an earlier one's is smaller."""
+    wide_vectors()
+    small = values.size <= CHUNK
+    least = np.inf
+    for step in range(errors.size):
+        errors[step] = candidates.bounds[step]
+        if errors[step] <= least:
+            steps = Steps(candidates.scales[step], candidates.inverses[step], candidates.zeros[step])
+            errors[step] = (
+                float(chunk_error(values, importance, steps, form, norm))
+                if small
+                else group_error(values, importance, steps, form, norm, least)
+            )
+            least = min(least, errors[step])
 
 
 @compiled()
@@ -100,6 +190,8 @@ def search_groups(
     tasks = improved.shape[0]
     for task in prange(tasks):
         values = np.empty(size, dtype=F32)
+        parts = np.empty((4, shrinks.size), dtype=F32)
+        candidates = Candidates(parts[0], parts[1], parts[2], parts[3])
         errors = np.empty(shrinks.size)
         for group in range(task * count // tasks, (task + 1) * count // tasks):
             widen(values, groups[group], storage)
@@ -107,11 +199,10 @@ def search_groups(
             low, high = F32(low * expand), F32(high * expand)
             unit = unit_of(low, high)
             values *= unit
+            ends = Ends(F32(low * unit), F32(high * unit))
             weights = importance[group % importance.shape[0]]
-            for step in range(shrinks.size):
-                shrink = F32(shrinks[step] * unit)
-                candidate = steps_of(F32(low * shrink), F32(high * shrink), form)
-                errors[step] = group_error(values, weights, candidate, form, norm)
+            prepare(ends, weight_of_ends(values, weights, ends), shrinks, form, norm, candidates)
+            write_errors(values, weights, candidates, form, norm, errors)
             steps[group] = first_least(errors, improved[task])
             lows[group], highs[group] = low, high
 
@@ -164,4 +255,4 @@ def tensor_errors(
         for step in range(shrinks.size):
             shrink = F32(shrinks[step] * unit)
             candidate = steps_of(F32(low * shrink), F32(high * shrink), form)
-            errors[chunk, step] = group_error(values, ones, candidate, form, norm)
+            errors[chunk, step] = group_error(values, ones, candidate, form, norm, np.inf)

@@ -1,7 +1,8 @@
 """The search over NVFP4 block scales: only the few that can be stored.
 
 A block scale is stored as an e4m3 number relative to the global scale, so all ranges between the largest and
-the smallest candidate come down to the e4m3 numbers between theirs.
+the smallest candidate come down to the e4m3 numbers between theirs. Groups are small, so each lane of the
+vector code takes one: values are transposed to (16, groups).
 """
 
 from typing import NamedTuple
@@ -15,21 +16,26 @@ from vexport.kernels.arithmetic import (
     E4M3,
     F32,
     I32,
+    MULTIPLY_ADD,
     Bits,
     Floats,
-    Steps,
     as_bits,
-    chunk_error,
+    as_float,
     compiled,
+    power,
+    power_6_5,
     power_of_two_below,
     round_to,
-    value_range,
+    wide_vectors,
     widen,
 )
 
 Codes = npt.NDArray[np.uint8]
+Integers = npt.NDArray[np.int32]
 
 GROUP_SIZE = 16
+# Groups that are searched together, at most; they end together when none of them can improve.
+LANES = 128
 # The code of 0.125, which the scale of a group of zeros becomes (E4M3_EPS of vexport.observers.qparams).
 ZERO_GROUP_CODE = 0x20
 
@@ -43,55 +49,195 @@ class NVFP4Search(NamedTuple):
     norm: np.float32
 
 
+class Lanes(NamedTuple):
+    """Groups that are searched together: `values` are (16, groups), all others (groups,).
+
+    `values` are magnitudes, `absmax` is the largest and `weight` its importance. `first` and `last` are the
+    codes of the largest and the smallest candidate, `best` is the best one so far and `least` its error;
+    `scale`, `inverse` and `error` are those of the candidate that is tried.
+    """
+
+    values: Floats
+    absmax: Floats
+    weight: Floats
+    least: Floats
+    scale: Floats
+    inverse: Floats
+    error: Floats
+    first: Integers
+    last: Integers
+    best: Integers
+
+
 @compiled()
-def e4m3_code(value: np.float32) -> int:
+def room_for(groups: int) -> Lanes:
+    """Lanes that are not filled yet."""
+    floats, codes = np.empty((6, groups), dtype=F32), np.empty((3, groups), dtype=np.int32)
+    return Lanes(
+        values=np.empty((GROUP_SIZE, groups), dtype=F32),
+        absmax=floats[0],
+        weight=floats[1],
+        least=floats[2],
+        scale=floats[3],
+        inverse=floats[4],
+        error=floats[5],
+        first=codes[0],
+        last=codes[1],
+        best=codes[2],
+    )
+
+
+@compiled(inline=True)
+def e4m3_code(value: np.float32) -> np.int32:
     """The code of the nearest e4m3 number of a value >= 0; beyond 448 it is that of 448."""
     rounded = round_to(min(value, E4M3.high), E4M3)
-    if rounded < F32(2.0**-6):
-        return int(rounded * F32(512.0))
-    return int(as_bits(rounded) >> I32(20)) - (120 << 3)
+    subnormal = I32(F32(rounded * F32(512.0)))
+    normal = I32(I32(as_bits(rounded) >> I32(20)) - I32(120 << 3))
+    return subnormal if rounded < F32(2.0**-6) else normal
 
 
-@compiled()
-def candidate_code(absmax: np.float32, expand: np.float32, global_scale: np.float32) -> int:
+@compiled(inline=True)
+def e4m3_value(code: np.int32) -> np.float32:
+    """The number of a positive e4m3 code."""
+    return F32(as_float(I32(code << I32(20))) * F32(2.0**120))
+
+
+@compiled(inline=True)
+def candidate_code(absmax: np.float32, expand: np.float32, global_scale: np.float32) -> np.int32:
     """The code of the block scale of a range, at least the smallest positive one."""
-    return max(1, e4m3_code(F32(F32(F32(absmax * global_scale) / E2M1.high) * expand)))
+    return max(I32(1), e4m3_code(F32(F32(F32(absmax * global_scale) / E2M1.high) * expand)))
+
+
+@compiled(inline=True, fastmath=MULTIPLY_ADD)
+def distance(value: np.float32, scale: np.float32, inverse: np.float32) -> np.float32:
+    """|q - x| of a magnitude in e2m1."""
+    rounded = round_to(min(F32(value * inverse), E2M1.high), E2M1)
+    return F32(abs(value - F32(rounded * scale)))
 
 
 @compiled()
-def best_code(values: Floats, importance: Floats, search: NVFP4Search, scales: Floats) -> int:
-    """The code with the smallest error for a group; the larger one of equals."""
-    low, high = value_range(values)
-    absmax = max(-low, high)
-    if absmax == 0:
-        return ZERO_GROUP_CODE
-    first = candidate_code(absmax, search.largest, search.global_scale)
-    last = candidate_code(absmax, search.smallest, search.global_scale)
-    best, least = first, F32(np.inf)
-    for code in range(first, last - 1, -1):
-        scale = F32(scales[code] / search.global_scale)
-        steps = Steps(scale, F32(search.global_scale / scales[code]), F32(0.0))
-        error = chunk_error(values, importance, steps, E2M1, search.norm)
-        if error < least:
-            best, least = code, error
-    return best
+def transpose(target: Floats, values: Floats, unit: np.float32) -> None:
+    """Write the magnitudes of `values` (groups * 16,) times `unit` to `target` (16, groups)."""
+    wide_vectors()
+    for j in range(GROUP_SIZE):
+        row = target[j]
+        for g in range(row.size):
+            row[g] = F32(abs(values[g * GROUP_SIZE + j]) * unit)
+
+
+@compiled()
+def find_largest(lanes: Lanes, importance: Floats) -> None:
+    """Set `absmax` and `weight`."""
+    wide_vectors()
+    absmax, weight = lanes.absmax, lanes.weight
+    absmax[:], weight[:] = F32(-1.0), F32(0.0)
+    for j in range(GROUP_SIZE):
+        values, weights = lanes.values[j], importance[j]
+        for g in range(values.size):
+            value, most, its_weight, its_most = values[g], absmax[g], weights[g], weight[g]
+            weight[g] = its_weight if value > most else its_most
+            absmax[g] = max(value, most)
+
+
+@compiled()
+def set_candidates(lanes: Lanes, search: NVFP4Search) -> None:
+    """Begin at the largest candidate of every group."""
+    wide_vectors()
+    lanes.least[:] = F32(np.inf)
+    for g in range(lanes.absmax.size):
+        lanes.first[g] = candidate_code(lanes.absmax[g], search.largest, search.global_scale)
+        lanes.last[g] = candidate_code(lanes.absmax[g], search.smallest, search.global_scale)
+    lanes.best[:] = lanes.first
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def next_candidates(lanes: Lanes, offset: int, search: NVFP4Search) -> bool:
+    """Set the scales of the next smaller candidate; whether it can be better for any group.
+
+    It cannot where clipping the largest value costs more than the least error so far, nor can a later one.
+    """
+    wide_vectors()
+    # Two loops: one that wrote and read so many arrays would not become vector code.
+    for g in range(lanes.first.size):
+        number = e4m3_value(max(I32(lanes.first[g] - I32(offset)), I32(1)))
+        lanes.scale[g] = F32(number / search.global_scale)
+        lanes.inverse[g] = F32(search.global_scale / number)
+    hopeful = I32(0)
+    for g in range(lanes.first.size):
+        clipped = max(F32(lanes.absmax[g] - F32(E2M1.high * lanes.scale[g])), F32(0.0))
+        bound = F32(F32(lanes.weight[g] * power(clipped, search.norm)) * F32(1.0 - 1e-4))
+        tried = I32(lanes.first[g] - I32(offset)) >= lanes.last[g]
+        hopeful |= I32(tried & (bound <= lanes.least[g]))
+    return bool(hopeful != 0)
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def write_errors(lanes: Lanes, importance: Floats, norm: np.float32) -> None:
+    """Write sum(importance * |q - x|**norm) of every group."""
+    wide_vectors()
+    scale, inverse, error = lanes.scale, lanes.inverse, lanes.error
+    error[:] = F32(0.0)
+    for j in range(GROUP_SIZE):
+        values, weights = lanes.values[j], importance[j]
+        if norm == F32(2.4):
+            for g in range(values.size):
+                d = distance(values[g], scale[g], inverse[g])
+                error[g] = F32(error[g] + F32(weights[g] * power_6_5(F32(d * d))))
+        elif norm == F32(3.0):
+            for g in range(values.size):
+                d = distance(values[g], scale[g], inverse[g])
+                error[g] = F32(error[g] + F32(weights[g] * F32(F32(d * d) * d)))
+        else:
+            for g in range(values.size):
+                d = distance(values[g], scale[g], inverse[g])
+                error[g] = F32(error[g] + F32(weights[g] * power(d, norm)))
+
+
+@compiled()
+def keep_better(lanes: Lanes, offset: int) -> None:
+    """Take the candidate for every group where its error is the least so far."""
+    wide_vectors()
+    for g in range(lanes.best.size):
+        code, error, least = I32(lanes.first[g] - I32(offset)), lanes.error[g], lanes.least[g]
+        better = (error < least) & (code >= lanes.last[g])
+        lanes.best[g] = code if better else lanes.best[g]
+        lanes.least[g] = error if better else least
+
+
+@compiled()
+def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: Codes) -> None:
+    """Write the code with the smallest error of every group; the larger one of equals."""
+    find_largest(lanes, importance)
+    set_candidates(lanes, search)
+    offset = 0
+    while next_candidates(lanes, offset, search):
+        write_errors(lanes, importance, search.norm)
+        keep_better(lanes, offset)
+        offset += 1
+    for g in range(codes.size):
+        codes[g] = lanes.best[g] if lanes.absmax[g] != 0 else ZERO_GROUP_CODE
 
 
 @compiled(parallel=True)
 def search_block_scales(
-    weight: Bits, storage: int, importance: Floats, search: NVFP4Search, scales: Floats, codes: Codes
+    weight: Bits, storage: int, importance: Floats, search: NVFP4Search, codes: Codes
 ) -> None:
     """Write the best e4m3 code of every 16 columns of `weight` (rows, columns).
 
-    `scales` are the numbers of all positive codes. Values and the global scale are divided by a power of two
-    so that the latter is near one: no choice changes, and errors neither over- nor underflow.
+    `importance` is (columns,). Values and the global scale are divided by a power of two so that the latter
+    is near one: no choice changes, and errors neither over- nor underflow.
     """
     unit = power_of_two_below(search.global_scale)
     near_one = NVFP4Search(F32(search.global_scale / unit), search.largest, search.smallest, search.norm)
-    for row in prange(weight.shape[0]):
-        values = np.empty(weight.shape[1], dtype=F32)
-        widen(values, weight[row], storage)
-        values *= unit
-        for group in range(codes.shape[1]):
-            part = slice(group * GROUP_SIZE, (group + 1) * GROUP_SIZE)
-            codes[row, group] = best_code(values[part], importance[part], near_one, scales)
+    groups = codes.shape[1]
+    batches = -(-groups // LANES)
+    for task in prange(batches * weight.shape[0]):
+        row, batch = task // batches, task % batches
+        start, stop = batch * groups // batches, (batch + 1) * groups // batches
+        part = slice(start * GROUP_SIZE, stop * GROUP_SIZE)
+        values, lanes = np.empty(part.stop - part.start, dtype=F32), room_for(stop - start)
+        weights = np.empty(lanes.values.shape, dtype=F32)
+        transpose(weights, importance[part], F32(1.0))
+        widen(values, weight[row, part], storage)
+        transpose(lanes.values, values, unit)
+        search_lanes(lanes, weights, near_one, codes[row, start:stop])
