@@ -20,6 +20,8 @@ LAYERS = (
     {"scenario", "terminal"},
     {"plan"},
     {"calibration", "checks", "quantize", "roundtrip", "searched"},
+    {"repair"},
+    {"diff"},
     {"engine"},
     {"evaluation"},
     {"verdict"},

@@ -1,0 +1,242 @@
+"""What differs between two checkpoints: config, files, tensors, values, sizes."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vexport.checkpoint.dtypes import FLOATING
+from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import read_tensor
+from vexport.checks.subject import Subject
+from vexport.files import digest_file
+from vexport.repair.cost import dequantized
+from vexport.repair.units import Layer, layers_of
+from vexport.roundtrip import EXACT_DB
+from vexport.types import Json, TensorInfo
+
+OnProgress = Callable[[int, int], None]
+ABSENT = "absent"
+# Elements of two tensors that are compared at once.
+COMPARED = 1 << 22
+SMALL_FLOATS = frozenset({"F8_E4M3", "F8_E5M2"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A place and what either side has there."""
+
+    where: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """A tensor of the same name, dtype and shape with other values.
+
+    `changed` is the share of elements that differ, `snr_db` that of B against A, None for codes and where a
+    value is not finite.
+    """
+
+    name: str
+    changed: float
+    snr_db: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDifference:
+    """A linear layer whose weight differs once dequantized: B against A, as signal-to-noise in dB."""
+
+    layer: str
+    stored_a: str
+    stored_b: str
+    snr_db: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffReport:
+    """What differs between the checkpoints `a` and `b`.
+
+    `only_a` and `only_b` are tensors that one of them has, `forms` those of another dtype or shape, `values`
+    those of other values, `weights` the linear layers whose dequantized weights differ. `sizes` are bytes of
+    all tensors.
+    """
+
+    a: str
+    b: str
+    same: bool
+    sizes: tuple[int, int]
+    config: tuple[Difference, ...]
+    files: tuple[Difference, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    forms: tuple[Difference, ...]
+    values: tuple[TensorDifference, ...]
+    weights: tuple[WeightDifference, ...]
+
+
+def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None) -> DiffReport:
+    """Compare two checkpoints of any kind; one may be the source of the other.
+
+    Memory holds one layer of each. Raises InputError for a folder or file that cannot be read.
+    """
+    one, two = read_index(a), read_index(b)
+    with Reader() as reader_a, Reader() as reader_b:
+        old, new = Subject(one, reader_a), Subject(two, reader_b)
+        values = tuple(_values(old, new, on_progress))
+        weights = tuple(_weights(old, new, {value.name for value in values}))
+    config = tuple(_config("", dict(one.config), dict(two.config)))
+    files = tuple(_files(one, two))
+    only_a = tuple(name for name in one.tensors if name not in two.tensors)
+    only_b = tuple(name for name in two.tensors if name not in one.tensors)
+    forms = tuple(_forms(one, two))
+    return DiffReport(
+        a=str(a),
+        b=str(b),
+        same=not any((config, files, only_a, only_b, forms, values)),
+        sizes=(one.num_bytes, two.num_bytes),
+        config=config,
+        files=files,
+        only_a=only_a,
+        only_b=only_b,
+        forms=forms,
+        values=values,
+        weights=weights,
+    )
+
+
+def _config(place: str, a: Json, b: Json) -> Iterator[Difference]:
+    """The leaves of two configs that differ, lists as a whole."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys((*a, *b)):
+            where = f"{place}.{key}" if place else key
+            if key not in a or key not in b:
+                yield Difference(where=where, a=_shown(a, key), b=_shown(b, key))
+            else:
+                yield from _config(where, a[key], b[key])
+    elif a != b or type(a) is not type(b):
+        yield Difference(where=place, a=repr(a), b=repr(b))
+
+
+def _shown(config: Mapping[str, Json], key: str) -> str:
+    return repr(config[key]) if key in config else ABSENT
+
+
+def _files(a: SourceIndex, b: SourceIndex) -> Iterator[Difference]:
+    """Side files (tokenizer, template, generation config) that only one has or that differ."""
+    ours, theirs = ({path.name: path for path in index.side_files} for index in (a, b))
+    for name in sorted(ours.keys() | theirs.keys()):
+        one, two = ours.get(name), theirs.get(name)
+        if one is None or two is None:
+            yield Difference(where=name, a="present" if one else ABSENT, b="present" if two else ABSENT)
+        elif digest_file(one) != digest_file(two):
+            yield Difference(
+                where=name, a=f"{one.stat().st_size} bytes", b=f"{two.stat().st_size} bytes, others"
+            )
+
+
+def _forms(a: SourceIndex, b: SourceIndex) -> Iterator[Difference]:
+    for name in a.tensors.keys() & b.tensors.keys():
+        one, two = a.tensors[name], b.tensors[name]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            yield Difference(where=name, a=_form(one), b=_form(two))
+
+
+def _form(tensor: TensorInfo) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _values(a: Subject, b: Subject, on_progress: OnProgress) -> Iterator[TensorDifference]:
+    """Tensors of one form whose bytes differ."""
+    shared = [name for name in a.index.tensors if name in b.index.tensors]
+    for done, name in enumerate(shared, 1):
+        one, two = a.index.tensors[name], b.index.tensors[name]
+        if (one.dtype, one.shape) == (two.dtype, two.shape) and not _same_bytes(a, one, b, two):
+            yield _compared(one, read_tensor(a.reader, one), read_tensor(b.reader, two))
+        a.reader.release([one])
+        b.reader.release([two])
+        on_progress(done, len(shared))
+
+
+def _same_bytes(a: Subject, one: TensorInfo, b: Subject, two: TensorInfo) -> bool:
+    old, new = (np.frombuffer(side.reader.raw(tensor), np.uint8) for side, tensor in ((a, one), (b, two)))
+    steps = range(0, old.size, COMPARED)
+    return all(
+        np.array_equal(old[start : start + COMPARED], new[start : start + COMPARED]) for start in steps
+    )
+
+
+def _compared(a: TensorInfo, one: torch.Tensor, two: torch.Tensor) -> TensorDifference:
+    sums = _sums(one, two)
+    is_number = a.dtype in FLOATING or a.dtype in SMALL_FLOATS
+    noise = _decibels(sums) if is_number and math.isfinite(sums.signal + sums.noise) else None
+    return TensorDifference(name=a.name, changed=sums.changed / one.numel(), snr_db=noise)
+
+
+def _weights(a: Subject, b: Subject, changed: set[str]) -> Iterator[WeightDifference]:
+    """Layers of both whose tensors or arguments differ, dequantized where they are quantized."""
+    ours, theirs = layers_of(a), layers_of(b)
+    for name in ours:
+        if name in theirs and _may_differ(ours[name], theirs[name], changed):
+            old, new = _weight(a, ours[name]), _weight(b, theirs[name])
+            if old is not None and new is not None and old.shape == new.shape:
+                sums = _sums(old, new)
+                if sums.changed:
+                    yield WeightDifference(
+                        layer=name,
+                        stored_a=_stored(ours[name]),
+                        stored_b=_stored(theirs[name]),
+                        snr_db=_decibels(sums),
+                    )
+
+
+def _may_differ(a: Layer, b: Layer, changed: set[str]) -> bool:
+    forms = [{leaf: _form(tensor) for leaf, tensor in layer.leaves.items()} for layer in (a, b)]
+    if forms[0] != forms[1] or any(tensor.name in changed for tensor in a.leaves.values()):
+        return True
+    arguments = [layer.group and (layer.group.weights, layer.group.format) for layer in (a, b)]
+    return arguments[0] != arguments[1]
+
+
+def _weight(subject: Subject, layer: Layer) -> torch.Tensor | None:
+    if layer.is_quantized:
+        return dequantized(subject, layer.name)
+    return read_tensor(subject.reader, layer.leaves["weight"]) if "weight" in layer.leaves else None
+
+
+def _stored(layer: Layer) -> str:
+    if layer.is_quantized:
+        return layer.group.format if layer.group else "quantized"
+    return layer.leaves["weight"].dtype if "weight" in layer.leaves else ABSENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Over all elements: how many differ, the power of A, that of the difference."""
+
+    changed: int
+    signal: float
+    noise: float
+
+
+def _sums(one: torch.Tensor, two: torch.Tensor) -> Sums:
+    """The sums, a part at a time, so that float64 copies stay small."""
+    changed, signal, noise = 0, 0.0, 0.0
+    parts = zip(one.reshape(-1).split(COMPARED), two.reshape(-1).split(COMPARED), strict=True)
+    for old, new in parts:
+        exact, other = old.to(torch.float64), new.to(torch.float64)
+        changed += int((exact != other).sum())
+        signal += float(exact.square().sum())
+        noise += float((other - exact).square().sum())
+    return Sums(changed=changed, signal=signal, noise=noise)
+
+
+def _decibels(sums: Sums) -> float:
+    if sums.noise == 0 or sums.signal == 0:
+        return EXACT_DB if sums.noise == 0 else -EXACT_DB
+    return round(10 * math.log10(sums.signal / sums.noise), 3)

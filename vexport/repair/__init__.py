@@ -1,0 +1,94 @@
+"""Mends a checkpoint of any producer without calibration, and says what each mend costs.
+
+Adding a family of mends is one new file and one line in `FAMILIES`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vexport.checkpoint.reader import Reader
+from vexport.checks import CHECKS
+from vexport.checks.subject import Subject
+from vexport.files import new_directory, refuse_existing
+from vexport.repair import (
+    arguments,
+    config,
+    files,
+    global_scales,
+    kv_cache,
+    layout,
+    ordering,
+    restore,
+    targets,
+)
+from vexport.repair.cost import weight_change
+from vexport.repair.mends import Changes, Mend, RepairReport
+from vexport.repair.overlay import apply
+from vexport.repair.source import Source
+from vexport.repair.write import write_checkpoint
+
+Family = Callable[[Subject, Source | None], Changes]
+OnProgress = Callable[[str, int, int], None]
+
+# In this order: each family sees the checkpoint as those before it left it.
+FAMILIES: Sequence[tuple[str, Family]] = (
+    (config.NAME, config.run),
+    (ordering.NAME, ordering.run),
+    (arguments.NAME, arguments.run),
+    (targets.NAME, targets.run),
+    (layout.NAME, layout.run),
+    (restore.NAME, restore.run),
+    (global_scales.NAME, global_scales.reciprocals),
+    (global_scales.NAME, global_scales.unequal),
+    (kv_cache.NAME, kv_cache.run),
+)
+
+
+def repair_checkpoint(
+    checkpoint: Path, out: Path, source: Path | None, *, overwrite: bool, on_progress: OnProgress
+) -> RepairReport:
+    """Mend what can be mended and write the result to the folder `out`, whole or not at all.
+
+    Nothing is written where an error remains that no mend removes. Raises InputError for a folder, a file
+    or a source that cannot be read, and where `out` may not be written.
+    """
+    refuse_existing(out, overwrite=overwrite)
+    with Reader() as reader, Reader() as source_reader:
+        origin = Source(source, source_reader) if source else None
+        index, mends = files.open_checkpoint(checkpoint)
+        subject = Subject(index, reader)
+        for name, family in FAMILIES:
+            on_progress(f"mend {name}", 0, 1)
+            subject, made = _mended(subject, family(subject, origin), origin)
+            mends += made
+            on_progress(f"mend {name}", 1, 1)
+        findings = [finding for check in CHECKS.values() for finding in check.run(subject)]
+        refusals = tuple(finding for finding in findings if finding.severity == "error")
+        if not refusals:
+            with new_directory(out, overwrite=overwrite) as folder:
+                write_checkpoint(
+                    subject, folder, on_bytes=lambda done, total: on_progress("write", done, total)
+                )
+    return RepairReport(
+        checkpoint=str(checkpoint),
+        out=str(out),
+        ok=not refusals,
+        mends=mends,
+        refusals=refusals,
+        warnings=tuple(finding for finding in findings if finding.severity != "error"),
+    )
+
+
+def _mended(subject: Subject, changes: Changes, source: Source | None) -> tuple[Subject, tuple[Mend, ...]]:
+    """The checkpoint with the changes, and the mends with what they cost the weights."""
+    if not changes.mends:
+        return subject, ()
+    after = apply(subject, changes)
+    return after, tuple(_priced(mend, subject, after, source) for mend in changes.mends)
+
+
+def _priced(mend: Mend, before: Subject, after: Subject, source: Source | None) -> Mend:
+    if mend.layer is None:
+        return mend
+    return replace(mend, change=weight_change(before, after, mend.layer, source))

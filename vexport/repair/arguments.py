@@ -1,0 +1,95 @@
+"""Arguments of config groups that are not those of the stored tensors."""
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from compressed_tensors.compressors.format import infer_module_format
+from torch.nn import Linear
+
+from vexport.checks.config import FORMATS
+from vexport.checks.subject import ConfigGroup, Subject
+from vexport.repair.cost import ct_scheme
+from vexport.repair.mends import LOSSLESS, Changes, Mend
+from vexport.repair.source import Source
+from vexport.repair.units import Layer, fits, layers_of
+from vexport.schemes.base import QuantArgs, Strategy
+from vexport.types import Json
+
+NAME = "arguments"
+GROUP_SIZES = (16, 32, 64, 128, 256)
+Choice = tuple[Strategy, int | None]
+
+
+def run(subject: Subject, source: Source | None) -> Changes:
+    """The config with arguments that fit, for groups of which no layer fits and one reading fits all."""
+    config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
+    mends = [
+        mend
+        for group in subject.config_groups
+        if (right := _right(group, _layers(subject, group))) is not None
+        for mend in _corrected(config, group, right)
+    ]
+    return Changes(config=config, mends=tuple(mends)) if mends else Changes()
+
+
+def _layers(subject: Subject, group: ConfigGroup) -> list[Layer]:
+    layers = layers_of(subject).values()
+    return [
+        layer
+        for layer in layers
+        if layer.is_quantized and layer.group is not None and layer.group.name == group.name
+    ]
+
+
+def _right(group: ConfigGroup, layers: Sequence[Layer]) -> ConfigGroup | None:
+    """The only reading that fits all layers; None where the group's own fits one, or none or several do."""
+    if not layers or any(fits(group, layer.leaves) for layer in layers):
+        return None
+    readings = {
+        reading.weights: reading
+        for reading in _readings(group)
+        if all(fits(reading, layer.leaves) for layer in layers)
+    }
+    return next(iter(readings.values())) if len(readings) == 1 else None
+
+
+def _readings(group: ConfigGroup) -> Iterator[ConfigGroup]:
+    """The group as it is, with the format that its arguments imply, then with others of its arguments."""
+    choices: list[Choice] = [("tensor", None), ("channel", None), *(("group", size) for size in GROUP_SIZES)]
+    own: list[QuantArgs] = [group.weights]
+    for (strategy, size), symmetric in itertools.product(choices, (True, False)):
+        own.append(replace(group.weights, strategy=strategy, group_size=size, symmetric=symmetric))
+    if group.weights.strategy in ("tensor_group", "block"):
+        own = [group.weights]
+    for weights in own:
+        reading = replace(group, weights=replace(weights, observer_kwargs={}))
+        if group.format in FORMATS:
+            yield reading
+        yield replace(reading, format=str(infer_module_format(Linear, ct_scheme(reading)).value))
+
+
+def _corrected(config: dict[str, Json], group: ConfigGroup, right: ConfigGroup) -> Iterator[Mend]:
+    quantization = config["quantization_config"]
+    assert isinstance(quantization, dict)
+    groups = quantization["config_groups"]
+    assert isinstance(groups, dict)
+    raw = groups[group.name]
+    assert isinstance(raw, dict)
+    weights = raw["weights"]
+    assert isinstance(weights, dict)
+    place = f"config_groups.{group.name}"
+    if right.format != group.format:
+        raw["format"] = right.format
+        yield _mend(f"{place}.format", group.format, right.format)
+    for key in ("strategy", "group_size", "symmetric"):
+        old, new = getattr(group.weights, key), getattr(right.weights, key)
+        if old != new:
+            weights[key] = new
+            yield _mend(f"{place}.weights.{key}", str(old), str(new))
+
+
+def _mend(where: str, got: str, now: str) -> Mend:
+    cost = f"{LOSSLESS}: the tensors allow no other reading"
+    return Mend(family=NAME, where=f"config.json: quantization_config.{where}", got=got, now=now, cost=cost)

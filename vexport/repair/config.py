@@ -1,0 +1,66 @@
+"""Keys of quantization_config that the pinned vLLM refuses (rules 19 to 21) and that nothing rests on."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import fields
+
+from vexport.checks.subject import Subject
+from vexport.repair.mends import LOSSLESS, Changes, Mend
+from vexport.repair.source import Source
+from vexport.schemes.base import QuantArgs
+from vexport.types import Json
+
+NAME = "config"
+METHOD = "compressed-tensors"
+ARGUMENTS = ("weights", "input_activations", "output_activations")
+KNOWN = frozenset(field.name for field in fields(QuantArgs))
+# Tensors of compressed sparse weights in compressed-tensors; without them nothing is sparse.
+SPARSE_LEAVES = ("compressed", "bitmask", "row_offsets", "meta")
+
+
+def run(subject: Subject, source: Source | None) -> Changes:
+    """The config without what vLLM refuses."""
+    config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
+        return Changes()
+    place = f"{subject.config_path}: quantization_config"
+    mends = (
+        *_method(quantization, place),
+        *_unknown_arguments(quantization, place),
+        *_sparsity(quantization, place, subject),
+    )
+    return Changes(config=config, mends=mends) if mends else Changes()
+
+
+def _method(quantization: dict[str, Json], place: str) -> Iterator[Mend]:
+    if quantization.get("quant_method") != METHOD:
+        yield _mend(f"{place}.quant_method", repr(quantization.get("quant_method")), METHOD)
+        quantization["quant_method"] = METHOD
+
+
+def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Mend]:
+    groups = quantization["config_groups"]
+    assert isinstance(groups, dict)
+    for name, group in groups.items():
+        for side in ARGUMENTS if isinstance(group, dict) else ():
+            arguments = group.get(side) if isinstance(group, dict) else None
+            unknown = sorted(arguments.keys() - KNOWN) if isinstance(arguments, dict) else []
+            for key in unknown:
+                assert isinstance(arguments, dict)
+                value = arguments.pop(key)
+                yield _mend(f"{place}.config_groups.{name}.{side}.{key}", repr(value), "removed")
+
+
+def _sparsity(quantization: dict[str, Json], place: str, subject: Subject) -> Iterator[Mend]:
+    sparsity = quantization.get("sparsity_config")
+    stored = any(name.rpartition(".")[2] in SPARSE_LEAVES for name in subject.index.tensors)
+    if isinstance(sparsity, dict) and sparsity and not stored:
+        del quantization["sparsity_config"]
+        yield _mend(
+            f"{place}.sparsity_config", "a config for sparse weights, of which there are none", "removed"
+        )
+
+
+def _mend(where: str, got: str, now: str) -> Mend:
+    return Mend(family=NAME, where=where, got=got, now=now, cost=LOSSLESS)

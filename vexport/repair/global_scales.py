@@ -1,0 +1,159 @@
+"""Global scales: divisors, not their reciprocals, and one for all layers that vLLM runs as one."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+
+from vexport.checks.fusion import MUST_SHARE
+from vexport.checks.subject import Subject, Unit
+from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.observers.qparams import FP8_MAX
+from vexport.repair.cost import weight_of
+from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
+from vexport.repair.overlay import leaves_of
+from vexport.repair.requantize import requantized
+from vexport.repair.source import Source
+from vexport.repair.units import Layer, layers_of, single_value
+from vexport.roundtrip import signal_to_noise
+from vexport.types import TensorInfo, TensorSpec
+
+NAME = "global scales"
+WEIGHT, INPUT = MUST_SHARE
+LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
+# The smallest positive e4m3 number: a block scale of a block that is not all zero never becomes zero.
+E4M3_SMALLEST = 2.0**-9
+
+
+def reciprocals(subject: Subject, source: Source | None) -> Changes:
+    """Turn over the global scales that are 1/divisor: the values vLLM was meant to see."""
+    edits, mends = [], []
+    for layer in layers_of(subject).values():
+        for leaf in MUST_SHARE:
+            value = single_value(subject, layer.leaves.get(leaf))
+            if value is not None and 0 < value < LEAST[leaf]:
+                tensor = layer.leaves[leaf]
+                edits.append(_scalar(tensor, 1 / value))
+                mends.append(
+                    Mend(
+                        family=NAME,
+                        where=tensor.name,
+                        got=f"{value:.9g}, the reciprocal of a divisor",
+                        now=f"{1 / value:.9g}",
+                        cost=f"{LOSSLESS}: the values are those that the producer meant",
+                    )
+                )
+    return Changes(edits=tuple(edits), mends=tuple(mends))
+
+
+def unequal(subject: Subject, source: Source | None) -> Changes:
+    """Give the layers that vLLM runs as one the smallest of their divisors, the one of the largest range.
+
+    Weights: block scales are rescaled and rounded to e4m3 again, or, where a source shows that this is
+    better, the layer is quantized again. Inputs: only the divisor changes.
+    """
+    edits: list[Edit] = []
+    mends: list[Mend] = []
+    for unit in subject.units:
+        for leaf in MUST_SHARE:
+            for layer, value, shared in _differing(subject, unit, leaf):
+                make = _input if leaf == INPUT else partial(_weight, subject, source)
+                edit, mend = make(layer, value, shared)
+                edits.append(edit)
+                mends.append(mend)
+    return Changes(edits=tuple(edits), mends=tuple(mends))
+
+
+def _differing(subject: Subject, unit: Unit, leaf: str) -> Iterator[tuple[Layer, float, float]]:
+    """(layer, its value, the shared one) of the layers whose value is not the smallest of the unit."""
+    layers = layers_of(subject)
+    values = {name: single_value(subject, leaves.get(leaf)) for name, leaves in unit.members.items()}
+    usable = {name: value for name, value in values.items() if value is not None and 0 < value < math.inf}
+    for name, value in usable.items():
+        if value != min(usable.values()):
+            yield layers[name], value, min(usable.values())
+
+
+def _input(layer: Layer, value: float, shared: float) -> tuple[Edit, Mend]:
+    tensor = layer.leaves[INPUT]
+    mend = Mend(
+        family=NAME,
+        where=tensor.name,
+        got=f"{value:.9g}, not that of the layers it runs with",
+        now=f"{shared:.9g}",
+        cost=f"no weight; the range of its inputs is {value / shared:.4g} times as wide",
+    )
+    return _scalar(tensor, shared), mend
+
+
+def _weight(
+    subject: Subject, source: Source | None, layer: Layer, value: float, shared: float
+) -> tuple[Edit, Mend]:
+    """The layer with the shared divisor, by the way that keeps more of the source where there is one."""
+    rescale = partial(_rescaled, subject, layer, shared)
+    again = partial(requantized, layer, source, shared) if source else None
+    better = again is not None and _is_better(subject, layer, source, again, rescale)
+    make = again if better and again is not None else rescale
+    how = "quantized again from the source" if better else "block scales rescaled"
+    mend = Mend(
+        family=NAME,
+        where=layer.leaves[WEIGHT].name,
+        got=f"{value:.9g}, not that of the layers it runs with",
+        now=f"{shared:.9g}, {how}",
+        cost="the rounding of " + ("a new quantization" if better else "the block scales to e4m3"),
+        layer=layer.name,
+    )
+    leaves = ("weight_packed", "weight_scale", WEIGHT) if better else ("weight_scale", WEIGHT)
+    return _edit(layer, leaves, make), mend
+
+
+def _edit(layer: Layer, leaves: tuple[str, ...], make: Callable[[], Mapping[str, torch.Tensor]]) -> Edit:
+    named = tuple(layer.leaves[leaf] for leaf in leaves)
+    specs = tuple(TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in named)
+
+    def made() -> Mapping[str, torch.Tensor]:
+        values = make()
+        return {
+            tensor.name: values[leaf].reshape(tensor.shape)
+            for leaf, tensor in zip(leaves, named, strict=True)
+        }
+
+    return Edit(tensors=specs, near=named[0].name, make=made)
+
+
+def _rescaled(subject: Subject, layer: Layer, shared: float) -> Mapping[str, torch.Tensor]:
+    """Block scales relative to the shared divisor, and the divisor."""
+    stored = leaves_of(subject, {leaf: layer.leaves[leaf] for leaf in ("weight_scale", WEIGHT)})
+    own, scale = stored[WEIGHT].to(torch.float64), stored["weight_scale"].to(torch.float64)
+    rescaled = (scale * (shared / own)).clamp(max=FP8_MAX)
+    rescaled = torch.where(scale > 0, rescaled.clamp(min=E4M3_SMALLEST), scale)
+    return {
+        "weight_scale": rescaled.to(torch.float32).to(stored["weight_scale"].dtype),
+        WEIGHT: torch.full(stored[WEIGHT].shape, shared, dtype=stored[WEIGHT].dtype),
+    }
+
+
+def _is_better(
+    subject: Subject,
+    layer: Layer,
+    source: Source | None,
+    again: Callable[[], Mapping[str, torch.Tensor]],
+    rescale: Callable[[], Mapping[str, torch.Tensor]],
+) -> bool:
+    """Whether quantizing again is nearer to the source than rescaling."""
+    exact = source.weight(layer.name) if source else None
+    if exact is None or layer.group is None:
+        return False
+    stored = leaves_of(subject, layer.leaves)
+    ways = [weight_of(layer.group, {**stored, **way()}) for way in (again, rescale)]
+    return signal_to_noise(exact, ways[0]) > signal_to_noise(exact, ways[1])
+
+
+def _scalar(tensor: TensorInfo, value: float) -> Edit:
+    spec = TensorSpec(name=tensor.name, dtype="F32", shape=tensor.shape)
+    return Edit(
+        tensors=(spec,),
+        near=tensor.name,
+        make=lambda: {tensor.name: torch.full(tensor.shape, value, dtype=torch.float32)},
+    )

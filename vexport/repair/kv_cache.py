@@ -1,0 +1,63 @@
+"""Scales of the KV cache that the config announces and the checkpoint does not have."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from vexport.checks.subject import Subject, parse_args
+from vexport.plan.kv_cache import attention_layers
+from vexport.plan.linears import names_of, text_config
+from vexport.repair.mends import Changes, Edit, Mend
+from vexport.repair.source import Source
+from vexport.repair.units import layers_of
+from vexport.schemes.kv_cache import KV_CACHES, kv_layout
+from vexport.types import AttentionLayer, KvCache, LinearPlan, TensorSpec
+
+NAME = "KV cache"
+
+
+def run(subject: Subject, source: Source | None) -> Changes:
+    """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with them."""
+    layers = _attention(subject)
+    specs = [(layer, spec) for layer in layers for spec in kv_layout(layer)]
+    if any(spec.name in subject.index.tensors for _, spec in specs):
+        return Changes()
+    near = {layer.name: _neighbour(subject, layer) for layer in layers}
+    edits = [Edit(tensors=(spec,), near=near[layer.name], make=partial(_ones, spec)) for layer, spec in specs]
+    mends = [_mend(layer) for layer in layers]
+    return Changes(edits=tuple(edits), mends=tuple(mends))
+
+
+def _attention(subject: Subject) -> tuple[AttentionLayer, ...]:
+    """The layers that get static scales by the config; none without a static kv_cache_scheme."""
+    scheme = parse_args((subject.quantization or {}).get("kv_cache_scheme"))
+    if isinstance(scheme, str) or scheme.dynamic:
+        return ()
+    kind: KvCache = "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
+    linears = [
+        LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0)
+        for name in layers_of(subject)
+    ]
+    names = names_of(subject.index, subject.architecture)
+    return attention_layers(linears, names, text_config(subject.index.config), kind)
+
+
+def _neighbour(subject: Subject, layer: AttentionLayer) -> str:
+    """The last tensor of the attention module."""
+    return [name for name in subject.index.tensors if name.startswith(f"{layer.name}.")][-1]
+
+
+def _ones(spec: TensorSpec) -> Mapping[str, torch.Tensor]:
+    return {spec.name: torch.ones(spec.shape, dtype=torch.float32)}
+
+
+def _mend(layer: AttentionLayer) -> Mend:
+    return Mend(
+        family=NAME,
+        where=layer.name,
+        got="a static kv_cache_scheme and no k_scale or v_scale",
+        now="1.0 for keys and values",
+        cost="unknown without a calibration: keys and values beyond 448 saturate, small ones lose bits; "
+        "it is what vLLM would take without a word",
+    )

@@ -1,0 +1,80 @@
+"""What a repair did and what it cost; what one family of mends wants to change."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from vexport.types import Finding, Json, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightChange:
+    """How far a layer's weight moved, dequantized by compressed-tensors before and after.
+
+    `relative` is |after - before| / |before| in Frobenius norms, `snr_db` the same as signal-to-noise; None
+    where the layer could not be dequantized before. `source_snr_db` are the weight's signal-to-noise
+    against the source before and after, None without a source.
+    """
+
+    relative: float | None
+    snr_db: float | None
+    source_snr_db: tuple[float | None, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mend:
+    """One thing that was mended: where, what was there, what is there now, what it costs.
+
+    `layer` is the linear layer whose weight the mend may move, None for all else; `change` is how far it did.
+    """
+
+    family: str
+    where: str
+    got: str
+    now: str
+    cost: str
+    layer: str | None = None
+    change: WeightChange | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairReport:
+    """What was mended of a checkpoint, and what keeps it from being sound.
+
+    `ok` means that `out` was written and that `vexport check` finds no error in it; else `refusals` say what
+    cannot be mended, and nothing was written. `warnings` remain in what was written.
+    """
+
+    checkpoint: str
+    out: str
+    ok: bool
+    mends: tuple[Mend, ...]
+    refusals: tuple[Finding, ...]
+    warnings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """Tensors that replace those of their names, or are new beside the tensor `near`.
+
+    `make` computes them when they are asked for; it may be called several times and answers the same.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    near: str
+    make: Callable[[], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What one family of mends changes: the whole config where it does, tensors, tensors that go away."""
+
+    mends: tuple[Mend, ...] = ()
+    config: Mapping[str, Json] | None = None
+    edits: tuple[Edit, ...] = ()
+    dropped: frozenset[str] = field(default_factory=frozenset)
+
+
+NOTHING = Changes()
+LOSSLESS = "nothing"

@@ -1,0 +1,56 @@
+"""Activation ordering that vLLM refuses (rule 20) and that left every column where it was."""
+
+import copy
+from collections.abc import Iterator
+
+from vexport.checkpoint.tensors import read_tensor
+from vexport.checks.config import REFUSED_ORDERING
+from vexport.checks.subject import ConfigGroup, Subject
+from vexport.repair.layout import is_in_order
+from vexport.repair.mends import LOSSLESS, Changes, Mend
+from vexport.repair.source import Source
+from vexport.repair.units import layers_of
+from vexport.types import Json
+
+NAME = "ordering"
+INDEX = "weight_g_idx"
+
+
+def run(subject: Subject, source: Source | None) -> Changes:
+    """The config without orderings that order nothing; `layout` removes the tensors."""
+    config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
+    mends = [
+        mend
+        for group in subject.config_groups
+        if group.weights.actorder in REFUSED_ORDERING and _in_order(subject, group)
+        for mend in _removed(config, group)
+    ]
+    return Changes(config=config, mends=tuple(mends)) if mends else Changes()
+
+
+def _in_order(subject: Subject, group: ConfigGroup) -> bool:
+    """Whether all layers of a group say where their columns are, and that is in order."""
+    own = [layer for layer in layers_of(subject).values() if layer.is_quantized and layer.group == group]
+    return bool(own) and all(
+        INDEX in layer.leaves and is_in_order(read_tensor(subject.reader, layer.leaves[INDEX]), group)
+        for layer in own
+    )
+
+
+def _removed(config: dict[str, Json], group: ConfigGroup) -> Iterator[Mend]:
+    quantization = config["quantization_config"]
+    assert isinstance(quantization, dict)
+    groups = quantization["config_groups"]
+    assert isinstance(groups, dict)
+    raw = groups[group.name]
+    assert isinstance(raw, dict)
+    weights = raw["weights"]
+    assert isinstance(weights, dict)
+    weights["actorder"] = None
+    yield Mend(
+        family=NAME,
+        where=f"config.json: quantization_config.config_groups.{group.name}.weights.actorder",
+        got=str(group.weights.actorder),
+        now="null",
+        cost=f"{LOSSLESS}: every column is in its place",
+    )

@@ -1,0 +1,38 @@
+"""Quantizes one layer again from the source, by min-max ranges and compressed-tensors' own rounding."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+
+from vexport.observers import MemorylessMinMaxObserver
+from vexport.observers.qparams import scale_and_zero_point
+from vexport.repair.cost import ct_scheme
+from vexport.repair.source import Source
+from vexport.repair.units import Layer
+
+# Its scales are stored in the weight's dtype.
+PACKED = "pack-quantized"
+
+
+def requantized(layer: Layer, source: Source, global_scale: float | None) -> Mapping[str, torch.Tensor]:
+    """The weight tensors of a layer by their name within it, with `global_scale` where it is given."""
+    weight, group = source.weight(layer.name), layer.group
+    assert weight is not None
+    assert group is not None
+    observer = MemorylessMinMaxObserver("weight", replace(group.weights, observer_kwargs={}))
+    observer.forward(weight)
+    qparams = observer.get_qparams()
+    shared = qparams["global_scale"] if global_scale is None else torch.tensor([global_scale])
+    scale, zero_point = qparams["scale"], qparams["zero_point"]
+    if shared is not None:
+        scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, shared)
+    if group.format == PACKED:
+        scale = scale.to(weight.dtype)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
+    if shared is not None:
+        state["weight_global_scale"] = shared
+    compressor = BaseCompressor.get_value_from_registry(group.format)
+    made: Mapping[str, torch.Tensor] = compressor.compress(state, ct_scheme(group))
+    return made

@@ -1,0 +1,147 @@
+"""Targets and ignore that vLLM resolves otherwise than the tensors are stored (rules 13 to 15)."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from vexport.checks.subject import HEADS, ConfigGroup, Subject, Unit, matches_any
+from vexport.plan.ignore import ignored
+from vexport.plan.linears import names_of
+from vexport.repair.mends import LOSSLESS, Changes, Mend
+from vexport.repair.source import Source
+from vexport.repair.units import fits, layers_of
+from vexport.schemes.config import targets_of
+from vexport.types import FusionGroup, Json, LinearPlan
+
+NAME = "targets"
+MOST_NAMES = 4
+
+
+def run(subject: Subject, source: Source | None) -> Changes:
+    """The config with an ignore list and targets that agree with the tensors."""
+    if not subject.config_groups:
+        return Changes()
+    mended = _with(subject, ignore=_without_quantized(subject))
+    for group in subject.config_groups:
+        mended = _with(mended, targets=(group.name, _targets(mended, group)))
+    mended = _with(mended, ignore=(*mended.ignore, *_unquantized(mended)))
+    mends = (*_ignore_mend(subject, mended), *_target_mends(subject, mended))
+    return Changes(config=mended.index.config, mends=mends) if mends else Changes()
+
+
+def _without_quantized(subject: Subject) -> tuple[str, ...]:
+    """The ignore list without what covers quantized layers; unquantized ones that went with it by name."""
+    layers = layers_of(subject).values()
+    quantized = [layer.name for layer in layers if layer.is_quantized]
+    kept: dict[str, None] = {}
+    for entry in subject.ignore:
+        if not any(matches_any(name, [entry]) for name in quantized):
+            kept[entry] = None
+            continue
+        plain = (layer.name for layer in layers if not layer.is_quantized)
+        kept.update(dict.fromkeys(name for name in plain if matches_any(name, [entry])))
+    return tuple(kept)
+
+
+def _targets(subject: Subject, group: ConfigGroup) -> tuple[str, ...]:
+    """The targets of a group with the layers that it fits and that vLLM gives to none or to another."""
+    alone = len(subject.config_groups) == 1
+    own = [unit for unit in subject.units if _belongs(subject, unit, group)]
+    lost = [unit for unit in own if _is_lost(subject, unit)]
+    if not lost:
+        return group.targets
+    if alone and not all(_is_head(unit) for unit in lost):
+        return tuple(targets_of(_groups(own), alone=True))
+    return (*group.targets, *targets_of(_groups(lost), alone=False))
+
+
+def _belongs(subject: Subject, unit: Unit, group: ConfigGroup) -> bool:
+    """Whether all members are stored as this group says, and as no group before it says."""
+    members = unit.members.values()
+    owners = (each for each in subject.config_groups if all(fits(each, leaves) for leaves in members))
+    owner = next(owners, None)
+    return owner is not None and owner.name == group.name
+
+
+def _is_lost(subject: Subject, unit: Unit) -> bool:
+    found = subject.group_of(unit)
+    return found is None or not all(fits(found, leaves) for leaves in unit.members.values())
+
+
+def _unquantized(subject: Subject) -> Iterator[str]:
+    """What ignore lacks: unquantized layers that a target covers, or of which ignore names only some."""
+    missing = {}
+    for unit in subject.units:
+        named = {matches_any(name, subject.ignore) for name in unit.members}
+        if not unit.is_quantized and (subject.group_of(unit) is not None or len(named) > 1):
+            missing[unit.name] = tuple(unit.members)
+    names = names_of(subject.index, subject.architecture)
+    kept = {name for members in missing.values() for name in members}
+    yield from (name for name in ignored(missing, kept, {}, names) if name not in subject.ignore)
+
+
+def _is_head(unit: Unit) -> bool:
+    return unit.name.rpartition(".")[2] in HEADS
+
+
+def _groups(units: Sequence[Unit]) -> list[FusionGroup]:
+    return [
+        FusionGroup(
+            name=unit.name,
+            scheme="",
+            observer="",
+            members=tuple(
+                LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0)
+                for name in unit.members
+            ),
+        )
+        for unit in units
+    ]
+
+
+def _with(
+    subject: Subject, *, ignore: Sequence[str] | None = None, targets: tuple[str, Sequence[str]] | None = None
+) -> Subject:
+    """The checkpoint with another ignore list, or other targets of a config group."""
+    config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
+    quantization = config["quantization_config"]
+    assert isinstance(quantization, dict)
+    if ignore is not None:
+        quantization["ignore"] = list(ignore)
+    if targets is not None:
+        groups = quantization["config_groups"]
+        assert isinstance(groups, dict)
+        group = groups[targets[0]]
+        assert isinstance(group, dict)
+        group["targets"] = list(targets[1])
+    return Subject(replace(subject.index, config=config), subject.reader)
+
+
+def _ignore_mend(old: Subject, new: Subject) -> Iterator[Mend]:
+    if old.ignore != new.ignore:
+        yield _mend("ignore", old.ignore, new.ignore)
+
+
+def _target_mends(old: Subject, new: Subject) -> Iterator[Mend]:
+    for before, after in zip(old.config_groups, new.config_groups, strict=True):
+        if before.targets != after.targets:
+            yield _mend(f"config_groups.{before.name}.targets", before.targets, after.targets)
+
+
+def _mend(place: str, old: Sequence[str], new: Sequence[str]) -> Mend:
+    gone = [name for name in old if name not in new]
+    come = [name for name in new if name not in old]
+    return Mend(
+        family=NAME,
+        where=f"config.json: quantization_config.{place}",
+        got=f"{_listed(gone)} that vLLM resolves otherwise than it is stored"
+        if gone
+        else "an incomplete list",
+        now=f"with {_listed(come)}" if come else f"without {_listed(gone)}",
+        cost=f"{LOSSLESS}: no tensor changes",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMES])
+    return f"{shown} and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else shown

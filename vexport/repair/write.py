@@ -1,0 +1,77 @@
+"""Writes a repaired checkpoint: untouched files as they are, the others tensor by tensor."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from vexport.checkpoint.index import INDEX_NAME, SourceIndex, read_header
+from vexport.checkpoint.writer import header_bytes
+from vexport.checks.subject import Subject
+from vexport.files import write_text
+from vexport.repair.files import has_index, index_text
+from vexport.repair.overlay import Overlay
+from vexport.types import TensorInfo, TensorSpec
+
+COPY_BYTES = 1 << 24
+Progress = Callable[[int, int], None]
+
+
+def write_checkpoint(subject: Subject, folder: Path, *, on_bytes: Progress) -> None:
+    """Write weights, index and side files into the empty `folder`, config.json last.
+
+    `on_bytes(done, total)` counts the bytes of the weights. Memory holds one edit or one part of a file.
+    """
+    index = subject.index
+    files: dict[Path, list[TensorInfo]] = {}
+    for tensor in index.tensors.values():
+        files.setdefault(tensor.file, []).append(tensor)
+    done = 0
+    for file, tensors in files.items():
+        if _is_untouched(subject, file, tensors):
+            _copy(file, folder / file.name)
+        else:
+            _write(subject, tensors, folder / file.name)
+        done += sum(tensor.num_bytes for tensor in tensors)
+        on_bytes(done, index.num_bytes)
+    if has_index(index):
+        write_text(folder / INDEX_NAME, index_text(index))
+    for path in index.side_files:
+        shutil.copyfile(path, folder / path.name)
+    _write_config(index, folder)
+
+
+def _is_untouched(subject: Subject, file: Path, tensors: list[TensorInfo]) -> bool:
+    reader = subject.reader
+    edited = isinstance(reader, Overlay) and any(reader.is_edited(tensor.name) for tensor in tensors)
+    return not edited and read_header(file).keys() == {tensor.name for tensor in tensors}
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A copy of its own, never a link: who changes the one must not change the other."""
+    with source.open("rb") as old, target.open("wb") as new:
+        shutil.copyfileobj(old, new, COPY_BYTES)
+
+
+def _write(subject: Subject, tensors: list[TensorInfo], target: Path) -> None:
+    specs = [TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in tensors]
+    with target.open("wb") as file:
+        file.write(header_bytes(specs))
+        for tensor in tensors:
+            data = subject.reader.raw(tensor)
+            assert len(data) == tensor.num_bytes, f"{tensor.name}: {len(data)} bytes, not {tensor.num_bytes}"
+            file.write(data)
+            subject.reader.release([tensor])
+
+
+def _write_config(index: SourceIndex, folder: Path) -> None:
+    old = index.root / "config.json"
+    if index.config == _read(old):
+        shutil.copyfile(old, folder / old.name)
+    else:
+        write_text(folder / old.name, json.dumps(index.config, indent=2) + "\n")
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    content: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    return content
