@@ -436,6 +436,52 @@ def report(run_dir: Path, format_: str, quiet: bool) -> None:
     _conclude(read.outcome, read.name, read.reason)
 
 
+@cli.command(epilog=EXIT_CODES)
+@click.argument("checkpoint", type=PATH)
+@click.argument("out", type=PATH)
+@click.option("--source", type=PATH, help="The unquantized checkpoint that CHECKPOINT was made from.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@format_option(("text", "json"))
+@common_options
+def repair(
+    checkpoint: Path, out: Path, source: Path | None, overwrite: bool, format_: str, quiet: bool
+) -> None:
+    """Mend CHECKPOINT into the folder OUT without calibration, and say what each mend costs.
+
+    Global scales, targets and ignore, refused config keys, dtypes and shapes, index, missing KV scales; with
+    --source also missing tensors. What cannot be mended is named, and then nothing is written.
+    """
+    from vexport.repair import repair_checkpoint
+    from vexport.reports.repair import render_repair
+    from vexport.terminal import progress_display
+
+    with progress_display(quiet=quiet) as on_progress:
+        report = repair_checkpoint(checkpoint, out, source, overwrite=overwrite, on_progress=on_progress)
+    _print(render_repair(report, format_))
+    _require_ok(report.checkpoint, report.ok, report.refusals)
+
+
+@cli.command("diff", epilog=EXIT_CODES)
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@format_option(("text", "json"))
+@common_options
+def diff_command(a: Path, b: Path, format_: str, quiet: bool) -> None:
+    """What differs between the checkpoints A and B: config, tensors, values, sizes.
+
+    Layers are compared dequantized, also a quantized one with its source. Exit code 1 where they differ.
+    """
+    from vexport.diff import diff
+    from vexport.reports.diff import render_diff
+    from vexport.terminal import progress_display
+
+    with progress_display(quiet=quiet) as on_progress:
+        report = diff(a, b, on_progress=lambda done, total: on_progress("compare", done, total))
+    _print(render_diff(report, format_))
+    if not report.same:
+        raise CheckpointFailed(str(b), got="a checkpoint that differs", need=f"that of {a}", fix="see above")
+
+
 @cli.command("list")
 @click.argument("what", type=click.Choice(("schemes", "observers", "checks", "architectures")))
 @format_option(("text", "json"))
