@@ -1,12 +1,13 @@
 """What an output is made of, in the order of the source: quantized groups and tensors that are copied."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.schemes import get_scheme
 from vexport.schemes.kv_cache import kv_layout
-from vexport.types import AttentionLayer, FusionGroup, TensorInfo, TensorSpec
+from vexport.types import AttentionLayer, FusionGroup, LinearPlan, TensorInfo, TensorSpec
 
 # What a block of the output is made of.
 Source = FusionGroup | TensorInfo | AttentionLayer
@@ -60,5 +61,23 @@ def output_bytes(
     index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
 ) -> int:
     """Bytes of all tensors to be written."""
-    tensors = (spec for block in output_blocks(index, groups, attention) for spec in block)
-    return sum(num_bytes(spec.dtype, spec.shape) for spec in tensors)
+    tensors = index.tensors
+    weights = {member.weight for group in groups for member in group.members}
+    copied = sum(tensor.num_bytes for tensor in tensors.values() if tensor.name not in weights)
+    quantized = sum(
+        _layer_bytes(group.scheme, member.out_features, member.in_features, tensors[member.weight].dtype)
+        for group in groups
+        for member in group.members
+    )
+    return copied + quantized + sum(_bytes(kv_layout(layer)) for layer in attention)
+
+
+@cache
+def _layer_bytes(scheme: str, rows: int, columns: int, dtype: str) -> int:
+    """Bytes of a quantized layer; there are few shapes, and many layers of each."""
+    layer = LinearPlan(name="", weight="", out_features=rows, in_features=columns)
+    return _bytes(get_scheme(scheme).layout(layer, dtype))
+
+
+def _bytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(num_bytes(spec.dtype, spec.shape) for spec in specs)

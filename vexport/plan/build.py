@@ -1,7 +1,7 @@
 """From headers, rules and the architecture's fused modules to a plan; no tensor data is read."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from vexport.architectures import resolve
@@ -58,29 +58,7 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
     if settings.kv_cache is not None:
         attention = attention_layers(linears.values(), names, text_config(index.config), settings.kv_cache)
         refusals.extend(refused_caches(attention, linears.values()))
-    notes = (*notes, *_unknown_experts(index, names))
-    plan = _plan(index, names, modules, groups, tuple(refusals), notes)
-    size = output_bytes(index, groups, attention)
-    return replace(plan, kv_cache=settings.kv_cache, attention=attention, output_bytes=size)
-
-
-def require_accepted(plan: Plan) -> None:
-    """Raise InputError with the first refusal of a plan and how many more there are, if there is one."""
-    if not plan.refusals:
-        return
-    first, *rest = plan.refusals
-    more = f" ({len(rest)} more: see `vexport plan`)" if rest else ""
-    raise InputError(first.where, got=first.got, need=first.expected, fix=first.fix + more)
-
-
-def _plan(
-    index: SourceIndex,
-    names: Names,
-    modules: Mapping[str, tuple[str, ...]],
-    groups: Sequence[FusionGroup],
-    refusals: tuple[Finding, ...],
-    notes: tuple[Finding, ...],
-) -> Plan:
+    opaque = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
     quantized = {member.name for group in groups for member in group.members}
     weights = {member.weight for group in groups for member in group.members}
     kept = tuple(name for members in modules.values() for name in members if name not in quantized)
@@ -90,13 +68,24 @@ def _plan(
         groups=tuple(groups),
         kept=tuple(name for name in index.tensors if name not in weights),
         kept_linears=kept,
-        ignore=ignored(modules, set(kept), index.tensors, names),
+        ignore=ignored(modules, set(kept), opaque, names),
         source_bytes=index.num_bytes,
-        output_bytes=output_bytes(index, groups),
+        output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
-        refusals=refusals,
-        notes=notes,
+        refusals=tuple(refusals),
+        notes=(*notes, *_opaque_experts(opaque)),
+        kv_cache=settings.kv_cache,
+        attention=attention,
     )
+
+
+def require_accepted(plan: Plan) -> None:
+    """Raise InputError with the first refusal of a plan and how many more there are, if there is one."""
+    if not plan.refusals:
+        return
+    first, *rest = plan.refusals
+    more = f" ({len(rest)} more: see `vexport plan`)" if rest else ""
+    raise InputError(first.where, got=first.got, need=first.expected, fix=first.fix + more)
 
 
 def _groups(
@@ -181,13 +170,12 @@ def _without(
     return fitting, notes
 
 
-def _unknown_experts(index: SourceIndex, names: Names) -> Iterator[Finding]:
-    unknown = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
-    if unknown:
+def _opaque_experts(tensors: Sequence[str]) -> Iterator[Finding]:
+    if tensors:
         yield Finding(
             check="architecture",
             severity="warning",
-            where=unknown[0] if len(unknown) == 1 else f"{unknown[0]} and {len(unknown) - 1} more",
+            where=tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more",
             expected="experts that vLLM loads one by one in compressed-tensors' names",
             got="experts stored or loaded in another way",
             fix="they stay unquantized; quantize a class that vLLM loads by expert",

@@ -1,20 +1,20 @@
 """The `ignore` list of a plan's output, complete for what vLLM fuses and short for experts."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from vexport.architectures.fusion import moe_layer
-from vexport.plan.linears import STACK, Names, is_unknown_experts
-from vexport.types import TensorInfo
+from vexport.plan.linears import STACK, Names
 
 
 def ignored(
     modules: Mapping[str, Sequence[str]],
     kept: Set[str],
-    tensors: Mapping[str, TensorInfo],
+    opaque: Iterable[str],
     names: Names,
 ) -> tuple[str, ...]:
-    """What `ignore` must hold, given layers by the module that vLLM makes of them and those that are kept.
+    """What `ignore` must hold, given layers by the module that vLLM makes of them, those that are kept, and
+    the tensors of experts that are copied as they are.
 
     - Names of checkpoints: vLLM renames them as it renames tensors (apply_vllm_mapper in
       compressed_tensors.py); a pattern is matched with vLLM's own name, so it starts where both agree.
@@ -25,9 +25,7 @@ def ignored(
     for name, members in modules.items():
         if all(member in kept for member in members):
             found.update(dict.fromkeys(_patterns(name, members, names)))
-    for tensor in tensors.values():
-        if is_unknown_experts(tensor, names):
-            found[_unknown(tensor.name)] = None
+    found.update(dict.fromkeys(map(_unknown, opaque)))
     return tuple(found)
 
 

@@ -25,6 +25,7 @@ SMALL_BUT_DECISIVE = re.compile(
 STACKED_EXPERTS: Mapping[str, str] = {name: name for name in ("experts.gate_up_proj", "experts.down_proj")}
 # Loads experts in its own names and none in compressed-tensors' (vllm/model_executor/models/gpt_oss.py).
 OWN_EXPERTS = frozenset({"GptOssForCausalLM"})
+UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
@@ -131,9 +132,10 @@ def is_embedding(module: str) -> bool:
 
 def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
     """Whether a tensor holds experts in a way that is not understood: they are copied as they are."""
-    holds_experts = re.search(r"\bexperts\.(?!\d+\.)", tensor.name) or len(tensor.shape) == 3
-    is_weight = len(tensor.shape) > 1 and tensor.dtype in FLOATING and "conv" not in tensor.name
-    if names.architecture.experts is None or not (is_weight and holds_experts):
+    if names.architecture.experts is None or tensor.dtype not in FLOATING or "conv" in tensor.name:
+        return False
+    together = len(tensor.shape) == 2 and UNNUMBERED.search(tensor.name)
+    if len(tensor.shape) != 3 and not together:
         return False
     understood = names.experts_known and _ending(tensor.name, names.architecture) is not None
     return names.in_decoder(tensor.name.removesuffix(".weight")) and not understood
