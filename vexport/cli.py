@@ -16,6 +16,7 @@ from vexport.options import (
     FORMATS,
     PATH,
     POSITIVE,
+    ByteSize,
     common_options,
     device_options,
     engine_options,
@@ -187,6 +188,9 @@ def plan(
     help="Show every expert all tokens, or those routed to it.",
 )
 @click.option("--device", metavar="D", help="Where calibration runs [default: cuda if there is one].")
+@click.option(
+    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of weights."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run.")
 @common_options
@@ -201,6 +205,7 @@ def quantize(
     seq_len: int,
     all_experts: bool,
     device: str | None,
+    max_shard_size: int,
     overwrite: bool,
     trust_remote_code: bool,
     quiet: bool,
@@ -208,7 +213,7 @@ def quantize(
     """Quantize SOURCE (a folder or a hub id) into the folder OUT.
 
     lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT
-    appears whole or not at all.
+    appears whole or not at all; a call that was broken off goes on where it was when it is called again.
     """
     from vexport.pipeline import quantize_source, rules_for
     from vexport.reports.sentences import size_change
@@ -229,6 +234,7 @@ def quantize(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
+            shard_bytes=max_shard_size,
         )
     click.echo(f"{out}: {scheme}, {size_change(made)}")
 

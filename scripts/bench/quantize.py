@@ -244,8 +244,8 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Measure every scheme and print the table."""
     if "--worker" in sys.argv:
-        side, scheme, source, out = sys.argv[sys.argv.index("--worker") + 1 :]
-        worker(side, scheme, Path(source), Path(out))
+        side, scheme, *paths = sys.argv[sys.argv.index("--worker") + 1 :]
+        worker(side, scheme, *map(Path, paths))
         return
     parser = argparse.ArgumentParser(description="Speed of vexport quantize against the peer and cp.")
     parser.add_argument("--scheme", action="append", help="A scheme; repeatable.")

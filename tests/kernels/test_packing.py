@@ -132,7 +132,7 @@ def test_every_code_is_the_nearest_number_with_ties_to_even() -> None:
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
     between = (codes[1:] + codes[:-1]) / 2
     for value in torch.cat([codes, between, between * (1 + 1e-6), torch.tensor([500.0, 1e30])]).tolist():
-        expected = torch.tensor(min(value, 448.0)).to(torch.float8_e4m3fn).view(torch.uint8).item()
+        expected = int(torch.tensor(min(value, 448.0)).to(torch.float8_e4m3fn).view(torch.uint8))
         assert e4m3_code(F32(value), F32(1)) == expected
         assert e4m3_code(F32(-value), F32(1)) == expected | 0x80
         assert e4m3_value(np.uint8(expected)) == min(codes.tolist(), key=lambda c: abs(c - codes[expected]))

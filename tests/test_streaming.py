@@ -1,0 +1,303 @@
+"""Streaming: broken off and continued, parts of stored tensors, memory that does not grow with the model."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.command import vexport
+from vexport.checkpoint.index import read_header, read_index
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import read_weight
+from vexport.checkpoint.writer import Block, ShardWriter, copy_bytes, header_bytes, split_shards
+from vexport.files import RECORD, resumable_directory
+from vexport.pipeline import quantize_source, rules_for
+from vexport.types import TensorInfo, TensorSpec, WeightPart
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096}
+
+
+def write_model(folder: Path, *, hidden: int, layers: int) -> Path:
+    """A Llama of random bf16 weights in two shards, large enough to be killed in the middle."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    names: dict[str, tuple[int, int]] = {"model.embed_tokens.weight": (4096, hidden)}
+    for layer in range(layers):
+        for name, rows in (("q", hidden), ("k", hidden // 4), ("v", hidden // 4), ("o", hidden)):
+            names[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, hidden)
+        for name in ("gate", "up"):
+            names[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (3 * hidden, hidden)
+        names[f"model.layers.{layer}.mlp.down_proj.weight"] = (hidden, 3 * hidden)
+    names["lm_head.weight"] = (4096, hidden)
+    weight_map = {}
+    for shard, part in enumerate(np.array_split(np.array(list(names)), 2)):
+        tensors = {}
+        for name in part.tolist():
+            bits = generator.integers(0x3C00, 0x3D80, names[name], np.uint16)
+            signs = generator.integers(0, 2, names[name], np.uint16) << np.uint16(15)
+            tensors[name] = torch.from_numpy(bits | signs).view(torch.bfloat16)
+            weight_map[name] = f"model-{shard}.safetensors"
+        save_file(tensors, folder / f"model-{shard}.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def digests(folder: Path) -> Mapping[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def started(command: Sequence[object]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "vexport", *map(str, command)],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_size", ["40MB", "5GB"])
+def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path, shard_size: str) -> None:
+    source = write_model(tmp_path / "source", hidden=2048, layers=6)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    options = ("--scheme", "NVFP4A16", "--max-shard-size", shard_size)
+    begin = time.monotonic()
+    assert started(("quantize", source, whole, *options)).wait() == 0
+    duration = time.monotonic() - begin
+    expected, moments = digests(whole), random.Random(shard_size)
+    kills = continued = 0
+    while kills < 10:
+        process = started(("quantize", source, out, *options))
+        time.sleep(duration * moments.uniform(0.2, 1.0))
+        written = sum(file.stat().st_size for file in tmp_path.glob(".out.partial/*.safetensors"))
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+        continued += written > 0
+        if out.exists():
+            assert digests(out) == expected
+            subprocess.run(["rm", "-r", out], check=True)
+    assert started(("quantize", source, out, *options)).wait() == 0
+    assert digests(out) == expected
+    assert continued > 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "whole"]
+
+
+def test_what_is_written_is_not_written_again(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", hidden=256, layers=2)
+    out, stop_at = tmp_path / "out", 2_000_000
+
+    def quantize(*, interrupt: bool) -> list[int]:
+        seen = []
+
+        def on_progress(stage: str, done: int, total: int) -> None:
+            seen.append(done)
+            if interrupt and done >= stop_at:
+                raise KeyboardInterrupt
+
+        rules = rules_for("W8A8", observer="memoryless_minmax", ignore=())
+        quantize_source(
+            str(source),
+            out,
+            rules,
+            None,
+            overwrite=False,
+            trust_remote_code=False,
+            on_progress=on_progress,
+            shard_bytes=1_000_000,
+        )
+        return seen
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(interrupt=True)
+    (first,) = (tmp_path / ".out.partial").glob("model-00001-of-*.safetensors")
+    before = first.stat().st_mtime_ns
+    assert quantize(interrupt=False)[0] > stop_at
+    assert (out / first.name).stat().st_mtime_ns == before
+
+
+def break_off(out: Path, made_from: str) -> list[str]:
+    """What an unfinished call finds; it leaves half a shard and half a config."""
+    found = []
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        resumable_directory(out, made_from=made_from, overwrite=False) as folder,
+    ):
+        found = sorted(path.name for path in folder.iterdir())
+        (folder / "model.safetensors").write_text("half")
+        (folder / ".config.json.tmp").write_text("half")
+        raise KeyboardInterrupt
+    return found
+
+
+def test_another_input_begins_anew(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert break_off(out, "a") == [RECORD]
+    assert break_off(out, "a") == [RECORD, "model.safetensors"]
+    assert break_off(out, "b") == [RECORD]
+    with resumable_directory(out, made_from="c", overwrite=False) as folder:
+        (folder / "config.json").write_text("{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
+def test_two_writers_of_one_output_are_refused(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", hidden=128, layers=1)
+    with resumable_directory(tmp_path / "out", made_from="x", overwrite=False) as folder:
+        ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet")
+        (folder / "config.json").write_text("{}")
+    assert ran.code == 2
+    assert "another process" in ran.errors[0]
+
+
+def test_a_refusal_leaves_nothing(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", hidden=128, layers=1)
+    file = source / "model-1.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name][100, 100] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    for scheme in ("NVFP4A16", "W4A16", "FP8_DYNAMIC"):
+        ran = vexport("quantize", source, tmp_path / "out", "--scheme", scheme, "--quiet")
+        assert ran.code == 2
+        assert name in ran.errors[0]
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "part",
+    [
+        None,
+        WeightPart(expert=2, transposed=False, start=0, stop=24),
+        WeightPart(expert=1, transposed=False, start=1, stop=24, step=2),
+        WeightPart(expert=0, transposed=True, start=8, stop=16),
+        WeightPart(expert=2, transposed=True, start=0, stop=16, step=2),
+    ],
+)
+def test_parts_of_a_stored_tensor(part: WeightPart | None, dtype: torch.dtype, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    stored = torch.randn(3, 24, 16).to(dtype)
+    save_file({"experts": stored}, file)
+    tensor = read_header(file)["experts"]
+    weight = stored
+    if part is not None:
+        expert = stored[part.expert].T if part.transposed else stored[part.expert]
+        weight = expert[part.start : part.stop : part.step]
+    with Reader() as reader:
+        view = reader.weight(tensor, part)
+        assert view.tobytes() == weight.contiguous().view(torch.uint8).numpy().tobytes()
+        assert torch.equal(read_weight(reader, tensor, part), weight)
+        reader.release_view(tensor, view)
+        assert view.tobytes() == weight.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_broken_shard_is_cut_to_its_last_whole_block(tmp_path: Path) -> None:
+    source = TensorInfo(name="x", dtype="U8", shape=(100,), file=tmp_path / "x", start=0, end=100)
+    blocks = [
+        Block(source=source, tensors=(TensorSpec(name=f"x{i}", dtype="U8", shape=(100,)),)) for i in range(4)
+    ]
+    (shard,) = split_shards(blocks, shard_bytes=10**6)
+    data = [np.full(100, i, np.uint8) for i in range(4)]
+    path = tmp_path / "model.safetensors"
+    header = len(header_bytes(shard.tensors))
+    for length, done in ((0, 0), (header - 1, 0), (header + 99, 0), (header + 250, 2), (header + 400, 4)):
+        with ShardWriter(tmp_path, shard, ahead=1) as writer:
+            for array in data[writer.done :]:
+                writer.write(partial(np.asarray, array))
+        assert load_file(path)["x3"].tolist() == [3] * 100
+        os.truncate(path, length)
+        with ShardWriter(tmp_path, shard, ahead=1) as writer:
+            assert writer.done == done
+            for array in data[done:]:
+                writer.write(partial(np.asarray, array))
+        assert [tensor.unique().item() for tensor in load_file(path).values()] == [0, 1, 2, 3]
+
+
+def test_an_error_while_a_piece_is_made_is_raised(tmp_path: Path) -> None:
+    source = TensorInfo(name="x", dtype="U8", shape=(8,), file=tmp_path / "x", start=0, end=8)
+    block = Block(source=source, tensors=(TensorSpec(name="x", dtype="U8", shape=(8,)),))
+    (shard,) = split_shards([block], shard_bytes=100)
+
+    def broken() -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"), ShardWriter(tmp_path, shard, ahead=1) as writer:
+        writer.write(broken)
+
+
+def test_copies_between_file_systems(tmp_path: Path) -> None:
+    data = os.urandom(1_000_003)
+    (tmp_path / "x").write_bytes(data)
+    tensor = TensorInfo(name="x", dtype="U8", shape=(999,), file=tmp_path / "x", start=4, end=1_000_003)
+    reader, writer = os.pipe()  # the kernel refuses to copy a range into a pipe
+    with os.fdopen(reader, "rb") as received:
+        child = os.fork()
+        if child == 0:
+            copy_bytes(tensor, writer)
+            os._exit(0)
+        os.close(writer)
+        assert received.read() == data[4:]
+    assert os.waitpid(child, 0)[1] == 0
+
+
+SPARSE = """
+import json, os, resource, sys
+from pathlib import Path
+from vexport.pipeline import quantize_source, rules_for
+rules = rules_for("NVFP4A16", observer="memoryless_minmax", ignore=())
+quantize_source(sys.argv[1], Path(sys.argv[2]), rules, None, overwrite=False, trust_remote_code=False,
+                on_progress=lambda stage, done, total: None)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def sparse_model(folder: Path, rows: int, columns: int) -> Path:
+    """A checkpoint of zeros that takes no room on the disk: one gate/up group and an embedding."""
+    folder.mkdir()
+    specs = [
+        TensorSpec(name=name, dtype="BF16", shape=(rows, columns))
+        for name in (
+            "model.embed_tokens.weight",
+            *(f"model.layers.0.mlp.{leaf}_proj.weight" for leaf in ("gate", "up")),
+        )
+    ]
+    header = header_bytes(specs)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 6 * rows * columns)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
+    return folder
+
+
+def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
+    peaks = []
+    for name, rows in (("small", 2048), ("large", 28672)):
+        source = sparse_model(tmp_path / name, rows, 4096)
+        ran = subprocess.run(
+            [sys.executable, "-c", SPARSE, source, tmp_path / f"{name}-out"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        peaks.append(int(ran.stdout) / 1000)
+        assert read_index(tmp_path / f"{name}-out").num_parameters > 0
+    small, large = peaks
+    assert large - small < 64
