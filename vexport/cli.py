@@ -25,7 +25,7 @@ from vexport.options import (
     session_options,
     verdict_options,
 )
-from vexport.types import DryLoadReport, Finding, LoadReport
+from vexport.types import DryLoadReport, Finding, KvCache, LoadReport, OnMisfit
 from vexport.version import __version__
 
 REPORT_FORMATS = (*FORMATS, "html", "markdown")
@@ -142,14 +142,22 @@ def run(
 @format_option(("text", "json"))
 @common_options
 def plan(
-    source: str, scheme: str | None, observer: str, ignore: tuple[str, ...], format_: str, quiet: bool
+    source: str,
+    scheme: str | None,
+    observer: str,
+    ignore: tuple[str, ...],
+    kv_cache: KvCache | None,
+    on_misfit: OnMisfit,
+    tp: tuple[int, ...] | None,
+    format_: str,
+    quiet: bool,
 ) -> None:
     """What would be done to SOURCE (a folder or a hub id) or SCENARIO: layers, groups, sizes, refusals.
 
     Reads headers only.
     """
     from vexport.pipeline import plan_scenario, plan_source, rules_for
-    from vexport.plan import require_accepted
+    from vexport.plan import Settings, require_accepted
     from vexport.reports.plan import render_plan
     from vexport.scenario import read_scenario
 
@@ -161,10 +169,16 @@ def plan(
         _, made = plan_scenario(scenario)
         evaluate = scenario.evaluate
     elif scheme:
-        _, made = plan_source(source, rules_for(scheme, observer=observer, ignore=ignore))
+        settings = Settings(ranks=tp or (1,), on_misfit=on_misfit, kv_cache=kv_cache)
+        _, made = plan_source(source, rules_for(scheme, observer=observer, ignore=ignore), settings)
     else:
         raise click.UsageError("SOURCE needs --scheme.")
-    _print(render_plan(made, format_, evaluate))
+    text = render_plan(made, format_)
+    if evaluate is not None and format_ == "text":
+        from vexport.reports.power import documents_needed
+
+        text += documents_needed(evaluate)
+    _print(text)
     require_accepted(made)
 
 
@@ -200,6 +214,9 @@ def quantize(
     scheme: str,
     observer: str,
     ignore: tuple[str, ...],
+    kv_cache: KvCache | None,
+    on_misfit: OnMisfit,
+    tp: tuple[int, ...] | None,
     calibration: Path | None,
     samples: int,
     seq_len: int,
@@ -216,6 +233,7 @@ def quantize(
     appears whole or not at all; a call that was broken off goes on where it was when it is called again.
     """
     from vexport.pipeline import quantize_source, rules_for
+    from vexport.plan import Settings
     from vexport.reports.sentences import size_change
     from vexport.scenario import Calibration
     from vexport.terminal import progress_display
@@ -231,6 +249,7 @@ def quantize(
             out,
             rules_for(scheme, observer=observer, ignore=ignore),
             settings,
+            planning=Settings(ranks=tp or (1,), on_misfit=on_misfit, kv_cache=kv_cache),
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,

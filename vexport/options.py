@@ -87,6 +87,21 @@ def device_options(function: Function) -> Function:
 def plan_options(function: Function) -> Function:
     """What is quantized how."""
     function = click.option(
+        "--tp", type=numbers, metavar="N,...", help="Tensor parallel sizes that must work [default: 1]."
+    )(function)
+    function = click.option(
+        "--on-misfit",
+        type=click.Choice(("refuse", "keep")),
+        default="refuse",
+        show_default=True,
+        help="What to do where vLLM could not run a layer's shape: refuse all, or keep that layer.",
+    )(function)
+    function = click.option(
+        "--kv-cache",
+        type=click.Choice(("fp8", "fp8_per_head")),
+        help="Calibrate scales of an fp8 KV cache, for all heads of a layer or for each.",
+    )(function)
+    function = click.option(
         "--ignore",
         multiple=True,
         metavar="PATTERN",

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import yaml
 from annotated_types import Ge, Gt, Lt
@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors
 from vexport.schemes import FAMILIES, KEEP
-from vexport.types import KvCache
+from vexport.types import KvCache, OnMisfit
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128
@@ -106,7 +106,7 @@ class Scenario(_Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     source: str
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
-    on_misfit: Literal["refuse", "keep"] = "refuse"
+    on_misfit: OnMisfit = "refuse"
     kv_cache: KvCache | None = None
     calibration: Calibration | None = None
     serve: Serve = Serve()

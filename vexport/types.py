@@ -12,6 +12,8 @@ Severity = Literal["error", "warning", "info"]
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 # How the KV cache is stored: one fp8 scale for keys and one for values of a layer, or one for each KV head.
 KvCache = Literal["fp8", "fp8_per_head"]
+# What becomes of layers whose shapes vLLM could not run.
+OnMisfit = Literal["refuse", "keep"]
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 

@@ -12,13 +12,13 @@ from vexport import roundtrip
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checks import check_checkpoint
 from vexport.pipeline import plan_source, rules_for
-from vexport.plan import OnMisfit, Settings, require_accepted
+from vexport.plan import Settings, require_accepted
 from vexport.quantize import quantize
 from vexport.roundtrip import changed_tensors, layer_errors, signal_to_noise
 from vexport.scenario import Rule
 from vexport.schemes import FAMILIES
 from vexport.searched import search_scales
-from vexport.types import Calibration, InputRange, LayerError, Plan
+from vexport.types import Calibration, InputRange, LayerError, OnMisfit, Plan
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
 LEAST = {

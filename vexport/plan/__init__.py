@@ -1,12 +1,11 @@
 """From headers, rules and vLLM's architectures to a plan: what is quantized how, what vLLM would refuse."""
 
 from vexport.plan.blocks import blocks, group_layout, output_blocks, output_bytes
-from vexport.plan.build import OnMisfit, Settings, build_plan, require_accepted
+from vexport.plan.build import Settings, build_plan, require_accepted
 from vexport.plan.linears import find_linears, is_embedding
 from vexport.plan.rules import matches
 
 __all__ = [
-    "OnMisfit",
     "Settings",
     "blocks",
     "build_plan",

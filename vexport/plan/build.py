@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from vexport.architectures import resolve
 from vexport.architectures.fusion import fuse, moe_layer
@@ -15,9 +14,8 @@ from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts,
 from vexport.plan.rules import Treatment, choose_rule, require_matching_rules
 from vexport.plan.shapes import kept_instead, misfit
 from vexport.scenario import Rule
-from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearPlan, Plan
+from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearPlan, OnMisfit, Plan
 
-OnMisfit = Literal["refuse", "keep"]
 # GPT-2's Conv1D weights are (in, out); vLLM turns them only where they are stored unpacked (models/gpt2.py).
 TRANSPOSED_CLASSES = frozenset({"GPT2LMHeadModel"})
 
