@@ -99,14 +99,14 @@ class ShardWriter:
         header = header_bytes(shard.tensors)
         self._ends = list(accumulate((block.num_bytes for block in shard.blocks), initial=len(header)))
         path = folder / shard.name
-        path.touch()
-        self.done = max(0, bisect.bisect_right(self._ends, path.stat().st_size) - 1)
-        fresh = path.stat().st_size < len(header)
-        self._file = path.open("r+b", buffering=0)
-        self._file.truncate(0 if fresh else self._ends[self.done])
-        self._file.seek(0, os.SEEK_END)
-        if fresh:
-            self._file.write(header)
+        self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        length = self._file.seek(0, os.SEEK_END)
+        if length < len(header):
+            self._file.seek(0)
+            length = self._file.write(header)
+        self.done = bisect.bisect_right(self._ends, length) - 1
+        if length > self._ends[self.done]:
+            self._file.truncate(self._file.seek(self._ends[self.done]))
         self._error: BaseException | None = None
         self._pieces: Queue[Piece | None] = Queue(maxsize=ahead)
         self._thread = Thread(target=self._append_all)
