@@ -4,35 +4,20 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from vexport.evaluation.statistics import documents_for_power
 from vexport.files import to_json
-from vexport.reports.formatting import bits_per_weight, count, percent, plural, ratio, size
-from vexport.scenario import Evaluate
+from vexport.reports.formatting import bits_per_weight, count, plural, ratio, size
 from vexport.schemes import get_scheme
 from vexport.types import Finding, FusionGroup, Plan
 
-# The share of answers assumed to change, right or wrong; the line that uses it says so.
-TYPICAL_DISAGREEMENT = 0.05
 # Lines of text; a plan as JSON has everything.
 MOST_KINDS = 16
 MOST_KEPT = 8
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
-def render_plan(plan: Plan, format_: str, evaluate: Evaluate | None = None) -> str:
-    """The plan as text (with the documents that an evaluation needs) or JSON, with a final newline."""
-    if format_ == "json":
-        return to_json(plan)
-    return _text(plan) + (_documents(evaluate) if evaluate and evaluate.margin > 0 else "")
-
-
-def _documents(settings: Evaluate) -> str:
-    """How many documents pass a model that lost nothing, with power 0.8."""
-    needed = documents_for_power(settings.margin, TYPICAL_DISAGREEMENT, settings.alpha)
-    condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
-    change = percent(TYPICAL_DISAGREEMENT, 0)
-    amount = f"about {count(needed)} for power 0.8 at {condition}"
-    return f"  {'documents':<12} {amount}, if {change} of answers change\n"
+def render_plan(plan: Plan, format_: str) -> str:
+    """The plan as text or JSON, with a final newline."""
+    return to_json(plan) if format_ == "json" else _text(plan)
 
 
 def _text(plan: Plan) -> str:

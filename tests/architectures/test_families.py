@@ -1,0 +1,236 @@
+"""Every family of architectures: what is fused and kept, what is written, that vLLM's loaders take it."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.architectures.families import FAMILIES, save_family, split
+from tests.command import vexport
+from tests.test_quantize import dequantized
+from vexport.checkpoint.index import read_index
+from vexport.plan import build_plan
+from vexport.scenario import Rule
+from vexport.types import Plan
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+QKV = {"self_attn.qkv_proj": "q_proj k_proj v_proj", "self_attn.o_proj": "o_proj"}
+MLP = {"mlp.gate_up_proj": "gate_proj up_proj", "mlp.down_proj": "down_proj"}
+EXPERTS = {"mlp.experts.*.w13": "gate_proj up_proj", "mlp.experts.*.down_proj": "down_proj"}
+DENSE = {**QKV, **MLP}
+SHARED = {
+    "mlp.shared_expert.gate_up_proj": "gate_proj up_proj",
+    "mlp.shared_expert.down_proj": "down_proj",
+}
+# The fused modules of vLLM within a decoder layer, as its documentation and model files name them, and the
+# layers of a checkpoint that go into each.
+FUSED: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3-tied", "gemma2", "gemma3"), DENSE),
+    **dict.fromkeys(("qwen2.5-vl", "gemma3-vision", "mistral3"), DENSE),
+    "phi3": {
+        "self_attn.qkv_proj": "qkv_proj",
+        "self_attn.o_proj": "o_proj",
+        "mlp.gate_up_proj": "gate_up_proj",
+        "mlp.down_proj": "down_proj",
+    },
+    "mixtral": {
+        **QKV,
+        "block_sparse_moe.experts.*.w13": "w1 w3",
+        "block_sparse_moe.experts.*.w2": "w2",
+    },
+    **dict.fromkeys(("qwen3-moe", "olmoe", "qwen3-vl-moe"), {**QKV, **EXPERTS}),
+    "qwen2-moe": {**QKV, **EXPERTS, **SHARED},
+    "deepseek-v3": {
+        **MLP,
+        **EXPERTS,
+        "self_attn.fused_qkv_a_proj": "q_a_proj kv_a_proj_with_mqa",
+        "self_attn.q_b_proj": "q_b_proj",
+        "self_attn.kv_b_proj": "kv_b_proj",
+        "self_attn.o_proj": "o_proj",
+        "mlp.shared_experts.gate_up_proj": "gate_proj up_proj",
+        "mlp.shared_experts.down_proj": "down_proj",
+    },
+    "granite-moe": {
+        **QKV,
+        "block_sparse_moe.experts.*.w13": "gate_proj up_proj",
+        "block_sparse_moe.experts.*.down_proj": "down_proj",
+    },
+    "llama4": {
+        **QKV,
+        **{name.replace("mlp", "feed_forward"): members for name, members in {**EXPERTS, **SHARED}.items()},
+    },
+    "gpt-oss": QKV,
+    "qwen3-next": {
+        **QKV,
+        **EXPERTS,
+        **SHARED,
+        "linear_attn.in_proj_qkvz": "in_proj_qkvz",
+        "linear_attn.out_proj": "out_proj",
+    },
+    "qwen3.5-moe": {
+        **QKV,
+        **EXPERTS,
+        **SHARED,
+        "linear_attn.in_proj_qkvz": "in_proj_qkv in_proj_z",
+        "linear_attn.out_proj": "out_proj",
+    },
+}
+# Names of what must stay as it is in every family that has it.
+NEVER = re.compile(
+    r"visual|vision|multi_modal|lm_head|norm|embed|\bgate$|_gate$|router|conv1d|A_log|dt_bias|in_proj_b|in_proj_a"
+)
+# Experts that vLLM loads in no compressed-tensors form stay whole, and the plan says so.
+KEEPS_EXPERTS = ("gpt-oss",)
+LEAST_DB = {"NVFP4A16": 18.0, "FP8_DYNAMIC": 29.0, "W4A16": 16.0}
+
+
+def plan_of(folder: Path, scheme: str = "NVFP4A16") -> Plan:
+    return build_plan(read_index(folder), [Rule(match="Linear", scheme=scheme)])
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert FUSED.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_groups_are_the_modules_that_vllm_builds(family: str, tmp_path: Path) -> None:
+    plan = plan_of(save_family(family, tmp_path / "model"))
+    assert plan.refusals == ()
+    found = {
+        NUMBER.sub("*", group.name).partition("layers.*.")[2]: " ".join(
+            member.name.rpartition(".")[2] for member in group.members
+        )
+        for group in plan.groups
+    }
+    assert found == FUSED[family]
+    assert not any(NEVER.search(member.name) for group in plan.groups for member in group.members)
+    assert [note.check for note in plan.notes] == ["architecture"] * (family in KEEPS_EXPERTS)
+
+
+@pytest.mark.parametrize("scheme", LEAST_DB)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_written_experts_and_layers_come_back(family: str, scheme: str, tmp_path: Path) -> None:
+    """Against transformers' own view of the model, which holds all experts of a layer in one tensor."""
+    source = save_family(family, tmp_path / "model")
+    ran = vexport("quantize", source, tmp_path / "out", "--scheme", scheme, "--quiet")
+    assert ran.code == 0, ran.stderr
+    checked = vexport("check", tmp_path / "out")
+    assert checked.code == 0, checked.stdout
+    original, written = load_file(source / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    plan = plan_of(source, scheme)
+    for name in plan.kept:
+        assert torch.equal(original[name].view(torch.uint8), written[name].view(torch.uint8)), name
+    exact = {**original, **by_expert(original, family)}
+    for group in plan.groups:
+        for member in group.members:
+            weight = exact[f"{member.name}.weight"].to(torch.float32)
+            noise = (dequantized(written, member.name, scheme) - weight).square().mean()
+            decibels = 10 * torch.log10(weight.square().mean() / noise).item()
+            assert decibels > LEAST_DB[scheme], member.name
+
+
+def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
+    """The experts of tensors that hold them all, as the model files of transformers take them apart."""
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim != 3 or "conv" in name or "experts" not in name and "_linear" not in name:
+            continue
+        turned = tensor.mT if family in ("llama4", "qwen3-vl-moe") else tensor
+        base = name.rpartition(".experts")[0] or name.rpartition("block_sparse_moe")[0] + "block_sparse_moe"
+        for expert, weight in enumerate(turned):
+            prefix = f"{base}.experts.{expert}"
+            if "down_proj" in name or "output_linear" in name:
+                found[f"{prefix}.down_proj.weight"] = weight
+            else:
+                found[f"{prefix}.gate_proj.weight"], found[f"{prefix}.up_proj.weight"] = weight.chunk(2)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek-v3", "qwen3.5-moe", "granite-moe"])
+@pytest.mark.parametrize("shards", [1, 5])
+def test_fused_layers_share_their_global_scale(family: str, shards: int, tmp_path: Path) -> None:
+    """Also when their weights lie in different files."""
+    source = save_family(family, tmp_path / "model")
+    plan = plan_of(source)
+    if shards > 1:
+        split(source, shards)
+        homes = {name: tensor.file for name, tensor in read_index(source).tensors.items()}
+        assert any(len({homes[m.weight] for m in group.members}) > 1 for group in plan.groups) or (
+            family == "granite-moe"
+        )
+    assert vexport("quantize", source, tmp_path / "out", "--scheme", "NVFP4A16", "--quiet").code == 0
+    written = {
+        name: value
+        for file in (tmp_path / "out").glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+    values = [
+        {written[f"{member.name}.weight_global_scale"].item() for member in group.members}
+        for group in plan.groups
+    ]
+    assert all(len(group) == 1 for group in values)
+    assert len({value for group in values for value in group}) > len(plan.groups) / 2
+
+
+def further_token(prefix: str) -> dict[str, torch.Tensor]:
+    """A layer that predicts a further token, as checkpoints have it and transformers drops it."""
+    return {
+        f"{prefix}.self_attn.o_proj.weight": torch.randn(256, 256, dtype=torch.bfloat16),
+        f"{prefix}.mlp.experts.0.gate_proj.weight": torch.randn(128, 256, dtype=torch.bfloat16),
+        f"{prefix}.eh_proj.weight": torch.randn(256, 512, dtype=torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix"), [("deepseek-v3", "model.layers.2"), ("qwen3-next", "mtp.layers.0")]
+)
+def test_layers_for_further_tokens_are_carried_over(family: str, prefix: str, tmp_path: Path) -> None:
+    extra = further_token(prefix)
+    source = save_family(family, tmp_path / "model", add=lambda: extra)
+    plan = plan_of(source, "FP8_DYNAMIC")
+    assert extra.keys() <= set(plan.kept)
+    assert any(
+        re.match(entry.removeprefix("re:"), f"{prefix}.mlp.experts.0.gate_proj") for entry in plan.ignore
+    )
+    assert vexport("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in extra.items():
+        assert torch.equal(written[name], value)
+
+
+def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:
+    """transformers 5 saves (experts, out, in) where the hub has (experts, in, out)."""
+    hub = save_family("qwen3-vl-moe", tmp_path / "hub")
+    other = save_family("qwen3-vl-moe", tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    turned = {
+        name: value.mT.contiguous() if ".experts." in name else value for name, value in tensors.items()
+    }
+    save_file(turned, other / "model.safetensors", metadata={"format": "pt"})
+    assert [group.members[0].part for group in plan_of(hub).groups] != [
+        group.members[0].part for group in plan_of(other).groups
+    ]
+    for folder in (hub, other):
+        assert vexport("quantize", folder, f"{folder}-out", "--scheme", "W4A16", "--quiet").code == 0
+    first, second = (load_file(Path(f"{folder}-out") / "model.safetensors") for folder in (hub, other))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.vllm
+def test_every_family_loads_in_vllms_own_classes(tmp_path: Path) -> None:
+    from vexport.engine.dry.load import dry_loads
+
+    made = []
+    for family in FAMILIES:
+        source = save_family(family, tmp_path / family)
+        for scheme in LEAST_DB:
+            out = tmp_path / f"{family}-{scheme}"
+            assert vexport("quantize", source, out, "--scheme", scheme, "--quiet").code == 0
+            made.append(out)
+    reports = dry_loads(made, tp=(1, 2), sm=(90,))
+    failed = {report.checkpoint: report.findings[:1] for report in reports if not report.ok}
+    assert not failed
