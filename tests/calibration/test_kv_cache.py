@@ -61,18 +61,6 @@ def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
         assert found[module].value == by_head([run[number][1] for run in runs])
 
 
-def test_latent_attention_counts_what_it_caches(tmp_path: Path) -> None:
-    """The latent vector and the rotary key, one head for all."""
-    folder = save(FAMILIES["deepseek_v3"], tmp_path / "model")
-    found = calibrate(*plan_for(folder, kv_cache="fp8"), samples(LENGTHS)).kv_ranges
-    runs = cached(folder)
-    assert list(found) == [f"model.layers.{number}.self_attn" for number in range(2)]
-    for number, layer in enumerate(found.values()):
-        every = torch.cat([states.flatten() for run in runs for states in run[number]])
-        low, high = (every.min().item(),), (every.max().item(),)
-        assert layer.key == layer.value == HeadRanges(low=low, high=high)
-
-
 def test_attention_without_the_interface_is_refused(tmp_path: Path) -> None:
     folder = save(FAMILIES["bloom"], tmp_path / "model")
     with pytest.raises(InputError, match=r"KV cache: got no attention layer"):

@@ -1,19 +1,19 @@
 """What attention layers would write to the KV cache: seen where transformers hands it to the attention.
 
 Keys are seen after rotary embedding and before they are repeated for the query heads. Multi-head latent
-attention (DeepSeek) caches a latent vector and one rotary key for all heads, so there these are what counts
-(vLLM stores both by `k_scale`: `concat_and_cache_mla`).
+attention (DeepSeek) caches something else; vLLM reads no scales for it and plans refuse them.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vexport.calibration.extremes import channel_extremes
+from vexport.calibration.model import joined
 from vexport.types import HeadRanges, KeyValueRanges
 
 Attend = Callable[..., object]
@@ -53,23 +53,14 @@ def watching_attention(
     seen: dict[str, CachedStates],
 ) -> Iterator[None]:
     """Within the block the attention layers below `module` add to `seen`, by name in the checkpoint."""
-    names = {id(child): f"{prefix}.{name}" for name, child in module.named_modules()}
-    latent: dict[int, torch.Tensor] = {}
+    names = {id(child): joined(prefix, name) for name, child in module.named_modules()}
 
     def observe(attention: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
-        if id(attention) in latent:
-            key = value = _latent_states(attention, latent.pop(id(attention)), key)
         found = CachedStates(head_extremes(key), head_extremes(value), key.shape[0] * key.shape[2])
         name = stored_name(names[id(attention)])
         seen[name] = seen[name] + found if name in seen else found
 
-    with ExitStack() as block:
-        for child in module.modules():
-            norm = getattr(child, "kv_a_layernorm", None)
-            if isinstance(norm, torch.nn.Module):
-                handle = norm.register_forward_hook(_keep(latent, id(child)))
-                block.callback(handle.remove)
-        block.enter_context(_replaced_attention(observe))
+    with _replaced_attention(observe):
         yield
 
 
@@ -103,21 +94,6 @@ def _replaced_attention(
     finally:
         for name in own:
             del ALL_ATTENTION_FUNCTIONS[name]
-
-
-def _keep(into: dict[int, torch.Tensor], key: int) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
-        into[key] = output
-
-    return hook
-
-
-def _latent_states(attention: torch.nn.Module, latent: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Latent vectors and rotary keys as one head: (batch, 1, tokens, latent size + rotary size)."""
-    size = attention.qk_rope_head_dim
-    assert isinstance(size, int)
-    rotary = key[:, :1, :, -size:]
-    return torch.cat((latent.reshape(*rotary.shape[:3], -1), rotary), dim=-1)
 
 
 def _union(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

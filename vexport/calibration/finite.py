@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from vexport.calibration.model import joined
 from vexport.errors import CheckpointFailed
 
 
@@ -54,7 +55,7 @@ def first_not_finite(
 def _watching(module: torch.nn.Module, name: str, samples: int, found: list[NotFinite]) -> Iterator[None]:
     handles = []
     for child_name, child in module.named_modules():
-        full = ".".join(part for part in (name, child_name) if part)
+        full = joined(name, child_name)
         look = _Look(full, samples, found)
         handles.append(child.register_forward_pre_hook(look.at_input))
         handles.append(child.register_forward_hook(look.at_output))

@@ -78,6 +78,11 @@ def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.M
     return name, lists[name]
 
 
+def joined(*parts: str) -> str:
+    """A name of its parts, of which some may be empty."""
+    return ".".join(part for part in parts if part)
+
+
 def unload(module: torch.nn.Module) -> None:
     """Drop the module's weights: its parameters are on the meta device again, its buffers stay."""
     for owner in module.modules():

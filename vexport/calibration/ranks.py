@@ -11,7 +11,7 @@ import torch.distributed as dist
 from vexport.calibration.attention import CachedStates
 from vexport.calibration.data import Samples
 from vexport.calibration.watch import Watched
-from vexport.observers.ranks import sum_over_ranks
+from vexport.observers.ranks import count_over_ranks, reduction_device, sum_over_ranks
 
 T = TypeVar("T")
 Added = TypeVar("Added", torch.Tensor, CachedStates)
@@ -19,8 +19,13 @@ Added = TypeVar("Added", torch.Tensor, CachedStates)
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Within the block torchrun's ranks form a process group; one that exists already is used as it is."""
+    """Within the block torchrun's ranks form a process group; one that exists already is used as it is.
+
+    With GPUs the device "cuda" is each rank's own then.
+    """
     needed = dist.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if needed and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if needed:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
@@ -60,11 +65,14 @@ def sync(watched: Watched) -> None:
     """
     if rank_and_size()[1] == 1:
         return
+    device = reduction_device()
     for observer in watched.inputs.values():
+        if observer.low is not None and observer.high is not None:
+            observer.low, observer.high = observer.low.to(device), observer.high.to(device)
         observer.sync_activation_stats()
     for gathered in watched.importance.values():
-        gathered.total = sum_over_ranks(gathered.total)
-        gathered.tokens = int(sum_over_ranks(torch.tensor(gathered.tokens)))
+        gathered.total = sum_over_ranks(gathered.total.to(device))
+        gathered.tokens = count_over_ranks(gathered.tokens)
     _add_up(watched.routed)
     if watched.cached is not None:
         _add_up(watched.cached)

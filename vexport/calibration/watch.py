@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from vexport.calibration.attention import CachedStates, watching_attention
 from vexport.calibration.experts import ExpertLayers, require_experts
 from vexport.calibration.extremes import Extremes
+from vexport.calibration.model import joined
 from vexport.calibration.weights import Weights
 from vexport.observers import (
     Importance,
@@ -57,7 +58,7 @@ class Watched:
         extremes = Extremes()
         with ExitStack() as block:
             for name, child in module.named_modules():
-                full = ".".join(part for part in (prefix, name) if part)
+                full = joined(prefix, name)
                 for handle in self._hooks(child, full, weights, extremes):
                     block.callback(handle.remove)
             if self.cached is not None:

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from vexport.calibration.model import joined
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
@@ -105,7 +106,7 @@ class Weights:
     def _fill(self, module: torch.nn.Module, prefix: str, wanted: Callable[[str], bool]) -> list[str]:
         """Fill what is wanted; the answer is what the checkpoint lacks."""
         owners = {
-            ".".join(part for part in (prefix, owner_name, name) if part): owner
+            joined(prefix, owner_name, name): owner
             for owner_name, owner in module.named_modules()
             for name in own_tensors(owner)
         }

@@ -48,10 +48,10 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 def count_over_ranks(count: int) -> int:
     """The sum of all ranks' counts."""
-    return int(sum_over_ranks(torch.tensor(count, device=_device())))
+    return int(sum_over_ranks(torch.tensor(count, device=reduction_device())))
 
 
-def _device() -> torch.device:
+def reduction_device() -> torch.device:
     """Where the backend reduces tensors."""
     return torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
 
@@ -65,6 +65,6 @@ def _reduced(
 ) -> torch.Tensor:
     # Not every backend reduces 16-bit floats; float32 holds them exactly.
     total = torch.full(shape, empty) if value is None else value.to(torch.float32, copy=True).contiguous()
-    total = total.to(_device() if value is None else value.device)
+    total = total.to(reduction_device() if value is None else value.device)
     distributed.all_reduce(total, op=op)
     return total
