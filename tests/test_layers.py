@@ -33,11 +33,12 @@ LAYERS = (
     {"__init__", "__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Imports inside functions: commands import what they run, the pipeline what needs torch; workers, programs
-# of their own, import vLLM, lm-eval and whatever part of vexport they are asked for.
+# Imports inside functions: commands import what they run, the pipeline what needs torch, a download the
+# hub's client; workers, programs of their own, import vLLM, lm-eval and what of vexport they are asked for.
 LATE = {
     "cli": ("vexport",),
     "pipeline": ("vexport",),
+    "checkpoint": ("huggingface_hub",),
     "engine": ("vllm", "vexport"),
     "evaluation": ("vllm", "lm_eval", "datasets", "tqdm"),
 }
@@ -112,3 +113,8 @@ def test_checks_do_not_load_torch() -> None:
 
 def test_planning_does_not_load_transformers() -> None:
     assert not loaded_by("import vexport.plan, vexport.scenario") & {"torch", "transformers", "vllm"}
+
+
+def test_quantizing_by_ranges_loads_no_torch() -> None:
+    heavy = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "safetensors"}
+    assert not loaded_by("import vexport.pipeline, vexport.quantize, vexport.reports.sentences") & heavy

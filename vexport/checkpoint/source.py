@@ -4,9 +4,6 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
 from vexport.errors import InputError
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -21,8 +18,14 @@ def resolve_source(name: str) -> Path:
     Raises InputError where `name` is neither a folder nor a model that the hub (or its cache) has.
     """
     path = Path(name).expanduser()
-    if path.exists() or not HUB_ID.match(name):
-        return path
+    return path if path.exists() or not HUB_ID.match(name) else download(name)
+
+
+def download(name: str) -> Path:
+    """The folder in the hub's cache of a model, fetched if need be; InputError where the hub has none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     try:
         folder = snapshot_download(
