@@ -1,20 +1,28 @@
 """Plans: groups as vLLM fuses, rules in order, refusals before anything is written."""
 
 import json
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.architectures.families import save_family
+from tests.architectures.headers import CONFIGS, save_headers
 from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
-from vexport.plan import build_plan, matches
+from vexport.plan import Settings, build_plan, matches
 from vexport.scenario import Rule
 from vexport.types import Plan
 
+DEFAULTS = Settings()
 
-def plan_of(model: Path, *rules: tuple[str, str]) -> Plan:
-    return build_plan(read_index(model), [Rule(match=match, scheme=scheme) for match, scheme in rules])
+
+def plan_of(model: Path, *rules: tuple[str, str], settings: Settings = DEFAULTS) -> Plan:
+    chosen = [Rule(match=match, scheme=scheme) for match, scheme in rules]
+    return build_plan(read_index(model), chosen, settings)
 
 
 def test_groups_are_those_of_vllm(llama: Path) -> None:
@@ -99,3 +107,140 @@ def test_a_quantized_source_is_refused(llama: Path, tmp_path: Path) -> None:
     ran = vexport("plan", tmp_path / "out", "--scheme", "W8A8")
     assert ran.code == 2
     assert "a quantized checkpoint" in ran.errors[0]
+
+
+def test_merged_layers_with_ragged_blocks_are_refused(tmp_path: Path) -> None:
+    """Every part of a merged layer but the last must be whole blocks; a layer of its own may end ragged."""
+    model = save_llama(tmp_path / "model", intermediate_size=328)
+    refusals = plan_of(model, ("Linear", "FP8_BLOCK")).refusals
+    assert [refusal.where for refusal in refusals] == [f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)]
+    assert refusals[0].got == "out_features 328 is not a multiple of the block's 128"
+    assert "gate_proj and up_proj" in refusals[0].fix
+
+
+@pytest.mark.parametrize(("ranks", "refused"), [((1,), 0), ((1, 2), 6), ((4,), 6)])
+def test_shares_of_ranks_must_be_whole_blocks(ranks: tuple[int, ...], refused: int, tmp_path: Path) -> None:
+    """384 columns of down_proj and rows of gate and up: 3 blocks, which 2 ranks cannot share."""
+    model = save_llama(tmp_path / "model", intermediate_size=384)
+    rules = (("re:.*mlp.*", "FP8_BLOCK"),)
+    plan = plan_of(model, *rules, settings=Settings(ranks=ranks))
+    assert len(plan.refusals) == refused
+    assert all(f"on each of {ranks[-1]} ranks" in refusal.got for refusal in plan.refusals)
+
+
+def test_keys_and_values_of_few_heads_are_repeated_on_many_ranks(tmp_path: Path) -> None:
+    """Two heads on four ranks: vLLM gives each rank one whole head."""
+    model = save_llama(tmp_path / "model", num_attention_heads=8, head_dim=128, num_key_value_heads=2)
+    plan = plan_of(model, ("re:.*self_attn.*", "FP8_BLOCK"), settings=Settings(ranks=(4,)))
+    assert plan.refusals == ()
+
+
+def test_what_does_not_fit_can_be_kept(tmp_path: Path) -> None:
+    model = save_llama(tmp_path / "model", intermediate_size=328)
+    ran = vexport(
+        "quantize", model, tmp_path / "out", "--scheme", "FP8_BLOCK", "--on-misfit", "keep", "--quiet"
+    )
+    assert ran.code == 0, ran.stderr
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    kept = [f"model.layers.{i}.mlp.{part}_proj" for i in range(3) for part in ("gate", "up")]
+    assert sorted(config["ignore"]) == sorted(["lm_head", *kept])
+    assert vexport("check", tmp_path / "out").code == 0
+    plan = plan_of(model, ("Linear", "FP8_BLOCK"), settings=Settings(on_misfit="keep"))
+    assert [note.where for note in plan.notes] == [f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)]
+    assert "328" in plan.notes[0].got
+
+
+def test_experts_of_a_layer_are_kept_together(tmp_path: Path) -> None:
+    """An expert's down projection that does not fit keeps all experts, by a pattern that vLLM resolves."""
+    model = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=136)
+    plan = plan_of(model, ("Linear", "NVFP4A16"), settings=Settings(on_misfit="keep"))
+    assert not any("experts" in group.name for group in plan.groups)
+    assert [entry for entry in plan.ignore if "experts" in entry] == [
+        rf"re:.*\.layers\.{i}\.mlp\.experts\..*" for i in range(2)
+    ]
+    assert len(plan.refusals) == 0
+    assert {note.where for note in plan.notes} == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+
+
+def test_routed_experts_of_a_layer_have_one_scheme(tmp_path: Path) -> None:
+    model = save_family("mixtral", tmp_path / "model")
+    plan = plan_of(model, ("w2", "FP8_DYNAMIC"), ("Linear", "NVFP4A16"))
+    assert [refusal.where for refusal in plan.refusals] == [
+        f"model.layers.{i}.block_sparse_moe.experts" for i in range(2)
+    ]
+    assert "w1, w3, w2 of all routed experts" in plan.refusals[0].expected
+    mixed = plan_of(model, ("re:.*experts.*", "FP8_DYNAMIC"), ("Linear", "NVFP4A16"))
+    assert mixed.refusals == ()
+    assert mixed.schemes == ("FP8_DYNAMIC", "NVFP4A16")
+
+
+def test_what_vllm_builds_unquantized_is_refused_by_name_and_skipped_by_pattern(tmp_path: Path) -> None:
+    model = save_family("qwen3-next", tmp_path / "model")
+    refused = plan_of(model, ("mlp.shared_expert_gate", "FP8_DYNAMIC"), ("Linear", "FP8_DYNAMIC"))
+    assert len(refused.refusals) == 4
+    assert "never quantizes" in refused.refusals[0].got
+    plan = plan_of(model, ("re:.*", "FP8_DYNAMIC"))
+    assert {"lm_head", "model.layers.0.mlp.gate"} <= set(plan.kept_linears)
+
+
+def test_a_fused_module_that_vllm_does_not_take_apart_is_ignored_by_its_own_name(tmp_path: Path) -> None:
+    """Qwen2MoeForCausalLM.packed_modules_mapping has gate_up_proj only for some configs."""
+    model = save_family("qwen2-moe", tmp_path / "model")
+    plan = plan_of(model, ("re:.*shared_expert.*", "keep"), ("Linear", "FP8_DYNAMIC"))
+    assert "model.layers.0.mlp.shared_expert.gate_up_proj" in plan.ignore
+
+
+def test_a_wrapper_with_an_unknown_language_model_says_what_it_assumes(tmp_path: Path) -> None:
+    model = save_family("mistral3", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["model_type"] = "unheard_of"
+    (model / "config.json").write_text(json.dumps(config))
+    plan = plan_of(model, ("Linear", "FP8_DYNAMIC"))
+    assert [note.check for note in plan.notes] == ["architecture"]
+    assert "the usual fused layers are assumed" in plan.notes[0].got
+    assert "note" in vexport("plan", model, "--scheme", "FP8_DYNAMIC").stdout
+    assert any(group.name.endswith("qkv_proj") and len(group.members) == 3 for group in plan.groups)
+
+
+def test_transposed_linear_weights_are_refused(tmp_path: Path) -> None:
+    model = save_llama(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    ran = vexport("plan", model, "--scheme", "FP8")
+    assert ran.code == 2
+    assert "transposed (Conv1D)" in ran.errors[0]
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "MXFP4A16", "W8A8"])
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "granite-moe"])
+def test_the_predicted_size_is_the_written_one(family: str, scheme: str, tmp_path: Path) -> None:
+    model = save_family(family, tmp_path / "model")
+    plan = plan_of(model, ("Linear", scheme))
+    assert vexport("quantize", model, tmp_path / "out", "--scheme", scheme, "--quiet").code == 0
+    written = read_index(tmp_path / "out")
+    assert written.num_bytes == plan.output_bytes
+
+
+# (parameters as the hub states them, linear layers in decoder layers, a fused group and how many there are)
+REAL = {
+    "Llama-3.3-70B": (70_553_706_496, 560, "self_attn.qkv_proj", 80),
+    "Qwen3-235B-A22B": (235_093_634_560, 94 * (4 + 128 * 3), "w13", 94 * 128),
+    "DeepSeek-V3": (684_489_845_504, 61 * 5 + 3 * 3 + 58 * (257 * 3), "fused_qkv_a_proj", 61),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes_are_planned_in_seconds(name: str, tmp_path: Path) -> None:
+    """Processor time of the whole command, start included: a busy machine must not fail this."""
+    assert CONFIGS.keys() == REAL.keys()
+    model = save_headers(name, tmp_path / "model")
+    parameters, layers, group, count = REAL[name]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "vexport", "plan", str(model), "--scheme", "NVFP4A16"]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+    assert len(ran.stdout.splitlines()) < 25
+    assert f"{parameters:,} parameters" in ran.stdout
+    assert f"{layers:,} linear layers" in ran.stdout
+    assert any(group in line and f"{count:,} x" in line for line in ran.stdout.splitlines())
