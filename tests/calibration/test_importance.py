@@ -14,6 +14,7 @@ from tests.calibration.models import configs, save, whole_model_run
 from vexport.calibration import calibrate
 from vexport.files import from_json, to_json, write_text
 from vexport.quantize import quantize
+from vexport.searched import search_scales
 from vexport.types import Calibration
 
 
@@ -48,10 +49,10 @@ def test_quantize_searches_by_it(llama: Path, tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         if name == "with":
-            quantize(index, plan, calibration, folder)
+            quantize(index, plan, calibration, folder, search=search_scales)
         else:
             with pytest.warns(UserWarning, match="imatrix_mse"):
-                quantize(index, plan, calibration, folder)
+                quantize(index, plan, calibration, folder, search=search_scales)
         tensors = load_file(folder / "model.safetensors")
         scales[name] = tensors[f"{plan.groups[0].name}.weight_scale"].float()
     assert not torch.equal(scales["with"], scales["without"])
