@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
@@ -21,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from vexport.errors import InputError
+from vexport.roundtrip import decompress
 
 Tensors = dict[str, torch.Tensor]
 
@@ -109,9 +108,7 @@ def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: 
     if scheme.weights is None:
         tensors[f"{prefix}weight"] = state["weight"]
         return inputs
-    known = infer_module_format(Linear, scheme)
-    compressor = BaseCompressor.get_value_from_registry(known.value)
-    tensors[f"{prefix}weight"] = compressor.decompress(state, scheme)["weight"].to(dtype)
+    tensors[f"{prefix}weight"] = decompress(scheme, str(scheme.format), state).to(dtype)
     return inputs
 
 
