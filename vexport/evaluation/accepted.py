@@ -1,10 +1,12 @@
 """Accepted baselines: what a model answered right, in a file small enough for git and readable in a diff.
 
-Documents stand in lines of 100 in the order of their numbers: the range, a digest of the questions, and
-the scores, `1` and `0` side by side where the metric is 0/1. So later answers are paired with them document
-by document, and a changed answer is a changed digit.
+Documents stand in lines of 100 in the order of their numbers: their range with their scores, `1` and `0`
+side by side where the metric is 0/1, and apart from that their range with three characters of each
+question's digest. So later answers are paired document by document, and a changed answer is one digit of a
+diff.
 """
 
+import base64
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +26,14 @@ from vexport.files import from_json, read_json_object, to_json, write_text
 
 LINE = 100
 """Documents in a line."""
-_DIGEST = 12
+DIGEST = 3
+"""Characters of 6 bits for each question: one changed question is missed once in 262144 times."""
 _KIND = "vexport_baseline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedTask:
-    """The scores of one task; `outcomes` has lines of `first-last digest scores`."""
+    """The scores of one task: lines of `first-last scores`, and of `first-last digests`."""
 
     metric: str
     filter: str
@@ -38,6 +41,7 @@ class AcceptedTask:
     documents: int
     score: float
     outcomes: tuple[str, ...]
+    questions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +105,10 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
     return made
 
 
-def pair_with(accepted: Accepted, candidate: Results) -> tuple[GatedTask, ...]:
+def pair_with(accepted: Accepted, candidate: Results, *, some: bool = False) -> tuple[GatedTask, ...]:
     """Pair a run with an accepted baseline, on the metrics and filters that were accepted.
+
+    With `some`, the run may have fewer documents.
 
     InputError, for all tasks at once: a task or document that one side lacks, questions that differ.
     """
@@ -114,7 +120,7 @@ def pair_with(accepted: Accepted, candidate: Results) -> tuple[GatedTask, ...]:
     for name, task in accepted.tasks.items():
         try:
             if name not in lost:
-                pairs[name] = _pair(name, task, accepted, candidate)
+                pairs[name] = _pair(name, task, accepted, candidate, some)
         except InputError as problem:
             problems.append(problem)
     raise_all(problems)
@@ -135,6 +141,9 @@ def _members(gate: TaskPair, results: Results) -> tuple[str, ...]:
 
 def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
     samples = _ordered(results, name, gate.filter)
+    if samples[-1].doc_id - samples[0].doc_id >= len(samples):
+        place, fix = f"{results.file}: task {name}", "evaluate all documents, or the first (--limit)"
+        raise InputError(place, got="documents with gaps", need="consecutive ones", fix=fix)
     scores = [sample.scores[gate.metric] for sample in samples]
     return AcceptedTask(
         metric=gate.metric,
@@ -142,7 +151,8 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
         higher_is_better=gate.sign > 0,
         documents=len(samples),
         score=round(math.fsum(scores) / len(scores), 6),
-        outcomes=tuple(_line(chunk, gate.metric) for chunk in _chunks(samples)),
+        outcomes=tuple(_scores_line(chunk, gate.metric) for chunk in _chunks(samples)),
+        questions=tuple(_questions_line(chunk) for chunk in _chunks(samples)),
     )
 
 
@@ -157,79 +167,88 @@ def _chunks(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
         yield samples[start : start + LINE]
 
 
-def _line(chunk: Sequence[Sample], metric: str) -> str:
+def _scores_line(chunk: Sequence[Sample], metric: str) -> str:
     scores = [sample.scores[metric] for sample in chunk]
     binary = all(score in (0, 1) for score in scores)
     text = "".join(f"{score:.0f}" for score in scores) if binary else " ".join(map(repr, scores))
-    return f"{_range(chunk)} {_questions(chunk)} {text}"
+    return f"{_range(chunk)} {text}"
+
+
+def _questions_line(chunk: Sequence[Sample]) -> str:
+    return f"{_range(chunk)} {''.join(map(_question, chunk))}"
 
 
 def _range(chunk: Sequence[Sample]) -> str:
     return f"{chunk[0].doc_id}-{chunk[-1].doc_id}"
 
 
-def _questions(chunk: Sequence[Sample]) -> str:
-    """A digest of which documents were asked, with which prompts and targets."""
-    lines = (f"{sample.doc_id} {' '.join(sample.hashes)}\n" for sample in chunk)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:_DIGEST]
+def _question(sample: Sample) -> str:
+    """Which document was asked, with which prompt and target."""
+    text = f"{sample.doc_id} {' '.join(sample.hashes)}"
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST].decode()
 
 
-def _scores(line: str) -> list[float]:
-    """The scores of a line; ValueError where it is damaged."""
-    _, _, *texts = line.split(" ")
-    if len(texts) == 1 and texts[0] and set(texts[0]) <= {"0", "1"}:
-        return [float(digit) for digit in texts[0]]
-    scores = [float(text) for text in texts]
-    if not scores or not all(map(math.isfinite, scores)):
-        raise ValueError("no finite scores")
+def _remembered(task: AcceptedTask) -> dict[int, tuple[float, str]]:
+    """Document -> score and question; ValueError names the line that is damaged."""
+    found: dict[int, tuple[float, str]] = {}
+    for scores_line, questions_line in zip(task.outcomes, task.questions, strict=True):
+        place, _, questions = questions_line.partition(" ")
+        first, _, last = place.partition("-")
+        documents = range(int(first), int(last) + 1)
+        scores = _scores(scores_line.removeprefix(f"{place} "))
+        if len(questions) != DIGEST * len(documents) or len(scores) != len(documents):
+            raise ValueError(scores_line[:60])
+        for index, (document, score) in enumerate(zip(documents, scores, strict=True)):
+            found[document] = score, questions[DIGEST * index : DIGEST * (index + 1)]
+    if len(found) != task.documents or not found:
+        raise ValueError(f"{len(found)} documents, not {task.documents}")
+    return found
+
+
+def _scores(text: str) -> list[float]:
+    if text and set(text) <= {"0", "1"}:
+        return [float(digit) for digit in text]
+    scores = [float(part) for part in text.split(" ")]
+    if not all(map(math.isfinite, scores)):
+        raise ValueError(text[:60])
     return scores
 
 
 def _damage(path: Path, name: str, task: AcceptedTask) -> Iterator[InputError]:
-    fix = "restore it from git, or accept anew"
-    found = 0
-    for number, line in enumerate(task.outcomes):
-        try:
-            found += len(_scores(line))
-        except ValueError:
-            place, need = f"{path}: tasks.{name}.outcomes.{number}", "`first-last digest scores`"
-            yield InputError(place, got=repr(line[:60]), need=need, fix=fix)
-            return
-    if found != task.documents or not found:
-        place, need = f"{path}: tasks.{name}", f"{task.documents}, as it says, and at least one"
-        yield InputError(place, got=f"scores of {found} documents", need=need, fix=fix)
+    try:
+        _remembered(task)
+    except ValueError as error:
+        place, need = f"{path}: tasks.{name}", "lines of `first-last scores` and `first-last digests`"
+        yield InputError(place, got=str(error), need=need, fix="restore it from git, or accept anew")
 
 
-def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results) -> TaskPair:
+def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results, some: bool) -> TaskPair:
     samples = _ordered(candidate, name, task.filter)
-    place = f"{candidate.file}: task {name}"
-    if len(samples) != task.documents or not all(task.metric in sample.scores for sample in samples):
+    place, old = f"{candidate.file}: task {name}", _remembered(task)
+    known = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
+    if not known or not samples or not (some or len(samples) == task.documents):
         got = f"{len(samples)} documents with {task.metric},{task.filter}"
         fix = "evaluate with the same --limit, or accept anew"
         raise InputError(place, got=got, need=f"the {task.documents} that were accepted", fix=fix)
-    scores: list[float] = []
-    for line in task.outcomes:
-        values = _scores(line)
-        chunk = samples[len(scores) : len(scores) + len(values)]
-        if line.split(" ")[:2] != [_range(chunk), _questions(chunk)]:
+    for sample in samples:
+        if old[sample.doc_id][1] != _question(sample):
             since = ", ".join(changed_names(accepted.fingerprint, candidate.fingerprint)) or "nothing known"
-            got = f"other questions in documents {_range(chunk)} (changed since it was accepted: {since})"
+            got = f"another question in document {sample.doc_id} (changed since it was accepted: {since})"
             fix = "evaluate as before, or accept anew"
             raise InputError(place, got=got, need="the questions that were accepted", fix=fix)
-        scores += values
     return TaskPair(
         task=name,
         metric=task.metric,
         filter=task.filter,
         sign=1 if task.higher_is_better else -1,
-        documents=tuple((_remembered(new, old), new) for old, new in zip(scores, samples, strict=True)),
-        baseline=np.array(scores),
+        documents=tuple((_forgotten(sample, old[sample.doc_id][0]), sample) for sample in samples),
+        baseline=np.array([old[sample.doc_id][0] for sample in samples]),
         candidate=np.array([sample.scores[task.metric] for sample in samples]),
         answers_known=False,
     )
 
 
-def _remembered(sample: Sample, score: float) -> Sample:
+def _forgotten(sample: Sample, score: float) -> Sample:
     return replace(sample, answer=f"(scored {score:g}; the answer was not kept)")
 
 
