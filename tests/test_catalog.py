@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport import checks, compress, observers, reports, schemes
+from vexport import checks, compress, observers, packing, reports, schemes
 from vexport.architectures import architecture_table
 from vexport.observers.base import named_observers
 
@@ -33,6 +33,7 @@ SHARED = {
     },
     "checks": {"subject", "expected"},
     "compress": {"tiles"},
+    "packing": {"base", "scales", "kv_cache"},
 }
 
 
@@ -55,6 +56,11 @@ def test_every_compressor_is_listed() -> None:
     listed = {function.__module__.rpartition(".")[2] for function in compress.COMPRESSORS.values()}
     assert listed == files("compress")
     assert {family.format for family in schemes.FAMILIES.values()} == set(compress.COMPRESSORS)
+
+
+def test_every_packing_is_listed() -> None:
+    assert {kind.__module__.rpartition(".")[2] for kind in packing.PACKINGS.values()} == files("packing")
+    assert set(packing.PACKINGS) == set(compress.COMPRESSORS)
 
 
 def test_every_observer_is_listed() -> None:
