@@ -90,6 +90,16 @@ def test_the_last_of_merged_layers_may_be_ragged_but_no_expert() -> None:
     assert scheme.group_misfit(experts) == "out_features 100 is not a multiple of the block's 128"
 
 
+def test_experts_ask_for_more() -> None:
+    experts = layers(384, 384, columns=512, names="model.layers.0.mlp.experts.3.{}")
+    assert get_scheme("W4AFP8").group_misfit(layers(384, 384, columns=512)) is None
+    assert get_scheme("W4AFP8").group_misfit(experts) == "out_features 384 is not a multiple of 256"
+    assert get_scheme("W4A8").group_misfit(experts) == (
+        "routed experts, which vLLM runs in this scheme on no GPU"
+    )
+    assert get_scheme("W4A16").group_misfit(experts) is None
+
+
 @pytest.mark.parametrize("scheme", [scheme.name for scheme in all_schemes()])
 def test_round_sizes_fit_every_scheme(scheme: str) -> None:
     members = layers(512, 256, 256, columns=1024)

@@ -26,7 +26,7 @@ FAMILIES: Mapping[str, Family] = {
     "FP8_BLOCK": fp8.FAMILY,
     "W8A8": integer.W8A8_FAMILY,
     "INT8": integer.W8A8_FAMILY,
-    "W4A8": integer.WNA16_FAMILY,
+    "W4A8": integer.W4A8_FAMILY,
     "W4AFP8": integer.W4AFP8_FAMILY,
     "W4A16": integer.WNA16_FAMILY,
     "W4A16_ASYM": integer.WNA16_FAMILY,

@@ -10,8 +10,10 @@ from vexport.schemes.base import SchemeArgs, Share, whole_groups
 from vexport.types import LinearPlan, TensorSpec
 
 INT32_BITS = 32
-# CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py.
+# CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
+# compressed_tensors_moe_w4a8_fp8.py for routed experts.
 W4AFP8_TILE = 128
+W4AFP8_EXPERT_TILE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class WNA16Family:
     sm_note: str = ""
     cpu: str = "native"
     shared: tuple[str, ...] = ()
-    tile: int = 1
+    runs_experts: bool = True
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
         """weight_packed (out, ceil(in*bits/32)), weight_scale (out, in/group), weight_shape (2,).
@@ -72,12 +74,26 @@ class WNA16Family:
 
     def misfit(self, args: SchemeArgs, share: Share) -> str | None:
         """in_features must be whole groups; zero points of a part and what a kernel takes whole words."""
+        if share.experts and not self.runs_experts:
+            return "routed experts, which vLLM runs in this scheme on no GPU"
         grouped = whole_groups(share, group_size(args))
-        return grouped or self._untiled(share) or _cut_zero_points(args, share)
+        return grouped or _untiled(args, share) or _cut_zero_points(args, share)
 
-    def _untiled(self, share: Share) -> str | None:
-        rows = sum(share.out_features)
-        return f"out_features {rows} is not a multiple of {self.tile}" if rows % self.tile else None
+
+def _untiled(args: SchemeArgs, share: Share) -> str | None:
+    """The only kernel for FP8 inputs takes whole tiles."""
+    inputs = args.input_activations
+    if inputs is None or inputs.type != "float":
+        return None
+    rows = share.out_features if share.experts else (sum(share.out_features),)
+    tile = W4AFP8_EXPERT_TILE if share.experts else W4AFP8_TILE
+    cut = [
+        f"{side} {size} is not a multiple of {tile}"
+        for side, sizes in (("out_features", rows), ("in_features", (share.in_features,)))
+        for size in sizes
+        if size % tile
+    ]
+    return cut[0] if cut else None
 
 
 def _cut_zero_points(args: SchemeArgs, share: Share) -> str | None:
@@ -104,6 +120,7 @@ def group_size(args: SchemeArgs) -> int:
 
 W8A8_FAMILY = W8A8Family()
 WNA16_FAMILY = WNA16Family()
+W4A8_FAMILY = WNA16Family(sm_note="there weights only", runs_experts=False)
 HUMMING_FAMILY = WNA16Family(sm_note="with humming-kernels", cpu="refused")
 W8A16_FAMILY = WNA16Family(cpu="refused")
-W4AFP8_FAMILY = WNA16Family(least_sm=90, sm_note="and no other", cpu="refused", tile=W4AFP8_TILE)
+W4AFP8_FAMILY = WNA16Family(least_sm=90, sm_note="and no other", cpu="refused")
