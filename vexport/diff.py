@@ -227,7 +227,7 @@ class Sums:
 def _sums(one: torch.Tensor, two: torch.Tensor) -> Sums:
     """The sums, a part at a time, so that float64 copies stay small."""
     changed, signal, noise = 0, 0.0, 0.0
-    parts = zip(one.reshape(-1).split(COMPARED), two.reshape(-1).split(COMPARED), strict=True)
+    parts = zip(*(torch.split(side.reshape(-1), COMPARED) for side in (one, two)), strict=True)
     for old, new in parts:
         exact, other = old.to(torch.float64), new.to(torch.float64)
         changed += int((exact != other).sum())

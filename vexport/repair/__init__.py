@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.reader import Reader
 from vexport.checks import CHECKS
 from vexport.checks.subject import Subject
+from vexport.errors import InputError
 from vexport.files import new_directory, refuse_existing
 from vexport.repair import (
     arguments,
@@ -27,6 +29,7 @@ from vexport.repair.mends import Changes, Mend, RepairReport
 from vexport.repair.overlay import apply
 from vexport.repair.source import Source
 from vexport.repair.write import write_checkpoint
+from vexport.types import Finding
 
 Family = Callable[[Subject, Source | None], Changes]
 OnProgress = Callable[[str, int, int], None]
@@ -50,13 +53,17 @@ def repair_checkpoint(
 ) -> RepairReport:
     """Mend what can be mended and write the result to the folder `out`, whole or not at all.
 
-    Nothing is written where an error remains that no mend removes. Raises InputError for a folder, a file
-    or a source that cannot be read, and where `out` may not be written.
+    Nothing is written where an error remains that no mend removes, a file that cannot be read among them.
+    Raises InputError for folders that are no checkpoints, and where `out` may not be written.
     """
+    require_checkpoint(checkpoint)
     refuse_existing(out, overwrite=overwrite)
     with Reader() as reader, Reader() as source_reader:
         origin = Source(source, source_reader) if source else None
-        index, mends = files.open_checkpoint(checkpoint)
+        try:
+            index, mends = files.open_checkpoint(checkpoint)
+        except InputError as problem:
+            return _report(checkpoint, out, (), files.findings_of(problem))
         subject = Subject(index, reader)
         for name, family in FAMILIES:
             on_progress(f"mend {name}", 0, 1)
@@ -64,12 +71,19 @@ def repair_checkpoint(
             mends += made
             on_progress(f"mend {name}", 1, 1)
         findings = [finding for check in CHECKS.values() for finding in check.run(subject)]
-        refusals = tuple(finding for finding in findings if finding.severity == "error")
-        if not refusals:
+        report = _report(checkpoint, out, mends, findings)
+        if report.ok:
             with new_directory(out, overwrite=overwrite) as folder:
                 write_checkpoint(
                     subject, folder, on_bytes=lambda done, total: on_progress("write", done, total)
                 )
+    return report
+
+
+def _report(
+    checkpoint: Path, out: Path, mends: tuple[Mend, ...], findings: Sequence[Finding]
+) -> RepairReport:
+    refusals = tuple(finding for finding in findings if finding.severity == "error")
     return RepairReport(
         checkpoint=str(checkpoint),
         out=str(out),

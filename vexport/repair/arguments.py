@@ -1,7 +1,6 @@
 """Arguments of config groups that are not those of the stored tensors."""
 
 import copy
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,12 +13,18 @@ from vexport.repair.cost import ct_scheme
 from vexport.repair.mends import LOSSLESS, Changes, Mend
 from vexport.repair.source import Source
 from vexport.repair.units import Layer, fits, layers_of
-from vexport.schemes.base import QuantArgs, Strategy
+from vexport.schemes.base import Strategy
 from vexport.types import Json
 
 NAME = "arguments"
 GROUP_SIZES = (16, 32, 64, 128, 256)
-Choice = tuple[Strategy, int | None]
+# strategy, group size, symmetric
+CHOICES: tuple[tuple[Strategy, int | None, bool], ...] = (
+    ("tensor", None, True),
+    ("channel", None, True),
+    ("channel", None, False),
+    *(("group", size, symmetric) for size in GROUP_SIZES for symmetric in (True, False)),
+)
 
 
 def run(subject: Subject, source: Source | None) -> Changes:
@@ -48,7 +53,7 @@ def _right(group: ConfigGroup, layers: Sequence[Layer]) -> ConfigGroup | None:
     if not layers or any(fits(group, layer.leaves) for layer in layers):
         return None
     readings = {
-        reading.weights: reading
+        repr(reading.weights): reading
         for reading in _readings(group)
         if all(fits(reading, layer.leaves) for layer in layers)
     }
@@ -57,12 +62,10 @@ def _right(group: ConfigGroup, layers: Sequence[Layer]) -> ConfigGroup | None:
 
 def _readings(group: ConfigGroup) -> Iterator[ConfigGroup]:
     """The group as it is, with the format that its arguments imply, then with others of its arguments."""
-    choices: list[Choice] = [("tensor", None), ("channel", None), *(("group", size) for size in GROUP_SIZES)]
-    own: list[QuantArgs] = [group.weights]
-    for (strategy, size), symmetric in itertools.product(choices, (True, False)):
-        own.append(replace(group.weights, strategy=strategy, group_size=size, symmetric=symmetric))
-    if group.weights.strategy in ("tensor_group", "block"):
-        own = [group.weights]
+    own = [group.weights]
+    if group.weights.strategy not in ("tensor_group", "block"):
+        for strategy, size, symmetric in CHOICES:
+            own.append(replace(group.weights, strategy=strategy, group_size=size, symmetric=symmetric))
     for weights in own:
         reading = replace(group, weights=replace(weights, observer_kwargs={}))
         if group.format in FORMATS:

@@ -30,7 +30,8 @@ def requantized(layer: Layer, source: Source, global_scale: float | None) -> Map
         scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, shared)
     if group.format == PACKED:
         scale = scale.to(weight.dtype)
-    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
+    # In float32: compressed-tensors would divide in the dtype of the weight.
+    state = {"weight": weight.to(torch.float32), "weight_scale": scale, "weight_zero_point": zero_point}
     if shared is not None:
         state["weight_global_scale"] = shared
     compressor = BaseCompressor.get_value_from_registry(group.format)

@@ -1,0 +1,394 @@
+"""What is mended passes the check at the cost that is said; what is not is named, and nothing written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+from tests.command import Ran, vexport
+from vexport.checks import check_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Path], None]
+PEER = Path(__file__).parent / "peer"
+Q = "model.layers.1.self_attn.q_proj"
+K = "model.layers.1.self_attn.k_proj"
+DOWN = "model.layers.2.mlp.down_proj"
+SCHEMES = ("NVFP4", "FP8_DYNAMIC", "FP8", "W4A16", "W8A8", "MXFP4A16")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Path) -> Callable[[str], Path]:
+    """A quantized checkpoint of each scheme; read it, never write to it."""
+    root = tmp_path_factory.mktemp("good")
+    for scheme in SCHEMES:
+        ran = vexport(
+            "quantize", llama, root / scheme, "--scheme", scheme, "--calibration", calibration, "--quiet"
+        )
+        assert ran.code == 0, ran.stderr
+    return lambda scheme: root / scheme
+
+
+def tensors(change: Callable[[Tensors], None]) -> Change:
+    def apply(folder: Path) -> None:
+        values = load_file(folder / "model.safetensors")
+        change(values)
+        save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def put(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return tensors(lambda values: values.update({name: change(values[name]).contiguous()}))
+
+
+def drop(name: str) -> Change:
+    return tensors(lambda values: values.__delitem__(name))
+
+
+def add(name: str, value: torch.Tensor) -> Change:
+    return tensors(lambda values: values.update({name: value}))
+
+
+def config(**changes: object) -> Change:
+    """Set keys of the quantization config."""
+    return at((), changes)
+
+
+def group(**changes: object) -> Change:
+    """Set keys of the first config group."""
+    return at(("config_groups", "group_0"), changes)
+
+
+def weights(**changes: object) -> Change:
+    """Set arguments of the first config group's weights."""
+    return at(("config_groups", "group_0", "weights"), changes)
+
+
+def inputs(**changes: object) -> Change:
+    """Set arguments of the first config group's inputs."""
+    return at(("config_groups", "group_0", "input_activations"), changes)
+
+
+def at(place: tuple[str, ...], changes: dict[str, object]) -> Change:
+    def apply(folder: Path) -> None:
+        whole = json.loads((folder / "config.json").read_text())
+        node = whole["quantization_config"]
+        for key in place:
+            node = node[key]
+        node.update(changes)
+        (folder / "config.json").write_text(json.dumps(whole))
+
+    return apply
+
+
+def together(*changes: Change) -> Change:
+    def apply(folder: Path) -> None:
+        for change in changes:
+            change(folder)
+
+    return apply
+
+
+def first_element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.to(torch.float32).clone()
+        changed.view(-1)[0] = value
+        return changed.to(tensor.dtype)
+
+    return apply
+
+
+def broken(source: Path, folder: Path, change: Change) -> Path:
+    copytree(source, folder)
+    change(folder)
+    return folder
+
+
+def repair(checkpoint: Path, out: Path, *options: object) -> tuple[Ran, dict[str, list[dict[str, object]]]]:
+    ran = vexport("repair", checkpoint, out, "--quiet", "--format", "json", *options)
+    assert ran.stdout, ran.stderr
+    return ran, json.loads(ran.stdout)
+
+
+def dequantized(folder: Path, layer: str) -> torch.Tensor:
+    """By compressed-tensors, from the files alone."""
+    raw = next(
+        iter(
+            json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
+        )
+    )
+    scheme = QuantizationScheme.model_validate(
+        {key: raw[key] for key in ("targets", "weights", "input_activations")}
+    )
+    stored = {
+        name.removeprefix(f"{layer}."): value
+        for name, value in load_file(folder / "model.safetensors").items()
+        if name.startswith(f"{layer}.")
+    }
+    weight: torch.Tensor = BaseCompressor.get_value_from_registry(raw["format"]).decompress(stored, scheme)[
+        "weight"
+    ]
+    return weight
+
+
+def index_of_one_file(**changes: object) -> Change:
+    def apply(folder: Path) -> None:
+        names = load_file(folder / "model.safetensors")
+        total = sum(value.numel() * value.element_size() for value in names.values())
+        content = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({**content, **changes}))
+
+    return apply
+
+
+WITHOUT_LOSS = [
+    ("W8A8", config(quant_method=None), "config"),
+    ("W4A16", weights(no_such_key=1), "config"),
+    ("W8A8", inputs(zero=1), "config"),
+    (
+        "FP8_DYNAMIC",
+        config(sparsity_config={"format": "dense", "targets": ["Linear"]}),
+        "config",
+    ),
+    ("W8A8", config(ignore=["lm_head", Q]), "targets"),
+    ("W8A8", config(ignore=["re:.*"]), "targets"),
+    ("W8A8", group(targets=["re:.*mlp.*"]), "targets"),
+    ("FP8", group(targets=["no_such_layer"]), "targets"),
+    ("W4A16", group(format="no-such-format"), "arguments"),
+    ("W4A16", weights(group_size=64), "arguments"),
+    ("W4A16", weights(symmetric=False), "arguments"),
+    ("FP8_DYNAMIC", weights(strategy="tensor"), "arguments"),
+    ("W4A16", drop(f"{DOWN}.weight_shape"), "layout"),
+    ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.bfloat16)), "layout"),
+    ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t.reshape(-1)), "layout"),
+    ("MXFP4A16", put(f"{DOWN}.weight_scale", lambda t: t.view(torch.float8_e8m0fnu)), "layout"),
+    ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)), "layout"),
+    ("FP8_DYNAMIC", add(f"{DOWN}.input_scale", torch.ones(1)), "layout"),
+    ("W8A8", add(f"{DOWN}.weight_zero_point", torch.zeros(256, 1, dtype=torch.int8)), "layout"),
+    ("NVFP4", put(f"{DOWN}.weight_global_scale", lambda t: 1 / t), "global scales"),
+    ("W8A8", index_of_one_file(metadata={"total_size": 1}), "index"),
+    ("W8A8", index_of_one_file(weight_map={"no.such.tensor": "model.safetensors"}), "index"),
+    ("W8A8", index_of_one_file(weight_map=[]), "index"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "change", "family"), WITHOUT_LOSS)
+def test_mends_without_loss(
+    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, family: str
+) -> None:
+    checkpoint = broken(good(scheme), tmp_path / "broken", change)
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    ran, report = repair(checkpoint, tmp_path / "out")
+    assert ran.code == 0, ran.stderr
+    assert {mend["family"] for mend in report["mends"]} == {family}
+    assert check_checkpoint(str(tmp_path / "out")).findings == ()
+    for layer in (Q, DOWN):
+        torch.testing.assert_close(
+            dequantized(tmp_path / "out", layer), dequantized(good(scheme), layer), rtol=1e-6, atol=0
+        )
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_activation_ordering_that_orders_nothing_is_removed(
+    good: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def ordered(values: Tensors) -> None:
+        for name in [name for name in values if name.endswith(".weight_packed")]:
+            columns = int(values[name.replace("packed", "shape")][1])
+            values[name.replace("packed", "g_idx")] = torch.arange(columns, dtype=torch.int32) // 128
+
+    actorder = weights(actorder="group")
+    checkpoint = broken(good("W4A16"), tmp_path / "broken", together(actorder, tensors(ordered)))
+    ran, report = repair(checkpoint, tmp_path / "out")
+    assert ran.code == 0, ran.stderr
+    assert {mend["family"] for mend in report["mends"]} == {"ordering", "layout"}
+    torch.testing.assert_close(
+        dequantized(tmp_path / "out", Q), dequantized(good("W4A16"), Q), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("with_source", [False, True])
+def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_source: bool) -> None:
+    """Rescaled or quantized again, the weights stay within half a step of e4m3 of what they were."""
+    checkpoint, out = PEER / "moe-NVFP4A16", tmp_path / "out"
+    found = [finding.where for finding in check_checkpoint(str(checkpoint)).findings]
+    assert found == [f"model.layers.0.mlp.experts.{i}.w13: weight_global_scale" for i in range(2)]
+    ran, report = repair(checkpoint, out, *(["--source", PEER / "moe"] if with_source else []))
+    assert ran.code == 0, ran.stderr
+    assert check_checkpoint(str(out)).findings == ()
+    written, source = load_file(out / "model.safetensors"), load_file(PEER / "moe" / "model.safetensors")
+    old = load_file(checkpoint / "model.safetensors")
+    mended = {mend["layer"]: mend["change"] for mend in report["mends"]}
+    for expert in range(2):
+        layers = [f"model.layers.0.mlp.experts.{expert}.{leaf}" for leaf in ("gate_proj", "up_proj")]
+        values = [old[f"{layer}.weight_global_scale"] for layer in layers]
+        assert [written[f"{layer}.weight_global_scale"] for layer in layers] == [min(values)] * 2
+        for layer in layers:
+            before, after = dequantized(checkpoint, layer).double(), dequantized(out, layer).double()
+            exact = source[f"{layer}.weight"].double()
+            if layer not in mended:
+                assert torch.equal(before, after)
+                continue
+            change = mended[layer]
+            assert isinstance(change, dict)
+            assert change["relative"] == pytest.approx(
+                float((after - before).norm() / before.norm()), rel=1e-6
+            )
+            lost = [float((weight - exact).norm() / exact.norm()) for weight in (before, after)]
+            assert lost[1] < lost[0] * (1.005 if with_source else 1.06)
+            if not with_source:
+                assert change["relative"] < 1 / 16
+    same = [name for name in old if "experts" not in name]
+    assert all(torch.equal(old[name], written[name]) for name in same)
+
+
+def test_input_divisors_become_the_smallest(good: Callable[[str], Path], tmp_path: Path) -> None:
+    name = f"{Q}.input_global_scale"
+    checkpoint = broken(good("NVFP4"), tmp_path / "broken", put(name, lambda t: t * 2))
+    ran, _ = repair(checkpoint, tmp_path / "out")
+    assert ran.code == 0, ran.stderr
+    written, right = (load_file(root / "model.safetensors") for root in (tmp_path / "out", good("NVFP4")))
+    assert all(torch.equal(written[key], value) for key, value in right.items())
+
+
+def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Callable[[str], Path], tmp_path: Path) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    announce = config(kv_cache_scheme=scheme)
+    ran, report = repair(broken(good("W8A8"), tmp_path / "broken", announce), tmp_path / "out")
+    assert ran.code == 0, ran.stderr
+    assert [mend["where"] for mend in report["mends"]] == [f"model.layers.{i}.self_attn" for i in range(3)]
+    assert all("saturate" in str(mend["cost"]) for mend in report["mends"])
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    scales = [value for name, value in written.items() if name.endswith((".k_scale", ".v_scale"))]
+    assert len(scales) == 6
+    assert all(torch.equal(scale, torch.ones(1)) for scale in scales)
+
+
+REFUSED = [
+    ("NVFP4", put(f"{DOWN}.weight_scale", first_element(float("nan"))), f"{DOWN}.weight_scale"),
+    ("NVFP4", put(f"{DOWN}.input_global_scale", first_element(float("nan"))), f"{DOWN}.input_global_scale"),
+    ("FP8", drop(f"{DOWN}.input_scale"), f"{DOWN}.input_scale"),
+    ("W8A8", drop(f"{DOWN}.weight"), f"{DOWN}.weight"),
+    ("W8A8", drop("model.norm.weight"), "model.norm.weight"),
+    ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), f"{DOWN}.weight"),
+    ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), f"{DOWN}.weight_scale"),
+    ("W4A16", weights(actorder="group"), "config_groups.group_0"),
+    (
+        "W4A16",
+        together(
+            weights(actorder="group"),
+            add(f"{DOWN}.weight_g_idx", torch.zeros(512, dtype=torch.int32)),
+        ),
+        "config_groups.group_0",
+    ),
+    (
+        "W8A8",
+        add(f"{DOWN}.weight_zero_point", torch.ones(256, 1, dtype=torch.int8)),
+        f"{DOWN}.weight_zero_point",
+    ),
+    ("W8A8", lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "model.safetensors"),
+    ("W8A8", index_of_one_file(weight_map={"lost": "model-00002-of-00002.safetensors"}), "00002.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "change", "where"), REFUSED)
+def test_what_cannot_be_mended_is_named_and_nothing_written(
+    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, where: str
+) -> None:
+    ran, report = repair(broken(good(scheme), tmp_path / "broken", change), tmp_path / "out")
+    assert ran.code == 1
+    assert any(where in str(refusal["where"]) for refusal in report["refusals"]), report["refusals"]
+    assert len(ran.errors) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"broken"}
+
+
+RESTORED = [
+    ("NVFP4", put(f"{Q}.weight_scale", first_element(float("nan"))), Q),
+    ("NVFP4", drop(f"{DOWN}.weight_global_scale"), DOWN),
+    ("W8A8", drop(f"{DOWN}.weight"), DOWN),
+    ("FP8_DYNAMIC", put(f"{DOWN}.weight_scale", first_element(0.0)), DOWN),
+    ("W4A16", drop(f"{Q}.weight_packed"), Q),
+    ("MXFP4A16", drop(f"{DOWN}.weight_scale"), DOWN),
+]
+
+
+@pytest.mark.parametrize(("scheme", "change", "layer"), RESTORED)
+def test_a_source_gives_back_what_is_lost(
+    good: Callable[[str], Path], llama: Path, tmp_path: Path, scheme: str, change: Change, layer: str
+) -> None:
+    """Checkpoints of ours are made by the same min-max ranges, so the weights come back as they were."""
+    checkpoint = broken(good(scheme), tmp_path / "broken", change)
+    ran, report = repair(checkpoint, tmp_path / "out", "--source", llama)
+    assert ran.code == 0, (ran.stderr, report)
+    (mend,) = report["mends"]
+    assert (mend["family"], mend["where"]) == ("source", layer)
+    assert check_checkpoint(str(tmp_path / "out")).findings == ()
+    torch.testing.assert_close(
+        dequantized(tmp_path / "out", layer), dequantized(good(scheme), layer), rtol=0, atol=0
+    )
+
+
+def test_a_missing_tensor_is_copied_from_the_source(
+    good: Callable[[str], Path], llama: Path, tmp_path: Path
+) -> None:
+    checkpoint = broken(good("W8A8"), tmp_path / "broken", drop("model.norm.weight"))
+    ran, _ = repair(checkpoint, tmp_path / "out", "--source", llama)
+    assert ran.code == 0, ran.stderr
+    written, right = (load_file(root / "model.safetensors") for root in (tmp_path / "out", good("W8A8")))
+    assert written.keys() == right.keys()
+    assert all(torch.equal(written[name], value) for name, value in right.items())
+
+
+def test_untouched_shards_are_copies_and_the_index_is_made_anew(
+    good: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def in_two(folder: Path) -> None:
+        values = load_file(folder / "model.safetensors")
+        values[f"{DOWN}.weight_global_scale"] = 1 / values[f"{DOWN}.weight_global_scale"]
+        (folder / "model.safetensors").unlink()
+        for number, last in ((1, False), (2, True)):
+            part = {
+                name: value for name, value in values.items() if name.startswith("model.layers.2") is last
+            }
+            save_file(part, folder / f"model-0000{number}-of-00002.safetensors", metadata={"format": "pt"})
+
+    checkpoint, out = broken(good("NVFP4"), tmp_path / "broken", in_two), tmp_path / "out"
+    ran, report = repair(checkpoint, out)
+    assert ran.code == 0, ran.stderr
+    assert [mend["family"] for mend in report["mends"]] == ["index", "global scales"]
+    first = "model-00001-of-00002.safetensors"
+    assert (out / first).read_bytes() == (checkpoint / first).read_bytes()
+    assert (out / first).stat().st_ino != (checkpoint / first).stat().st_ino
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"][f"{DOWN}.weight_global_scale"] == "model-00002-of-00002.safetensors"
+    names = {name for path in out.glob("*.safetensors") for name in load_file(path)}
+    assert index["weight_map"].keys() == names
+
+
+def test_a_sound_checkpoint_is_copied(good: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ran = vexport("repair", good("W8A8"), out, "--quiet")
+    assert ran.code == 0
+    assert "nothing to mend" in ran.stdout
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in good("W8A8").iterdir()
+    }
+    again = vexport("repair", good("W8A8"), out, "--quiet")
+    assert again.code == 2
+    assert vexport("repair", good("W8A8"), out, "--quiet", "--overwrite").code == 0
+
+
+def test_text_says_what_was_done_and_what_it_cost(tmp_path: Path) -> None:
+    ran = vexport("repair", PEER / "moe-NVFP4A16", tmp_path / "out", "--quiet")
+    assert (
+        "experts.0.gate_proj.weight_global_scale: 7136, not that of the layers it runs with -> 6080"
+        in ran.stdout
+    )
+    assert "2 weights moved" in ran.stdout
