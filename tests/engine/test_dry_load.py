@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
 SCHEMES = ("NVFP4", "FP8_DYNAMIC", "W4A16")
+# Schemes that not every device takes as they are.
+PARTICULAR = ("MXFP4A16", "W4AFP8")
 LAYER = "model.layers.1"
 EXPERTS = f"{LAYER}.mlp.experts"
 SOUND: Mapping[str, tuple[Mapping[str, object], str]] = {
@@ -153,14 +155,15 @@ HARMLESS: Mapping[str, tuple[str, Mapping[str, Tensor | None]]] = {
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport]:
     """The demo model, quantized by vexport, for tp 1 and 2 on four capabilities."""
     folder = tmp_path_factory.mktemp("demo")
-    for scheme in SCHEMES:
+    schemes = (*SCHEMES, *PARTICULAR)
+    for scheme in schemes:
         calibration = ("--calibration", DEMO / "calibration.jsonl", "--samples", 4, "--seq-len", 32)
         ran = vexport(
             "quantize", DEMO / "model", folder / scheme, "--scheme", scheme, *calibration, "--quiet"
         )
         assert ran.code == 0, ran.stderr
-    reports = dry_loads([folder / scheme for scheme in SCHEMES], tp=(1, 2), sm=(80, 89, 90, 100))
-    return dict(zip(SCHEMES, reports, strict=True))
+    reports = dry_loads([folder / scheme for scheme in schemes], tp=(1, 2), sm=(80, 89, 90, 100))
+    return dict(zip(schemes, reports, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +215,25 @@ def test_kernels_are_those_that_vllm_documents(demo: Mapping[str, DryLoadReport]
     assert kernels(demo["NVFP4"], 90) == {("other precision", "W4A16", "MarlinNvFp4LinearKernel")}
     assert {(status, runs) for status, runs, _ in kernels(demo["NVFP4"], 100)} == {("loads", "W4A4")}
     assert [cell.status for cell in demo["FP8_DYNAMIC"].cells[:4]] == ["other precision", *["loads"] * 3]
+
+
+def test_w4afp8_is_refused_but_on_hopper(demo: Mapping[str, DryLoadReport]) -> None:
+    report = demo["W4AFP8"]
+    assert [cell.status for cell in report.cells[:4]] == ["refused", "refused", "loads", "refused"]
+    assert kernels(report, 90) == {("loads", "W4A8", "CutlassW4A8LinearKernel")}
+    assert not report.ok
+    assert "scheme was found" in errors(report)[0].got
+
+
+def test_coarser_activations_than_stored_are_a_warning(demo: Mapping[str, DryLoadReport]) -> None:
+    """Rule 31: on Blackwell vLLM multiplies a weight-only MXFP4 checkpoint with FP4 activations."""
+    report = demo["MXFP4A16"]
+    assert {(status, runs) for status, runs, _ in kernels(report, 100)} == {("other precision", "W4A4")}
+    assert {(status, runs) for status, runs, _ in kernels(report, 90)} == {("loads", "W4A16")}
+    assert [(finding.severity, finding.got.split()[0]) for finding in report.findings] == [
+        ("warning", "W4A4")
+    ]
+    assert "sm 100" in report.findings[0].where
 
 
 @pytest.mark.parametrize("name", SOUND)

@@ -12,7 +12,7 @@ CHECK = "dry-load"
 Require = Literal["all", "any"]
 BLIND_SPOTS = (
     "no kernel ran, no value was looked at, and what vLLM does to weights after loading was left out",
-    "kernels are those of vLLM's CUDA wheel without optional packages (FlashInfer, DeepGEMM, Humming)",
+    "kernels are those of vLLM's CUDA wheel with FlashInfer, without DeepGEMM and Humming",
 )
 _SAYS: dict[FaultKind, tuple[Severity, str, str]] = {
     "missing": (
@@ -132,7 +132,7 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
 
 
 def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
-    """One finding for each kernel that multiplies otherwise than stored."""
+    """One finding for each kernel that multiplies otherwise than stored; a warning where it is coarser."""
     found: dict[tuple[str, str, str], tuple[dict[str, None], dict[Cell, None]]] = {}
     for result in results:
         for kind in result.layers:
@@ -142,14 +142,19 @@ def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
                 names[kind.name] = None
                 cells[result.cell] = None
     for (stored, runs, kernel), (names, cells) in found.items():
+        coarser = _activation_bits(runs) < _activation_bits(stored)
         yield Finding(
             check=CHECK,
-            severity="info",
+            severity="warning" if coarser else "info",
             where=_in_cells(", ".join(names), list(cells), results),
             expected=f"{stored} as stored",
             got=f"{runs} by {kernel}",
             fix="measure accuracy at that precision, or serve it elsewhere",
         )
+
+
+def _activation_bits(precision: str) -> int:
+    return int(precision.rpartition("A")[2])
 
 
 def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) -> str:

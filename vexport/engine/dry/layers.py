@@ -13,8 +13,9 @@ from vexport.engine.dry.messages import LayerKind
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _KERNELS = "vllm.model_executor.kernels"
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
-# Kernels that dequantize the weight and leave the input in the model's dtype, by their name's beginning.
-_WEIGHT_ONLY_KERNELS = ("Marlin", "Humming")
+# Kernels that dequantize the weight and leave the input in the model's dtype, by words of their name.
+_WEIGHT_ONLY_KERNEL = re.compile(r"Marlin|Humming|Emulation|A16", re.IGNORECASE)
+_ACTIVATION_BITS = re.compile(r"W[\dN]+A(\d+)")
 
 
 def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
@@ -36,8 +37,8 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
             count=1,
             scheme=_SCHEME.sub("", type(scheme).__name__),
             stored=stored,
-            runs=_runs(stored, type(scheme).__name__, kernel),
-            kernel=kernel,
+            runs=_runs(stored, scheme, kernel),
+            kernel=kernel if isinstance(kernel, str) else type(kernel).__name__,
         )
 
 
@@ -45,12 +46,12 @@ def _has_weights(layer: torch.nn.Module) -> bool:
     return any("weight" in name for name, _ in layer.named_parameters(recurse=False))
 
 
-def _kernel(scheme: object) -> str:
-    """The class of the kernel that a scheme holds; a MoE method's experts or backend; else nothing."""
+def _kernel(scheme: object) -> object:
+    """The kernel that a scheme holds; or the name of a MoE method's experts or backend; else nothing."""
     values = list(vars(scheme).items())
     for _, value in values:
         if type(value).__module__.startswith(_KERNELS):
-            return type(value).__name__
+            return value
     for name, value in values:
         if name == "experts_cls" and isinstance(value, type):
             return value.__name__
@@ -73,9 +74,20 @@ def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
     return f"W{weights.num_bits}A{inputs.num_bits if inputs is not None else 16}"
 
 
-def _runs(stored: str, scheme: str, kernel: str) -> str:
-    """The precision of the multiplication: that of the checkpoint, unless scheme or kernel say otherwise."""
-    weight_only = kernel.startswith(_WEIGHT_ONLY_KERNELS) or "A16" in scheme
-    if stored and weight_only:
-        return re.sub(r"A\d+$", "A16", stored)
-    return stored
+def _runs(stored: str, scheme: object, kernel: object) -> str:
+    """The precision of the multiplication, as `stored` with what scheme and kernel make of activations."""
+    bits = _activation_bits(scheme, kernel)
+    return re.sub(r"A\d+$", f"A{bits}", stored) if bits else stored
+
+
+def _activation_bits(scheme: object, kernel: object) -> int | None:
+    """Bits of the activations that a kernel multiplies; None where nothing tells."""
+    name = kernel if isinstance(kernel, str) else type(kernel).__name__
+    dtype = getattr(getattr(kernel, "config", None), "act_type", None)
+    if isinstance(dtype, torch.dtype):
+        return dtype.itemsize * 8
+    if _WEIGHT_ONLY_KERNEL.search(name) or getattr(scheme, "use_a16", False):
+        return 16
+    # vLLM names a scheme by what it makes of activations, whatever the config says (MXFP4A16, rule 31).
+    found = _ACTIVATION_BITS.search(type(scheme).__name__)
+    return int(found[1]) if found else None

@@ -24,6 +24,17 @@ _EXTENSIONS = (
 )
 # Imported by multimodal classes for pictures and sound only, of which there are none here.
 _OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "timm")
+# The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts rests.
+_FLASHINFER = (
+    "has_flashinfer",
+    "has_flashinfer_moe",
+    "has_flashinfer_cutedsl",
+    "has_flashinfer_bf16_fp4",
+    "has_flashinfer_trtllm_fused_moe",
+    "has_flashinfer_cutlass_fused_moe",
+    "has_flashinfer_cutedsl_grouped_gemm_nt_masked",
+    "has_flashinfer_cutedsl_moe_nvfp4",
+)
 _MEMORY_BYTES = 80 * 2**30
 _MULTIPROCESSORS = 132
 _DEVICES = 1024
@@ -76,6 +87,7 @@ def pretend_cuda() -> None:
     vllm.platforms._current_platform = PretendedCuda()
     _answer_for_operators()
     _answer_for_packages()
+    _answer_for_flashinfer()
 
 
 def set_capability(sm: int) -> None:
@@ -88,6 +100,18 @@ def set_capability(sm: int) -> None:
     # The one place where vLLM keeps an answer from the time of its import.
     if hasattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED"):
         cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = _block_fp8(sm)
+
+
+def _answer_for_flashinfer() -> None:
+    """FlashInfer comes with vLLM's CUDA wheel: kernels are chosen as if it were here. None is run."""
+    from vllm.utils import flashinfer
+
+    present = {name: _yes for name in _FLASHINFER if hasattr(flashinfer, name)}
+    vars(flashinfer).update(present)
+
+
+def _yes() -> bool:
+    return True
 
 
 def _answer_for_packages() -> None:
@@ -177,10 +201,15 @@ class _AbsentPackages(MetaPathFinder, Loader):
 
 
 class _Uncallable:
-    """Stands for an operator of the CUDA wheel."""
+    """Stands for an operator of the CUDA wheel, and for each of its overloads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+
+    def __getattr__(self, overload: str) -> "_Uncallable":
+        if overload.startswith("__"):
+            raise AttributeError(overload)
+        return self
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise NotFollowed(f"the operator {self._name} runs only on a device")

@@ -80,12 +80,14 @@ def _import_vllm(request: DryRequest) -> str:
     from vexport.engine.dry.cell import configure
 
     registry._run_in_subprocess = lambda function: function()
+    largest = max(cell.tp for cell in request.cells)
     for checkpoint in request.checkpoints:
-        try:
-            config = configure(checkpoint, tp=1, trust_remote_code=request.trust_remote_code)
-            registry.ModelRegistry.resolve_model_cls(config.model_config.architectures, config.model_config)
-        except Exception as error:  # each cell will say so
-            traceback.print_exception(error)
+        for tp in dict.fromkeys((1, largest)):  # vLLM imports more where it has to communicate
+            try:
+                model = configure(checkpoint, tp=tp, trust_remote_code=request.trust_remote_code).model_config
+                registry.ModelRegistry.resolve_model_cls(model.architectures, model)
+            except Exception as error:  # each cell will say so
+                traceback.print_exception(error)
     gc.freeze()
     return str(version)
 
