@@ -3,20 +3,25 @@
 Run in the peer's environment, whose compressed-tensors packs all widths as vLLM reads them:
 `.venv-peer/bin/python scripts/bench/golden_schemes.py` (scripts/bench/setup-peer). Writes
 tests/schemes/golden/values.safetensors: a float32 weight, and by scheme the qparams that were given
-(`SCHEME/qparams/...`) and what was stored (`SCHEME/stored/...`).
+(`SCHEME/qparams/...`) and what was stored (`SCHEME/stored/...`). Writes errors.json beside it: what
+llm-compressor loses of the same weights in bf16, squared and relative, by scheme and observer.
 """
 
+import json
 from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 from safetensors.torch import save_file
 
-FILE = Path(__file__).parents[2] / "tests" / "schemes" / "golden" / "values.safetensors"
+FOLDER = Path(__file__).parents[2] / "tests" / "schemes" / "golden"
+OBSERVERS = ("memoryless_minmax", "memoryless_mse")
 # vLLM reads these packed, whatever compressed-tensors infers.
 PACKED = ("W4A8", "W4AFP8")
 # No multiple of a block in either direction, whole groups of 128.
@@ -71,17 +76,35 @@ def golden(name: str) -> dict[str, torch.Tensor]:
     }
 
 
+def peer_error(name: str, observer: str) -> float:
+    """Sum of squares of what comes back minus the weight, relative to the weight's."""
+    scheme = preset_name_to_scheme(name, ["Linear"])
+    scheme.weights.observer = observer
+    values = (weight(*RAGGED) if scheme.weights.strategy == "block" else weight(ROWS, COLUMNS)).bfloat16()
+    converter = ModelFreePtqConverter(QuantizationConfig(config_groups={"group": scheme}))
+    stored = converter.process({"layer.weight": values.clone()})
+    state = {key.removeprefix("layer."): value for key, value in stored.items()}
+    format_ = infer_module_format(torch.nn.Linear, scheme)
+    if scheme.weights.strategy == "block":
+        back = dequantize(state["weight"], state["weight_scale"], args=scheme.weights)
+    else:
+        back = BaseCompressor.get_value_from_registry(format_.value).decompress(state, scheme)["weight"]
+    exact = values.double()
+    return float((back.double() - exact).square().sum() / exact.square().sum())
+
+
 def main() -> None:
     """Write the values of every preset that vexport knows."""
     names = [name for name in PRESET_SCHEMES if name.endswith("A16") or not name.startswith("W")]
-    names += ["W8A8", "W4A16_ASYM", *PACKED]
+    names = [*(name for name in names if name != "UNQUANTIZED"), "W8A8", "W4A16_ASYM", *PACKED]
     tensors = {"weight": weight(ROWS, COLUMNS), "ragged": weight(*RAGGED)}
     for name in names:
-        if name != "UNQUANTIZED":
-            tensors |= golden(name)
-    FILE.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, FILE)
-    print(f"{FILE}: {len(tensors)} tensors")
+        tensors |= golden(name)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, FOLDER / "values.safetensors")
+    errors = {name: {observer: peer_error(name, observer) for observer in OBSERVERS} for name in names}
+    (FOLDER / "errors.json").write_text(json.dumps(errors, indent=1) + "\n")
+    print(f"{FOLDER}: {len(tensors)} tensors, errors of {len(errors)} schemes")
 
 
 if __name__ == "__main__":
