@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -125,20 +125,33 @@ def new_directory(path: Path, *, overwrite: bool, mark: str = "config.json") -> 
 
 @contextmanager
 def resumable_directory(
-    path: Path, *, made_from: str, overwrite: bool, keep: str = "*.safetensors", mark: str = "config.json"
+    path: Path,
+    *,
+    made_from: str,
+    overwrite: bool,
+    keep: str = "*.safetensors",
+    mark: str = "config.json",
+    note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Path]:
     """Yield a folder beside `path` that takes its name when the block ends without error.
 
     Whatever breaks the block off but a refusal of ours leaves the folder for the next call with the same
     `made_from`, a digest, to go on in: it finds the files that match `keep`. One with another digest begins
-    an empty folder. InputError where `path` exists and may not be replaced (see `refuse_existing`), or where
-    another process is writing it.
+    an empty folder. `note` is told of both. InputError where `path` exists and may not be replaced (see
+    `refuse_existing`), where it cannot be renamed, or where another process is writing it.
     """
+    path = path.resolve()
     refuse_existing(path, overwrite=overwrite, mark=mark)
+    if path.is_mount():
+        fix = "choose a folder below it"
+        raise InputError(str(path), got="a mount point", need="a folder that can be renamed", fix=fix)
     partial, replaced = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "replaced"))
     partial.mkdir(parents=True, exist_ok=True)
     with _alone(partial / RECORD, path) as record:
-        continued = record.read() == made_from
+        before = record.read()
+        continued = before == made_from
+        if before:
+            note("goes on where it was broken off" if continued else "begins anew: its inputs have changed")
         for entry in partial.iterdir():
             if entry.name != RECORD and not (continued and entry.match(keep)):
                 entry.unlink()

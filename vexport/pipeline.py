@@ -145,7 +145,11 @@ def write_checkpoint(
     """
     search = _search() if needs_search(plan) else None
     digest = made_from(index, plan, calibration, shard_bytes)
-    with resumable_directory(out, made_from=digest, overwrite=overwrite) as folder:
+
+    def note(text: str) -> None:
+        on_progress(f"quantize {text}", 1, 1)
+
+    with resumable_directory(out, made_from=digest, overwrite=overwrite, note=note) as folder:
         on_bytes = partial(on_progress, "quantize (bytes)")
         quantize(index, plan, calibration, folder, search=search, shard_bytes=shard_bytes, on_bytes=on_bytes)
 
