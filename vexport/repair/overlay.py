@@ -1,6 +1,6 @@
 """A checkpoint as it would be with some changes: every check can look at it before a byte is written."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,10 @@ class Overlay(Reader):
         """The bytes of a tensor as it will be written."""
         edit = self._edits.get(tensor.name)
         return self.base.raw(tensor) if edit is None else raw_bytes(self._made(edit)[tensor.name])
+
+    def release(self, tensors: Iterable[TensorInfo]) -> None:
+        """Pages of the checkpoint's files that are no longer needed; edited tensors have none."""
+        self.base.release(tensor for tensor in tensors if tensor.name not in self._edits)
 
     def is_edited(self, name: str) -> bool:
         """Whether a tensor's bytes are not those of the checkpoint's files."""
