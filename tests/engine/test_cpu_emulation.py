@@ -9,7 +9,13 @@ import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 
 from vexport.engine.cpu_emulation import SWITCH
-from vexport.engine.cpu_emulation.rounding import fake_nvfp4, fp8_token_scale, round_fp4, round_fp8
+from vexport.engine.cpu_emulation.rounding import (
+    fake_mxfp4,
+    fake_nvfp4,
+    fp8_token_scale,
+    round_fp4,
+    round_fp8,
+)
 from vexport.engine.reference import round_activations
 
 TABLES = (
@@ -17,7 +23,8 @@ TABLES = (
     "from vllm.model_executor.kernels import linear;"
     "from vllm.platforms import PlatformEnum;"
     "print(sum('Emulation' in kernel.__name__ for table in (linear._POSSIBLE_FP8_KERNELS,"
-    " linear._POSSIBLE_WFP8A16_KERNELS, linear._POSSIBLE_MXFP4_KERNELS, linear._POSSIBLE_MXFP8_KERNELS)"
+    " linear._POSSIBLE_WFP8A16_KERNELS, linear._POSSIBLE_MXFP4_KERNELS, linear._POSSIBLE_MXFP8_KERNELS,"
+    " linear._POSSIBLE_KERNELS)"
     " for kernel in table.get(PlatformEnum.CPU, [])))"
 )
 
@@ -38,7 +45,7 @@ def test_register_is_inert_unless_asked() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("switch", "kernels"), [("0", 0), ("1", 4)])
+@pytest.mark.parametrize(("switch", "kernels"), [("0", 0), ("1", 6)])
 def test_kernels_are_offered_once(switch: str, kernels: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TABLES],
@@ -55,6 +62,12 @@ def test_fp4_rounds_ties_to_even() -> None:
     expected = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0])
     assert torch.equal(round_fp4(ties), expected)
     assert torch.equal(round_fp4(-ties), -expected)
+
+
+def test_mxfp4_activations_are_compressed_tensors(activations: torch.Tensor) -> None:
+    args = preset_name_to_scheme("MXFP4", ["Linear"]).input_activations
+    expected = round_activations(activations, args, {}, torch.nn.Linear(1, 1))
+    assert torch.equal(fake_mxfp4(activations), expected)
 
 
 def test_nvfp4_activations_are_compressed_tensors(activations: torch.Tensor) -> None:

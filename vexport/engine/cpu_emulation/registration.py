@@ -1,6 +1,7 @@
 """Puts the emulation kernels into vLLM's tables. Imported only inside vLLM's processes."""
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from vllm import _custom_ops
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import (
@@ -9,21 +10,27 @@ from vllm.model_executor.kernels.linear import (
     NvFp4LinearLayerConfig,
     register_linear_kernel,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsScheme,
+    CompressedTensorsW4A4Mxfp4,
+    CompressedTensorsW4A8Fp8,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_nvfp4 as nvfp4_scheme,
 )
 from vllm.platforms import PlatformEnum
 
-from vexport.engine.cpu_emulation.kernels import (
-    EmulationFp8Linear,
-    EmulationMxFp4A16Linear,
-    EmulationNvFp4A16Linear,
-    EmulationNvFp4Linear,
-    EmulationW8A16Fp8Linear,
-)
+from vexport.engine.cpu_emulation.fp8 import EmulationFp8Linear, EmulationW8A16Fp8Linear
+from vexport.engine.cpu_emulation.mxfp4 import EmulationMxFp4Linear
+from vexport.engine.cpu_emulation.nvfp4 import EmulationNvFp4A16Linear, EmulationNvFp4Linear
 from vexport.engine.cpu_emulation.rounding import round_fp8
+from vexport.engine.cpu_emulation.wna16 import EmulationW4A8Fp8Linear, EmulationWNA16Linear
 
 _ORIGINAL_QUANT = _custom_ops.scaled_fp8_quant
+_ORIGINAL_SCHEME = CompressedTensorsConfig._get_scheme_from_parts
 
 
 def register_kernels() -> None:
@@ -32,13 +39,39 @@ def register_kernels() -> None:
         return
     # vLLM forces Marlin for NVFP4A16 before it looks at its table: replace the scheme's own name for it.
     nvfp4_scheme.init_nvfp4_linear_kernel = nvfp4_kernel
-    register_linear_kernel(EmulationMxFp4A16Linear, PlatformEnum.CPU, "mxfp4")
+    register_linear_kernel(EmulationMxFp4Linear, PlatformEnum.CPU, "mxfp4")
     register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
     # First, because a later entry, chosen on AMX machines, ignores static input scales, and another is slow.
     linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, EmulationFp8Linear)
     # The CPU build lacks the operator behind this name, which fused layers need to share one weight scale.
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
     linear._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(EmulationW8A16Fp8Linear)
+    # Last: only what vLLM's own kernel for INT4 does not take.
+    register_linear_kernel(EmulationWNA16Linear, PlatformEnum.CPU, "mp")
+    # First, because vLLM's kernel for INT4 with INT8 inputs does not look at the inputs' type.
+    linear._POSSIBLE_KERNELS[PlatformEnum.CPU].insert(0, EmulationW4A8Fp8Linear)
+    CompressedTensorsConfig._get_scheme_from_parts = scheme_from_parts
+
+
+def scheme_from_parts(
+    config: CompressedTensorsConfig,
+    weight_quant: QuantizationArgs,
+    input_quant: QuantizationArgs | None,
+    output_quant: QuantizationArgs | None = None,
+    format: str | None = None,
+    layer_name: str | None = None,
+) -> CompressedTensorsScheme:
+    """vLLM's choice of a scheme, with two that only a GPU gets: W4AFP8, and MXFP4 without MXFP4 inputs."""
+    if config._is_fp8_w4a8(weight_quant, input_quant):
+        return CompressedTensorsW4A8Fp8(
+            num_bits=weight_quant.num_bits,
+            strategy=weight_quant.strategy,
+            symmetric=weight_quant.symmetric,
+            group_size=weight_quant.group_size,
+        )
+    if config._is_mxfp4(weight_quant) and input_quant is None:
+        return CompressedTensorsW4A4Mxfp4(activation_quant_key=None)
+    return _ORIGINAL_SCHEME(config, weight_quant, input_quant, output_quant, format, layer_name)
 
 
 def scaled_fp8_quant(

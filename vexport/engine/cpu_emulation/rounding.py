@@ -5,6 +5,7 @@ import torch
 FP4_MAX = 6.0
 FP8_MAX = 448.0
 NVFP4_GROUP = 16
+MX_GROUP = 32
 
 
 def round_fp4(values: torch.Tensor) -> torch.Tensor:
@@ -29,6 +30,18 @@ def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.T
     inverse = _reciprocal(scale * _reciprocal(global_scale))
     rounded = round_fp4(blocks * inverse) * (scale / global_scale)
     return rounded.reshape(activations.shape).to(activations.dtype)
+
+
+def fake_mxfp4(activations: torch.Tensor) -> torch.Tensor:
+    """Quantize to MXFP4 and back: (tokens, features) in its own dtype, features a multiple of 32.
+
+    The scale is the power of two below the largest value, the next one from 1.75 times that on, over 4:
+    compressed-tensors' `generate_mx_scales`.
+    """
+    blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, MX_GROUP)
+    mantissa, exponent = torch.frexp(blocks.abs().amax(dim=-1, keepdim=True))
+    scale = torch.exp2(exponent + (mantissa >= 1.75 / 2) - 3.0)
+    return (round_fp4(blocks / scale) * scale).reshape(activations.shape).to(activations.dtype)
 
 
 def fp8_token_scale(activations: torch.Tensor) -> torch.Tensor:

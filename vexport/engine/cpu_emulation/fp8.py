@@ -1,0 +1,74 @@
+"""FP8 linear layers, widened once at load. Imported only inside vLLM's processes."""
+
+import torch
+import torch.nn.functional as F
+from torch.nn import Parameter
+from vllm.model_executor.kernels.linear import FP8ScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig
+
+from vexport.engine.cpu_emulation.layer import Answer, QuantizedLayer
+from vexport.engine.cpu_emulation.rounding import fp8_token_scale, round_fp8
+
+
+class EmulationFp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
+    """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic per token).
+
+    The CPU build ignores static activation scales where it has AMX, and takes 0.2 s a layer for dynamic ones
+    where it has no AMX-FP8.
+    """
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
+        activation, weight = c.activation_quant_key.scale, c.weight_quant_key.scale.group_shape
+        static = activation.static and activation.group_shape.is_per_tensor()
+        dynamic = not activation.static and activation.group_shape.is_per_token()
+        if not (static or dynamic):
+            return False, "requires activation scales static per tensor or dynamic per token"
+        return (
+            weight.is_per_tensor() or weight.is_per_channel(),
+            "requires weight scales per tensor or channel",
+        )
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        """The weight's e4m3 values in the model's dtype, which holds them exactly, as (out, in)."""
+        weight = layer.weight.data.t().to(self.config.out_dtype)
+        layer.weight = Parameter(weight.contiguous(), requires_grad=False)
+        layer.weight_scale = Parameter(layer.weight_scale.data.reshape(-1), requires_grad=False)
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        scale = fp8_token_scale(x) if layer.input_scale is None else layer.input_scale
+        product = F.linear(round_fp8(x, scale), layer.weight).to(torch.float32)
+        output = product * (scale * layer.weight_scale)
+        return (output if bias is None else output + bias).to(x.dtype)
+
+    def apply_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("apply_weights does it all")
+
+
+class EmulationW8A16Fp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
+    """FP8 weights with a scale per channel, activations as they are."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
+        return c.weight_quant_key.scale.group_shape.is_per_channel(), "requires a weight scale per channel"
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(-1, 1)
+        layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)
+
+    def apply_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("apply_weights does it all")

@@ -1,0 +1,37 @@
+"""MXFP4 linear layers, dequantized once at load. Imported only inside vLLM's processes."""
+
+import torch
+import torch.nn.functional as F
+from torch.nn import Parameter
+from vllm.model_executor.kernels.linear import MxFp4LinearKernel, MxFp4LinearLayerConfig
+from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import break_fp4_bytes
+from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
+
+from vexport.engine.cpu_emulation.layer import Answer, QuantizedLayer
+from vexport.engine.cpu_emulation.rounding import MX_GROUP, fake_mxfp4
+
+
+class EmulationMxFp4Linear(MxFp4LinearKernel):  # type: ignore[misc]
+    """MXFP4 weights; activations in MXFP4, as on SM 100, or as they are, as in Marlin kernels below."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: MxFp4LinearLayerConfig) -> Answer:
+        known = config.activation_quant_key in (None, kMxfp4Dynamic)
+        return known, None if known else "requires MXFP4 or unquantized activations"
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        """Dequantize; the scales are e8m0 exponents with a bias of 127, one for 32 values."""
+        values = break_fp4_bytes(layer.weight.data, torch.float32)
+        scale = torch.exp2(layer.weight_scale.data.to(torch.float32) - 127)
+        weight = (values * scale.repeat_interleave(MX_GROUP, dim=-1)).to(torch.get_default_dtype())
+        layer.weight = Parameter(weight, requires_grad=False)
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        inputs = x if self.config.activation_quant_key is None else fake_mxfp4(x)
+        return F.linear(inputs, layer.weight, bias)
