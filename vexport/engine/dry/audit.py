@@ -134,6 +134,8 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Parameters named in `optional` need no stored tensor.
         """
+        for parameter in model.parameters():  # one that a loader replaced is a stored tensor itself
+            self._read(parameter)
         layers = {_storage(parameter): _layer(name) for name, parameter in model.named_parameters()}
         yield from self._missing(model, optional)
         for name, source in self._sources.items():

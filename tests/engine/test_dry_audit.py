@@ -1,0 +1,127 @@
+"""The copy audit on loaders written by hand, without vLLM."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vexport.engine.dry.audit import Audit
+from vexport.engine.dry.messages import Fault
+
+Loader = Callable[[torch.nn.Module, torch.Tensor], None]
+
+
+class Layer(torch.nn.Module):
+    """A fused weight of two members and the weights of three experts, on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = self._parameter(8, 4, dtype=torch.float32)
+        self.experts = self._parameter(3, 2, 4, dtype=torch.float8_e4m3fn)
+        self.scale = self._parameter(1, dtype=torch.float32)
+
+    @staticmethod
+    def _parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def faults(*steps: tuple[torch.Tensor, Loader], optional: tuple[str, ...] = ()) -> list[Fault]:
+    """What the audit finds after each stored tensor, named t0, t1 ..., went through its loader."""
+    model, audit = Layer(), Audit()
+    with audit:
+        for number, (stored, load) in enumerate(steps):
+            audit.handed_out(f"t{number}", stored)
+            load(model, stored)
+    return list(audit.faults(model, optional=frozenset(optional), whole=True))
+
+
+def stored(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def rows(start: int, stop: int) -> Loader:
+    def load(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+        target = model.get_parameter("fused").data[start:stop]
+        target.copy_(tensor[: stop - start])
+
+    return load
+
+
+def expert(index: int) -> Loader:
+    def load(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+        model.get_parameter("experts").data[index].copy_(tensor)
+
+    return load
+
+
+def scale(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+    """As some loaders do it: by value."""
+    model.get_parameter("scale").data.fill_(tensor.item())
+
+
+FP8 = torch.float8_e4m3fn
+EXPERTS = [(stored(2, 4, dtype=FP8), expert(index)) for index in range(3)]
+WHOLE = [(stored(4, 4), rows(0, 4)), (stored(4, 4), rows(4, 8)), *EXPERTS, (stored(1), scale)]
+
+
+def test_a_whole_load_has_no_fault() -> None:
+    assert faults(*WHOLE) == []
+
+
+def test_a_missing_member_is_counted_and_the_others_named() -> None:
+    (fault,) = faults(WHOLE[0], *WHOLE[2:])
+    assert (fault.kind, fault.where, fault.got) == ("missing", "fused", "16 of 32 elements from t0")
+
+
+def test_a_missing_expert_is_named() -> None:
+    (fault,) = faults(*WHOLE[:3], *WHOLE[4:])
+    assert (fault.where, fault.got) == ("experts", "16 of 24 elements; short: expert 1")
+
+
+def test_what_is_optional_may_be_missing() -> None:
+    assert faults(*WHOLE[:-1], optional=("scale",)) == []
+    assert [fault.where for fault in faults(*WHOLE[:-1])] == ["scale"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_floats_of_another_width_are_no_fault(dtype: torch.dtype) -> None:
+    assert faults((stored(4, 4, dtype=dtype), rows(0, 4)), *WHOLE[1:]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_values_cast_to_another_kind_are_a_fault(dtype: torch.dtype) -> None:
+    (fault,) = faults(*WHOLE[:2], (stored(2, 4, dtype=dtype), expert(0)), *WHOLE[3:])
+    assert (fault.kind, fault.where, fault.layer) == ("cast", "t2", "")
+    assert (fault.got, fault.expected) == (str(dtype).removeprefix("torch."), "float8_e4m3fn")
+
+
+def test_bytes_read_as_another_dtype_are_no_cast() -> None:
+    def view(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+        expert(0)(model, tensor.view(FP8))
+
+    assert faults(*WHOLE[:2], (stored(2, 4, dtype=torch.uint8), view), *WHOLE[3:]) == []
+
+
+def test_a_tensor_that_is_too_large_is_narrowed() -> None:
+    (fault,) = faults((stored(6, 4), rows(0, 4)), *WHOLE[1:])
+    assert (fault.kind, fault.where, fault.got) == ("narrowed", "t0", "shape [6, 4]")
+    assert fault.expected == "16 elements"
+
+
+def test_a_tensor_that_goes_nowhere_is_unused() -> None:
+    (fault,) = faults(*WHOLE, (stored(5), lambda model, tensor: None))
+    assert (fault.kind, fault.where, fault.got) == ("unused", "t6", "float32 [5]")
+
+
+def test_what_is_computed_from_a_tensor_uses_it() -> None:
+    def transposed(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+        rows(0, 4)(model, tensor.t().contiguous() + 1)
+
+    assert faults((stored(4, 4), transposed), *WHOLE[1:]) == []
+
+
+def test_a_parameter_that_becomes_the_tensor_is_whole() -> None:
+    def replace(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+        model.get_parameter("fused").data = tensor
+
+    assert faults((stored(8, 4), replace), *WHOLE[2:]) == []

@@ -1,0 +1,90 @@
+"""The matrix of a dry load in every format."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+
+import vexport.reports
+from vexport.reports import render_dry_loads
+from vexport.types import DryLoadReport, Finding, MatrixCell, MatrixRow
+
+SCHEMA = Path(vexport.reports.__file__).parent / "dry-load.schema.json"
+COLUMNS = [(tp, sm) for tp in (1, 2, 4, 8) for sm in (80, 89, 90, 100)]
+
+
+def cells(precision: str, kernel: str) -> tuple[MatrixCell, ...]:
+    """Loaded but with tp 8, which is refused."""
+    return tuple(
+        MatrixCell(tp=tp, sm=sm, status="refused", reason="ValueError: heads")
+        if tp == 8
+        else MatrixCell(tp=tp, sm=sm, status="loads", precision=precision, kernel=kernel)
+        for tp, sm in COLUMNS
+    )
+
+
+REPORT = DryLoadReport(
+    checkpoint="out/model",
+    ok=False,
+    findings=(
+        Finding(
+            check="dry-load",
+            severity="error",
+            where="checkpoint (tp 8, sm 80/89/90/100)",
+            expected="a checkpoint that vLLM loads",
+            got="ValueError: heads",
+            fix="serve it elsewhere",
+        ),
+    ),
+    vllm="0.32.0",
+    cells=cells("", ""),
+    rows=tuple(
+        MatrixRow(name=f"model.layers.*.{name}", count=3, scheme="WNA16", stored="W4A16", cells=row)
+        for name, row in (
+            ("self_attn.qkv_proj", cells("W4A16", "MarlinLinearKernel")),
+            ("mlp.down_proj", cells("W4A16", "MarlinLinearKernel")),
+            ("mlp.experts", cells("W4A16", "MarlinExperts")),
+        )
+    ),
+    blind_spots=("no kernel ran",),
+)
+
+
+def test_text_joins_what_is_alike() -> None:
+    text = render_dry_loads([REPORT], "text")
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.startswith("FAIL  out/model")
+    assert [line for line in text.splitlines() if line.startswith("tp ")] == ["tp 1, 2, 4", "tp 8"]
+    assert text.count("qkv_proj") == text.count("down_proj") == text.count("(6)") == 1
+    assert text.count("REFUSED") == 4
+    assert "not shown: no kernel ran" in text
+
+
+def test_json_is_a_list_valid_against_its_schema() -> None:
+    listed = json.loads(render_dry_loads([REPORT, replace(REPORT, checkpoint="b")], "json"))
+    jsonschema.validate(listed, json.loads(SCHEMA.read_text()))
+    assert [report["checkpoint"] for report in listed] == ["out/model", "b"]
+    assert listed[0]["rows"][0]["cells"][0] == {
+        "tp": 1,
+        "sm": 80,
+        "status": "loads",
+        "precision": "W4A16",
+        "kernel": "MarlinLinearKernel",
+        "reason": "",
+    }
+
+
+def test_junit_and_github_tell_the_failure() -> None:
+    suite = ElementTree.fromstring(render_dry_loads([REPORT], "junit"))
+    assert [case.get("type") for case in suite.iter("failure")] == ["FAIL"]
+    assert render_dry_loads([REPORT], "github").startswith("::error title=load")
+
+
+@pytest.mark.parametrize("format_", ["text", "junit", "github"])
+def test_hostile_names_stay_text(format_: str) -> None:
+    row = replace(REPORT.rows[0], name="a.[red]\x1b[31mx")
+    text = render_dry_loads([replace(REPORT, checkpoint="[bold]\x1b[1m", rows=(row,))], format_)
+    assert "\x1b" not in text
