@@ -7,7 +7,8 @@ The source is a synthetic Llama of 1.1 B parameters (2.2 GB of bf16 in 4 shards,
 rows differ in size), made once in DIR, by default a folder of its own under the system's temporary one. All
 are run in turns with the source in the page cache, each into a new folder, after a sync; the fastest of the
 repeats counts. "span" is from the first read to the last write, imports and compiled kernels being there;
-"whole" is the command with its start. Memory is the largest resident set of the process. The peer runs in
+"whole" is the command with its start, "cpu" the seconds of processor time of that, which say more on a busy
+machine. Memory is the largest resident set of the process. The peer runs in
 .venv-peer (scripts/bench/setup-peer; without it its columns are empty). Linux only.
 """
 
@@ -45,10 +46,11 @@ CONFIG = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of the span and of the whole command, and the largest resident set in MB."""
+    """Seconds of the span and of the whole command, its processor time, its largest resident set in MB."""
 
     span: float
     whole: float
+    cpu: float
     megabytes: float
 
 
@@ -96,17 +98,24 @@ def make_source(folder: Path, layers: int) -> Path:
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    table = shapes(layers)
-    names, weight_map = list(table), {}
-    for number, part in enumerate(np.array_split(np.arange(len(names)), SHARDS), start=1):
+    table, weight_map = shapes(layers), {}
+    for number in range(1, SHARDS + 1):
         file = folder / f"model-{number:05}-of-{SHARDS:05}.safetensors"
-        here = [names[position] for position in part]
+        here = {name: shape for name, shape in table.items() if shard_of(name, layers) == number}
         weight_map.update(dict.fromkeys(here, file.name))
-        write_shard(file, {name: table[name] for name in here}, seed=number)
+        write_shard(file, here, seed=number)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
     return folder
+
+
+def shard_of(name: str, layers: int) -> int:
+    """The shard of a tensor, from 1: whole layers, since the peer refuses some that are cut."""
+    words = name.split(".")
+    if words[1] == "layers":
+        return 1 + int(words[2]) * SHARDS // layers
+    return 1 if "embed" in name else SHARDS
 
 
 def write_shard(file: Path, table: Mapping[str, tuple[int, ...]], *, seed: int) -> None:
@@ -173,8 +182,18 @@ def peer_span(scheme: str, source: Path, out: Path) -> float:
     return time.perf_counter() - start
 
 
-def timed(command: Sequence[object]) -> tuple[float, float, str]:
-    """Seconds, largest resident set in MB and stdout of a command that must succeed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a command took: seconds, processor seconds, largest resident set in MB; and its stdout."""
+
+    seconds: float
+    cpu: float
+    megabytes: float
+    text: str
+
+
+def timed(command: Sequence[object]) -> Ran:
+    """Run a command that must succeed."""
     os.sync()
     start = time.perf_counter()
     with tempfile.TemporaryFile() as log:
@@ -186,13 +205,18 @@ def timed(command: Sequence[object]) -> tuple[float, float, str]:
         if process.returncode:
             log.seek(0)
             raise SystemExit(f"{command[0]}: exit {process.returncode}\n{log.read().decode()[-2000:]}")
-    return time.perf_counter() - start, usage.ru_maxrss / 1000, text
+    return Ran(
+        seconds=time.perf_counter() - start,
+        cpu=usage.ru_utime + usage.ru_stime,
+        megabytes=usage.ru_maxrss / 1000,
+        text=text,
+    )
 
 
 def copied(source: Path, scratch: Path) -> float:
     """Seconds that cp takes for the weights."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        return timed(["cp", *source.glob("*.safetensors"), folder])[0]
+        return timed(["cp", *source.glob("*.safetensors"), folder]).seconds
 
 
 def ours(scheme: str, source: Path, scratch: Path) -> Measured:
@@ -200,19 +224,22 @@ def ours(scheme: str, source: Path, scratch: Path) -> Measured:
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         out = Path(folder) / "out"
         command = [sys.executable, "-m", "vexport", "quantize", source, out, "--scheme", scheme, "--quiet"]
-        whole, megabytes, _ = timed(command)
+        whole = timed(command)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         out = Path(folder) / "out"
-        _, _, text = timed([sys.executable, __file__, "--worker", "ours", scheme, source, out])
-    return Measured(span=json.loads(text), whole=whole, megabytes=megabytes)
+        inner = timed([sys.executable, __file__, "--worker", "ours", scheme, source, out])
+    return Measured(
+        span=json.loads(inner.text), whole=whole.seconds, cpu=whole.cpu, megabytes=whole.megabytes
+    )
 
 
 def peer(scheme: str, source: Path, scratch: Path) -> Measured:
     """The peer's call in a process of its own, with its imports and without."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         out = Path(folder) / "out"
-        whole, megabytes, text = timed([PEER, __file__, "--worker", "peer", scheme, source, out])
-    return Measured(span=json.loads(text.splitlines()[-1]), whole=whole, megabytes=megabytes)
+        ran = timed([PEER, __file__, "--worker", "peer", scheme, source, out])
+    span = json.loads(ran.text.splitlines()[-1])
+    return Measured(span=span, whole=ran.seconds, cpu=ran.cpu, megabytes=ran.megabytes)
 
 
 def fastest(runs: Sequence[Measured]) -> Measured:
@@ -220,25 +247,33 @@ def fastest(runs: Sequence[Measured]) -> Measured:
     return Measured(
         span=min(run.span for run in runs),
         whole=min(run.whole for run in runs),
+        cpu=min(run.cpu for run in runs),
         megabytes=max(run.megabytes for run in runs),
     )
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text: seconds, MB, and how many times faster than the peer, slower than cp."""
-    lines = [
-        f"{'':12}{'span':>7}{'whole':>8}{'MB':>7}{'peer span':>11}{'whole':>8}{'MB':>7}"
-        f"{'cp':>7}{'span x':>9}{'whole x':>9}{'of cp':>8}"
-    ]
+    """The rows as text: seconds and MB, then how many times ours the peer takes, and what ours is of cp."""
+    columns = ("span", "whole", "cpu", "MB")
+    head = "".join(f"{name:>8}" for name in (*columns, *columns, "cp", *columns[:3], "of cp"))
+    lines = [f"{'':12}{'vexport':>32}{'peer':>32}{'':8}{'peer / vexport':>24}", f"{'':12}{head}"]
     for row in rows:
-        line = f"{row.scheme:12}{row.ours.span:7.2f}{row.ours.whole:8.2f}{row.ours.megabytes:7.0f}"
-        if row.peer is None:
-            line += f"{'-':>11}{'-':>8}{'-':>7}{row.cp:7.2f}{'-':>9}{'-':>9}"
-        else:
-            line += f"{row.peer.span:11.1f}{row.peer.whole:8.1f}{row.peer.megabytes:7.0f}{row.cp:7.2f}"
-            line += f"{row.peer.span / row.ours.span:9.1f}{row.peer.whole / row.ours.whole:9.1f}"
-        lines.append(line + f"{row.ours.span / row.cp:8.2f}")
+        ours, theirs = figures(row.ours), figures(row.peer) if row.peer else None
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)][:3] if theirs else None
+        cells: list[float | None] = [
+            *ours,
+            *(theirs or [None] * 4),
+            row.cp,
+            *(ratios or [None] * 3),
+            row.ours.span / row.cp,
+        ]
+        lines.append(f"{row.scheme:12}" + "".join(f"{'-':>8}" if x is None else f"{x:8.2f}" for x in cells))
     return "\n".join(lines)
+
+
+def figures(measured: Measured) -> list[float]:
+    """The figures in the order of the columns."""
+    return [measured.span, measured.whole, measured.cpu, measured.megabytes]
 
 
 def main() -> None:
