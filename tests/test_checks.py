@@ -46,6 +46,24 @@ def test_good_checkpoints_are_clean(good: Callable[[str], Path], scheme: str) ->
     assert check_checkpoint(str(good(scheme))).findings == ()
 
 
+def test_mixed_schemes_are_clean(tmp_path: Path) -> None:
+    """Several config groups, a quantized output head, layers that are kept between them."""
+    from vexport.pipeline import plan_source
+    from vexport.quantize import quantize
+    from vexport.scenario import Rule
+
+    rules = (
+        Rule(match="lm_head", scheme="W4A16"),
+        Rule(match=r"re:.*layers\.1\.", scheme="keep"),
+        Rule(match=r"re:.*self_attn", scheme="FP8_BLOCK"),
+        Rule(match="Linear", scheme="MXFP4"),
+    )
+    index, plan = plan_source(str(save_llama(tmp_path / "source")), rules)
+    (tmp_path / "out").mkdir()
+    quantize(index, plan, None, tmp_path / "out")
+    assert check_checkpoint(str(tmp_path / "out")).findings == ()
+
+
 def test_unquantized_checkpoints_are_clean(llama: Path, tmp_path: Path) -> None:
     assert check_checkpoint(str(llama)).findings == ()
     assert check_checkpoint(str(save_qwen3(tmp_path / "qwen"))).findings == ()
@@ -77,6 +95,17 @@ def first_element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         return changed.to(tensor.dtype)
 
     return apply
+
+
+def e8m0(exponents: torch.Tensor) -> torch.Tensor:
+    """The same bits in the dtype that vLLM casts by value."""
+    return exponents.view(torch.float8_e8m0fnu)
+
+
+def padded_words(packed: torch.Tensor) -> torch.Tensor:
+    """As many words as compressed-tensors before 0.18 took for 3 bits: ten values to the word."""
+    columns = packed.shape[1] * 32 // 3
+    return torch.nn.functional.pad(packed, (0, -(-columns // 10) - packed.shape[1]))
 
 
 TENSOR_MUTATIONS = [
@@ -127,6 +156,17 @@ TENSOR_MUTATIONS = [
     ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)), "shapes", f"{DOWN}.weight_scale"),
     ("W4A16", put(f"{DOWN}.weight_packed", lambda t: t.to(torch.int64)), "shapes", f"{DOWN}.weight_packed"),
     ("W4A16", put(f"{Q}.weight_packed", lambda t: t[:, :-16]), "shapes", "model.layers.1.self_attn.qkv_proj"),
+    ("W4A16_ASYM", drop(f"{DOWN}.weight_zero_point"), "completeness", f"{DOWN}.weight_zero_point"),
+    ("W4A16_ASYM", put(f"{DOWN}.weight_zero_point", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_zero_point"),
+    ("FP8_BLOCK", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
+    ("FP8_BLOCK", put(f"{DOWN}.weight_scale", first_element(float("nan"))), "values", f"{DOWN}.weight_scale"),
+    ("MXFP4", put(f"{DOWN}.weight_scale", lambda t: t[:, ::2]), "shapes", f"{DOWN}.weight_scale"),
+    ("MXFP4", put(f"{DOWN}.weight_scale", first_element(255)), "values", f"{DOWN}.weight_scale"),
+    ("MXFP4", put(f"{DOWN}.weight_scale", e8m0), "shapes", f"{DOWN}.weight_scale"),
+    ("MXFP8", put(f"{DOWN}.weight_scale", e8m0), "shapes", f"{DOWN}.weight_scale"),
+    ("MXFP8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), "shapes", f"{DOWN}.weight"),
+    ("W3A16", put(f"{DOWN}.weight_packed", padded_words), "shapes", DOWN),
+    ("W4A8", drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
 ]
 
 
@@ -184,6 +224,13 @@ CONFIG_MUTATIONS = [
     ("W4A16", lambda c: weights(c).update(symmetric=False), "completeness"),
     ("FP8_DYNAMIC", lambda c: weights(c).update(strategy="tensor"), "shapes"),
     ("FP8_DYNAMIC", lambda c: weights(c).update(type="int"), "shapes"),
+    ("FP8_BLOCK", lambda c: weights(c).update(block_structure=[64, 64]), "shapes"),
+    ("FP8_BLOCK", lambda c: weights(c).update(block_structure=[96, 128]), "shapes"),
+    ("MXFP4", lambda c: weights(c).update(group_size=16), "shapes"),
+    ("MXFP8", lambda c: weights(c).update(num_bits=4), "completeness"),
+    ("W4A16_ASYM", lambda c: weights(c).update(symmetric=True), "completeness"),
+    ("W8A16", lambda c: weights(c).update(num_bits=4), "shapes"),
+    ("W5A16", lambda c: weights(c).update(num_bits=6), "shapes"),
     ("W8A8", lambda c: quantization(c).update(ignore=["lm_head", Q]), "targets"),
     ("W8A8", lambda c: quantization(c).update(ignore=[]), None),
     ("W8A8", lambda c: quantization(c).update(ignore=["lm_head", DOWN]), "targets"),

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from vexport.checks.expected import expected_parameters, weight_name
-from vexport.checks.subject import QUANTIZED_LEAVES, ConfigGroup, Subject, Unit, error
+from vexport.checks.subject import QUANTIZED_LEAVES, ConfigGroup, Subject, Unit, error, quantized_leaves
 from vexport.types import Finding, Json, TensorInfo
 
 NAME = "completeness"
@@ -19,7 +19,7 @@ def run(subject: Subject) -> Iterator[Finding]:
         group = subject.group_of(unit)
         yield from _fused_parts(subject, unit)
         for module, leaves in unit.members.items():
-            if group is not None and QUANTIZED_LEAVES & leaves.keys():
+            if group is not None and quantized_leaves(leaves):
                 yield from _parameters(group, module, leaves)
     yield from _decoder_layers(subject)
     yield from _outside_layers(subject)
@@ -69,7 +69,7 @@ def _decoder_layers(subject: Subject) -> Iterator[Finding]:
         prefix, mark, rest = name.partition(f".{LAYERS}.")
         number, dot, relative = rest.partition(".")
         if mark and dot and number.isdigit():
-            stacks.setdefault(prefix + mark, {}).setdefault(int(number), set()).add(relative)
+            stacks.setdefault(prefix + mark, {}).setdefault(int(number), set()).add(_parameter(relative))
     for prefix, layers in stacks.items():
         yield from _siblings(prefix, layers)
     declared = _text_config(subject).get("num_hidden_layers")
@@ -77,6 +77,12 @@ def _decoder_layers(subject: Subject) -> Iterator[Finding]:
         prefix, layers = max(stacks.items(), key=lambda item: len(item[1]))
         for missing in sorted(set(range(declared)) - layers.keys()):
             yield _missing(f"{prefix}{missing}", f"{declared} decoder layers (num_hidden_layers)")
+
+
+def _parameter(name: str) -> str:
+    """A tensor's name, for all of a quantized weight's tensors that of the weight: schemes may differ."""
+    module, dot, leaf = name.rpartition(".")
+    return f"{module}{dot}weight" if leaf in QUANTIZED_LEAVES else name
 
 
 def _siblings(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:

@@ -43,7 +43,8 @@ def expected_parameters(
 
 def weight_name(group: ConfigGroup) -> str:
     """`weight_packed` where several values share a word, else `weight` with a byte a value."""
-    return "weight_packed" if "pack-quantized" in group.format else "weight"
+    fp4 = group.weights.type == "float" and group.weights.num_bits < 8
+    return "weight_packed" if fp4 or "pack-quantized" in group.format else "weight"
 
 
 def layer_sides(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> tuple[int, int] | None:

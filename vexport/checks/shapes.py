@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from vexport.checks.expected import Expected, expected_parameters, layer_sides
 from vexport.checks.subject import ConfigGroup, Subject, Unit, error
+from vexport.schemes import fp8
+from vexport.schemes.base import EXPERT, SchemeArgs, Share
 from vexport.types import Finding, TensorInfo
 
 NAME = "shapes"
@@ -17,6 +19,7 @@ def run(subject: Subject) -> Iterator[Finding]:
         if group is None or not unit.is_quantized:
             continue
         yield from _fit_together(group, unit)
+        yield from _whole_blocks(group, unit)
         for leaves in unit.members.values():
             for leaf, expected in (expected_parameters(group, leaves) or {}).items():
                 if leaf in leaves:
@@ -65,6 +68,29 @@ def _fit_together(group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
                 got=str(width),
                 fix="quantize the layer with another group size, or keep it",
             )
+
+
+def _whole_blocks(group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
+    """What vLLM refuses at every tensor parallel size."""
+    sides = [found for leaves in unit.members.values() if (found := layer_sides(group, leaves))]
+    if group.weights.strategy != "block" or not group.weights.block_structure or not sides:
+        return
+    args = SchemeArgs(weights=group.weights, input_activations=group.input_activations)
+    rows = tuple(side[0] for side in sides)
+    share = Share(
+        out_features=rows,
+        in_features=sides[0][1],
+        experts=EXPERT.search(next(iter(unit.members))) is not None,
+    )
+    misfit = fp8.FAMILY.misfit(args, share)
+    if misfit:
+        yield error(
+            NAME,
+            unit.name,
+            expected="whole blocks in layers that vLLM runs as one, but for the last",
+            got=misfit,
+            fix="quantize the layer per channel, or keep it",
+        )
 
 
 def _granularity(group: ConfigGroup) -> str:

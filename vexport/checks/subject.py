@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vexport.architectures import Architecture, FusedModules, architecture_table, resolve
 from vexport.architectures.fusion import fuse
+from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.plan import is_embedding
@@ -57,7 +58,16 @@ class Unit:
     @property
     def is_quantized(self) -> bool:
         """Whether any member stores quantized tensors."""
-        return any(QUANTIZED_LEAVES & leaves.keys() for leaves in self.members.values())
+        return any(quantized_leaves(leaves) for leaves in self.members.values())
+
+
+def quantized_leaves(leaves: Mapping[str, TensorInfo]) -> list[str]:
+    """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its dtype."""
+    return sorted(
+        leaf
+        for leaf, tensor in leaves.items()
+        if leaf in QUANTIZED_LEAVES or (leaf == "weight" and tensor.dtype not in FLOATING)
+    )
 
 
 class Subject:

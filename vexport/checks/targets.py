@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from vexport.checks.subject import HEADS, QUANTIZED_LEAVES, Subject, Unit, error, matches_any
+from vexport.checks.subject import HEADS, Subject, Unit, error, matches_any, quantized_leaves
 from vexport.types import Finding
 
 NAME = "targets"
@@ -30,7 +30,7 @@ def run(subject: Subject) -> Iterator[Finding]:
 def _agreement(subject: Subject, unit: Unit) -> Iterator[Finding]:
     group = subject.group_of(unit)
     for module, leaves in unit.members.items():
-        stored = sorted(QUANTIZED_LEAVES & leaves.keys())
+        stored = quantized_leaves(leaves)
         if group is None and stored:
             head = unit.name.rpartition(".")[2] in HEADS
             yield error(
