@@ -159,6 +159,24 @@ def test_importance_of_experts(name: str, tmp_path: Path) -> None:
         assert torch.allclose(means, values.double().square().mean(0).float(), rtol=1e-6), layer
 
 
+@pytest.mark.parametrize("routed", [True, False])
+def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None:
+    """Also where no token is routed to it, its router's logit being 0 where others are large."""
+    folder = save(expert_configs()["mixtral"], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    block = "model.layers.1.block_sparse_moe"
+    for leaf in ("w1", "w3"):
+        tensors[f"{block}.experts.3.{leaf}.weight"].mul_(1e20)
+    if not routed:
+        tensors[f"{block}.gate.weight"][3] = 0.0
+        tensors["model.layers.1.post_attention_layernorm.weight"].mul_(100)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointFailed, match=r"block_sparse_moe\.experts\.3\.w2: got an input that is not finite"
+    ):
+        calibrate(*plan_with_experts(folder), samples([5]))
+
+
 def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")

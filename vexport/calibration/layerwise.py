@@ -143,12 +143,13 @@ class LayerByLayer:
     ) -> Failure:
         """Where a value of this batch first is not finite: it runs once more, every module watched.
 
-        Where no module shows it (within a module of experts) it is the input of the watched `layer`.
+        Where no module shows it, or only a module of experts as a whole, it is the input of the watched
+        `layer`.
         """
         rows = self.batches[position].rows
         found = first_not_finite(module, name, len(rows), run)
-        if found:
-            found = replace(found, module=self.weights.stored_name(found.module))
-        else:
-            found = NotFinite(module=layer or name, side="input" if layer else "output", sample=0)
+        found = found or NotFinite(module=name, side="output", sample=0)
+        found = replace(found, module=self.weights.stored_name(found.module))
+        if layer and layer.startswith(f"{found.module}."):
+            found = replace(found, module=layer, side="input")
         return Failure(depth=depth, row=rows[found.sample], found=found)

@@ -84,12 +84,13 @@ class Weights:
         return tuple(tuple(tensor.name for tensor in tensors) for tensors in made.tensors.values())
 
     def stored_name(self, module: str) -> str:
-        """The name in the checkpoint of a module with stored weights in it; other modules keep their name."""
+        """The name in the checkpoint of a module, as far as its own or its parents' tensors tell it."""
         for parameter, made in self._made.items():
             leaf, name = parameter.removeprefix(module), made.stored[0].name
             if leaf != parameter and leaf.startswith(".") and name.endswith(leaf):
                 return name.removesuffix(leaf)
-        return module
+        parent, _, own = module.rpartition(".")
+        return joined(self.stored_name(parent), own) if parent else module
 
     def load(self, module: torch.nn.Module, prefix: str) -> None:
         """Fill the module named `prefix`; InputErrors name what the checkpoint lacks."""
