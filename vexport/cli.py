@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -348,6 +349,13 @@ def load(
     "--task", "tasks", multiple=True, required=True, metavar="NAME_OR_YAML", help="lm-eval task; repeatable."
 )
 @verdict_options
+@click.option(
+    "--stopping",
+    type=click.Choice(("fixed", "early")),
+    default="fixed",
+    show_default=True,
+    help="early: read CHECKPOINT's documents in random order until they decide.",
+)
 @click.option("--limit", type=POSITIVE, help="Use the first N documents of each task.")
 @click.option("--output", type=PATH, help="Folder for lm-eval's files [default: runs/eval-NAME].")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
@@ -364,6 +372,7 @@ def evaluate(
     margin: float,
     alpha: float,
     gate: dict[str, str],
+    stopping: Literal["fixed", "early"],
     limit: int | None,
     output: Path | None,
     overwrite: bool,
@@ -395,7 +404,17 @@ def evaluate(
         raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
     if accept:
         require_writable(accept)
-    settings = Evaluate(tasks=tasks, margin=margin, alpha=alpha, gate=gate, limit=limit, baseline=baseline)
+    if stopping == "early" and (accept or not (baseline or against)):
+        raise click.UsageError("--stopping early needs a baseline, and leaves too little to --accept.")
+    settings = Evaluate(
+        tasks=tasks,
+        margin=margin,
+        alpha=alpha,
+        gate=gate,
+        stopping=stopping,
+        limit=limit,
+        baseline=baseline,
+    )
     folder = output or Path("runs") / f"eval-{Path(checkpoint).name}"
     with progress_display(quiet=quiet) as on_progress:
         options = EngineOptions(

@@ -196,17 +196,29 @@ class ScenarioRun:
 
     @cached_property
     def loads(self) -> Loads:
-        """Both models in vLLM, the candidate first: if vLLM refuses it, the baseline is not started."""
+        """Both models in vLLM, the candidate first: if vLLM refuses it, the baseline is not started.
+
+        A candidate that stops early needs the baseline's answers first.
+        """
+        if self._early:
+            require_served(BASELINE, self._served_baseline.result)
         candidate = self._served(CANDIDATE, self.checkpoint, self._made_from)
         if candidate.result.failure is not None:
             return Loads(baseline=NOT_RUN, candidate=self._judged(CANDIDATE, candidate, None))
-        digest = {"baseline": checkpoint_digest(self.baseline)}
-        baseline = self._served(BASELINE, self.baseline, digest)
+        baseline = self._served_baseline
         require_served(BASELINE, baseline.result)
         return Loads(
             baseline=self._judged(BASELINE, baseline, baseline),
             candidate=self._judged(CANDIDATE, candidate, baseline),
         )
+
+    @cached_property
+    def _served_baseline(self) -> Served:
+        return self._served(BASELINE, self.baseline, {"baseline": checkpoint_digest(self.baseline)})
+
+    @property
+    def _early(self) -> bool:
+        return self.scenario.evaluate is not None and self.scenario.evaluate.stopping == "early"
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -220,6 +232,7 @@ class ScenarioRun:
             margin=settings.margin,
             alpha=settings.alpha,
             gate=settings.gate,
+            early=self._early,
         )
 
     @cached_property
@@ -235,7 +248,13 @@ class ScenarioRun:
         def make() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             served = serve_model(
-                role, model, folder, self.options, texts=self._texts, settings=self.scenario.evaluate
+                role,
+                model,
+                folder,
+                self.options,
+                texts=self._texts,
+                settings=self.scenario.evaluate,
+                baseline=self.folder / "eval" / BASELINE if role == CANDIDATE else None,
             )
             write_text(folder / "session.json", to_json(served))
 
@@ -279,7 +298,8 @@ class ScenarioRun:
     def _served_with(self) -> Digests:
         """What a session depends on besides the model."""
         settings = self.scenario.evaluate
-        sides = settings.model_dump(mode="json", exclude={"margin", "alpha", "gate"}) if settings else None
+        decides = None if self._early else {"margin", "alpha", "gate"}
+        sides = settings.model_dump(mode="json", exclude=decides) if settings else None
         files = (
             [path_digest(Path(task)) for task in settings.tasks if Path(task).is_file()] if settings else []
         )

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from annotated_types import Ge, Gt, Lt
@@ -84,7 +84,8 @@ class Evaluate(_Strict):
     """What decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
 
     `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the metric
-    that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists).
+    that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists). With
+    `stopping: early` the checkpoint is read no further than the answer needs.
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -92,6 +93,7 @@ class Evaluate(_Strict):
     alpha: Annotated[float, Gt(0), Lt(0.5)] = DEFAULT_ALPHA
     limit: Annotated[int, Gt(0)] | None = None
     gate: dict[str, str] = {}
+    stopping: Literal["fixed", "early"] = "fixed"
     baseline: str | None = None
     seed: int = 0
 

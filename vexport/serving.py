@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from vexport.engine.session import run_session
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.accepted import read_accepted
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
+from vexport.evaluation.stopping import stopping_rule
 from vexport.evaluation.tasks import resolve_tasks
-from vexport.files import refuse_existing
+from vexport.files import refuse_existing, to_json, write_text
 from vexport.scenario import Evaluate, Serve
 from vexport.terminal import OnProgress
 from vexport.types import DryLoadReport, LoadReport, Verdict
@@ -61,11 +62,13 @@ def serve_model(
     *,
     texts: Sequence[str] = (),
     settings: Evaluate | None = None,
+    baseline: Path | None = None,
 ) -> Served:
     """Start vLLM once: prompts, log-probabilities and, with `settings`, the tasks of lm-eval.
 
     lm-eval's files, the log and the log-probabilities go to `folder`. Raises EnvironmentFault as
-    `run_session`, InputError for unusable tasks; a checkpoint that vLLM refuses is a result.
+    `run_session`, InputError for unusable tasks; with `baseline`, lm-eval's folder of it or an accepted one,
+    and `stopping: early`, the tasks end when they are decided; a checkpoint that vLLM refuses is a result.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prompts = fixed_prompts(checkpoint, texts=texts)
@@ -89,6 +92,12 @@ def serve_model(
             output=folder,
             seed=settings.seed,
         )
+        if settings.stopping == "early" and baseline is not None:
+            rule = stopping_rule(
+                baseline, settings.gate, margin=settings.margin, alpha=settings.alpha, seed=settings.seed
+            )
+            write_text(folder / "stopping.json", to_json(rule))
+            request = replace(request, stopping_file=folder / "stopping.json")
 
     def relay(progress: Progress) -> None:
         options.on_progress(f"{role}: {progress.stage}", progress.done, progress.total)
@@ -129,8 +138,12 @@ def evaluate_checkpoint(
     for model in models.values():
         require_checkpoint(model)
     shutil.rmtree(folder, ignore_errors=True)
-    for role, model in models.items():
-        served = serve_model(role, model, folder / role, options, settings=settings)
+    known = against or (folder / BASELINE if settings.baseline else None)
+    for role in _order(models, settings):
+        baseline = known if role == CANDIDATE else None
+        served = serve_model(
+            role, models[role], folder / role, options, settings=settings, baseline=baseline
+        )
         require_served(role, served.result)
     if against is None and settings.baseline is None:
         return None
@@ -140,7 +153,13 @@ def evaluate_checkpoint(
         margin=settings.margin,
         alpha=settings.alpha,
         gate=settings.gate,
+        early=settings.stopping == "early",
     )
+
+
+def _order(models: Mapping[str, Path], settings: Evaluate) -> Sequence[str]:
+    """The candidate first, since vLLM may refuse it; where it stops early, it needs the baseline's answers."""
+    return sorted(models, reverse=settings.stopping == "fixed")
 
 
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:

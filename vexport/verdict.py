@@ -30,31 +30,38 @@ MAX_SENTENCES = 3
 
 
 def decide(
-    baseline: Path, candidate: Path, *, margin: float, alpha: float, gate: Choice = NO_CHOICE
+    baseline: Path,
+    candidate: Path,
+    *,
+    margin: float,
+    alpha: float,
+    gate: Choice = NO_CHOICE,
+    early: bool = False,
 ) -> Verdict:
     """Compare two lm-eval output folders, wherever they were made, or one with an accepted baseline.
 
     `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), `alpha` the
-    probability of a wrong PASS, and of a wrong FAIL, `gate` the metric that decides for a task (gates.py).
+    probability of a wrong PASS, and of a wrong FAIL, `gate` the metric that decides for a task (gates.py);
+    with `early`, the candidate's evaluation stopped when it was decided, and bounds are those of bets.
     InputError where the runs cannot be compared.
     """
     _check_limits(margin, alpha)
     if is_accepted(baseline):
-        return _decide_against(read_accepted(baseline), read_results(candidate), margin, alpha, gate)
+        return _decide_against(read_accepted(baseline), read_results(candidate), margin, alpha, gate, early)
     left, right = read_results(baseline), read_results(candidate)
     changed = changes(left.fingerprint, right.fingerprint, where=("in the baseline", "in the results"))
-    return judge(gated_tasks(left, right, gate), margin=margin, alpha=alpha, warnings=changed)
+    return judge(gated_tasks(left, right, gate, early=early), margin=margin, alpha=alpha, warnings=changed)
 
 
 def _decide_against(
-    accepted: Accepted, candidate: Results, margin: float, alpha: float, gate: Choice
+    accepted: Accepted, candidate: Results, margin: float, alpha: float, gate: Choice, early: bool
 ) -> Verdict:
     if gate:
         got, need = "another choice of gates", "those that were accepted"
         raise InputError("gate", got=got, need=need, fix="leave it out, or accept anew")
     where = ("when the baseline was accepted", "now")
     changed = changes(accepted.fingerprint, candidate.fingerprint, where=where)
-    return judge(pair_with(accepted, candidate), margin=margin, alpha=alpha, warnings=changed)
+    return judge(pair_with(accepted, candidate, early=early), margin=margin, alpha=alpha, warnings=changed)
 
 
 def judge(
@@ -130,6 +137,8 @@ def _method(gates: Sequence[Compared], alpha: float) -> str:
 def _interval_name(one: Compared) -> str:
     if isinstance(one, UnpairedTask):
         return f"unpaired {'Newcombe' if one.binary else 'normal'} interval"
+    if one.early:
+        return "bets that may stop at any document"
     name = "Tango's score interval" if one.binary else "BCa bootstrap"
     return name if one.clusters is None else f"{name} clustered by task"
 

@@ -15,7 +15,8 @@ class SessionRequest:
 
     `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
     written there (see `worker`). `tasks` are lm-eval task names or YAML files; with any, `output` is the
-    folder for lm-eval's own result and sample files. `limit` bounds the documents of each task.
+    folder for lm-eval's own result and sample files. `limit` bounds the documents of each task. With
+    `stopping_file` (a `vexport.evaluation.stopping.Stopping`) the evaluation ends when it is decided.
     """
 
     checkpoint: Path
@@ -31,6 +32,7 @@ class SessionRequest:
     tasks: tuple[str, ...] = ()
     include_paths: tuple[Path, ...] = ()
     limit: int | None = None
+    stopping_file: Path | None = None
     output: Path | None = None
     seed: int = 0
 

@@ -105,10 +105,10 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
     return made
 
 
-def pair_with(accepted: Accepted, candidate: Results, *, some: bool = False) -> tuple[GatedTask, ...]:
+def pair_with(accepted: Accepted, candidate: Results, *, early: bool = False) -> tuple[GatedTask, ...]:
     """Pair a run with an accepted baseline, on the metrics and filters that were accepted.
 
-    With `some`, the run may have fewer documents.
+    With `early`, the run stopped when it was decided and may have fewer documents.
 
     InputError, for all tasks at once: a task or document that one side lacks, questions that differ.
     """
@@ -120,7 +120,7 @@ def pair_with(accepted: Accepted, candidate: Results, *, some: bool = False) -> 
     for name, task in accepted.tasks.items():
         try:
             if name not in lost:
-                pairs[name] = _pair(name, task, accepted, candidate, some)
+                pairs[name] = _pair(name, task, accepted, candidate, early)
         except InputError as problem:
             problems.append(problem)
     raise_all(problems)
@@ -188,7 +188,7 @@ def _question(sample: Sample) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST].decode()
 
 
-def _remembered(task: AcceptedTask) -> dict[int, tuple[float, str]]:
+def remembered(task: AcceptedTask) -> dict[int, tuple[float, str]]:
     """Document -> score and question; ValueError names the line that is damaged."""
     found: dict[int, tuple[float, str]] = {}
     for scores_line, questions_line in zip(task.outcomes, task.questions, strict=True):
@@ -216,17 +216,17 @@ def _scores(text: str) -> list[float]:
 
 def _damage(path: Path, name: str, task: AcceptedTask) -> Iterator[InputError]:
     try:
-        _remembered(task)
+        remembered(task)
     except ValueError as error:
         place, need = f"{path}: tasks.{name}", "lines of `first-last scores` and `first-last digests`"
         yield InputError(place, got=str(error), need=need, fix="restore it from git, or accept anew")
 
 
-def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results, some: bool) -> TaskPair:
+def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results, early: bool) -> TaskPair:
     samples = _ordered(candidate, name, task.filter)
-    place, old = f"{candidate.file}: task {name}", _remembered(task)
+    place, old = f"{candidate.file}: task {name}", remembered(task)
     known = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
-    if not known or not samples or not (some or len(samples) == task.documents):
+    if not known or not samples or not (early or len(samples) == task.documents):
         got = f"{len(samples)} documents with {task.metric},{task.filter}"
         fix = "evaluate with the same --limit, or accept anew"
         raise InputError(place, got=got, need=f"the {task.documents} that were accepted", fix=fix)
@@ -245,6 +245,7 @@ def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results,
         baseline=np.array([old[sample.doc_id][0] for sample in samples]),
         candidate=np.array([sample.scores[task.metric] for sample in samples]),
         answers_known=False,
+        early=early,
     )
 
 

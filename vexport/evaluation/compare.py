@@ -6,6 +6,7 @@ from itertools import islice
 import numpy as np
 from scipy import stats
 
+from vexport.evaluation.betting import anytime_interval
 from vexport.evaluation.clusters import clustered_bootstrap, clustered_tango, design_effect, effective
 from vexport.evaluation.gates import Compared
 from vexport.evaluation.pairs import TaskPair
@@ -32,10 +33,14 @@ MAX_FLIPS = 50
 def difference_interval(one: Compared, alpha: float) -> Interval:
     """One-sided 1 - alpha bounds of the mean gain.
 
-    Paired: Tango's score interval, or a bootstrap if not 0/1, over clusters where there are some.
+    Paired: Tango's score interval, or a bootstrap if not 0/1, over clusters where there are some; where one
+    looked before, bounds that hold at all times.
     """
     if isinstance(one, UnpairedTask):
         return one.interval(alpha)
+    if one.early:
+        values, counts = np.unique(one.gain, return_counts=True)
+        return anytime_interval(counts, alpha, gains=values)
     if one.clusters is not None:
         if one.binary:
             return clustered_tango(one.gain, one.clusters, alpha)
@@ -232,7 +237,7 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | No
     baseline, candidate = float(pair.baseline.mean()), float(pair.candidate.mean())
     if baseline <= 0 or pair.sign < 0:
         return None, None
-    if pair.binary and pair.clusters is None:
+    if pair.binary and pair.clusters is None and not pair.early:
         both = int((pair.baseline * pair.candidate).sum())
         return candidate / baseline, recovery_interval(both, _wins(pair), _losses(pair), alpha)
     low, high = difference_interval(pair, alpha)

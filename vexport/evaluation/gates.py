@@ -31,12 +31,15 @@ class GatedTask:
     also: tuple[Compared, ...]
 
 
-def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[GatedTask, ...]:
+def gated_tasks(
+    baseline: Results, candidate: Results, choice: Choice, *, early: bool = False
+) -> tuple[GatedTask, ...]:
     """One gate for each task; a group with an aggregate in lm-eval counts as one task.
 
     Tasks without samples on a side are compared by their means. `choice` names gates other than those of
-    PREFERRED_METRICS. InputError, for all tasks at once: tasks that one run lacks, documents that differ,
-    tasks without a number a document, a choice that no task has.
+    PREFERRED_METRICS; with `early`, the candidate stopped when it was decided. InputError, for all tasks at
+    once: tasks that one run lacks, documents that differ, tasks without a number a document, a choice that
+    no task has.
     """
     _require_equal_tasks(baseline, candidate)
     units = list(_units(baseline))
@@ -45,7 +48,7 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
     problems: list[InputError] = []
     for name, members in units:
         try:
-            made.append((name, _compared(name, members, baseline, candidate)))
+            made.append((name, _compared(name, members, baseline, candidate, early)))
         except InputError as problem:
             problems.append(problem)
     raise_all(problems)
@@ -75,10 +78,14 @@ def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from ((name, (name,)) for name in results.summaries if name not in done)
 
 
-def _compared(name: str, members: Sequence[str], baseline: Results, candidate: Results) -> list[Compared]:
+def _compared(
+    name: str, members: Sequence[str], baseline: Results, candidate: Results, early: bool
+) -> list[Compared]:
     """Every metric of a task; for a group the joined ones, then its tasks' own."""
     if all(member in run.tasks for member in members for run in (baseline, candidate)):
-        pairs = [list(pair_metrics(baseline.tasks[one], candidate.tasks[one])) for one in members]
+        pairs = [
+            list(pair_metrics(baseline.tasks[one], candidate.tasks[one], early=early)) for one in members
+        ]
         found: list[Compared] = [*_with_joined(name, pairs, join_group)]
     else:
         means = [list(unpaired_metrics(baseline, candidate, one)) for one in members]

@@ -8,7 +8,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from vexport.errors import InputError
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 ModelArguments = Mapping[str, str | int | float | bool]
+
+Memory = dict[str, object]
+"""Answers that were given already, by request; where one model is asked again about the same documents."""
+Answer = TypeVar("Answer")
 
 _PROGRESS_STEPS = 100
 
@@ -34,8 +38,12 @@ def wrap_engine(llm: "LLM", arguments: ModelArguments, progress: Progress) -> "V
 
     class BuiltVLLM(vllm_causallms.VLLM):  # type: ignore[misc]
         _asked: Sequence["Instance"] = ()
+        remembered: Memory | None = None
 
         def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
+            return _recall(self.remembered, requests, self._generate_until)
+
+        def _generate_until(self, requests: list["Instance"]) -> list[str]:
             for request, tokens in zip(requests, self.tok_encode([r.args[0] for r in requests]), strict=True):
                 *_, new = self.modify_gen_kwargs(request.args[1], default_max_gen_toks=self.max_gen_toks)
                 _require_room(request, len(tokens), new, self.max_length)
@@ -46,6 +54,9 @@ def wrap_engine(llm: "LLM", arguments: ModelArguments, progress: Progress) -> "V
         def loglikelihood(
             self, requests: list["Instance"], disable_tqdm: bool = False
         ) -> list[tuple[float, bool]]:
+            return _recall(self.remembered, requests, self._loglikelihood)
+
+        def _loglikelihood(self, requests: list["Instance"]) -> list[tuple[float, bool]]:
             self.model.stage, self._asked = _stage(requests), requests
             answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
             self._asked = ()
@@ -54,6 +65,9 @@ def wrap_engine(llm: "LLM", arguments: ModelArguments, progress: Progress) -> "V
         def loglikelihood_rolling(
             self, requests: list["Instance"], disable_tqdm: bool = False
         ) -> list[float]:
+            return _recall(self.remembered, requests, self._loglikelihood_rolling)
+
+        def _loglikelihood_rolling(self, requests: list["Instance"]) -> list[float]:
             self.model.stage = _stage(requests)
             answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=True)
             return answers
@@ -70,6 +84,19 @@ def wrap_engine(llm: "LLM", arguments: ModelArguments, progress: Progress) -> "V
 
     with replaced(vllm_causallms, "LLM", lambda **_: _ReportingLLM(llm, progress)):
         return BuiltVLLM(batch_size="auto", **arguments)
+
+
+def _recall(
+    memory: Memory | None, requests: list["Instance"], answer: Callable[[list["Instance"]], list[Answer]]
+) -> list[Answer]:
+    """Answers to all requests, of which only the new ones are asked; `memory` has the others."""
+    if memory is None:
+        return answer(requests)
+    keys = [f"{request.request_type} {request.args!r}" for request in requests]
+    new = {key: request for key, request in zip(keys, requests, strict=True) if key not in memory}
+    if new:
+        memory.update(zip(new, answer(list(new.values())), strict=True))
+    return [cast(Answer, memory[key]) for key in keys]
 
 
 class _ReportingLLM:

@@ -7,8 +7,9 @@ import importlib.metadata
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,9 @@ from jinja2.sandbox import SandboxedEnvironment
 from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.lm_eval_model import ModelArguments, Progress, replaced, wrap_engine
+from vexport.evaluation.stopping import Race, Stopping, look_line, require_unit_range
 from vexport.evaluation.tasks import GROUP_SUFFIX
-from vexport.files import atomic_path, write_text
+from vexport.files import atomic_path, from_json, write_text
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
@@ -49,37 +51,104 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
             stack.enter_context(_sandboxed_templates())
         arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
         arguments["pretrained"] = model_args["model"]
-        _evaluate(wrap_engine(llm, arguments, progress), arguments, request, scratch / "output")
+        model = wrap_engine(llm, arguments, progress)
+        _evaluate(model, arguments, request, scratch / "output", progress)
         _move_files(scratch / "output", request.output)
 
 
-def _evaluate(model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path) -> None:
-    from lm_eval import simple_evaluate
+def _evaluate(
+    model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path, progress: Progress
+) -> None:
     from lm_eval.loggers import EvaluationTracker
 
     tracker = EvaluationTracker(output_path=str(output))
     manager = _task_manager(request)
+    run = partial(_simple_evaluate, model, dict(arguments), manager, tracker, request)
+    tasks = _load_tasks(request, manager)
     try:
-        results = simple_evaluate(
-            model=model,
-            model_args=dict(arguments),
-            tasks=_load_tasks(request, manager),
-            task_manager=manager,
-            limit=request.limit,
-            log_samples=True,
-            bootstrap_iters=0,
-            evaluation_tracker=tracker,
-            confirm_run_unsafe_code=request.trust_remote_code,
-            random_seed=request.seed,
-            numpy_random_seed=request.seed,
-            torch_random_seed=request.seed,
-            fewshot_random_seed=request.seed,
-        )
+        if request.stopping_file is None:
+            results = run(tasks, None)
+        else:
+            model.remembered = {}
+            results = _until_decided(run, tasks, from_json(Stopping, request.stopping_file), progress)
     except jinja2.TemplateError as error:
         fix = "mend doc_to_text, doc_to_target or doc_to_choice of the task"
         need = "a template that its documents can fill"
         raise InputError(f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix) from error
     _save(tracker, results, output)
+
+
+def _simple_evaluate(
+    model: "VLLM",
+    arguments: dict[str, str | int | float | bool],
+    manager: "TaskManager",
+    tracker: "EvaluationTracker",
+    request: SessionRequest,
+    tasks: "list[Task | Group]",
+    documents: Mapping[str, list[int]] | None,
+) -> "EvalResults":
+    from lm_eval import simple_evaluate
+
+    return simple_evaluate(
+        model=model,
+        model_args=arguments,
+        tasks=tasks,
+        task_manager=manager,
+        limit=None if documents else request.limit,
+        samples=documents,
+        log_samples=True,
+        bootstrap_iters=0,
+        evaluation_tracker=tracker,
+        confirm_run_unsafe_code=request.trust_remote_code,
+        random_seed=request.seed,
+        numpy_random_seed=request.seed,
+        torch_random_seed=request.seed,
+        fewshot_random_seed=request.seed,
+    )
+
+
+def _until_decided(
+    run: "Callable[[list[Task | Group], Mapping[str, list[int]]], EvalResults]",
+    tasks: "list[Task | Group]",
+    stopping: Stopping,
+    progress: Progress,
+) -> "EvalResults":
+    """Evaluate more and more documents until they decide; each run has all so far, most of it from memory.
+
+    InputError where the tasks are not the baseline's.
+    """
+    race = Race(stopping)
+    while True:
+        documents = race.more()
+        results = run(tasks, {name: Documents(chosen) for name, chosen in documents.items()})
+        if set(results["samples"]) != set(documents):
+            got, need = f"tasks {', '.join(results['samples'])}", f"the baseline's, {', '.join(documents)}"
+            raise InputError("evaluation", got=got, need=need, fix="evaluate the same tasks")
+        for look in race.look(_scores(results, stopping)):
+            progress(look_line(look, stopping.margin), look.read, look.of)
+        if race.decided:
+            return results
+
+
+class Documents(list[int]):
+    """Numbers of documents, sorted; lm-eval asks for each of the task's documents whether it is in."""
+
+    def __init__(self, documents: Sequence[int]) -> None:
+        super().__init__(documents)
+        self._set = frozenset(documents)
+
+    def __contains__(self, document: object) -> bool:
+        return document in self._set
+
+
+def _scores(results: "EvalResults", stopping: Stopping) -> dict[str, dict[int, float]]:
+    """The candidate's scores on what decides, by task and document."""
+    scores: dict[str, dict[int, float]] = {}
+    for name, task in stopping.tasks.items():
+        rows = [row for row in results["samples"][name] if row["filter"] == task.filter]
+        scores[name] = {row["doc_id"]: float(row[task.metric]) for row in rows}
+        require_unit_range(f"task {name}", task.metric, scores[name].values())
+    return scores
 
 
 def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) -> None:
