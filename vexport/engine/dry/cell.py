@@ -14,8 +14,9 @@ from vexport.engine.dry.audit import Audit
 from vexport.engine.dry.headers import opener
 from vexport.engine.dry.layers import layer_kinds
 from vexport.engine.dry.messages import Cell, CellResult, Outcome
-from vexport.engine.dry.pretend import NotFollowed, set_capability
+from vexport.engine.dry.pretend import set_capability
 from vexport.engine.dry.ranks import join_group
+from vexport.engine.dry.stand_ins import NotFollowed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _MOST_MESSAGE = 1000
 # What a missing device, package or value says: the end of what can be shown, not vLLM's judgement.
 _NOT_FOLLOWED = (NotFollowed, ImportError)
-_NOT_FOLLOWED_WORDS = ("meta tensor", "meta device", "NVIDIA driver", "CUDA enabled")
+_NOT_FOLLOWED_WORDS = ("meta tensor", "meta device", "NVIDIA driver", "CUDA enabled", "_Uncallable")
 # What pydantic says of itself around the message of a validator.
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
 # Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.

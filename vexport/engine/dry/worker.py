@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vexport.engine.dry.messages import Cell, CellResult, DryRequest, DryResult, merge_ranks
+from vexport.engine.dry.messages import Cell, CellResult, DryRequest, DryResult, Outcome, merge_ranks
 from vexport.engine.worker import end_with_parent, reporter
 from vexport.files import from_json, to_json, write_text
 
@@ -101,6 +101,8 @@ def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], No
             one = waiting.pop()
             running[_fork(one, request)] = one
         child, status = os.wait()
+        if child not in running:  # a helper of vLLM's own
+            continue
         _require_file(running.pop(child), os.waitstatus_to_exitcode(status))
         on_done(len(tries) - len(waiting) - len(running))
 
@@ -130,8 +132,10 @@ def _require_file(one: _Try, code: int) -> None:
     if one.file.is_file():
         return
     ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    # The system kills where memory ends; any other death is vLLM's own.
+    outcome: Outcome = "unknown" if code == -signal.SIGKILL else "refused"
     reason = f"the process ended with {ending}"
-    write_text(one.file, to_json(CellResult(cell=one.cell, outcome="refused", reason=reason)))
+    write_text(one.file, to_json(CellResult(cell=one.cell, outcome=outcome, reason=reason)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""What stands in, when a CUDA device is pretended, for what comes with the device: nothing here computes.
+
+Where the installed vLLM is a CPU build, its missing CUDA extensions are answered for: present, but an
+operator that is called raises `NotFollowed`.
+"""
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
+import torch
+import transformers.models.auto.image_processing_auto  # noqa: F401
+
+# Compiled parts of the CUDA wheel that modules look for when they are imported.
+_EXTENSIONS = (
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm._qutlass_C",
+    "vllm.vllm_flash_attn._vllm_fa2_C",
+    "vllm.vllm_flash_attn._vllm_fa3_C",
+)
+# Imported by multimodal classes for pictures and sound only, of which there are none here.
+_OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "timm")
+# The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts rests.
+_FLASHINFER = (
+    "has_flashinfer",
+    "has_flashinfer_moe",
+    "has_flashinfer_cutedsl",
+    "has_flashinfer_bf16_fp4",
+    "has_flashinfer_trtllm_fused_moe",
+    "has_flashinfer_cutlass_fused_moe",
+    "has_flashinfer_cutedsl_grouped_gemm_nt_masked",
+    "has_flashinfer_cutedsl_moe_nvfp4",
+)
+
+
+class NotFollowed(RuntimeError):
+    """vLLM wants something that only a real device has."""
+
+
+def stand_in_for_device() -> None:
+    """Let the compiled parts of the CUDA wheel be imported, and streams be made."""
+    vars(torch.cuda).update(Stream=_OnDevice, Event=_OnDevice)
+    for name in _EXTENSIONS:
+        sys.modules.setdefault(name, ModuleType(name))
+
+
+def stand_in_for_flashinfer() -> None:
+    """FlashInfer comes with vLLM's CUDA wheel: kernels are chosen as if it were here. None is run."""
+    from vllm.utils import flashinfer
+
+    present = {name: _yes for name in _FLASHINFER if hasattr(flashinfer, name)}
+    vars(flashinfer).update(present)
+
+
+def _yes() -> bool:
+    return True
+
+
+def stand_in_for_packages() -> None:
+    """Let classes be imported without Triton and the packages that only pictures and sound need.
+
+    transformers decides by their presence how it prepares pictures: it was imported before they seem present.
+    """
+    sys.meta_path.append(_AbsentPackages())
+    from vllm.triton_utils import HAS_TRITON, triton
+
+    if not HAS_TRITON:
+        triton.Config = _TritonConfig
+
+
+def stand_in_for_operators() -> None:
+    """What the CUDA wheel's own functions say of a capability: csrc/quantization/w8a8/cutlass, fp4."""
+    from vllm import _custom_ops
+
+    _custom_ops.cutlass_scaled_mm_supports_fp8 = lambda sm: sm >= 89
+    _custom_ops.cutlass_scaled_mm_supports_block_fp8 = supports_block_fp8
+    _custom_ops.cutlass_group_gemm_supported = lambda sm: 90 <= sm < 110
+    _custom_ops.cutlass_scaled_mm_supports_fp4 = lambda sm: sm >= 100
+    for namespace in (torch.ops._C, torch.ops._moe_C):
+        namespace.__class__ = _operators_of_any_name(type(namespace))
+
+
+def supports_block_fp8(sm: int) -> bool:
+    """Whether CUTLASS multiplies FP8 by blocks."""
+    return sm >= 90
+
+
+def _operators_of_any_name(kind: type) -> type:
+    """A namespace of operators in which every name exists and raises when called."""
+
+    class AnyName(kind):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> object:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return _Uncallable(name)
+
+    return AnyName
+
+
+class _OnDevice:
+    """Stands for a stream or an event, which layers make when they are built and use when they run."""
+
+
+class _TritonConfig:
+    """Stands for a choice of tile sizes, which modules filter when they are imported on a CUDA platform."""
+
+    num_stages = 1
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Keep nothing."""
+
+
+class _AnyAttribute(type):
+    """The type of a class that has any attribute: another such class."""
+
+    def __getattr__(cls, name: str) -> "_AnyAttribute":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AnyAttribute(name, (), {})
+
+
+class _Absent(ModuleType):
+    """Stands for an optional package that is not installed: any name in it is an empty class."""
+
+    def __getattr__(self, name: str) -> _AnyAttribute:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AnyAttribute(name, (), {})
+
+
+class _AbsentPackages(MetaPathFinder, Loader):
+    """Finds the optional packages after everything that is installed."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        wanted = fullname.partition(".")[0] in _OPTIONAL_PACKAGES
+        return ModuleSpec(fullname, self, is_package=True) if wanted else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""
+
+
+class _Uncallable:
+    """Stands for an operator of the CUDA wheel, and for each of its overloads."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, overload: str) -> "_Uncallable":
+        if overload.startswith("__"):
+            raise AttributeError(overload)
+        return self
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise NotFollowed(f"the operator {self._name} runs only on a device")
