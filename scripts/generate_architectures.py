@@ -35,6 +35,8 @@ NEVER_QUANTIZED = ("Linear", "GateLinear")
 REPLICATED = ("ReplicatedLinear", "GateLinear", "DeepSeekV2FusedQkvAProjLinear")
 # Experts in one tensor of shape (experts, in, out): said to the layer, or done by Llama 4's own loader.
 TRANSPOSED = ("is_fused_checkpoint_transposed=True", "def load_moe_expert_weights")
+# Llama 4's loader orders the rows of these anew, with scales by row but not by block, and no zero points.
+PERMUTES, PERMUTED = "def permute_qk_weight_for_rotary", ["q_proj", "k_proj"]
 # Imported by multimodal classes for pictures and sound only; may be missing where the table is generated.
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio")
 Table = dict[str, object]
@@ -117,6 +119,7 @@ def describe(model: type) -> Table:
         "experts": expert_names(parts),
         "transposed_experts": any(mark in source(part) for part in parts for mark in TRANSPOSED),
         "stacked_experts": stacked_experts(parts),
+        "permuted": PERMUTED if any(PERMUTES in source(part) for part in parts) else [],
         "unquantized": [member for name in unquantized(parts) for member in fused.get(name, [name])],
         "row_parallel": named_layers(parts, lambda call: name_of(call) == "RowParallelLinear"),
         "replicated": named_layers(parts, is_replicated),

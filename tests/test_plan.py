@@ -244,3 +244,26 @@ def test_real_sizes_are_planned_in_seconds(name: str, tmp_path: Path) -> None:
     assert f"{parameters:,} parameters" in ran.stdout
     assert f"{layers:,} linear layers" in ran.stdout
     assert any(group in line and f"{count:,} x" in line for line in ran.stdout.splitlines())
+
+
+def test_rows_that_vllm_orders_anew_keep_their_scales_by_row(tmp_path: Path) -> None:
+    """Llama 4's rotary order: vLLM says itself that blocks do not allow it, and forgets zero points."""
+    model = save_family("llama4", tmp_path / "model")
+    for scheme, what in (("FP8_BLOCK", "scales of blocks"), ("W4A16_ASYM", "zero points")):
+        refusals = plan_of(model, ("Linear", scheme)).refusals
+        assert [refusal.where for refusal in refusals] == [
+            f"model.layers.{i}.self_attn.qkv_proj" for i in range(2)
+        ]
+        assert what in refusals[0].got
+    assert plan_of(model, ("Linear", "W4A16")).refusals == ()
+
+
+def test_layers_that_are_fused_on_disk_are_judged_by_their_parts(tmp_path: Path) -> None:
+    """Phi-3: keys and values of 128 rows are whole blocks for one rank, not for each of two."""
+    model = save_family("phi3", tmp_path / "model")
+    assert plan_of(model, ("qkv_proj", "FP8_BLOCK")).refusals == ()
+    refused = plan_of(model, ("qkv_proj", "FP8_BLOCK"), settings=Settings(ranks=(2,))).refusals
+    assert len(refused) == 2
+    assert "out_features 64 is not a multiple of the block's 128 on each of 2 ranks" in refused[0].got
+    ragged = save_family("phi3", tmp_path / "ragged", intermediate_size=328)
+    assert len(plan_of(ragged, ("gate_up_proj", "FP8_BLOCK")).refusals) == 2

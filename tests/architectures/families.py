@@ -41,7 +41,7 @@ LINEAR_ATTENTION: Values = {
     "linear_value_head_dim": 64,
     "shared_expert_intermediate_size": 128,
 }
-VISION: Values = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_heads": 2}
+VISION: Values = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_heads": 4}
 
 
 # transformers 5 does not turn these experts back to the (experts, in, out) of the hub.
@@ -158,7 +158,7 @@ FAMILIES: Mapping[str, Family] = {
                 "num_hidden_layers": 1,
                 "image_size": 56,
                 "patch_size": 14,
-                "head_dim": 64,
+                "head_dim": 32,
             }
         },
     ),

@@ -12,7 +12,8 @@ from tests.architectures.families import FAMILIES, save_family, split
 from tests.command import vexport
 from tests.test_quantize import dequantized
 from vexport.checkpoint.index import read_index
-from vexport.plan import build_plan
+from vexport.engine.dry.load import dry_loads
+from vexport.plan import Settings, build_plan
 from vexport.scenario import Rule
 from vexport.types import Plan
 
@@ -84,11 +85,12 @@ NEVER = re.compile(
 )
 # Experts that vLLM loads in no compressed-tensors form stay whole, and the plan says so.
 KEEPS_EXPERTS = ("gpt-oss",)
+DEFAULTS = Settings()
 LEAST_DB = {"NVFP4A16": 18.0, "FP8_DYNAMIC": 29.0, "W4A16": 16.0}
 
 
-def plan_of(folder: Path, scheme: str = "NVFP4A16") -> Plan:
-    return build_plan(read_index(folder), [Rule(match="Linear", scheme=scheme)])
+def plan_of(folder: Path, scheme: str = "NVFP4A16", settings: Settings = DEFAULTS) -> Plan:
+    return build_plan(read_index(folder), [Rule(match="Linear", scheme=scheme)], settings)
 
 
 def test_every_family_is_in_the_table() -> None:
@@ -221,16 +223,26 @@ def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_every_family_loads_in_vllms_own_classes(tmp_path: Path) -> None:
-    from vexport.engine.dry.load import dry_loads
-
-    made = []
+def test_vllms_own_classes_load_what_the_plan_accepts_and_nothing_else(tmp_path: Path) -> None:
+    """On one rank and on two; what the plan refuses for a number of ranks, vLLM refuses there."""
+    accepted: dict[tuple[str, int], bool] = {}
     for family in FAMILIES:
         source = save_family(family, tmp_path / family)
-        for scheme in LEAST_DB:
-            out = tmp_path / f"{family}-{scheme}"
-            assert vexport("quantize", source, out, "--scheme", scheme, "--quiet").code == 0
-            made.append(out)
-    reports = dry_loads(made, tp=(1, 2), sm=(90,))
-    failed = {report.checkpoint: report.findings[:1] for report in reports if not report.ok}
-    assert not failed
+        for scheme in ("NVFP4A16", "W4A16", "FP8_BLOCK"):
+            name = f"{family} {scheme}"
+            for ranks in (1, 2):
+                accepted[name, ranks] = not plan_of(source, scheme, Settings(ranks=(ranks,))).refusals
+            if accepted[name, 1]:
+                ran = vexport("quantize", source, tmp_path / name, "--scheme", scheme, "--quiet")
+                assert ran.code == 0, ran.stderr
+    made = [tmp_path / name for name, ranks in accepted if ranks == 1 and accepted[name, ranks]]
+    loaded = {
+        (Path(report.checkpoint).name, cell.tp): cell.status == "loads"
+        for report in dry_loads(made, tp=(1, 2), sm=(90,))
+        for cell in report.cells
+    }
+    assert loaded == {key: fits for key, fits in accepted.items() if tmp_path / key[0] in made}
+    assert sorted(name for (name, ranks), fits in accepted.items() if ranks == 1 and not fits) == [
+        "llama4 FP8_BLOCK"
+    ]
+    assert sum(loaded.values()) > len(loaded) / 2

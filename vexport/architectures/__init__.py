@@ -39,10 +39,12 @@ class Architecture:
     `resolved` are the fused modules whose members vLLM's quantization config knows (for the others it looks
     for the fused name itself). `experts` are the names of an expert's gate, down and up projections, up None
     where it has no gate; `stacked_experts` other endings of the tensors that hold all experts, to vLLM's own;
-    `transposed_experts` whether these are (experts, in, out). `unquantized` layers are built without a
-    quantization config. `row_parallel` layers are cut along in_features by tensor parallelism, `replicated`
-    ones not at all, the rest along out_features. `language_model` are the attributes of a multimodal class
-    that hold one, empty for a text model; `inner_unknown` where the checkpoint's config chooses its class.
+    `transposed_experts` whether these are (experts, in, out). `permuted` layers get their rows in another
+    order when vLLM loads them, and scales by row too, but not zero points or scales of blocks. `unquantized`
+    layers are built without a quantization config. `row_parallel` layers are cut along in_features by tensor
+    parallelism, `replicated` ones not at all, the rest along out_features. `language_model` are the
+    attributes of a multimodal class that hold one, empty for a text model; `inner_unknown` where the
+    checkpoint's config chooses its class.
     """
 
     fused: FusedModules = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Architecture:
     experts: tuple[str, str, str | None] | None = None
     stacked_experts: Mapping[str, str] = field(default_factory=dict)
     transposed_experts: bool = False
+    permuted: tuple[str, ...] = ()
     unquantized: tuple[str, ...] = ()
     row_parallel: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()

@@ -10,6 +10,9 @@ from vexport.schemes.base import Split
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
 KEY_VALUE = ("k_proj", "v_proj")
+# Stored as one weight what vLLM treats as parts of a merged layer.
+GATE_AND_UP = ("gate_up_proj", "dense_h_to_4h")
+QUERY_KEY_VALUE = ("qkv_proj", "query_key_value", "Wqkv", "W_pack")
 HEADS = ("lm_head", "embed_out")
 
 
@@ -19,9 +22,10 @@ def misfit(
     """A refusal that names layers, sizes and rule, or None where vLLM runs the group on all these ranks."""
     scheme = get_scheme(group.scheme)
     split = split_of(group, names)
+    parts = [part for member in group.members for part in _parts(member, text)]
     for count in ranks:
-        members = [_repeated(member, count, text) for member in group.members]
-        reason = scheme.group_misfit(members, ranks=count, split=split)
+        members = [_repeated(part, count, text) for part in parts]
+        reason = _permuted(group, names) or scheme.group_misfit(members, ranks=count, split=split)
         if reason:
             leaves = " and ".join(member.name.rpartition(".")[2] for member in group.members)
             return Finding(
@@ -44,6 +48,38 @@ def split_of(group: FusionGroup, names: Names) -> Split:
     if leaf in architecture.row_parallel:
         return "in"
     return "none" if leaf in architecture.replicated or leaf in HEADS else "out"
+
+
+def _permuted(group: FusionGroup, names: Names) -> str | None:
+    """Why rows that vLLM orders anew cannot be stored like this (permute_qk_weight_for_rotary, llama4.py)."""
+    weights = get_scheme(group.scheme).args.weights
+    leaves = [member.name.rpartition(".")[2] for member in group.members]
+    permuted = [leaf for leaf in leaves if leaf in names.architecture.permuted]
+    if not permuted or (weights.strategy != "block" and weights.symmetric):
+        return None
+    what = "scales of blocks" if weights.strategy == "block" else "zero points"
+    return f"{what} for {permuted[0]}, whose rows vLLM orders anew without them"
+
+
+def _parts(member: LinearPlan, text: Mapping[str, Json]) -> tuple[LinearPlan, ...]:
+    """The layers that are stored in one weight, by their sizes; the layer itself where it is one."""
+    leaf, rows = member.name.rpartition(".")[2], member.out_features
+    if leaf in GATE_AND_UP:
+        return (replace(member, out_features=rows // 2),) * 2
+    queries = _query_rows(text)
+    if leaf not in QUERY_KEY_VALUE or not 0 < queries < rows:
+        return (member,)
+    return tuple(replace(member, out_features=part) for part in (queries, *((rows - queries) // 2,) * 2))
+
+
+def _query_rows(text: Mapping[str, Json]) -> int:
+    """Heads times their width; 0 where the config does not tell."""
+    heads, width, hidden = (text.get(key) for key in ("num_attention_heads", "head_dim", "hidden_size"))
+    if not isinstance(heads, int) or heads < 1:
+        return 0
+    if isinstance(width, int):
+        return heads * width
+    return hidden if isinstance(hidden, int) else 0
 
 
 def _repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
