@@ -141,9 +141,7 @@ def evaluate_checkpoint(
     known = against or (folder / BASELINE if settings.baseline else None)
     for role in _order(models, settings):
         baseline = known if role == CANDIDATE else None
-        served = serve_model(
-            role, models[role], folder / role, options, settings=settings, baseline=baseline
-        )
+        served = serve_model(role, models[role], folder / role, options, settings=settings, baseline=baseline)
         require_served(role, served.result)
     if against is None and settings.baseline is None:
         return None
@@ -158,7 +156,7 @@ def evaluate_checkpoint(
 
 
 def _order(models: Mapping[str, Path], settings: Evaluate) -> Sequence[str]:
-    """The candidate first, since vLLM may refuse it; where it stops early, it needs the baseline's answers."""
+    """The candidate first, since vLLM may refuse it; one that stops early needs the baseline's answers."""
     return sorted(models, reverse=settings.stopping == "fixed")
 
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.accepted import Accepted, is_accepted, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
-from vexport.evaluation.fingerprint import changes
+from vexport.evaluation.fingerprint import TASK_HASH, Fingerprint, changes
 from vexport.evaluation.gates import Choice, Compared, GatedTask, gated_tasks
 from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.results import Results, read_results
@@ -49,8 +49,17 @@ def decide(
     if is_accepted(baseline):
         return _decide_against(read_accepted(baseline), read_results(candidate), margin, alpha, gate, early)
     left, right = read_results(baseline), read_results(candidate)
-    changed = changes(left.fingerprint, right.fingerprint, where=("in the baseline", "in the results"))
+    where = ("in the baseline", "in the results")
+    changed = _circumstances(left.fingerprint, right.fingerprint, where, early)
     return judge(gated_tasks(left, right, gate, early=early), margin=margin, alpha=alpha, warnings=changed)
+
+
+def _circumstances(
+    old: Fingerprint, new: Fingerprint, where: tuple[str, str], early: bool
+) -> tuple[str, ...]:
+    """What changed; lm-eval's task hash is of the documents read, which an early end makes fewer."""
+    told = {name: value for name, value in old.items() if not (early and name.startswith(TASK_HASH))}
+    return changes(told, new, where=where)
 
 
 def _decide_against(
@@ -60,7 +69,7 @@ def _decide_against(
         got, need = "another choice of gates", "those that were accepted"
         raise InputError("gate", got=got, need=need, fix="leave it out, or accept anew")
     where = ("when the baseline was accepted", "now")
-    changed = changes(accepted.fingerprint, candidate.fingerprint, where=where)
+    changed = _circumstances(accepted.fingerprint, candidate.fingerprint, where, early)
     return judge(pair_with(accepted, candidate, early=early), margin=margin, alpha=alpha, warnings=changed)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -12,6 +13,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
+
+from vexport.evaluation.lm_eval_runner import outermost, until_decided
+from vexport.evaluation.stopping import Stopping
+from vexport.files import from_json
 
 
 class Adder(LM):  # type: ignore[misc]
@@ -54,16 +59,27 @@ def main(request: dict[str, object]) -> None:
         datasets.config.HF_DATASETS_CACHE = Path(cache)
         for folder, wrong in runs.items():
             tracker = EvaluationTracker(output_path=folder)
-            results = simple_evaluate(
+            run = partial(
+                simple_evaluate,
                 model=Adder(wrong),
                 model_args={"pretrained": "test/adder"},
-                tasks=names,
                 task_manager=manager,
                 limit=limit,
                 log_samples=True,
                 bootstrap_iters=0,
                 evaluation_tracker=tracker,
             )
+            if "rule" in request:
+                rule = from_json(Stopping, Path(str(request["rule"])))
+                loaded = [one for name in names for one in outermost(manager.load([name]))]
+                results = until_decided(
+                    lambda tasks, samples, run=run: run(tasks=tasks, samples=samples),
+                    loaded,
+                    rule,
+                    lambda *step: None,
+                )
+            else:
+                results = run(tasks=names)
             samples = results.pop("samples")
             tracker.save_results_aggregated(results=results, samples=samples)
             for name, rows in samples.items():

@@ -16,6 +16,7 @@ Fingerprint = Mapping[str, str]
 
 FILE = "fingerprint.json"
 """Beside lm-eval's results: what lm-eval does not record."""
+TASK_HASH = "task hash of "
 _BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 

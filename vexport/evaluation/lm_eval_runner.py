@@ -70,7 +70,7 @@ def _evaluate(
             results = run(tasks, None)
         else:
             model.remembered = {}
-            results = _until_decided(run, tasks, from_json(Stopping, request.stopping_file), progress)
+            results = until_decided(run, tasks, from_json(Stopping, request.stopping_file), progress)
     except jinja2.TemplateError as error:
         fix = "mend doc_to_text, doc_to_target or doc_to_choice of the task"
         need = "a template that its documents can fill"
@@ -107,7 +107,7 @@ def _simple_evaluate(
     )
 
 
-def _until_decided(
+def until_decided(
     run: "Callable[[list[Task | Group], Mapping[str, list[int]]], EvalResults]",
     tasks: "list[Task | Group]",
     stopping: Stopping,
@@ -185,7 +185,7 @@ def _load_tasks(request: SessionRequest, manager: "TaskManager") -> list["Task |
     for task in request.tasks:
         try:
             name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
-            tasks += _outermost(manager.load([name]))
+            tasks += outermost(manager.load([name]))
         except Exception as error:
             need, fix = (
                 "a task that lm-eval can load",
@@ -196,7 +196,7 @@ def _load_tasks(request: SessionRequest, manager: "TaskManager") -> list["Task |
     return tasks
 
 
-def _outermost(loaded: "TaskDict") -> list["Task | Group"]:
+def outermost(loaded: "TaskDict") -> list["Task | Group"]:
     inner = {child for children in loaded["group_map"].values() for child in children}
     outer = [group for name, group in loaded["groups"].items() if name not in inner]
     grouped = {task.task_name for group in outer for task in group.get_all_tasks()}
