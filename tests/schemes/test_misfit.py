@@ -90,6 +90,19 @@ def test_the_last_of_merged_layers_may_be_ragged_but_no_expert() -> None:
     assert scheme.group_misfit(experts) == "out_features 100 is not a multiple of the block's 128"
 
 
+def test_an_output_head_is_loaded_by_rows() -> None:
+    head = layers(1000, columns=128, names="lm_head")
+    assert get_scheme("FP8_BLOCK").group_misfit(head) == (
+        "an output head, whose scales vLLM does not load in blocks"
+    )
+    assert get_scheme("W4A16_ASYM").group_misfit(head) is None
+    odd = layers(1001, columns=128, names="lm_head")
+    assert get_scheme("W4A16_ASYM").group_misfit(odd) == (
+        "out_features 1001: zero points of 4 bits do not fill whole words"
+    )
+    assert get_scheme("W4A16").group_misfit(odd) is None
+
+
 def test_experts_ask_for_more() -> None:
     experts = layers(384, 384, columns=512, names="model.layers.0.mlp.experts.3.{}")
     assert get_scheme("W4AFP8").group_misfit(layers(384, 384, columns=512)) is None

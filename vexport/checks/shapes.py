@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from vexport.checks.expected import Expected, expected_parameters, layer_sides
 from vexport.checks.subject import ConfigGroup, Subject, Unit, error
 from vexport.schemes import fp8
-from vexport.schemes.base import EXPERT, SchemeArgs, Share
+from vexport.schemes.base import EXPERT, SchemeArgs, Share, is_head
 from vexport.types import Finding, TensorInfo
 
 NAME = "shapes"
@@ -81,6 +81,7 @@ def _whole_blocks(group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
         out_features=rows,
         in_features=sides[0][1],
         experts=EXPERT.search(next(iter(unit.members))) is not None,
+        head=is_head(unit.name),
     )
     misfit = fp8.FAMILY.misfit(args, share)
     if misfit:

@@ -10,6 +10,8 @@ from vexport.types import LinearPlan, TensorSpec
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]
 # What tensor parallelism cuts: out_features (column-parallel in vLLM), in_features (row-parallel), nothing.
 Split = Literal["out", "in", "none"]
+# Output heads: their class in vLLM, ParallelLMHead, is no linear layer's and loads weights by itself.
+HEADS = ("lm_head", "embed_out")
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -59,13 +61,14 @@ class PresetFile:
 class Share:
     """What one rank holds of the layers that vLLM runs as one: `out_features` has a size a layer.
 
-    `experts` marks the layers of routed experts, which vLLM keeps in one tensor.
+    `experts` marks the layers of routed experts, which vLLM keeps in one tensor, `head` an output head.
     """
 
     out_features: tuple[int, ...]
     in_features: int
     split: Split = "none"
     experts: bool = False
+    head: bool = False
 
 
 class Family(Protocol):
@@ -142,7 +145,13 @@ def _share(members: Sequence[LinearPlan], ranks: int, split: Split) -> Share:
         in_features=members[0].in_features // columns,
         split=split,
         experts=EXPERT.search(members[0].name) is not None,
+        head=is_head(members[0].name),
     )
+
+
+def is_head(name: str) -> bool:
+    """Whether a layer is an output head by its name."""
+    return name.rpartition(".")[2] in HEADS
 
 
 def whole_groups(share: Share, group: int) -> str | None:

@@ -7,14 +7,12 @@ from dataclasses import replace
 from pydantic import TypeAdapter
 
 from vexport.schemes import get_scheme
-from vexport.schemes.base import EXPERT, QuantArgs
+from vexport.schemes.base import EXPERT, QuantArgs, is_head
 from vexport.schemes.kv_cache import KV_CACHES
 from vexport.types import FusionGroup, Json, Plan
 
 MIXED_FORMAT = "mixed-precision"
 DENSE_FORMAT = "dense"
-# Their class in vLLM, ParallelLMHead, is not matched by the target Linear.
-HEADS = ("lm_head", "embed_out")
 LAYERS = "layers."
 
 
@@ -55,7 +53,7 @@ def targets_of(groups: Sequence[FusionGroup], *, alone: bool) -> list[str]:
     (`language_model.lm_head`) and translates only names with a dot.
     """
     names = [member.name for group in groups for member in group.members]
-    heads = [name for name in names if name.rpartition(".")[2] in HEADS]
+    heads = [name for name in names if is_head(name)]
     patterns = [f"re:.*{name.rpartition('.')[2]}$" for name in heads]
     if alone:
         return ["Linear", *patterns]

@@ -41,10 +41,13 @@ class Fp8Family:
         """Any shape fits per channel and per tensor; blocks must not be cut by fusing or by ranks.
 
         Source: validate_fp8_block_shape and validate_fp8_block_shape_moe in
-        vllm/model_executor/layers/quantization/utils/fp8_utils.py.
+        vllm/model_executor/layers/quantization/utils/fp8_utils.py; VocabParallelEmbedding.weight_loader
+        takes a row of scales for each row of an output head.
         """
         if args.weights.strategy != "block":
             return None
+        if share.head:
+            return "an output head, whose scales vLLM does not load in blocks"
         high, wide = block(args.weights)
         if share.split == "in" and share.in_features % wide:
             return f"in_features {share.in_features} is not a multiple of the block's {wide}"

@@ -98,7 +98,8 @@ def _untiled(args: SchemeArgs, share: Share) -> str | None:
 
 def _cut_zero_points(args: SchemeArgs, share: Share) -> str | None:
     """Zero points of fused or split layers begin at a word (_adjust_shard_indexes_for_packing in vLLM)."""
-    if args.weights.symmetric or (len(share.out_features) == 1 and share.split != "out"):
+    loaded_whole = len(share.out_features) == 1 and share.split != "out" and not share.head
+    if args.weights.symmetric or loaded_whole:
         return None
     cut = [size for size in share.out_features if size * args.weights.num_bits % INT32_BITS]
     if not cut:
