@@ -75,7 +75,7 @@ class Family(Protocol):
     """Schemes that are stored alike.
 
     `format` is compressed-tensors' name of the storage; `least_sm` and `sm_note` say which GPUs run it in
-    vLLM, `cpu` how vLLM's CPU build runs it; `shared` names the scales that fused layers must share.
+    vLLM, `cpu` how vLLM's CPU build runs it.
     """
 
     @property
@@ -86,8 +86,6 @@ class Family(Protocol):
     def sm_note(self) -> str: ...
     @property
     def cpu(self) -> str: ...
-    @property
-    def shared(self) -> tuple[str, ...]: ...
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
         """The tensors that replace the layer's weight, in the order in which they are written."""

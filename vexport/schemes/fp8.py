@@ -21,7 +21,6 @@ class Fp8Family:
     least_sm: int = 89
     sm_note: str = "below: weights only"
     cpu: str = "native"
-    shared: tuple[str, ...] = ("weight_scale", "input_scale")
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
         """weight (out, in), weight_scale as `scale_shape` says, input_scale (1,) if static."""

@@ -24,7 +24,6 @@ class W8A8Family:
     least_sm: int = 75
     sm_note: str = ""
     cpu: str = "native"
-    shared: tuple[str, ...] = ()
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
         """weight (out, in), weight_scale (out, 1)."""
@@ -52,7 +51,6 @@ class WNA16Family:
     least_sm: int = 75
     sm_note: str = ""
     cpu: str = "native"
-    shared: tuple[str, ...] = ()
     runs_experts: bool = True
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:

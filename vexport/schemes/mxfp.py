@@ -20,7 +20,6 @@ class Mxfp4Family:
     least_sm: int = 80
     sm_note: str = "FP4 kernels: 100; below: weights only"
     cpu: str = "refused"
-    shared: tuple[str, ...] = ()
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
         """weight_packed (out, in/2), weight_scale (out, in/32), a biased exponent each."""
@@ -43,7 +42,6 @@ class Mxfp8Family:
     least_sm: int = 75
     sm_note: str = "MXFP8 kernels: 100; below: weights only"
     cpu: str = "refused"
-    shared: tuple[str, ...] = ()
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
         """weight (out, in), weight_scale (out, in/32), a biased exponent each."""

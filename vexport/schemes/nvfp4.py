@@ -19,7 +19,6 @@ class Nvfp4Family:
     least_sm: int = 75
     sm_note: str = "FP4 kernels: 100; below: weights only"
     cpu: str = "emulated"
-    shared: tuple[str, ...] = ("weight_global_scale", "input_global_scale")
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
         """weight_packed (out, in/2), weight_scale (out, in/16), global scales (1,) as divisors."""
