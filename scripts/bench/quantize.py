@@ -258,20 +258,15 @@ def table(rows: Sequence[Row]) -> str:
     head = "".join(f"{name:>8}" for name in (*columns, *columns, "cp", *columns[:3], "of cp"))
     lines = [f"{'':12}{'vexport':>32}{'peer':>32}{'':8}{'peer / vexport':>24}", f"{'':12}{head}"]
     for row in rows:
-        ours, theirs = figures(row.ours), figures(row.peer) if row.peer else None
-        ratios = [b / a for a, b in zip(ours, theirs, strict=True)][:3] if theirs else None
-        cells: list[float | None] = [
-            *ours,
-            *(theirs or [None] * 4),
-            row.cp,
-            *(ratios or [None] * 3),
-            row.ours.span / row.cp,
-        ]
+        ours = figures(row.ours)
+        theirs = figures(row.peer) if row.peer else [None] * len(ours)
+        ratios = [b / a if a and b else None for a, b in zip(ours, theirs, strict=True)][:3]
+        cells = [*ours, *theirs, row.cp, *ratios, row.ours.span / row.cp]
         lines.append(f"{row.scheme:12}" + "".join(f"{'-':>8}" if x is None else f"{x:8.2f}" for x in cells))
     return "\n".join(lines)
 
 
-def figures(measured: Measured) -> list[float]:
+def figures(measured: Measured) -> list[float | None]:
     """The figures in the order of the columns."""
     return [measured.span, measured.whole, measured.cpu, measured.megabytes]
 

@@ -24,7 +24,7 @@ from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorS
 DEFAULT_SHARD_BYTES = 5_000_000_000
 METADATA = {"format": "pt"}
 # Bytes of a tensor that is copied in one system call.
-COPY_BYTES = 1 << 26
+COPY_BYTES = 1 << 24
 # What the kernel says where it cannot copy between these two files by itself.
 NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
