@@ -6,7 +6,9 @@ Each row of the table is an observer and a scheme on random heavy-tailed bf16 we
 qparams, MB of bf16 per second, the fastest of some repeats after a first one that compiles. The peer is slow,
 so it has fewer rows; both are measured in turns, in processes of their own, the peer's in .venv-peer
 (scripts/bench/setup-peer; without it that column is empty). Memory is the peak above what the process had
-before, with the results and without the weight itself; Linux only.
+before, without the weight itself and without the scales and zero points that are the result; a fresh process
+measures each case after a first call on a small weight. Linux only. `--memory` measures that alone, for
+every observer and scheme.
 """
 
 import argparse
@@ -42,6 +44,15 @@ SCHEMES: Mapping[str, Mapping[str, object]] = {
     "fp8 block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
     "fp8 tensor": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }
+OBSERVERS = (
+    "memoryless_minmax",
+    "static_minmax",
+    "minmax",
+    "memoryless_mse",
+    "mse",
+    "imatrix_mse",
+    "nvfp4_expanded_mse",
+)
 CASES = (
     Case(observer="memoryless_mse", scheme="NVFP4", goal=100),
     Case(observer="nvfp4_expanded_mse", scheme="NVFP4", goal=100),
@@ -103,15 +114,35 @@ def seconds(observe: Callable[[], object], repeats: int) -> float:
     return min(taken)
 
 
-def extra_memory(observe: Callable[[], object]) -> float | None:
-    """Peak of the resident memory during a call above that before it, in MB; None without Linux' /proc."""
+def extra_memory(case: Case, weight: torch.Tensor) -> float | None:
+    """Peak of the resident memory above what was there and what is the result, MB; None without /proc."""
+    warm_up = observation(case, weight[:256].clone(), peer=False)
+    warm_up()
+    observe = observation(case, weight, peer=False)
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return None
     before = _status_mb("VmRSS")
-    observe()
-    return _status_mb("VmHWM") - before
+    qparams = observe()
+    assert isinstance(qparams, dict)
+    results = sum(value.nbytes for value in qparams.values() if value is not None)
+    return _status_mb("VmHWM") - before - float(results / MB)
+
+
+def memory_in_fresh_process(case: Case, rows: int, columns: int) -> float | None:
+    """`extra_memory` in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--memory-of", case.observer, case.scheme]
+    sizes = ["--rows", str(rows), "--columns", str(columns)]
+    answer = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True).stdout
+    measured: float | None = json.loads(answer.splitlines()[-1])
+    return measured
+
+
+def all_memory(rows: int, columns: int) -> list[dict[str, object]]:
+    """Extra memory of every observer on every scheme."""
+    cases = [Case(observer=name, scheme=scheme, goal=64) for name in OBSERVERS for scheme in SCHEMES]
+    return [{**asdict(case), "memory": memory_in_fresh_process(case, rows, columns)} for case in cases]
 
 
 def _status_mb(field: str) -> float:
@@ -125,7 +156,7 @@ def work(rows: int, columns: int, repeats: int, *, peer: bool) -> None:
     for line in sys.stdin:
         observe = observation(CASES[int(line)], weight, peer=peer)
         speed = weight.nbytes / MB / seconds(observe, repeats)
-        print(json.dumps({"speed": speed, "memory": extra_memory(observe)}), flush=True)
+        print(json.dumps({"speed": speed}), flush=True)
 
 
 class Worker:
@@ -140,7 +171,7 @@ class Worker:
         )
 
     def measure(self, case: int) -> dict[str, float | None]:
-        """Speed in MB/s and extra memory in MB of that case; RuntimeError when the process ended."""
+        """Speed in MB/s of that case; RuntimeError when the process ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{case}\n")
@@ -167,7 +198,8 @@ def compare(options: argparse.Namespace) -> list[dict[str, object]]:
         theirs = peer.measure(index)["speed"] if peer else None
         speed = mine["speed"] or 0.0
         ratio = speed / theirs if theirs else None
-        found.append({**asdict(case), **mine, "peer_speed": theirs, "ratio": ratio})
+        memory = memory_in_fresh_process(case, options.rows, options.columns)
+        found.append({**asdict(case), **mine, "peer_speed": theirs, "ratio": ratio, "memory": memory})
     ours.close()
     if peer:
         peer.close()
@@ -178,7 +210,7 @@ def table(found: list[dict[str, object]]) -> str:
     """The measurements as aligned columns."""
     head = ("observer", "scheme", "MB/s", "peer MB/s", "ratio", "goal", "extra MB")
     keys = ("observer", "scheme", "speed", "peer_speed", "ratio", "goal", "memory")
-    cells = [head, *([_cell(row[key]) for key in keys] for row in found)]
+    cells = [head, *([_cell(row.get(key)) for key in keys] for row in found)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     lines = ([text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in cells)
     return "\n".join("  ".join(line).rstrip() for line in lines)
@@ -201,11 +233,20 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="repeats of ours (default 3)")
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
     parser.add_argument("--worker", choices=("ours", "peer"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--memory", action="store_true", help="measure memory only, of all observers and schemes"
+    )
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.memory_of:
+        observer, scheme = options.memory_of
+        case = Case(observer=observer, scheme=scheme, goal=0)
+        print(json.dumps(extra_memory(case, heavy_tailed(options.rows, options.columns))))
+        return 0
     if options.worker:
         work(options.rows, options.columns, options.repeats, peer=options.worker == "peer")
         return 0
-    found = compare(options)
+    found = all_memory(options.rows, options.columns) if options.memory else compare(options)
     print(json.dumps(found, indent=2) if options.json else table(found))
     return 0
 

@@ -7,12 +7,12 @@ import torch
 from torch import distributed
 
 from vexport.observers import ranks, reference
-from vexport.observers.args import ObserverArgs, OptionValue, strategy_of
+from vexport.observers.args import ObserverArgs, OptionValue, is_nvfp4, strategy_of
 from vexport.observers.flatten import WEIGHT, flatten_for_calibration, require_layout
 from vexport.observers.fusion import SharedRange
 from vexport.observers.options import Options, OptionsT, read_options
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
-from vexport.observers.search import range_of
+from vexport.observers.search import extremes_of, minmax_nvfp4, range_of
 from vexport.observers.tiles import Tiles, tiles_of, tiles_of_observations
 from vexport.observers.tokens import tokens_in
 
@@ -37,6 +37,9 @@ class Observer(torch.nn.Module):
 
     A subclass says what range it makes of an observation (`find_range`, `find_reference_range`) and how that
     is combined with what was seen before (`combine`). A weight is not combined: only the last one counts.
+
+    The block scales of an NVFP4 weight are found when qparams are asked, so after `fuse`, relative to the
+    shared global scale; until then the observer refers to the weight and keeps only its extremes.
     """
 
     registry_name: ClassVar[str] = ""
@@ -55,6 +58,7 @@ class Observer(torch.nn.Module):
         self.tokens = 0
         self._shared: SharedRange | None = None
         self._seat = 0
+        self._deferred: Tiles | None = None
 
     @staticmethod
     def load_from_registry(
@@ -136,23 +140,19 @@ class Observer(torch.nn.Module):
 
         Raises ValueError when nothing was seen.
         """
-        if self.low is None or self.high is None:
-            raise ValueError(
-                f"{self.base_name} observer: got no observation, need one before its range is asked"
-            )
-        return self.low, self.high
+        return self._statistics() if self._deferred is None else range_of(self._deferred)
 
     def global_scale(self) -> torch.Tensor | None:
         """The divisor that fused observers share, float32 (1,); None for strategies without one."""
         if self.strategy != "tensor_group":
             return None
-        low, high = self._shared.union() if self._shared is not None else self.range()
+        low, high = self._shared.union() if self._shared is not None else self._statistics()
         return reference.global_scale_of(low, high) if self.is_reference else global_scale_of(low, high)
 
     @torch.no_grad()
     def get_qparams(self) -> QParamsDict:
         """Scale, zero point and global scale of what was observed; ValueError when nothing was."""
-        low, high = self.range()
+        low, high = self._statistics()
         if self.strategy == "tensor" and self._shared is not None:
             low, high = (end.expand(low.shape) for end in self._shared.union())
         global_scale = self.global_scale()
@@ -163,14 +163,21 @@ class Observer(torch.nn.Module):
         self, low: torch.Tensor, high: torch.Tensor, global_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point of the ranges, given the global scale that will be stored."""
+        if self._deferred is not None and global_scale is not None:
+            scale = self.block_scales(self._deferred, global_scale)
+            return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
         if self.is_reference:
             stored = reference.dtype_named(self.args.scale_dtype)
             return reference.scale_and_zero_point(low, high, self.args, global_scale, stored)
         return scale_and_zero_point(low, high, self.args, global_scale)
 
+    def block_scales(self, tiles: Tiles, global_scale: torch.Tensor) -> torch.Tensor:
+        """The block scales of an NVFP4 weight: float32 holding e4m3 values, shape qparam_shape."""
+        return minmax_nvfp4(tiles, self.args, global_scale)
+
     def reset(self) -> None:
         """Forget everything seen, the token count and with whom a scale is shared."""
-        self.low = self.high = None
+        self.low = self.high = self._deferred = None
         self.tokens = 0
         if self._shared is not None:
             self._shared.leave(self._seat)
@@ -218,8 +225,17 @@ class Observer(torch.nn.Module):
                 observer._shared, observer._seat = shared, seat
                 observer._deposit()
 
+    def _statistics(self) -> Range:
+        if self.low is None or self.high is None:
+            raise ValueError(
+                f"{self.base_name} observer: got no observation, need one before its range is asked"
+            )
+        return self.low, self.high
+
     def _update(self, tiles: Tiles) -> None:
-        self._combine(*self.find_range(tiles))
+        defers = self.base_name == WEIGHT and is_nvfp4(self.args)
+        self._deferred = tiles if defers else None
+        self._combine(*(extremes_of(tiles) if defers else self.find_range(tiles)))
 
     def _combine(self, low: torch.Tensor, high: torch.Tensor) -> None:
         if self.low is not None and self.high is not None and self.base_name != WEIGHT:

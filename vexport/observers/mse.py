@@ -6,21 +6,18 @@ from typing import ClassVar
 import torch
 
 from vexport.observers import ranks, reference
-from vexport.observers.args import OptionValue, is_nvfp4
+from vexport.observers.args import OptionValue
 from vexport.observers.base import Observer, Range
-from vexport.observers.flatten import WEIGHT
 from vexport.observers.minmax import moving_average
 from vexport.observers.options import AverageSearchOptions, SearchOptions
-from vexport.observers.search import Search, range_of, search_grid, search_nvfp4
+from vexport.observers.search import Search, search_grid, search_nvfp4
 from vexport.observers.tiles import Tiles
 
 
 class MemorylessMSEObserver(Observer):
     """The range of the last tensor that has the least quantization error [memoryless_mse].
 
-    NVFP4 weights are searched when qparams are asked, so after `fuse`: among the block scales that can be
-    stored, relative to the shared global scale. Until then the observer refers to the weight, and its range
-    is that of the weight's values.
+    NVFP4 weights are searched among the block scales that can be stored; their range is that of the values.
     """
 
     registry_name = "memoryless_mse"
@@ -30,7 +27,6 @@ class MemorylessMSEObserver(Observer):
         """Read the keywords of the search."""
         self.options = self.read(self.defaults, given)
         self.numerics = self.options.numerics
-        self._unsearched: Tiles | None = None
 
     @property
     def search(self) -> Search:
@@ -42,10 +38,7 @@ class MemorylessMSEObserver(Observer):
         return None
 
     def find_range(self, tiles: Tiles) -> Range:
-        """Search, or for NVFP4 weights remember what is to be searched."""
-        if self.base_name == WEIGHT and is_nvfp4(self.args):
-            self._unsearched = tiles
-            return range_of(tiles)
+        """Search."""
         return search_grid(tiles, self.args, self.search, self._importance_for(tiles))
 
     def find_reference_range(self, observations: torch.Tensor) -> Range:
@@ -54,20 +47,9 @@ class MemorylessMSEObserver(Observer):
         search = replace(self.search, patience=max(1, self.search.patience))
         return reference.grid_search(observations, self.args, search, None, float32_error=False)
 
-    def scales(
-        self, low: torch.Tensor, high: torch.Tensor, global_scale: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For NVFP4 weights the search, now that the global scale is known."""
-        if self._unsearched is None or global_scale is None:
-            return super().scales(low, high, global_scale)
-        importance = self._importance_for(self._unsearched)
-        scale = search_nvfp4(self._unsearched, global_scale, self.search, importance)
-        return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
-
-    def reset(self) -> None:
-        """Forget everything seen and the weight that is to be searched."""
-        super().reset()
-        self._unsearched = None
+    def block_scales(self, tiles: Tiles, global_scale: torch.Tensor) -> torch.Tensor:
+        """Search, now that the global scale is known."""
+        return search_nvfp4(tiles, global_scale, self.search, self._importance_for(tiles))
 
     def _importance_for(self, tiles: Tiles) -> torch.Tensor | None:
         tile = next(iter(tiles))

@@ -13,6 +13,7 @@ import torch
 from vexport.observers.args import ObserverArgs
 from vexport.observers.kernels.tiles import (
     Factors,
+    extremes_of_tile,
     nvfp4_scales_of_tile,
     range_of_tile,
     search_tiles,
@@ -81,6 +82,12 @@ def range_of(tiles: Tiles) -> Range:
     if tiles.shared:
         return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
     return torch.cat(lows), torch.cat(highs)
+
+
+def extremes_of(tiles: Tiles) -> Range:
+    """The smallest and the largest of all values, float32, of no dimension."""
+    pairs = [extremes_of_tile(tile) for tile in tiles]
+    return torch.stack([low for low, _ in pairs]).amin(), torch.stack([high for _, high in pairs]).amax()
 
 
 def grid_errors(
@@ -176,6 +183,13 @@ def _steps_until_stop(improved: Sequence[bool], patience: int) -> int:
     return len(improved)
 
 
+def minmax_nvfp4(tiles: Tiles, args: ObserverArgs, global_scale: torch.Tensor) -> torch.Tensor:
+    """The stored block scales of each group's range: float32 holding e4m3 values, shape qparam_shape."""
+    ranges = (range_of_tile(tile) for tile in tiles)
+    scales = [scale_and_zero_point(low, high, args, global_scale)[0] for low, high in ranges]
+    return torch.cat([scale.to(torch.float8_e4m3fn) for scale in scales]).to(torch.float32)
+
+
 def search_nvfp4(
     tiles: Iterable[torch.Tensor],
     global_scale: torch.Tensor,
@@ -192,14 +206,14 @@ def search_nvfp4(
     least, most = min(search.factors) * search.expand, max(search.factors) * search.expand
     slack = least * (1 - CANDIDATE_SLACK), most * (1 + CANDIDATE_SLACK)
     weight = None if importance is None else importance[0]
-    return torch.cat(
-        [
-            nvfp4_scales_of_tile(tile[0], global_scale, slack, search.norm, weight)
-            if serves_nvfp4(tile)
-            else _best_block_scale(tile[0].float(), global_scale, (least, most), search.norm, weight)
-            for tile in tiles
-        ]
-    )
+    parts = [
+        nvfp4_scales_of_tile(tile[0], global_scale, slack, search.norm, weight)
+        if serves_nvfp4(tile)
+        else _best_block_scale(tile[0].float(), global_scale, (least, most), search.norm, weight)
+        for tile in tiles
+    ]
+    # Stored scales are a quarter of the size; concatenating those keeps the peak low.
+    return torch.cat(parts).to(torch.float32)
 
 
 def _best_block_scale(
@@ -209,7 +223,7 @@ def _best_block_scale(
     norm: float,
     importance: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The best e4m3 scale of each group of one tile (..., group_size), larger scales first.
+    """The best e4m3 scale of each group of one tile (..., group_size), larger scales first: float8_e4m3fn.
 
     A smaller scale clips the largest value further. Once the error of that value alone exceeds the best
     error, in every group, no smaller scale can be better and the search ends.
@@ -231,7 +245,7 @@ def _best_block_scale(
         error = block_errors(values, step, norm, importance)
         better = (error < least) & (first - offset >= last)
         least, best = torch.where(better, error, least), torch.where(better, scale, best)
-    return torch.where(absmax > 0, best, E4M3_EPS)
+    return torch.where(absmax > 0, best, E4M3_EPS).to(torch.float8_e4m3fn)
 
 
 def candidate_codes(

@@ -4,9 +4,10 @@ They read bfloat16, float16 and float32 values as they are, compute in float32, 
 hundred kilobytes beside their results. A group with NaN or infinity has a range that is not finite.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import torch
 
@@ -21,6 +22,7 @@ from vexport.kernels.arithmetic import (
     Format,
     integer_format,
 )
+from vexport.observers.kernels.counts import PATTERNS, add_counts
 from vexport.observers.kernels.grid import (
     TASK_VALUES,
     TENSOR_CHUNK,
@@ -31,6 +33,8 @@ from vexport.observers.kernels.grid import (
 )
 from vexport.observers.kernels.nvfp4 import GROUP_SIZE, NVFP4Search, search_block_scales
 
+# Each thread that counts has half a megabyte of its own.
+COUNTING_TASKS = 16
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
@@ -91,6 +95,17 @@ def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     lows, highs = (np.empty(bits.shape[0], dtype=np.float32) for _ in range(2))
     group_ranges(bits, storage, min(bits.shape[0], -(-bits.size // TASK_VALUES)), lows, highs)
     return torch.from_numpy(lows), torch.from_numpy(highs)
+
+
+def distinct_values(tiles: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The different numbers in tiles of a 16-bit dtype, how often each occurs: both float32, (numbers,)."""
+    counts = np.zeros((min(numba.get_num_threads(), COUNTING_TASKS), PATTERNS), dtype=np.int64)
+    for tile in tiles:
+        add_counts(stored_bits(tile)[0].reshape(-1), counts)
+    total = counts.sum(0)
+    patterns = np.flatnonzero(total)
+    values = torch.from_numpy(patterns.astype(np.uint16)).view(dtype).to(torch.float32)
+    return values, torch.from_numpy(total[patterns]).to(torch.float32)
 
 
 def range_of_values(values: torch.Tensor) -> tuple[float, float]:
@@ -165,6 +180,7 @@ __all__ = [
     "E4M3",
     "Format",
     "GroupChoices",
+    "distinct_values",
     "integer_format",
     "range_of_values",
     "ranges_of_groups",

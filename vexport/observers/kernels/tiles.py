@@ -10,6 +10,7 @@ from vexport.observers.kernels import (
     E2M1,
     E4M3,
     Format,
+    distinct_values,
     integer_format,
     range_of_values,
     ranges_of_groups,
@@ -18,6 +19,7 @@ from vexport.observers.kernels import (
     serves,
     shrink_errors,
 )
+from vexport.observers.kernels.counts import PATTERNS
 from vexport.observers.kernels.nvfp4 import GROUP_SIZE
 from vexport.observers.tiles import Tiles
 
@@ -81,6 +83,14 @@ def range_of_tile(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low.reshape(tile.shape[1:-1]), high.reshape(tile.shape[1:-1])
 
 
+def extremes_of_tile(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value of a tile, float32, of no dimension."""
+    if not serves(tile):
+        return tile.amin().float(), tile.amax().float()
+    low, high = range_of_values(tile)
+    return torch.tensor(low), torch.tensor(high)
+
+
 def format_of(args: ObserverArgs) -> Format:
     """What values are rounded to."""
     if is_float(args):
@@ -100,11 +110,11 @@ def nvfp4_scales_of_tile(
     norm: float,
     importance: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The best block scales of a tile (rows, groups, 16): float32, (rows, groups).
+    """The best block scales of a tile (rows, groups, 16): float8_e4m3fn, (rows, groups).
 
     Candidates lie between `bounds` (smallest, largest) times a group's range.
     """
-    scales = search_nvfp4_scales(
+    return search_nvfp4_scales(
         tile.reshape(tile.shape[0], -1),
         float(global_scale),
         smallest=bounds[0],
@@ -112,17 +122,23 @@ def nvfp4_scales_of_tile(
         norm=norm,
         importance=importance,
     )
-    return scales.to(torch.float32)
 
 
 def _search_one_group(
     tiles: Tiles, form: Format, factors: Sequence[float], expand: float, norm: float
 ) -> Factors:
+    first = next(iter(tiles))
+    shape = first.shape[1:-1]
+    if first.dtype.itemsize == 2 and first.numel() >= PATTERNS:
+        values, counts = distinct_values(tiles, first.dtype)
+        one = search_grid_groups(
+            values.unsqueeze(0), form, factors, norm=norm, expand=expand, importance=counts.unsqueeze(0)
+        )
+        return Factors(one.low.expand(shape), one.high.expand(shape), one.step.expand(shape), one.improved)
     ranges = torch.tensor([range_of_values(tile) for tile in tiles]) * expand
     low, high = ranges[:, 0].amin(), ranges[:, 1].amax()
     ends = float(low), float(high)
     errors = torch.stack([shrink_errors(tile, ends, form, factors, norm=norm) for tile in tiles]).sum(0)
     best_so_far = torch.cat([torch.tensor([torch.inf], dtype=errors.dtype), errors.cummin(0).values[:-1]])
-    shape = next(iter(tiles)).shape[1:-1]
     step = errors.argmin().expand(shape)
     return Factors(low.expand(shape), high.expand(shape), step, (errors < best_so_far).tolist())
