@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
+from tests.models import save_llama
 from vexport.errors import InputError
+from vexport.pipeline import plan_scenario
 from vexport.scenario import read_scenario
 
 SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.yaml"))
@@ -15,6 +17,23 @@ MINIMAL = "name: a\nsource: b\nrules: [{match: Linear, scheme: NVFP4}]\n"
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_committed_scenarios_parse(path: Path) -> None:
     assert read_scenario(path).name == path.stem
+
+
+def test_a_scenario_decides_about_cache_and_misfits(tmp_path: Path) -> None:
+    """60 rows of a merged layer are no blocks: refused, or kept where the scenario says so."""
+    source = save_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=60)
+    text = (
+        f"name: a\nsource: {source}\nrules: [{{match: Linear, scheme: FP8_BLOCK}}]\nkv_cache: fp8_per_head\n"
+    )
+    path = tmp_path / "scenario.yaml"
+    path.write_text(text)
+    _, refused = plan_scenario(read_scenario(path))
+    path.write_text(text + "on_misfit: keep\nserve: {tensor_parallel: [1, 2]}\n")
+    _, kept = plan_scenario(read_scenario(path))
+    assert [refusal.where for refusal in refused.refusals] == ["model.layers.0.mlp.gate_up_proj"]
+    assert kept.refusals == ()
+    assert {group.name for group in kept.groups} == {"model.layers.0.self_attn.o_proj"}
+    assert [layer.heads for layer in kept.attention] == [2]
 
 
 def problems(tmp_path: Path, text: str) -> list[str]:
@@ -61,6 +80,8 @@ def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
         ("evaluate: {tasks: [a], alpha: 0}", "evaluate.alpha"),
         ("calibration: {data: x, samples: 0}", "calibration.samples"),
         ("serve: {tensor_parallel: [0]}", "serve.tensor_parallel.0"),
+        ("kv_cache: int8", "kv_cache"),
+        ("on_misfit: ignore", "on_misfit"),
     ],
 )
 def test_values_out_of_range(change: str, place: str, tmp_path: Path) -> None:

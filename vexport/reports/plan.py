@@ -34,6 +34,10 @@ def _text(plan: Plan) -> str:
     lines.append(
         f"  {'kept':<12} {plural(len(plan.kept_linears), 'linear layer')}: {', '.join(kept) or 'none'}"
     )
+    if plan.kv_cache:
+        lines.append(
+            f"  {'KV cache':<12} {plan.kv_cache} in {plural(len(plan.attention), 'attention layer')}"
+        )
     change = f"{size(plan.source_bytes)} -> {size(plan.output_bytes)}"
     share = ratio(plan.output_bytes, plan.source_bytes)
     bits = bits_per_weight(plan.output_bytes, plan.parameters)
