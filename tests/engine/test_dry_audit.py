@@ -25,14 +25,16 @@ class Layer(torch.nn.Module):
         return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-def faults(*steps: tuple[torch.Tensor, Loader], optional: tuple[str, ...] = ()) -> list[Fault]:
+def faults(
+    *steps: tuple[torch.Tensor, Loader], optional: tuple[str, ...] = (), ranks: int = 1
+) -> list[Fault]:
     """What the audit finds after each stored tensor, named t0, t1 ..., went through its loader."""
     model, audit = Layer(), Audit()
     with audit:
         for number, (stored, load) in enumerate(steps):
             audit.handed_out(f"t{number}", stored)
             load(model, stored)
-    return list(audit.faults(model, optional=frozenset(optional), whole=True))
+    return list(audit.faults(model, optional=frozenset(optional), ranks=ranks))
 
 
 def stored(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -106,6 +108,13 @@ def test_a_tensor_that_is_too_large_is_narrowed() -> None:
     (fault,) = faults((stored(6, 4), rows(0, 4)), *WHOLE[1:])
     assert (fault.kind, fault.where, fault.got) == ("narrowed", "t0", "shape [6, 4]")
     assert fault.expected == "16 elements"
+
+
+def test_a_tensor_that_is_split_is_read_by_all_ranks_together() -> None:
+    split = (stored(8, 4), rows(0, 4))
+    assert faults(split, *WHOLE[1:], ranks=2) == []
+    (fault,) = faults((stored(9, 4), rows(0, 4)), *WHOLE[1:], ranks=2)
+    assert (fault.kind, fault.where, fault.expected) == ("narrowed", "t0", "32 elements")
 
 
 def test_a_tensor_that_goes_nowhere_is_unused() -> None:

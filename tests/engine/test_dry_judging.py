@@ -31,7 +31,7 @@ def refused(cell: Cell, reason: str = "ValueError: no") -> CellResult:
 
 
 def test_precision_is_told_once_with_its_cells() -> None:
-    report = judge("x", "0", [loaded(cell) for cell in CELLS], CELLS, "all")
+    report = judge("x", "0", [loaded(cell) for cell in CELLS], "all")
     assert report.ok
     assert [cell.status for cell in report.cells] == ["other precision", "loads"] * 2
     (finding,) = report.findings
@@ -42,8 +42,8 @@ def test_precision_is_told_once_with_its_cells() -> None:
 
 def test_a_refused_cell_fails_where_every_one_is_required() -> None:
     results = [refused(cell) if cell.sm == 80 else loaded(cell) for cell in CELLS]
-    assert not judge("x", "0", results, CELLS, "all").ok
-    report = judge("x", "0", results, CELLS, "any")
+    assert not judge("x", "0", results, "all").ok
+    report = judge("x", "0", results, "any")
     assert report.ok
     assert [(finding.severity, finding.where) for finding in report.findings] == [
         ("warning", "checkpoint (tp 1/2, sm 80)")
@@ -53,7 +53,7 @@ def test_a_refused_cell_fails_where_every_one_is_required() -> None:
 
 def test_a_size_that_no_device_loads_fails_in_any_case() -> None:
     results = [refused(cell) if cell.tp == 2 else loaded(cell) for cell in CELLS]
-    report = judge("x", "0", results, CELLS, "any")
+    report = judge("x", "0", results, "any")
     assert [finding.where for finding in report.findings if finding.severity == "error"] == [
         "checkpoint (tp 2, sm 80/90)"
     ]
@@ -61,20 +61,20 @@ def test_a_size_that_no_device_loads_fails_in_any_case() -> None:
 
 def test_what_cannot_be_followed_does_not_pass() -> None:
     unknown = CellResult(cell=CELLS[0], outcome="unknown", reason="NotFollowed: x")
-    report = judge("x", "0", [unknown], CELLS[:1], "any")
+    report = judge("x", "0", [unknown], "any")
     assert (report.ok, report.cells[0].status, report.rows) == (False, "not shown", ())
 
 
-def test_too_large_for_one_device_is_too_large_for_more() -> None:
-    results = [loaded(cell, *([NARROWED] if cell.tp == 1 else [])) for cell in CELLS]
-    report = judge("x", "0", results, CELLS[2:], "all")
-    assert [cell.status for cell in report.cells] == ["faulty", "faulty"]
-    assert [cell.status for cell in report.rows[0].cells] == ["faulty", "faulty"]
-    assert report.findings[0].where == "a.weight"
+def test_a_fault_is_at_its_layer_and_its_cells() -> None:
+    results = [loaded(cell, *([NARROWED] if cell.tp == 2 else [])) for cell in CELLS]
+    report = judge("x", "0", results, "all")
+    assert [cell.status for cell in report.cells] == ["other precision", "loads", "faulty", "faulty"]
+    assert [cell.status for cell in report.rows[0].cells] == ["other precision", "loads", "faulty", "faulty"]
+    assert report.findings[0].where == "a.weight (tp 2, sm 80/90)"
 
 
 def test_an_unused_tensor_is_a_warning() -> None:
-    report = judge("x", "0", [loaded(CELLS[1], UNUSED)], CELLS[1:2], "all")
+    report = judge("x", "0", [loaded(CELLS[1], UNUSED)], "all")
     assert report.ok
     assert [finding.severity for finding in report.findings] == ["warning"]
     assert report.cells[0].status == "loads"

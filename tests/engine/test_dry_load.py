@@ -107,6 +107,14 @@ BROKEN: Mapping[str, Broken] = {
         "checkpoint (tp 2, sm 90)",
         "not divisible by group_size=128",
     ),
+    "NVFP4 groups that tp 2 cuts, of which vLLM says nothing": (
+        {**LLAMA, "intermediate_size": 336},
+        "NVFP4A16",
+        {},
+        ("loads", "faulty"),
+        "model.layers.",
+        "shape [256, 21]",
+    ),
     "heads that tp 2 cuts": (
         {**LLAMA, "num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 160},
         "FP8_DYNAMIC",
@@ -266,7 +274,7 @@ def test_the_command(tmp_path: Path) -> None:
     """A refused cell fails the command where it was asked for, and only there; one worker for both kinds."""
     cut = sketch(tmp_path / "cut", {**LLAMA, "intermediate_size": 384}, "W4A16", {})
     whole = sketch(tmp_path / "whole", LLAMA, "NVFP4", {})
-    ran = vexport("load", "--dry", cut, whole, "--tp", "2,1", "--format", "json", "--quiet")
+    ran = vexport("load", "--dry", cut, whole, "--tp", "1,2", "--format", "json", "--quiet")
     assert ran.code == 1
     assert len(ran.errors) == 1
     assert "tp 2" in ran.errors[0]

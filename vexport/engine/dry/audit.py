@@ -129,10 +129,10 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._read(tensor)
         return True if tensor.dtype is torch.bool else 1
 
-    def faults(self, model: torch.nn.Module, *, optional: frozenset[str], whole: bool) -> Iterator[Fault]:
-        """What went wrong without a word; `whole` where every tensor should be read to its end.
+    def faults(self, model: torch.nn.Module, *, optional: frozenset[str], ranks: int) -> Iterator[Fault]:
+        """What went wrong without a word. Parameters named in `optional` need no stored tensor.
 
-        Parameters named in `optional` need no stored tensor.
+        Of each tensor `ranks` ranks, which read equal parts, must read all.
         """
         for parameter in model.parameters():  # one that a loader replaced is a stored tensor itself
             self._read(parameter)
@@ -140,7 +140,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         yield from self._missing(model, optional)
         for name, source in self._sources.items():
             layer = next((layers[target] for target in source.targets if target in layers), "")
-            yield from _source_faults(name, source, layer, whole=whole)
+            yield from _source_faults(name, source, layer, ranks)
 
     def _missing(self, model: torch.nn.Module, optional: frozenset[str]) -> Iterator[Fault]:
         for name, parameter in model.named_parameters():
@@ -159,15 +159,15 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
 
-def _source_faults(name: str, source: _Source, layer: str, *, whole: bool) -> Iterator[Fault]:
+def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterator[Fault]:
     """What went wrong with one stored tensor."""
     tensor = source.tensor
     shape = list(tensor.shape)
-    read = sum(source.read.values()) // tensor.element_size()
+    read = ranks * sum(source.read.values()) // tensor.element_size()
     if tensor.numel() and not source.read:
         got = f"{_short(tensor.dtype)} {shape}"
         yield Fault(kind="unused", where=name, layer=layer, got=got, expected="")
-    elif whole and read < tensor.numel():
+    elif read < tensor.numel():
         yield Fault(
             kind="narrowed", where=name, layer=layer, got=f"shape {shape}", expected=f"{read} elements"
         )

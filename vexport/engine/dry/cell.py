@@ -76,7 +76,7 @@ def _load(checkpoint: Path, cell: Cell, rank: int, audit: Audit, *, trust_remote
             model = initialize_model(config)
         with torch.device("meta"), audit:
             DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
-    faults = tuple(audit.faults(model, optional=frozenset(_optional(model)), whole=cell.tp == 1))
+    faults = tuple(audit.faults(model, optional=frozenset(_optional(model)), ranks=cell.tp))
     return CellResult(cell=cell, outcome="loaded", layers=layer_kinds(model), faults=faults)
 
 

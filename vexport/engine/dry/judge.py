@@ -1,7 +1,6 @@
 """From what the worker saw in each cell to one report: the matrix and the findings."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from vexport.engine.dry.messages import Cell, CellResult, Fault, FaultKind
@@ -30,11 +29,8 @@ _SAYS: dict[FaultKind, tuple[Severity, str, str]] = {
 }
 
 
-def judge(
-    name: str, vllm: str, tried: Sequence[CellResult], cells: Sequence[Cell], require: Require
-) -> DryLoadReport:
-    """The report on one checkpoint for `cells`, from those and others that were tried."""
-    results = [result for result in _with_narrowed(tried) if result.cell in cells]
+def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require) -> DryLoadReport:
+    """The report on one checkpoint from its cells."""
     findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
     return DryLoadReport(
         checkpoint=name,
@@ -45,18 +41,6 @@ def judge(
         rows=tuple(_rows(results)),
         blind_spots=BLIND_SPOTS,
     )
-
-
-def _with_narrowed(results: Sequence[CellResult]) -> Iterator[CellResult]:
-    """The results, with what tp 1 showed to be too large for its parameter: it is so for any tp."""
-    alone = {result.cell.sm: result for result in results if result.cell.tp == 1}
-    for result in results:
-        whole = alone.get(result.cell.sm)
-        if result.outcome == "loaded" and whole is not None and result is not whole:
-            narrowed = tuple(fault for fault in whole.faults if fault.kind == "narrowed")
-            yield replace(result, faults=(*result.faults, *narrowed))
-        else:
-            yield result
 
 
 def _cell(result: CellResult) -> MatrixCell:

@@ -43,17 +43,15 @@ def dry_loads(
     """What vLLM's own model classes and weight loaders make of checkpoints, from their headers alone.
 
     Needs no GPU and reads no weights: about 10 s to import vLLM in a worker, then 0.2 s for each cell of a
-    small model. The cells are `tp` (tensor parallel sizes, shown in ascending order) x `sm` (90 for SM 9.0);
+    small model. The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0);
     each must load, or with `require` "any" one for each `tp`. Reports come in the order of `checkpoints`.
     Raises EngineFault where vLLM is missing, dies outside a cell, or takes more than `timeout` seconds.
     """
-    # Whether a tensor is larger than its parameter shows only where nothing is split.
-    tried = tuple(Cell(tp=size, sm=capability) for size in sorted({1, *tp}) for capability in sm)
-    cells = [cell for cell in tried if cell.tp in tp]
+    cells = tuple(Cell(tp=size, sm=capability) for size in tp for capability in sm)
     folder = Path(tempfile.mkdtemp(prefix="vexport-dry-"))
     request = DryRequest(
         checkpoints=tuple(checkpoint.absolute() for checkpoint in checkpoints),
-        cells=tried,
+        cells=cells,
         folder=folder,
         trust_remote_code=trust_remote_code,
     )
@@ -71,6 +69,6 @@ def dry_loads(
     )
     shutil.rmtree(folder, ignore_errors=True)
     return [
-        judge(str(checkpoint), result.vllm, found, cells, require)
+        judge(str(checkpoint), result.vllm, found, require)
         for checkpoint, found in zip(checkpoints, result.checkpoints, strict=True)
     ]
