@@ -60,17 +60,18 @@ def repair_checkpoint(
     refuse_existing(out, overwrite=overwrite)
     with Reader() as reader, Reader() as source_reader:
         origin = Source(source, source_reader) if source else None
+        mends: tuple[Mend, ...] = ()
         try:
             index, mends = files.open_checkpoint(checkpoint)
+            subject = Subject(index, reader)
+            for name, family in FAMILIES:
+                on_progress(f"mend {name}", 0, 1)
+                subject, made = _mended(subject, family(subject, origin), origin)
+                mends += made
+                on_progress(f"mend {name}", 1, 1)
+            findings = [finding for check in CHECKS.values() for finding in check.run(subject)]
         except InputError as problem:
-            return _report(checkpoint, out, (), files.findings_of(problem))
-        subject = Subject(index, reader)
-        for name, family in FAMILIES:
-            on_progress(f"mend {name}", 0, 1)
-            subject, made = _mended(subject, family(subject, origin), origin)
-            mends += made
-            on_progress(f"mend {name}", 1, 1)
-        findings = [finding for check in CHECKS.values() for finding in check.run(subject)]
+            return _report(checkpoint, out, mends, files.findings_of(problem))
         report = _report(checkpoint, out, mends, findings)
         if report.ok:
             with new_directory(out, overwrite=overwrite) as folder:

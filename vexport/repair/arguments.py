@@ -23,6 +23,8 @@ CHOICES: tuple[tuple[Strategy, int | None, bool], ...] = (
     ("tensor", None, True),
     ("channel", None, True),
     ("channel", None, False),
+    ("block", None, True),
+    ("tensor_group", 16, True),
     *(("group", size, symmetric) for size in GROUP_SIZES for symmetric in (True, False)),
 )
 
@@ -61,16 +63,28 @@ def _right(group: ConfigGroup, layers: Sequence[Layer]) -> ConfigGroup | None:
 
 
 def _readings(group: ConfigGroup) -> Iterator[ConfigGroup]:
-    """The group as it is, with the format that its arguments imply, then with others of its arguments."""
-    own = [group.weights]
-    if group.weights.strategy not in ("tensor_group", "block"):
-        for strategy, size, symmetric in CHOICES:
-            own.append(replace(group.weights, strategy=strategy, group_size=size, symmetric=symmetric))
-    for weights in own:
+    """The group as it is and with other arguments, in its own format or the one that they imply."""
+    blocks = group.weights.block_structure
+    readings = [group.weights]
+    for strategy, size, symmetric in CHOICES:
+        if strategy != "block" or blocks:
+            other = replace(group.weights, strategy=strategy, group_size=size, symmetric=symmetric)
+            readings.append(replace(other, block_structure=blocks if strategy == "block" else None))
+    for weights in readings:
         reading = replace(group, weights=replace(weights, observer_kwargs={}))
-        if group.format in FORMATS:
+        implied = _implied_format(reading)
+        if implied is not None and group.format in FORMATS:
             yield reading
-        yield replace(reading, format=str(infer_module_format(Linear, ct_scheme(reading)).value))
+        if implied is not None:
+            yield replace(reading, format=implied)
+
+
+def _implied_format(group: ConfigGroup) -> str | None:
+    """The format that compressed-tensors would store; None where it refuses the arguments."""
+    try:
+        return str(infer_module_format(Linear, ct_scheme(group)).value)
+    except ValueError:
+        return None
 
 
 def _corrected(config: dict[str, Json], group: ConfigGroup, right: ConfigGroup) -> Iterator[Mend]:

@@ -41,7 +41,10 @@ def dequantized(subject: Subject, layer: str) -> torch.Tensor | None:
         return None
     if any(found.leaves[leaf].dtype not in expected[leaf].dtypes for leaf in expected):
         return None
-    weight = weight_of(found.group, leaves_of(subject, found.leaves))
+    try:
+        weight = weight_of(found.group, leaves_of(subject, found.leaves))
+    except ValueError:
+        return None
     return weight if bool(torch.isfinite(weight).all()) else None
 
 
