@@ -1,0 +1,125 @@
+"""Changes of a checkpoint folder of one file, in place."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Path], None]
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# The place of the whole config.json, of its quantization_config, of the first group's arguments.
+WHOLE: tuple[str, ...] = ()
+QUANTIZATION = ("quantization_config",)
+GROUP = (*QUANTIZATION, "config_groups", "group_0")
+ARGUMENTS = (*GROUP, "weights")
+INPUTS = (*GROUP, "input_activations")
+
+
+def tensors(change: Callable[[Tensors], None]) -> Change:
+    """Change the tensors by name."""
+
+    def apply(folder: Path) -> None:
+        values = load_file(folder / WEIGHTS)
+        change(values)
+        save_file(values, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return apply
+
+
+def put(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Replace a tensor."""
+    return tensors(lambda values: values.update({name: change(values[name]).contiguous()}))
+
+
+def drop(*names: str) -> Change:
+    """Remove tensors."""
+
+    def apply(values: Tensors) -> None:
+        for name in names:
+            del values[name]
+
+    return tensors(apply)
+
+
+def add(name: str, value: torch.Tensor) -> Change:
+    """Add a tensor."""
+    return tensors(lambda values: values.update({name: value}))
+
+
+def rename(old: str, new: str) -> Change:
+    """Give a tensor another name."""
+    return tensors(lambda values: values.update({new: values.pop(old)}))
+
+
+def swap(one: str, two: str) -> Change:
+    """Exchange two tensors."""
+    return tensors(lambda values: values.update({one: values[two], two: values[one]}))
+
+
+def config(place: tuple[str, ...], **changes: object) -> Change:
+    """Set keys of config.json at a place in it."""
+
+    def apply(folder: Path) -> None:
+        whole = json.loads((folder / "config.json").read_text())
+        node = whole
+        for key in place:
+            node = node[key]
+        node.update(changes)
+        (folder / "config.json").write_text(json.dumps(whole))
+
+    return apply
+
+
+def without(place: tuple[str, ...], *keys: str) -> Change:
+    """Remove keys of config.json."""
+
+    def apply(folder: Path) -> None:
+        whole = json.loads((folder / "config.json").read_text())
+        node = whole
+        for key in place:
+            node = node[key]
+        for key in keys:
+            del node[key]
+        (folder / "config.json").write_text(json.dumps(whole))
+
+    return apply
+
+
+def file_bytes(name: str, change: Callable[[bytes], bytes]) -> Change:
+    """Change the bytes of a file."""
+
+    def apply(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def index(weight_map: Callable[[Tensors], dict[str, str]]) -> Change:
+    """Write an index."""
+
+    def apply(folder: Path) -> None:
+        content = {"metadata": {}, "weight_map": weight_map(load_file(folder / WEIGHTS))}
+        (folder / INDEX).write_text(json.dumps(content))
+
+    return apply
+
+
+def element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Set the first element."""
+
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.to(torch.float32).clone()
+        changed.view(-1)[0] = value
+        return changed.to(tensor.dtype)
+
+    return apply
+
+
+def every(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Set all elements."""
+    return lambda tensor: torch.full(tensor.shape, value).to(tensor.dtype)
