@@ -255,6 +255,7 @@ class ScenarioRun:
                 texts=self._texts,
                 settings=self.scenario.evaluate,
                 baseline=self.folder / "eval" / BASELINE if role == CANDIDATE else None,
+                repeat=role == BASELINE,
             )
             write_text(folder / "session.json", to_json(served))
 

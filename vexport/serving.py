@@ -63,12 +63,14 @@ def serve_model(
     texts: Sequence[str] = (),
     settings: Evaluate | None = None,
     baseline: Path | None = None,
+    repeat: bool = False,
 ) -> Served:
     """Start vLLM once: prompts, log-probabilities and, with `settings`, the tasks of lm-eval.
 
     lm-eval's files, the log and the log-probabilities go to `folder`. Raises EnvironmentFault as
-    `run_session`, InputError for unusable tasks; with `baseline`, lm-eval's folder of it or an accepted one,
-    and `stopping: early`, the tasks end when they are decided; a checkpoint that vLLM refuses is a result.
+    `run_session`, InputError for unusable tasks; a checkpoint that vLLM refuses is a result. With `baseline`,
+    lm-eval's folder of it or an accepted one, and `stopping: early`, the tasks end when they are decided;
+    with `repeat` a part of them is asked again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prompts = fixed_prompts(checkpoint, texts=texts)
@@ -91,6 +93,7 @@ def serve_model(
             limit=settings.limit,
             output=folder,
             seed=settings.seed,
+            repeat=repeat,
         )
         if settings.stopping == "early" and baseline is not None:
             rule = stopping_rule(
@@ -141,7 +144,15 @@ def evaluate_checkpoint(
     known = against or (folder / BASELINE if settings.baseline else None)
     for role in _order(models, settings):
         baseline = known if role == CANDIDATE else None
-        served = serve_model(role, models[role], folder / role, options, settings=settings, baseline=baseline)
+        served = serve_model(
+            role,
+            models[role],
+            folder / role,
+            options,
+            settings=settings,
+            baseline=baseline,
+            repeat=role == BASELINE or against is not None,
+        )
         require_served(role, served.result)
     if against is None and settings.baseline is None:
         return None

@@ -19,6 +19,7 @@ from vexport.evaluation.compare import compare_task, comparison, difference_inte
 from vexport.evaluation.fingerprint import TASK_HASH, Fingerprint, changes
 from vexport.evaluation.gates import Choice, Compared, GatedTask, gated_tasks
 from vexport.evaluation.pairs import TaskPair, pool
+from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.results import Results, read_results
 from vexport.evaluation.statistics import Interval
 from vexport.evaluation.unpaired import USUAL_DISAGREEMENT, UnpairedTask
@@ -43,15 +44,31 @@ def decide(
     `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), `alpha` the
     probability of a wrong PASS, and of a wrong FAIL, `gate` the metric that decides for a task (gates.py);
     with `early`, the candidate's evaluation stopped when it was decided, and bounds are those of bets.
-    InputError where the runs cannot be compared.
+    InputError where the runs cannot be compared, EnvironmentFault where the engine proved not deterministic.
     """
     _check_limits(margin, alpha)
+    right = read_results(candidate)
     if is_accepted(baseline):
-        return _decide_against(read_accepted(baseline), read_results(candidate), margin, alpha, gate, early)
-    left, right = read_results(baseline), read_results(candidate)
+        repeated = _asked_again(right, alpha)
+        verdict = _decide_against(read_accepted(baseline), right, margin, alpha, gate, early)
+        return replace(verdict, method=verdict.method + repeated)
+    left = read_results(baseline)
+    repeated = "".join(_asked_again(run, alpha) for run in (left, right))
     where = ("in the baseline", "in the results")
     changed = _circumstances(left.fingerprint, right.fingerprint, where, early)
-    return judge(gated_tasks(left, right, gate, early=early), margin=margin, alpha=alpha, warnings=changed)
+    gated = gated_tasks(left, right, gate, early=early)
+    verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed)
+    return replace(verdict, method=verdict.method + repeated)
+
+
+def _asked_again(run: Results, alpha: float) -> str:
+    """How a model did against itself; EnvironmentFault where that tells of an engine that wavers."""
+    folder = run.file.parent
+    repeated = read_repeated(folder)
+    if repeated is None:
+        return ""
+    require_deterministic(folder, repeated, alpha)
+    return f"; asked again, {repeated.changed} of {repeated.documents} answers changed"
 
 
 def _circumstances(

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.loggers import EvaluationTracker
+from lm_eval.result_schema import EvalResults
 from lm_eval.tasks import TaskManager
 
 from vexport.evaluation.lm_eval_runner import outermost, until_decided
@@ -46,6 +48,10 @@ class Adder(LM):  # type: ignore[misc]
         raise NotImplementedError
 
 
+def _on(run: Callable[..., EvalResults], tasks: list[object], documents: dict[str, list[int]]) -> EvalResults:
+    return run(tasks=tasks, samples=documents)
+
+
 def main(request: dict[str, object]) -> None:
     tasks, runs, limit = request["tasks"], request["runs"], request["limit"]
     assert isinstance(runs, dict)
@@ -72,12 +78,7 @@ def main(request: dict[str, object]) -> None:
             if "rule" in request:
                 rule = from_json(Stopping, Path(str(request["rule"])))
                 loaded = [one for name in names for one in outermost(manager.load([name]))]
-                results = until_decided(
-                    lambda tasks, samples, run=run: run(tasks=tasks, samples=samples),
-                    loaded,
-                    rule,
-                    lambda *step: None,
-                )
+                results = until_decided(partial(_on, run), loaded, rule, lambda *step: None)
             else:
                 results = run(tasks=names)
             samples = results.pop("samples")

@@ -16,7 +16,8 @@ class SessionRequest:
     `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
     written there (see `worker`). `tasks` are lm-eval task names or YAML files; with any, `output` is the
     folder for lm-eval's own result and sample files. `limit` bounds the documents of each task. With
-    `stopping_file` (a `vexport.evaluation.stopping.Stopping`) the evaluation ends when it is decided.
+    `stopping_file` (a `vexport.evaluation.stopping.Stopping`) the evaluation ends when it is decided; with
+    `repeat` a part of the documents is asked again.
     """
 
     checkpoint: Path
@@ -33,6 +34,7 @@ class SessionRequest:
     include_paths: tuple[Path, ...] = ()
     limit: int | None = None
     stopping_file: Path | None = None
+    repeat: bool = False
     output: Path | None = None
     seed: int = 0
 

@@ -19,6 +19,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.lm_eval_model import ModelArguments, Progress, replaced, wrap_engine
+from vexport.evaluation.repeat import ask_again, compare_rows, write_repeated
 from vexport.evaluation.stopping import Race, Stopping, look_line, require_unit_range
 from vexport.evaluation.tasks import GROUP_SUFFIX
 from vexport.files import atomic_path, from_json, write_text
@@ -71,6 +72,9 @@ def _evaluate(
         else:
             model.remembered = {}
             results = until_decided(run, tasks, from_json(Stopping, request.stopping_file), progress)
+            model.remembered = None
+        if request.repeat:
+            _repeat(run, results, request, output)
     except jinja2.TemplateError as error:
         fix = "mend doc_to_text, doc_to_target or doc_to_choice of the task"
         need = "a template that its documents can fill"
@@ -128,6 +132,25 @@ def until_decided(
             progress(look_line(look, stopping.margin), look.read, look.of)
         if race.decided:
             return results
+
+
+def _repeat(
+    run: "Callable[[list[Task | Group], Mapping[str, list[int]]], EvalResults]",
+    results: "EvalResults",
+    request: SessionRequest,
+    output: Path,
+) -> None:
+    """Ask a part of the documents again and write how many answers changed."""
+    documents = ask_again(results["samples"], request.seed)
+    tasks = _leaves(_load_tasks(request, _task_manager(request)))
+    again = run(tasks, {name: Documents(chosen) for name, chosen in documents.items()})
+    write_repeated(output, compare_rows(results["samples"], again["samples"]))
+
+
+def _leaves(tasks: "list[Task | Group]") -> "list[Task | Group]":
+    from lm_eval.api.group import Group
+
+    return [leaf for task in tasks for leaf in (task.get_all_tasks() if isinstance(task, Group) else [task])]
 
 
 class Documents(list[int]):
