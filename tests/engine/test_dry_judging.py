@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
+
+from tests.command import vexport
 from vexport.engine.dry.judge import judge
 from vexport.engine.dry.messages import Cell, CellResult, Fault, LayerKind, merge_ranks
 
@@ -86,3 +89,19 @@ def test_the_ranks_of_a_cell_are_one_result() -> None:
     both = merge_ranks([loaded(CELLS[3], NARROWED), loaded(CELLS[3], NARROWED, UNUSED)])
     assert {fault.kind for fault in both.faults} == {"narrowed", "unused"}
     assert len(both.faults) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--tp", "2"), "need --dry"),
+        (("--dry", "--tp", "1,a"), "'1,a' is not a list of positive whole numbers"),
+        (("--dry", "--sm", "0"), "'0' is not a list of positive whole numbers"),
+        (("--dry", "--max-model-len", "8"), "does not go with --dry"),
+        (("--dry",), "no such folder"),
+    ],
+)
+def test_wrong_usage_starts_no_vllm(arguments: tuple[str, ...], words: str) -> None:
+    ran = vexport("load", "nowhere", *arguments)
+    assert ran.code == 2
+    assert [words in error for error in ran.errors] == [True]
