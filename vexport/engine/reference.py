@@ -20,8 +20,10 @@ from transformers.utils import logging
 
 from vexport.errors import InputError
 from vexport.roundtrip import decompress
+from vexport.schemes.kv_cache import KEY, VALUE
 
 Tensors = dict[str, torch.Tensor]
+KV_SCALES = (f".{KEY}", f".{VALUE}")
 
 
 def reference_logprobs(checkpoint: Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -63,10 +65,12 @@ def load_dequantized(checkpoint: Path) -> Module:
 
 
 def _read(checkpoint: Path) -> Tensors:
+    """All tensors but the scales of the KV cache, which the reference keeps in its own dtype."""
     tensors: Tensors = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            names = [name for name in opened.keys() if not name.endswith(KV_SCALES)]  # noqa: SIM118
+            tensors |= {name: opened.get_tensor(name) for name in names}
     return tensors
 
 
