@@ -19,7 +19,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.lm_eval_model import ModelArguments, Progress, replaced, wrap_engine
-from vexport.evaluation.repeat import ask_again, compare_rows, write_repeated
+from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
 from vexport.evaluation.stopping import Race, Stopping, look_line, require_unit_range
 from vexport.evaluation.tasks import GROUP_SUFFIX
 from vexport.files import atomic_path, from_json, write_text
@@ -74,7 +74,8 @@ def _evaluate(
             results = until_decided(run, tasks, from_json(Stopping, request.stopping_file), progress)
             model.remembered = None
         if request.repeat:
-            _repeat(run, results, request, output)
+            assert request.output is not None
+            write_repeated(request.output, _repeat(run, results, request))
     except jinja2.TemplateError as error:
         fix = "mend doc_to_text, doc_to_target or doc_to_choice of the task"
         need = "a template that its documents can fill"
@@ -138,13 +139,12 @@ def _repeat(
     run: "Callable[[list[Task | Group], Mapping[str, list[int]]], EvalResults]",
     results: "EvalResults",
     request: SessionRequest,
-    output: Path,
-) -> None:
-    """Ask a part of the documents again and write how many answers changed."""
+) -> Repeated:
+    """Ask a part of the documents again and count the answers that changed."""
     documents = ask_again(results["samples"], request.seed)
     tasks = _leaves(_load_tasks(request, _task_manager(request)))
     again = run(tasks, {name: Documents(chosen) for name, chosen in documents.items()})
-    write_repeated(output, compare_rows(results["samples"], again["samples"]))
+    return compare_rows(results["samples"], again["samples"])
 
 
 def _leaves(tasks: "list[Task | Group]") -> "list[Task | Group]":

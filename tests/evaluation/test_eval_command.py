@@ -1,0 +1,64 @@
+"""`vexport eval` and `vexport verdict` at the command line: what is refused before an engine starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from vexport.evaluation.accepted import accept_results
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "Give --baseline SOURCE or --against FILE"),
+        (("--baseline", "b", "--against", "a.json"), "Give --baseline SOURCE or --against FILE"),
+        (("--accept", "a.json", "--stopping", "early"), "--stopping early needs a baseline"),
+        (("--baseline", "b", "--accept", "x", "--stopping", "early"), "leaves too little to --accept"),
+        (("--baseline", "b", "--gate", "gsm8k="), "is not [TASK=]METRIC[,FILTER]"),
+        (("--baseline", "b", "--gate", "acc", "--gate", "f1"), "or its task is given twice"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    options: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = vexport("eval", "model", "--task", "t", *options)
+    assert done.code == 2
+    assert message in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("mine")
+    done = vexport("eval", "model", "--task", "t", "--accept", tmp_path / "notes.md")
+    assert done.code == 2
+    assert "need" in done.stderr
+    assert (tmp_path / "notes.md").read_text() == "mine"
+
+
+def test_a_gate_can_be_chosen_for_folders_made_elsewhere(lm_eval_runs: Path) -> None:
+    folders = (str(lm_eval_runs / "baseline"), str(lm_eval_runs / "twin"))
+    done = vexport("verdict", *folders, "--gate", "choices=acc_norm,none", "--format", "json")
+    assert done.code == 0
+    tasks = {task["task"]: task for task in json.loads(done.stdout)["tasks"]}
+    assert tasks["choices"]["metric"] == "acc_norm"
+    assert [one["metric"] for one in tasks["choices"]["also"]] == ["acc"]
+
+
+def test_an_accepted_baseline_can_be_given_for_a_folder(lm_eval_runs: Path, tmp_path: Path) -> None:
+    accept_results(lm_eval_runs / "baseline", tmp_path / "accepted.json", {})
+    done = vexport("verdict", str(tmp_path / "accepted.json"), str(lm_eval_runs / "worse"))
+    assert done.code == 1
+    assert "FAIL" in done.stdout
+
+
+def test_an_engine_that_wavers_exits_with_4(lm_eval_runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(lm_eval_runs / "baseline", tmp_path / "baseline")
+    (results,) = (tmp_path / "baseline").rglob("results_*.json")
+    results.with_name("repeat.json").write_text('{"documents": 200, "changed": 9}')
+    done = vexport("verdict", str(tmp_path / "baseline"), str(lm_eval_runs / "twin"))
+    assert done.code == 4
+    assert "9 of 200 answers changed" in done.stderr
