@@ -120,6 +120,7 @@ class Stream:
             packing = PACKINGS[scheme.family.format](member, dtype, scheme.args.weights, known)
             _, *others = scheme.layout(member, dtype)
             for rows in runs(member, packing.multiple):
+                self.expect(member, rows)
                 yield self.pool.submit(self.packed, member, packing, rows).result
             # Asked for by the writer, when all runs before it are done.
             for spec in others:
@@ -141,9 +142,11 @@ class Stream:
             return [Known(scales=scales) for scales in found]
         if not shares_scale(get_scheme(group.scheme).args.weights):
             return [Known()] * len(group.members)
-        largest = [
-            self.pool.submit(self.largest, member, rows) for member in group.members for rows in runs(member)
-        ]
+        largest = []
+        for member in group.members:
+            for rows in runs(member):
+                self.expect(member, rows)
+                largest.append(self.pool.submit(self.largest, member, rows))
         return [Known(largest=max(part.result() for part in largest))] * len(group.members)
 
     def largest(self, member: LinearPlan, rows: slice) -> np.float32:
@@ -155,6 +158,10 @@ class Stream:
         if not np.isfinite(largest):
             raise not_finite(member)
         return largest
+
+    def expect(self, member: LinearPlan, rows: slice) -> None:
+        """Let the kernel read some rows ahead of the thread that will ask for them."""
+        self.reader.expect_view(self.index.tensors[member.weight], self.view(member, rows))
 
     def view(self, member: LinearPlan, rows: slice) -> Array:
         """Some rows of a weight as they lie in the file."""

@@ -60,14 +60,15 @@ class Reader:
     def release(self, tensors: Iterable[TensorInfo]) -> None:
         """Tell the kernel that these tensors' pages are no longer needed."""
         for tensor in tensors:
-            self._release(tensor.file, tensor.start, tensor.end)
+            self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_DONTNEED)
 
     def release_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
         """The same for the pages of a view of a tensor's `weight`; they may be read again."""
-        if view.size:
-            low, high = np.lib.array_utils.byte_bounds(view)
-            first, _ = np.lib.array_utils.byte_bounds(np.frombuffer(self._map(tensor.file), np.uint8))
-            self._release(tensor.file, low - first, high - first)
+        self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_DONTNEED)
+
+    def expect_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
+        """Tell the kernel that a view will be read soon: it begins to, if it has not yet."""
+        self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_WILLNEED)
 
     def close(self) -> None:
         """Unmap all files; views that are still alive keep theirs until they go."""
@@ -85,8 +86,16 @@ class Reader:
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             return self._maps[file]
 
-    def _release(self, file: Path, start: int, end: int) -> None:
-        """Drop whole pages: a neighbour's, which are dropped too, are read from the file again."""
+    def _bounds(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> tuple[int, int]:
+        """Where in its file a view begins and ends."""
+        if not view.size:
+            return 0, 0
+        low, high = np.lib.array_utils.byte_bounds(view)
+        first, _ = np.lib.array_utils.byte_bounds(np.frombuffer(self._map(tensor.file), np.uint8))
+        return low - first, high - first
+
+    def _advise(self, file: Path, start: int, end: int, advice: int) -> None:
+        """Advise on whole pages: a neighbour's, which are dropped too, are read from the file again."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if file in self._maps and end > first:
-            self._maps[file].madvise(mmap.MADV_DONTNEED, first, end - first)
+            self._maps[file].madvise(advice, first, end - first)
