@@ -10,12 +10,14 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.architectures.families import save_family
 from tests.models import save_qwen3, write_calibration
 from vexport.checks import check_checkpoint
 from vexport.pipeline import plan_source, quantize_source, rules_for
 from vexport.plan import Settings
 from vexport.scenario import Calibration
-from vexport.types import KvCache
+from vexport.schemes.kv_cache import kv_layout
+from vexport.types import AttentionLayer, KvCache
 
 RULES = rules_for("FP8_DYNAMIC", observer="memoryless_minmax", ignore=())
 KINDS: tuple[KvCache, ...] = ("fp8", "fp8_per_head")
@@ -121,3 +123,44 @@ def test_a_cache_that_vllm_refuses_is_found(
     (finding,) = check_checkpoint(str(tmp_path / "broken")).findings
     assert finding.check == "kv_cache"
     assert "kv_cache_scheme" in finding.where
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("phi3", ["model.layers.0.self_attn", "model.layers.1.self_attn"]),
+        ("qwen3-next", ["model.layers.3.self_attn"]),
+        (
+            "gemma3-vision",
+            ["language_model.model.layers.0.self_attn", "language_model.model.layers.1.self_attn"],
+        ),
+    ],
+)
+def test_layers_with_keys_and_values_are_found(tmp_path: Path, family: str, modules: list[str]) -> None:
+    """Also where queries, keys and values are one weight, between linear attention, and beside a tower."""
+    _, plan = plan_source(
+        str(save_family(family, tmp_path / "source")), RULES, Settings(kv_cache="fp8_per_head")
+    )
+    assert plan.refusals == ()
+    assert [layer.name for layer in plan.attention] == modules
+    assert {layer.heads for layer in plan.attention} == {2}
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    _, plan = plan_source(
+        str(save_family("deepseek-v3", tmp_path / "source")), RULES, Settings(kv_cache="fp8")
+    )
+    (refusal,) = plan.refusals
+    assert (refusal.check, refusal.got) == ("kv_cache", "multi-head latent attention")
+    assert refusal.where == "model.layers.0.self_attn"
+
+
+def test_scales_lie_where_vllm_looks() -> None:
+    """Its own attention is the attribute `attn` of the model's; it adds that name unless it ends so."""
+    short = kv_layout(AttentionLayer(name="h.0.attn", heads=None))
+    assert [spec.name for spec in short] == ["h.0.attn.attn.k_scale", "h.0.attn.attn.v_scale"]
+    usual = kv_layout(AttentionLayer(name="layers.0.self_attn", heads=4))
+    assert [(spec.name, spec.shape) for spec in usual] == [
+        ("layers.0.self_attn.k_scale", (4, 1, 1)),
+        ("layers.0.self_attn.v_scale", (4, 1, 1)),
+    ]
