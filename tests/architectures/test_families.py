@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.architectures.families import FAMILIES, save_family, split
 from tests.command import vexport
 from tests.test_quantize import dequantized
 from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import dry_loads
+from vexport.engine.reference import load_dequantized
+from vexport.errors import InputError
 from vexport.plan import Settings, build_plan
 from vexport.scenario import Rule
 from vexport.types import Plan
@@ -175,6 +178,27 @@ def test_fused_layers_share_their_global_scale(family: str, shards: int, tmp_pat
     ]
     assert all(len(group) == 1 for group in values)
     assert len({value for group in values for value in group}) > len(plan.groups) / 2
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_the_reference_of_a_load_has_dequantized_experts(family: str, tmp_path: Path) -> None:
+    source = save_family(family, tmp_path / "model")
+    assert vexport("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
+    reference = dict(load_dequantized(tmp_path / "out").named_parameters())
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    assert any("experts" in name for name in reference)
+    for name, weight in original.named_parameters():
+        exact = weight.to(torch.float32)
+        noise = (reference[name].to(torch.float32) - exact).square().mean()
+        assert noise <= exact.square().mean() * 10 ** (-LEAST_DB["FP8_DYNAMIC"] / 10), name
+
+
+def test_a_reference_with_random_experts_is_refused(tmp_path: Path) -> None:
+    """transformers joins no single experts for this class: they would be made up."""
+    source = save_family("granite-moe", tmp_path / "model")
+    assert vexport("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
+    with pytest.raises(InputError, match="experts.*no weight"):
+        load_dequantized(tmp_path / "out")
 
 
 def further_token(prefix: str) -> dict[str, torch.Tensor]:

@@ -1,10 +1,12 @@
 """What a checkpoint should answer: transformers with its weights dequantized by compressed-tensors.
 
 Independent of vLLM and of vexport's own quantizer. Activations are rounded with compressed-tensors' code,
-computed in float32, as the scheme of each layer says.
+computed in float32, as the scheme of each layer says; those of routed experts are not, because transformers
+runs all experts of a layer in one module.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from vexport.roundtrip import decompress
 from vexport.schemes.kv_cache import KEY, VALUE
 
 Tensors = dict[str, torch.Tensor]
+EXPERT = re.compile(r"\.experts\.\d+\.")
 KV_SCALES = (f".{KEY}", f".{VALUE}")
 
 
@@ -54,12 +57,18 @@ def load_dequantized(checkpoint: Path) -> Module:
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
     logging.disable_progress_bar()
     tensors = _read(checkpoint)
-    schemes = _schemes(skeleton, raw.get("quantization_config"), checkpoint)
+    linears = {name: module for name, module in skeleton.named_modules() if isinstance(module, Linear)}
+    experts = dict.fromkeys(_experts(tensors), Linear(1, 1, device="meta"))
+    schemes = _schemes({**linears, **experts}, raw.get("quantization_config"), checkpoint)
     inputs = {name: _dequantize(name, scheme, tensors, dtype) for name, scheme in schemes.items()}
-    model: Module = type(skeleton).from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    loaded: tuple[Module, dict[str, Iterable[str]]] = type(skeleton).from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+    )
+    model, loading = loaded
+    _require_whole(checkpoint, loading["missing_keys"])
     for name, scales in inputs.items():
         args = schemes[name].input_activations
-        if args is not None:
+        if args is not None and name not in experts:
             model.get_submodule(name).register_forward_pre_hook(_rounding(args, scales))
     return model.eval()
 
@@ -74,8 +83,23 @@ def _read(checkpoint: Path) -> Tensors:
     return tensors
 
 
+def _require_whole(checkpoint: Path, missing: Iterable[str]) -> None:
+    """InputError where transformers has found no weight for a parameter: it would be random."""
+    names = sorted(missing)
+    if names:
+        need = "a checkpoint whose names transformers loads"
+        raise InputError(
+            f"{checkpoint}: {names[0]}", got="no weight", need=need, fix="compare without a reference"
+        )
+
+
+def _experts(tensors: Tensors) -> set[str]:
+    """The projections of single experts, which transformers joins to one tensor when it has them all."""
+    return {key.rpartition(".")[0] for key in tensors if EXPERT.search(key)}
+
+
 def _schemes(
-    model: Module, raw: Mapping[str, object] | None, checkpoint: Path
+    linears: Mapping[str, Module], raw: Mapping[str, object] | None, checkpoint: Path
 ) -> dict[str, QuantizationScheme]:
     """The scheme of each quantized linear layer; the first group that matches, as in vLLM."""
     if raw is None:
@@ -85,11 +109,10 @@ def _schemes(
         raise InputError(f"{checkpoint}/config.json", got=got, need=need, fix="compare without a reference")
     config = QuantizationConfig.model_validate(raw)
     found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            scheme = _first_match(name, module, config)
-            if scheme is not None:
-                found[name] = scheme
+    for name, module in linears.items():
+        scheme = _first_match(name, module, config)
+        if scheme is not None:
+            found[name] = scheme
     return found
 
 
