@@ -165,6 +165,7 @@ WITHOUT_LOSS = [
     ("W4A16", weights(group_size=64), "arguments"),
     ("W4A16", weights(symmetric=False), "arguments"),
     ("FP8_DYNAMIC", weights(strategy="tensor"), "arguments"),
+    ("NVFP4", weights(strategy="tensor"), "arguments"),
     ("W4A16", drop(f"{DOWN}.weight_shape"), "layout"),
     ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.bfloat16)), "layout"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t.reshape(-1)), "layout"),
@@ -259,8 +260,7 @@ def test_input_divisors_become_the_smallest(good: Callable[[str], Path], tmp_pat
 
 
 def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Callable[[str], Path], tmp_path: Path) -> None:
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-    announce = config(kv_cache_scheme=scheme)
+    announce = config(kv_cache_scheme=KV_SCHEME)
     ran, report = repair(broken(good("W8A8"), tmp_path / "broken", announce), tmp_path / "out")
     assert ran.code == 0, ran.stderr
     assert [mend["where"] for mend in report["mends"]] == [f"model.layers.{i}.self_attn" for i in range(3)]
@@ -271,7 +271,13 @@ def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Callable[[str], P
     assert all(torch.equal(scale, torch.ones(1)) for scale in scales)
 
 
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 REFUSED = [
+    (
+        "W8A8",
+        together(config(kv_cache_scheme=KV_SCHEME), add("model.layers.0.self_attn.k_scale", torch.ones(1))),
+        "model.layers.1.self_attn.k_scale",
+    ),
     ("NVFP4", put(f"{DOWN}.weight_scale", first_element(float("nan"))), f"{DOWN}.weight_scale"),
     ("NVFP4", put(f"{DOWN}.input_global_scale", first_element(float("nan"))), f"{DOWN}.input_global_scale"),
     ("FP8", drop(f"{DOWN}.input_scale"), f"{DOWN}.input_scale"),
@@ -294,6 +300,9 @@ REFUSED = [
         f"{DOWN}.weight_zero_point",
     ),
     ("W8A8", lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "model.safetensors"),
+    ("W8A8", lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    ("W8A8", config(config_groups={}), "config_groups"),
+    ("W8A8", inputs(dynamic=False), "input_scale"),
     ("W8A8", index_of_one_file(weight_map={"lost": "model-00002-of-00002.safetensors"}), "00002.safetensors"),
 ]
 

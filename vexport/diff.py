@@ -15,14 +15,12 @@ from vexport.checkpoint.tensors import read_tensor
 from vexport.checks.subject import Subject
 from vexport.files import digest_file
 from vexport.repair.cost import dequantized
+from vexport.repair.noise import COMPARED, noise_of
 from vexport.repair.units import Layer, layers_of
-from vexport.roundtrip import EXACT_DB
 from vexport.types import Json, TensorInfo
 
 OnProgress = Callable[[int, int], None]
 ABSENT = "absent"
-# Elements of two tensors that are compared at once.
-COMPARED = 1 << 22
 SMALL_FLOATS = frozenset({"F8_E4M3", "F8_E5M2"})
 
 
@@ -172,9 +170,9 @@ def _same_bytes(a: Subject, one: TensorInfo, b: Subject, two: TensorInfo) -> boo
 
 
 def _compared(a: TensorInfo, one: torch.Tensor, two: torch.Tensor) -> TensorDifference:
-    sums = _sums(one, two)
+    sums = noise_of(one, two)
     is_number = a.dtype in FLOATING or a.dtype in SMALL_FLOATS
-    noise = _decibels(sums) if is_number and math.isfinite(sums.signal + sums.noise) else None
+    noise = sums.decibels if is_number and math.isfinite(sums.signal + sums.noise) else None
     return TensorDifference(name=a.name, changed=sums.changed / one.numel(), snr_db=noise)
 
 
@@ -185,13 +183,13 @@ def _weights(a: Subject, b: Subject, changed: set[str]) -> Iterator[WeightDiffer
         if name in theirs and _may_differ(ours[name], theirs[name], changed):
             old, new = _weight(a, ours[name]), _weight(b, theirs[name])
             if old is not None and new is not None and old.shape == new.shape:
-                sums = _sums(old, new)
+                sums = noise_of(old, new)
                 if sums.changed:
                     yield WeightDifference(
                         layer=name,
                         stored_a=_stored(ours[name]),
                         stored_b=_stored(theirs[name]),
-                        snr_db=_decibels(sums),
+                        snr_db=sums.decibels,
                     )
 
 
@@ -213,30 +211,3 @@ def _stored(layer: Layer) -> str:
     if layer.is_quantized:
         return layer.group.format if layer.group else "quantized"
     return layer.leaves["weight"].dtype if "weight" in layer.leaves else ABSENT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """Over all elements: how many differ, the power of A, that of the difference."""
-
-    changed: int
-    signal: float
-    noise: float
-
-
-def _sums(one: torch.Tensor, two: torch.Tensor) -> Sums:
-    """The sums, a part at a time, so that float64 copies stay small."""
-    changed, signal, noise = 0, 0.0, 0.0
-    parts = zip(*(torch.split(side.reshape(-1), COMPARED) for side in (one, two)), strict=True)
-    for old, new in parts:
-        exact, other = old.to(torch.float64), new.to(torch.float64)
-        changed += int((exact != other).sum())
-        signal += float(exact.square().sum())
-        noise += float((other - exact).square().sum())
-    return Sums(changed=changed, signal=signal, noise=noise)
-
-
-def _decibels(sums: Sums) -> float:
-    if sums.noise == 0 or sums.signal == 0:
-        return EXACT_DB if sums.noise == 0 else -EXACT_DB
-    return round(10 * math.log10(sums.signal / sums.noise), 3)

@@ -10,10 +10,11 @@ from pydantic import TypeAdapter
 from vexport.checks.expected import expected_parameters
 from vexport.checks.subject import ConfigGroup, Subject
 from vexport.repair.mends import WeightChange
+from vexport.repair.noise import noise_of
 from vexport.repair.overlay import leaves_of
 from vexport.repair.source import Source
 from vexport.repair.units import layers_of
-from vexport.roundtrip import decompress, signal_to_noise
+from vexport.roundtrip import decompress
 from vexport.schemes.base import QuantArgs
 
 
@@ -25,10 +26,11 @@ def weight_change(before: Subject, after: Subject, layer: str, source: Source | 
     exact = source.weight(layer) if source else None
     against = None
     if exact is not None and exact.shape == new.shape:
-        against = (None if old is None else _decibels(exact, old), _decibels(exact, new))
-    if old is None or old.shape != new.shape:
-        return WeightChange(relative=None, snr_db=None, source_snr_db=against)
-    return WeightChange(relative=_relative(old, new), snr_db=_decibels(old, new), source_snr_db=against)
+        against = (None if old is None else noise_of(exact, old).decibels, noise_of(exact, new).decibels)
+    moved = noise_of(old, new) if old is not None and old.shape == new.shape else None
+    return WeightChange(
+        relative=moved and moved.relative, snr_db=moved and moved.decibels, source_snr_db=against
+    )
 
 
 def dequantized(subject: Subject, layer: str) -> torch.Tensor | None:
@@ -45,6 +47,8 @@ def dequantized(subject: Subject, layer: str) -> torch.Tensor | None:
         weight = weight_of(found.group, leaves_of(subject, found.leaves))
     except ValueError:
         return None
+    finally:
+        subject.reader.release(found.leaves.values())
     return weight if bool(torch.isfinite(weight).all()) else None
 
 
@@ -71,14 +75,3 @@ def _scheme(weights: str, inputs: str | None) -> QuantizationScheme:
         weights=QuantizationArgs.model_validate_json(weights),
         input_activations=QuantizationArgs.model_validate_json(inputs) if inputs else None,
     )
-
-
-def _relative(old: torch.Tensor, new: torch.Tensor) -> float:
-    exact = old.to(torch.float64)
-    norm = float(exact.norm())
-    moved = float((new.to(torch.float64) - exact).norm())
-    return moved / norm if norm else moved
-
-
-def _decibels(exact: torch.Tensor, approximate: torch.Tensor) -> float:
-    return round(signal_to_noise(exact, approximate), 3)

@@ -12,11 +12,11 @@ from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_
 from vexport.observers.qparams import FP8_MAX
 from vexport.repair.cost import weight_of
 from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
+from vexport.repair.noise import noise_of
 from vexport.repair.overlay import leaves_of
 from vexport.repair.requantize import requantized
 from vexport.repair.source import Source
 from vexport.repair.units import Layer, layers_of, single_value
-from vexport.roundtrip import signal_to_noise
 from vexport.types import TensorInfo, TensorSpec
 
 NAME = "global scales"
@@ -147,7 +147,7 @@ def _is_better(
         return False
     stored = leaves_of(subject, layer.leaves)
     ways = [weight_of(layer.group, {**stored, **way()}) for way in (again, rescale)]
-    return signal_to_noise(exact, ways[0]) > signal_to_noise(exact, ways[1])
+    return noise_of(exact, ways[0]).noise < noise_of(exact, ways[1]).noise
 
 
 def _scalar(tensor: TensorInfo, value: float) -> Edit:

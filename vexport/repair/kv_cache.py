@@ -5,13 +5,14 @@ from functools import partial
 
 import torch
 
+from vexport.checks import kv_cache
 from vexport.checks.subject import Subject, parse_args
 from vexport.plan.kv_cache import attention_layers
 from vexport.plan.linears import names_of, text_config
 from vexport.repair.mends import Changes, Edit, Mend
 from vexport.repair.source import Source
 from vexport.repair.units import layers_of
-from vexport.schemes.kv_cache import KV_CACHES, kv_layout
+from vexport.schemes.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
 from vexport.types import AttentionLayer, KvCache, LinearPlan, TensorSpec
 
 NAME = "KV cache"
@@ -21,7 +22,8 @@ def run(subject: Subject, source: Source | None) -> Changes:
     """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with them."""
     layers = _attention(subject)
     specs = [(layer, spec) for layer in layers for spec in kv_layout(layer)]
-    if any(spec.name in subject.index.tensors for _, spec in specs):
+    missing = {finding.where for finding in kv_cache.run(subject)}
+    if not all(f"{layer.name}.{leaf}" in missing for layer in layers for leaf in (KEY, VALUE)):
         return Changes()
     near = {layer.name: _neighbour(subject, layer) for layer in layers}
     edits = [Edit(tensors=(spec,), near=near[layer.name], make=partial(_ones, spec)) for layer, spec in specs]

@@ -1,0 +1,44 @@
+"""How far one tensor is from another, a part at a time, so that float64 copies stay small."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from vexport.roundtrip import EXACT_DB
+
+# Elements of two tensors that are compared at once.
+COMPARED = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """Over all elements: how many differ, the power of the first, that of the difference."""
+
+    changed: int
+    signal: float
+    noise: float
+
+    @property
+    def decibels(self) -> float:
+        """Signal-to-noise ratio; EXACT_DB without noise, -EXACT_DB without signal."""
+        if self.noise == 0 or self.signal == 0:
+            return EXACT_DB if self.noise == 0 else -EXACT_DB
+        return round(10 * math.log10(self.signal / self.noise), 3)
+
+    @property
+    def relative(self) -> float:
+        """|second - first| / |first| in Frobenius norms."""
+        return math.sqrt(self.noise / self.signal) if self.signal else math.sqrt(self.noise)
+
+
+def noise_of(exact: torch.Tensor, other: torch.Tensor) -> Noise:
+    """The noise of a tensor against another of its shape."""
+    changed, signal, noise = 0, 0.0, 0.0
+    parts = zip(*(torch.split(side.reshape(-1), COMPARED) for side in (exact, other)), strict=True)
+    for first, second in parts:
+        old, new = first.to(torch.float64), second.to(torch.float64)
+        changed += int((old != new).sum())
+        signal += float(old.square().sum())
+        noise += float((new - old).square().sum())
+    return Noise(changed=changed, signal=signal, noise=noise)
