@@ -29,7 +29,9 @@ def weight_change(before: Subject, after: Subject, layer: str, source: Source | 
         against = (None if old is None else noise_of(exact, old).decibels, noise_of(exact, new).decibels)
     moved = noise_of(old, new) if old is not None and old.shape == new.shape else None
     return WeightChange(
-        relative=moved and moved.relative, snr_db=moved and moved.decibels, source_snr_db=against
+        relative=moved.relative if moved else None,
+        snr_db=moved.decibels if moved else None,
+        source_snr_db=against,
     )
 
 
