@@ -19,7 +19,7 @@ class Mxfp4Family:
     format: str = "mxfp4-pack-quantized"
     least_sm: int = 80
     sm_note: str = "FP4 kernels: 100; below: weights only"
-    cpu: str = "refused"
+    cpu: str = "emulated"
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
         """weight_packed (out, in/2), weight_scale (out, in/32), a biased exponent each."""
@@ -41,7 +41,7 @@ class Mxfp8Family:
     format: str = "mxfp8-quantized"
     least_sm: int = 75
     sm_note: str = "MXFP8 kernels: 100; below: weights only"
-    cpu: str = "refused"
+    cpu: str = "emulated"
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
         """weight (out, in), weight_scale (out, in/32), a biased exponent each."""
