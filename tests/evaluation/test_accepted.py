@@ -61,12 +61,17 @@ def test_a_changed_circumstance_is_named(lm_eval_runs: Path, tmp_path: Path) -> 
     for name, vllm in (("baseline", "0.31.0"), ("twin", "0.32.0")):
         shutil.copytree(lm_eval_runs / name, tmp_path / name)
         folder = read_results(tmp_path / name).file.parent
-        write_fingerprint(folder, {"vllm": vllm, "dtype": "bfloat16"})
+        write_fingerprint(folder, {"vllm": vllm, "dtype": "bfloat16", "model": name})
     accept_results(tmp_path / "baseline", tmp_path / "accepted.json", {})
     assert read_accepted(tmp_path / "accepted.json").fingerprint["lm-eval"] == "0.4.13"
     verdict = decide(tmp_path / "accepted.json", tmp_path / "twin", margin=0.02, alpha=0.05)
     assert verdict.outcome == "PASS"
-    assert verdict.warnings == ("vllm: 0.31.0 when the baseline was accepted, 0.32.0 now",)
+    assert verdict.warnings == (
+        "vllm: 0.31.0 when the baseline was accepted, 0.32.0 now",
+        "model: baseline when the baseline was accepted, twin now",
+    )
+    verdict = decide(tmp_path / "baseline", tmp_path / "twin", margin=0.02, alpha=0.05)
+    assert verdict.warnings == ("vllm: 0.31.0 in the baseline, 0.32.0 in the results",)
 
 
 def test_other_questions_are_refused_by_document_and_with_what_changed(

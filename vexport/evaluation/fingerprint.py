@@ -16,6 +16,7 @@ Fingerprint = Mapping[str, str]
 
 FILE = "fingerprint.json"
 """Beside lm-eval's results: what lm-eval does not record."""
+MODEL = "model"
 TASK_HASH = "task hash of "
 _BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -35,7 +36,7 @@ def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tu
 def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
     """Of a checkpoint's bytes and what ran it."""
     return {
-        "model": model_digest(root),
+        MODEL: model_digest(root),
         "vexport": __version__,
         "vllm": engine.vllm,
         "torch": engine.torch,
