@@ -2,12 +2,22 @@
 
 import torch
 import torch.nn.functional as F
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from torch.nn import Parameter
 from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConfig
 
 from vexport.engine.cpu_emulation.layer import Answer, QuantizedLayer
 from vexport.engine.cpu_emulation.rounding import fp8_token_scale, round_fp8
+
+
+def unpack(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """(rows, columns) int64 from int32 words (rows, ceil(columns*bits/32)), values across words too.
+
+    Value i has the bits from i*bits on, low bits first: `packed_factor` in compressed_tensors_wNa16.py.
+    """
+    words = F.pad(packed.to(torch.int64) & 0xFFFFFFFF, (0, 1))
+    first = torch.arange(columns) * bits
+    word, offset = first // 32, first % 32
+    return ((words[:, word] | (words[:, word + 1] << 32)) >> offset) & ((1 << bits) - 1)
 
 
 class EmulationWNA16Linear(MPLinearKernel):  # type: ignore[misc]
@@ -26,12 +36,12 @@ class EmulationWNA16Linear(MPLinearKernel):  # type: ignore[misc]
         packed, scale, zero_point = self._get_weight_params(layer)
         columns, rows = self.config.partition_weight_shape
         bits = self.config.weight_type.size_bits
-        values = unpack_from_int32(packed.data, bits, torch.Size((rows, columns))).to(torch.float32)
-        groups = values.reshape(rows, scale.shape[1], -1)
+        values = unpack(packed.data, bits, columns).reshape(rows, scale.shape[1], -1)
+        zeros = torch.tensor(1 << (bits - 1))
         if self.config.zero_points:
-            shape = torch.Size(scale.shape)
-            groups = groups - unpack_from_int32(zero_point.data, bits, shape, packed_dim=0).unsqueeze(-1)
-        weight = groups * self.stored_scale(scale.data.to(torch.float32)).unsqueeze(-1)
+            zeros = unpack(zero_point.data.T, bits, rows).T.unsqueeze(-1)
+        steps = self.stored_scale(scale.data.to(torch.float32)).unsqueeze(-1)
+        weight = (values - zeros).to(torch.float32) * steps
         layer.weight = Parameter(weight.reshape(rows, columns).to(scale.dtype), requires_grad=False)
         setattr(layer, self.w_q_name, None)
 
