@@ -66,12 +66,12 @@ def record(good: Path, scheme: str, every: int) -> None:
         mutations(scheme)[name](folder)
         folders[str(folder)] = name
     while len(folders) > 1:
-        for folder, outcome, detail in answers(list(folders)):
-            name = folders.pop(folder)
+        for path, outcome, detail in answers(list(folders)):
+            name = folders.pop(path)
             if name:
                 entry = Record(scheme=scheme, name=name, outcome=outcome, detail=detail)
                 write_records([*read_records(), entry])
-                rmtree(folder)
+                rmtree(path)
                 print(f"{scheme}: {name}: {outcome} {detail}", flush=True)
         folders = {str(good): "", **folders}
 
