@@ -442,7 +442,7 @@ class MatrixCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRow:
-    """One kind of layer (`model.layers.*.mlp.down_proj`), how many there are, how the checkpoint stores it."""
+    """One kind of layer (`model.layers.*.mlp.down_proj`), how many there are, how they are stored."""
 
     name: str
     count: int

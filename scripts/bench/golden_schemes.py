@@ -48,8 +48,9 @@ def groups_of(values: torch.Tensor, scheme: QuantizationScheme) -> torch.Tensor:
     if args.strategy == "block":
         high, wide = args.block_structure
         padded = torch.nn.functional.pad(values, (0, -values.shape[1] % wide, 0, -values.shape[0] % high))
-        return padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).transpose(1, 2).flatten(2)
-    return values.unflatten(1, (-1, args.group_size))
+        rows, columns = padded.shape[0] // high, padded.shape[1] // wide
+        return padded.reshape(rows, high, columns, wide).transpose(1, 2).flatten(2)
+    return values.reshape(values.shape[0], -1, args.group_size)
 
 
 def golden(name: str) -> dict[str, torch.Tensor]:

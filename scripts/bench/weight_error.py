@@ -137,7 +137,7 @@ def relative_error(source: SourceIndex, folder: Path, plan: Plan) -> float:
     return noise / signal
 
 
-def config_group(config: dict[str, Json]) -> tuple[QuantizationScheme, str]:
+def config_group(config: Mapping[str, Json]) -> tuple[QuantizationScheme, str]:
     """The only config group of a checkpoint as compressed-tensors reads it, and its format."""
     quantization = config["quantization_config"]
     assert isinstance(quantization, dict)
