@@ -12,7 +12,19 @@ import pytest
 from tests.command import vexport
 from vexport.cli import cli
 
-COMMANDS = {"run", "plan", "quantize", "check", "load", "eval", "verdict", "report", "list"}
+COMMANDS = {
+    "run",
+    "plan",
+    "quantize",
+    "check",
+    "repair",
+    "load",
+    "eval",
+    "verdict",
+    "report",
+    "diff",
+    "list",
+}
 
 
 def test_the_commands_are_those_of_the_contract() -> None:

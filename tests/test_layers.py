@@ -28,7 +28,7 @@ LAYERS = (
     {"reports", "rundir"},
     {"pipeline", "serving", "catalog"},
     {"run"},
-    {"options"},
+    {"commands"},
     {"cli"},
     {"__init__", "__main__"},
 )
@@ -36,7 +36,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: commands import what they run, the pipeline what needs torch, a download the
 # hub's client; workers, programs of their own, import vLLM, lm-eval and what of vexport they are asked for.
 LATE = {
-    "cli": ("vexport",),
+    "commands": ("vexport",),
     "pipeline": ("vexport",),
     "checkpoint": ("huggingface_hub",),
     "engine": ("vllm", "vexport"),

@@ -38,12 +38,6 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def common_options(function: Function) -> Function:
-    """--quiet and --debug, which every command has."""
-    function = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(function)
-    return click.option("--quiet", is_flag=True, help="No progress on stderr.")(function)
-
-
 def format_option(formats: tuple[str, ...] = FORMATS) -> Callable[[Function], Function]:
     """--format: the form of the answer on stdout."""
     return click.option(
