@@ -1,0 +1,23 @@
+"""The commands, one file a topic; each imports what it runs, so that `--help` answers at once."""
+
+import click
+
+from vexport.commands.accuracy import evaluate, verdict_command
+from vexport.commands.catalog import list_command
+from vexport.commands.gate import check, diff_command, load, repair
+from vexport.commands.quantize import plan, quantize
+from vexport.commands.scenario import report, run
+
+COMMANDS: tuple[click.Command, ...] = (
+    run,
+    plan,
+    quantize,
+    check,
+    repair,
+    load,
+    evaluate,
+    verdict_command,
+    report,
+    diff_command,
+    list_command,
+)

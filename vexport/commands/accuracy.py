@@ -1,0 +1,147 @@
+"""Is a checkpoint accurate enough."""
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from vexport.commands.base import command, conclude, print_text
+from vexport.commands.options import (
+    PATH,
+    POSITIVE,
+    engine_options,
+    format_option,
+    session_options,
+    verdict_options,
+)
+
+
+@command("eval")
+@click.argument("checkpoint")
+@click.option("--baseline", metavar="SOURCE", help="The unquantized checkpoint to compare with.")
+@click.option(
+    "--against", type=PATH, metavar="FILE", help="An accepted baseline to compare with; starts one engine."
+)
+@click.option(
+    "--accept",
+    type=PATH,
+    metavar="FILE",
+    help="Write CHECKPOINT's answers as an accepted baseline, unless it fails.",
+)
+@click.option(
+    "--task", "tasks", multiple=True, required=True, metavar="NAME_OR_YAML", help="lm-eval task; repeatable."
+)
+@verdict_options
+@click.option(
+    "--stopping",
+    type=click.Choice(("fixed", "early")),
+    default="fixed",
+    show_default=True,
+    help="early: read CHECKPOINT's documents in random order until they decide.",
+)
+@click.option("--limit", type=POSITIVE, help="Use the first N documents of each task.")
+@click.option("--output", type=PATH, help="Folder for lm-eval's files [default: runs/eval-NAME].")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@engine_options
+@session_options
+@format_option()
+def evaluate(
+    checkpoint: str,
+    baseline: str | None,
+    against: Path | None,
+    accept: Path | None,
+    tasks: tuple[str, ...],
+    margin: float,
+    alpha: float,
+    gate: dict[str, str],
+    stopping: Literal["fixed", "early"],
+    limit: int | None,
+    output: Path | None,
+    overwrite: bool,
+    vllm_python: Path | None,
+    trust_remote_code: bool,
+    timeout: int,
+    max_model_len: int | None,
+    format_: str,
+    quiet: bool,
+) -> None:
+    """Score CHECKPOINT and its baseline with lm-eval in vLLM, paired by document, and give a verdict.
+
+    An accepted baseline is a small file for git: each document's score, and what else could change scores.
+    Make one with --accept, in later runs compare --against it.
+    """
+    from vexport.evaluation.accepted import (
+        accept_results,
+        choice_of,
+        gates_of,
+        read_accepted,
+        require_writable,
+    )
+    from vexport.reports import render_verdict
+    from vexport.scenario import Evaluate, Serve
+    from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
+    from vexport.terminal import progress_display
+
+    if baseline and against or not (baseline or against or accept):
+        raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
+    if accept:
+        require_writable(accept)
+    if stopping == "early" and (accept or not (baseline or against)):
+        raise click.UsageError("--stopping early needs a baseline, and leaves too little to --accept.")
+    settings = Evaluate(
+        tasks=tasks,
+        margin=margin,
+        alpha=alpha,
+        gate=gate,
+        stopping=stopping,
+        limit=limit,
+        baseline=baseline,
+    )
+    folder = output or Path("runs") / f"eval-{Path(checkpoint).name}"
+    with progress_display(quiet=quiet) as on_progress:
+        options = EngineOptions(
+            serve=Serve(timeout=timeout, max_model_len=max_model_len),
+            vllm_python=vllm_python,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
+        verdict = evaluate_checkpoint(
+            checkpoint, settings, folder, options, overwrite=overwrite, against=against
+        )
+    if verdict:
+        print_text(render_verdict(verdict, format_))
+    if accept and (verdict is None or verdict.outcome != "FAIL"):
+        choice = choice_of(read_accepted(against)) if against else gate
+        accepted = accept_results(folder / CANDIDATE, accept, choice)
+        click.echo(f"accepted: {accept}: {gates_of(accepted)}", err=verdict is not None)
+    if verdict:
+        conclude(verdict.outcome, checkpoint, verdict.reason)
+
+
+@command("verdict")
+@click.argument("baseline_results", type=PATH)
+@click.argument("results", type=PATH)
+@verdict_options
+@format_option()
+def verdict_command(
+    baseline_results: Path,
+    results: Path,
+    margin: float,
+    alpha: float,
+    gate: dict[str, str],
+    format_: str,
+    quiet: bool,
+) -> None:
+    """PASS, FAIL or INCONCLUSIVE from two lm-eval output folders, wherever they were made.
+
+    BASELINE_RESULTS may also be an accepted baseline (`vexport eval --accept`).
+
+    Starts no model. Documents are paired by lm-eval's sample files (--log_samples); without them the means
+    are compared by their standard errors, which takes many times the documents.
+    """
+    from vexport.reports import render_verdict
+    from vexport.verdict import decide
+
+    verdict = decide(baseline_results, results, margin=margin, alpha=alpha, gate=gate)
+    print_text(render_verdict(verdict, format_))
+    conclude(verdict.outcome, str(results), verdict.reason)

@@ -1,0 +1,127 @@
+"""Is a checkpoint sound, does vLLM load it, how is it mended, what differs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from vexport.commands.base import command, print_text, require_ok
+from vexport.commands.options import PATH, device_options, engine_options, format_option, session_options
+from vexport.errors import CheckpointFailed
+from vexport.types import DryLoadReport, LoadReport
+
+
+@command()
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@format_option()
+def check(checkpoints: tuple[str, ...], format_: str, quiet: bool) -> None:
+    """Is each CHECKPOINT one that vLLM loads as it was meant? Reads files only: no GPU, no vLLM.
+
+    Knows checkpoints of any producer. `vexport list checks` says what is looked at.
+    """
+    from vexport.checks import check_checkpoint
+    from vexport.reports import render_checks
+
+    reports = [check_checkpoint(name) for name in checkpoints]
+    print_text(render_checks(reports, format_))
+    for report in reports:
+        require_ok(report.checkpoint, report.ok, report.findings)
+
+
+@command()
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@click.option("--dry", is_flag=True, help="Only the loading, from headers: no weights, no GPU.")
+@device_options
+@engine_options
+@session_options
+@format_option()
+def load(
+    checkpoints: tuple[str, ...],
+    dry: bool,
+    tp: tuple[int, ...] | None,
+    sm: tuple[int, ...] | None,
+    vllm_python: Path | None,
+    trust_remote_code: bool,
+    timeout: int,
+    max_model_len: int | None,
+    format_: str,
+    quiet: bool,
+) -> None:
+    """Load each CHECKPOINT in the real vLLM: greedy canaries, and log-probabilities against a reference.
+
+    The reference is transformers with the stored weights dequantized by compressed-tensors.
+
+    With --dry, vLLM's model class and weight loaders run on headers alone, for every --tp and --sm: what is
+    refused, what gets no value or a converted one, which kernel each layer would get. Without --sm, SM 80,
+    89, 90 and 100 are shown, and each --tp must load on one of them.
+    """
+    from vexport.reports import render_dry_loads, render_loads
+    from vexport.scenario import Serve
+    from vexport.serving import EngineOptions, dry_load_checkpoints, load_checkpoint
+    from vexport.terminal import progress_display
+
+    if not dry and (tp or sm):
+        raise click.UsageError("--tp and --sm need --dry: a real load uses the devices that are there.")
+    if dry and max_model_len:
+        raise click.UsageError("--max-model-len does not go with --dry, which runs nothing.")
+    with progress_display(quiet=quiet) as on_progress:
+        options = EngineOptions(
+            serve=Serve(timeout=timeout, max_model_len=max_model_len),
+            vllm_python=vllm_python,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
+        reports: Sequence[LoadReport | DryLoadReport]
+        if dry:
+            reports = shown = dry_load_checkpoints(checkpoints, tp or (1,), sm, options)
+            text = render_dry_loads(shown, format_)
+        else:
+            reports = real = [load_checkpoint(name, options) for name in checkpoints]
+            text = render_loads(real, format_)
+    print_text(text)
+    for report in reports:
+        require_ok(report.checkpoint, report.ok, report.findings)
+
+
+@command()
+@click.argument("checkpoint", type=PATH)
+@click.argument("out", type=PATH)
+@click.option("--source", type=PATH, help="The unquantized checkpoint that CHECKPOINT was made from.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@format_option(("text", "json"))
+def repair(
+    checkpoint: Path, out: Path, source: Path | None, overwrite: bool, format_: str, quiet: bool
+) -> None:
+    """Mend CHECKPOINT into the folder OUT without calibration, and say what each mend costs.
+
+    Global scales, targets and ignore, refused config keys, dtypes and shapes, index, missing KV scales; with
+    --source also missing tensors. What cannot be mended is named, and then nothing is written.
+    """
+    from vexport.repair import repair_checkpoint
+    from vexport.reports.repair import render_repair
+    from vexport.terminal import progress_display
+
+    with progress_display(quiet=quiet) as on_progress:
+        report = repair_checkpoint(checkpoint, out, source, overwrite=overwrite, on_progress=on_progress)
+    print_text(render_repair(report, format_))
+    require_ok(report.checkpoint, report.ok, report.refusals)
+
+
+@command("diff")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@format_option(("text", "json"))
+def diff_command(a: Path, b: Path, format_: str, quiet: bool) -> None:
+    """What differs between the checkpoints A and B: config, tensors, values, sizes.
+
+    Layers are compared dequantized, also a quantized one with its source. Exit code 1 where they differ.
+    """
+    from vexport.diff import diff
+    from vexport.reports.diff import render_diff
+    from vexport.terminal import progress_display
+
+    with progress_display(quiet=quiet) as on_progress:
+        report = diff(a, b, on_progress=lambda done, total: on_progress("compare", done, total))
+    print_text(render_diff(report, format_))
+    if not report.same:
+        raise CheckpointFailed(str(b), got="a checkpoint that differs", need=f"that of {a}", fix="see above")

@@ -1,0 +1,130 @@
+"""A plan from headers, and the checkpoint that comes of it."""
+
+from pathlib import Path
+
+import click
+
+from vexport.commands.base import command, print_text
+from vexport.commands.options import PATH, POSITIVE, ByteSize, format_option, plan_options
+from vexport.types import KvCache, OnMisfit
+
+
+@command()
+@click.argument("source", metavar="SOURCE|SCENARIO")
+@click.option("--scheme", metavar="S", help="Scheme for all linear layers; see `vexport list schemes`.")
+@plan_options
+@format_option(("text", "json"))
+def plan(
+    source: str,
+    scheme: str | None,
+    observer: str,
+    ignore: tuple[str, ...],
+    kv_cache: KvCache | None,
+    on_misfit: OnMisfit,
+    tp: tuple[int, ...] | None,
+    format_: str,
+    quiet: bool,
+) -> None:
+    """What would be done to SOURCE (a folder or a hub id) or SCENARIO: layers, groups, sizes, refusals.
+
+    Reads headers only.
+    """
+    from vexport.pipeline import plan_scenario, plan_source, rules_for
+    from vexport.plan import Settings, require_accepted
+    from vexport.reports.plan import render_plan
+    from vexport.scenario import read_scenario
+
+    evaluate = None
+    if source.endswith((".yaml", ".yml")):
+        if scheme:
+            raise click.UsageError("--scheme does not go with a scenario, which has its own rules.")
+        scenario = read_scenario(Path(source))
+        _, made = plan_scenario(scenario)
+        evaluate = scenario.evaluate
+    elif scheme:
+        settings = Settings(ranks=tp or (1,), on_misfit=on_misfit, kv_cache=kv_cache)
+        _, made = plan_source(source, rules_for(scheme, observer=observer, ignore=ignore), settings)
+    else:
+        raise click.UsageError("SOURCE needs --scheme.")
+    text = render_plan(made, format_)
+    if evaluate is not None and format_ == "text":
+        from vexport.reports.power import documents_needed
+
+        text += documents_needed(evaluate)
+    print_text(text)
+    require_accepted(made)
+
+
+@command()
+@click.argument("source")
+@click.argument("out", type=PATH)
+@click.option(
+    "--scheme", metavar="S", required=True, help="Scheme for all linear layers; see `vexport list schemes`."
+)
+@plan_options
+@click.option("--calibration", type=PATH, metavar="FILE.jsonl", help="Samples for static input scales.")
+@click.option(
+    "--samples", type=POSITIVE, default=128, show_default=True, help="Rows of the calibration to use."
+)
+@click.option("--seq-len", type=POSITIVE, default=512, show_default=True, help="Tokens of a row to use.")
+@click.option(
+    "--calibrate-all-experts/--no-calibrate-all-experts",
+    "all_experts",
+    default=True,
+    show_default=True,
+    help="Show every expert all tokens, or those routed to it.",
+)
+@click.option("--device", metavar="D", help="Where calibration runs [default: cuda if there is one].")
+@click.option(
+    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of weights."
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run.")
+def quantize(
+    source: str,
+    out: Path,
+    scheme: str,
+    observer: str,
+    ignore: tuple[str, ...],
+    kv_cache: KvCache | None,
+    on_misfit: OnMisfit,
+    tp: tuple[int, ...] | None,
+    calibration: Path | None,
+    samples: int,
+    seq_len: int,
+    all_experts: bool,
+    device: str | None,
+    max_shard_size: int,
+    overwrite: bool,
+    trust_remote_code: bool,
+    quiet: bool,
+) -> None:
+    """Quantize SOURCE (a folder or a hub id) into the folder OUT.
+
+    lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT
+    appears whole or not at all; a call that was broken off goes on where it was when it is called again.
+    """
+    from vexport.pipeline import quantize_source, rules_for
+    from vexport.plan import Settings
+    from vexport.reports.sentences import size_change
+    from vexport.scenario import Calibration
+    from vexport.terminal import progress_display
+
+    settings = None
+    if calibration:
+        settings = Calibration(
+            data=calibration, samples=samples, seq_len=seq_len, all_experts=all_experts, device=device
+        )
+    with progress_display(quiet=quiet) as on_progress:
+        made = quantize_source(
+            source,
+            out,
+            rules_for(scheme, observer=observer, ignore=ignore),
+            settings,
+            planning=Settings(ranks=tp or (1,), on_misfit=on_misfit, kv_cache=kv_cache),
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+            shard_bytes=max_shard_size,
+        )
+    click.echo(f"{out}: {scheme}, {size_change(made)}")

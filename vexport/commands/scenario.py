@@ -1,0 +1,63 @@
+"""A scenario from start to end, and its report."""
+
+from pathlib import Path
+
+import click
+
+from vexport.commands.base import command, conclude, print_text
+from vexport.commands.options import FORMATS, PATH, engine_options, format_option
+
+REPORT_FORMATS = (*FORMATS, "html", "markdown")
+
+
+@command()
+@click.argument("scenario", type=PATH)
+@click.option("--run-dir", type=PATH, help="Where everything goes [default: runs/NAME].")
+@click.option("--overwrite", is_flag=True, help="Start again in a run directory that exists.")
+@engine_options
+@format_option(REPORT_FORMATS)
+def run(
+    scenario: Path,
+    run_dir: Path | None,
+    overwrite: bool,
+    vllm_python: Path | None,
+    trust_remote_code: bool,
+    format_: str,
+    quiet: bool,
+) -> None:
+    """Every stage of SCENARIO: plan, calibrate, quantize, check, load in vLLM, evaluate, report.
+
+    A second call goes on where the first one stopped.
+    """
+    from vexport.reports import render
+    from vexport.run import run_scenario
+    from vexport.scenario import read_scenario
+    from vexport.serving import EngineOptions
+    from vexport.terminal import progress_display
+
+    parsed = read_scenario(scenario)
+    folder = run_dir or Path("runs") / parsed.name
+    with progress_display(quiet=quiet) as on_progress:
+        options = EngineOptions(
+            serve=parsed.serve,
+            vllm_python=vllm_python,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
+        report = run_scenario(parsed, folder, options, overwrite=overwrite)
+    print_text(render(report, format_))
+    click.echo(f"report: {folder / 'report.html'}", err=format_ != "text")
+    conclude(report.outcome, report.name, report.reason)
+
+
+@command()
+@click.argument("run_dir", type=PATH)
+@format_option(REPORT_FORMATS)
+def report(run_dir: Path, format_: str, quiet: bool) -> None:
+    """The report of a finished RUN_DIR in another form; its outcome is the exit code."""
+    from vexport.reports import render
+    from vexport.run import read_report
+
+    read = read_report(run_dir)
+    print_text(render(read, format_))
+    conclude(read.outcome, read.name, read.reason)
