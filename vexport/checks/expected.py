@@ -95,7 +95,7 @@ def _scale(group: ConfigGroup, rows: int, columns: int) -> Expected:
 
 def _zero_point(group: ConfigGroup, rows: int, columns: int) -> Expected:
     words = -(-rows * group.weights.num_bits // INT32_BITS)
-    return Expected(dtypes=frozenset({"I32"}), shape=(words, _scale(group, rows, columns).shape[1]))
+    return Expected(dtypes=frozenset({"I32"}), shape=(words, _scale(group, rows, columns).shape[-1]))
 
 
 def _inputs(group: ConfigGroup) -> dict[str, Expected]:
