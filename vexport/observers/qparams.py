@@ -20,6 +20,8 @@ FLOAT32_EPS = float(torch.finfo(torch.float32).eps)
 # (compressed_tensors/quantization/utils/mxfp_utils.py).
 E8M0_BIAS = 127
 MX_OFFSET = {4: 2, 8: 8}
+# Ranges of a weight in groups that are turned into scales at once: a few temporaries of 4 MiB.
+RANGES_AT_ONCE = 1 << 20
 
 
 def quantized_range(args: ObserverArgs) -> tuple[float, float]:
@@ -47,6 +49,21 @@ def scale_and_zero_point(
     With a global scale, block scales are what NVFP4 stores: relative to it and rounded to e4m3. MX scales
     are powers of two.
     """
+    if low.numel() <= RANGES_AT_ONCE or not low.is_contiguous() or not high.is_contiguous():
+        return _scale_and_zero_point(low, high, args, global_scale)
+    scale = torch.empty(low.shape, dtype=torch.float32, device=low.device)
+    zero_point = torch.empty(low.shape, dtype=torch.int32, device=low.device)
+    flat = [torch.split(tensor.view(-1), RANGES_AT_ONCE) for tensor in (low, high, scale, zero_point)]
+    for lows, highs, scales, zero_points in zip(*flat, strict=True):
+        found = _scale_and_zero_point(lows, highs, args, global_scale)
+        scales.copy_(found[0])
+        zero_points.copy_(found[1])
+    return scale, zero_point
+
+
+def _scale_and_zero_point(
+    low: torch.Tensor, high: torch.Tensor, args: ObserverArgs, global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     low = torch.minimum(low.to(torch.float32), torch.zeros((), device=low.device))
     high = torch.maximum(high.to(torch.float32), torch.zeros((), device=high.device))
     smallest, largest = quantized_range(args)

@@ -14,6 +14,7 @@ from vexport.observers.args import ObserverArgs
 from vexport.observers.kernels.tiles import (
     Factors,
     extremes_of_tile,
+    joined,
     nvfp4_scales_of_tile,
     range_of_tile,
     search_tiles,
@@ -71,17 +72,19 @@ def _search_grid_compiled(
     steps = _steps_until_stop(found.improved, search.patience)
     if any(found.improved[steps:]):
         found = chosen(search.factors[:steps])
-    best = torch.tensor(search.factors)[found.step]
+    best = torch.tensor(search.factors)[found.step.to(torch.int32)]
     return found.low * best, found.high * best
 
 
 def range_of(tiles: Tiles) -> Range:
     """Minimum and maximum of each group, float32, shape qparam_shape."""
-    pairs = [range_of_tile(tile) for tile in tiles]
-    lows, highs = [low for low, _ in pairs], [high for _, high in pairs]
+    lows, highs = [], []
+    for low, high in map(range_of_tile, tiles):
+        lows.append(low)
+        highs.append(high)
     if tiles.shared:
         return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
-    return torch.cat(lows), torch.cat(highs)
+    return joined(lows), joined(highs)
 
 
 def extremes_of(tiles: Tiles) -> Range:

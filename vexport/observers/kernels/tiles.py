@@ -54,25 +54,24 @@ def search_tiles(
     form = format_of(args)
     if tiles.shared:
         return _search_one_group(tiles, form, factors, expand, norm)
-    found = []
+    lows, highs, steps, improved = [], [], [], [False] * len(factors)
     for tile in tiles:
         rows = tile.reshape(-1, tile.shape[-1])
         part = search_grid_groups(rows, form, factors, norm=norm, expand=expand, importance=importance)
         shape = tile.shape[1:-1]
-        found.append(
-            Factors(
-                low=part.low.reshape(shape),
-                high=part.high.reshape(shape),
-                step=part.step.reshape(shape),
-                improved=part.improved,
-            )
-        )
-    return Factors(
-        low=torch.cat([part.low for part in found]),
-        high=torch.cat([part.high for part in found]),
-        step=torch.cat([part.step for part in found]),
-        improved=[any(flags) for flags in zip(*(part.improved for part in found), strict=True)],
-    )
+        lows.append(part.low.reshape(shape))
+        highs.append(part.high.reshape(shape))
+        # There are at most some hundred factors, and as many steps as groups.
+        steps.append(part.step.reshape(shape).to(torch.int16))
+        improved = [a or b for a, b in zip(improved, part.improved, strict=True)]
+    return Factors(low=joined(lows), high=joined(highs), step=joined(steps), improved=improved)
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The parts one after another; `parts` is emptied, so that nothing stays in memory twice."""
+    whole = torch.cat(parts)
+    parts.clear()
+    return whole
 
 
 def range_of_tile(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
