@@ -22,7 +22,7 @@ LAYERS = (
     {"calibration", "checks", "quantize", "roundtrip", "searched"},
     {"repair"},
     {"diff"},
-    {"engine"},
+    {"engine", "on_device"},
     {"evaluation"},
     {"verdict"},
     {"reports", "rundir"},

@@ -15,6 +15,7 @@ from vexport.files import refuse_existing, resumable_directory
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import build_plan, require_accepted
 from vexport.quantize import (
+    Compress,
     Search,
     made_from,
     missing_calibration,
@@ -30,6 +31,7 @@ from vexport.terminal import OnProgress
 from vexport.types import Calibration, Plan
 
 DEFAULTS = PlanSettings()
+CPU = "cpu"
 
 
 def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rule, ...]:
@@ -137,27 +139,47 @@ def write_checkpoint(
     *,
     overwrite: bool,
     on_progress: OnProgress,
+    device: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write the quantized checkpoint `out`, which appears whole or not at all.
 
-    A call that was broken off is continued by the next one with the same arguments.
+    A call that was broken off is continued by the next one with the same arguments. Weights are quantized by
+    the kernels for the CPU, or by torch on another `device`.
     """
-    search = _search() if needs_search(plan) else None
-    digest = made_from(index, plan, calibration, shard_bytes)
+    compress = _compress(device) if device and device != CPU else None
+    search = _search() if needs_search(plan) and compress is None else None
+    digest = made_from(index, plan, calibration, shard_bytes=shard_bytes, device=device or CPU)
 
     def note(text: str) -> None:
         on_progress(f"quantize {text}", 1, 1)
 
     with resumable_directory(out, made_from=digest, overwrite=overwrite, note=note) as folder:
         on_bytes = partial(on_progress, "quantize (bytes)")
-        quantize(index, plan, calibration, folder, search=search, shard_bytes=shard_bytes, on_bytes=on_bytes)
+        quantize(
+            index,
+            plan,
+            calibration,
+            folder,
+            search=search,
+            compress=compress,
+            shard_bytes=shard_bytes,
+            on_bytes=on_bytes,
+        )
 
 
 def _search() -> Search:
     from vexport.searched import search_scales
 
     return search_scales
+
+
+def _compress(device: str) -> Compress:
+    from vexport.calibration.device import require_device
+    from vexport.on_device import compress_group
+
+    require_device(device)
+    return partial(compress_group, device=device)
 
 
 def quantize_source(
@@ -170,6 +192,7 @@ def quantize_source(
     overwrite: bool,
     trust_remote_code: bool,
     on_progress: OnProgress,
+    device: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Plan:
     """Quantize a checkpoint into the folder `out`; see `write_checkpoint`."""
@@ -187,6 +210,7 @@ def quantize_source(
         out,
         overwrite=overwrite,
         on_progress=on_progress,
+        device=device,
         shard_bytes=shard_bytes,
     )
     return plan

@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,8 @@ from vexport.version import __version__
 Progress = Callable[[int, int], None]
 # (group, source, calibration, reader) -> the scales of each member, for observers that search.
 Search = Callable[[FusionGroup, SourceIndex, Calibration, Reader], Sequence[Scales]]
+# The same -> the stored tensors of all members by name, for devices that the kernels do not run on.
+Compress = Callable[[FusionGroup, SourceIndex, Calibration, Reader], Mapping[str, Array]]
 
 # Elements that a thread reads, quantizes and hands to the writer at once (4 MiB of bf16).
 RUN_ELEMENTS = 1 << 21
@@ -60,18 +62,20 @@ def quantize(
     folder: Path,
     *,
     search: Search | None = None,
+    compress: Compress | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_bytes: Progress = lambda done, total: None,
 ) -> None:
     """Write the quantized checkpoint into `folder`: weights, side files, config.json last.
 
     `folder` is empty or holds what a call that was broken off left there, with the same arguments: it is
-    continued. `on_bytes(done, total)` counts the bytes handed to the writer. Raises InputError where a
-    scheme needs a calibration and there is none, or where a weight is not finite.
+    continued. `compress` does the arithmetic of whole fusion groups instead of the kernels. `on_bytes(done,
+    total)` counts the bytes handed to the writer. Raises InputError where a scheme needs a calibration and
+    there is none, or where a weight is not finite.
     """
     if calibration is None and needs_calibration(plan):
         raise missing_calibration(plan)
-    assert search is not None or not needs_search(plan), "observers that search need `search`"
+    assert search or compress or not needs_search(plan), "observers that search need `search`"
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
     whole = [Block(source=block, tensors=tensors) for block, tensors in zip(sources, specs, strict=True)]
@@ -79,7 +83,9 @@ def quantize(
     threads, done = len(os.sched_getaffinity(0)), 0
     with Reader() as reader, ThreadPoolExecutor(threads) as pool, each_warning_once():
         seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
-        stream = Stream(index=index, calibration=seen, search=search, reader=reader, pool=pool)
+        stream = Stream(
+            index=index, calibration=seen, search=search, compress=compress, reader=reader, pool=pool
+        )
         for shard in shards:
             with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
                 done += sum(block.num_bytes for block in shard.blocks[: writer.done])
@@ -101,6 +107,7 @@ class Stream:
     index: SourceIndex
     calibration: Calibration
     search: Search | None
+    compress: Compress | None
     reader: Reader
     pool: ThreadPoolExecutor
 
@@ -113,7 +120,22 @@ class Stream:
             for scale in kv_scales(block.source, self.calibration.kv_ranges):
                 yield partial(np.asarray, scale)
             return
-        group, scheme = block.source, get_scheme(block.source.scheme)
+        yield from self.packed_group(block.source) if self.compress is None else self.compressed(block)
+
+    def compressed(self, block: Block) -> Iterator[Piece]:
+        """A group's tensors by `compress`, which works on the next group while this one is written."""
+        assert isinstance(block.source, FusionGroup)
+        assert self.compress is not None
+        group = block.source
+        made = self.pool.submit(self.compress, group, self.index, self.calibration, self.reader)
+        inputs = self.input_tensors(group)
+        for spec in block.tensors:
+            leaf = spec.name.rpartition(".")[2]
+            yield partial(inputs.__getitem__, leaf) if leaf in inputs else partial(_one_of, made, spec.name)
+
+    def packed_group(self, group: FusionGroup) -> Iterator[Piece]:
+        """A group's tensors by the kernels, member by member, a few rows at a time."""
+        scheme = get_scheme(group.scheme)
         inputs = self.input_tensors(group)
         for member, known in zip(group.members, self.known(group), strict=True):
             dtype = self.index.tensors[member.weight].dtype
@@ -179,6 +201,10 @@ class Stream:
         return {"input_scale": fp8_scale_of(largest)}
 
 
+def _one_of(made: Future[Mapping[str, Array]], name: str) -> Array:
+    return made.result()[name]
+
+
 def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
     """The rows of a weight in runs computed at once; all but the last a multiple of `multiple` rows."""
     rows = max(1, RUN_ELEMENTS // max(1, member.in_features) // multiple) * multiple
@@ -236,11 +262,13 @@ def missing_calibration(plan: Plan) -> InputError:
     )
 
 
-def made_from(index: SourceIndex, plan: Plan, calibration: Calibration | None, shard_bytes: int) -> str:
+def made_from(
+    index: SourceIndex, plan: Plan, calibration: Calibration | None, *, shard_bytes: int, device: str
+) -> str:
     """A digest of all that the written bytes depend on; of the source's files, sizes and times."""
     files = sorted({tensor.file for tensor in index.tensors.values()})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    parts = (__version__, states, index.config, plan, calibration, shard_bytes)
+    parts = (__version__, states, index.config, plan, calibration, shard_bytes, device)
     return digest_bytes(repr(parts).encode())
 
 

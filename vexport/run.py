@@ -163,9 +163,15 @@ class ScenarioRun:
         calibration = self.calibration
 
         def make() -> None:
-            on_progress = self.options.on_progress
+            settings = self.scenario.calibration
             write_checkpoint(
-                index, plan, calibration, self.checkpoint, overwrite=True, on_progress=on_progress
+                index,
+                plan,
+                calibration,
+                self.checkpoint,
+                overwrite=True,
+                on_progress=self.options.on_progress,
+                device=settings.device if settings else None,
             )
 
         self._stage("quantize", self._made_from, make)

@@ -47,7 +47,7 @@ def observe_weight(
     observer = load_observer(group.observer, "weight", get_scheme(group.scheme).args.weights)
     if importance is not None and isinstance(observer, IMatrixMSEObserver):
         means = torch.frombuffer(bytearray(base64.b64decode(importance)), dtype=torch.float32)
-        observer.gathered = Importance(means, tokens=1)
+        observer.gathered = Importance(means.to(weight.device), tokens=1)
     observer.forward(weight)
     low, high = observer.range()
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):

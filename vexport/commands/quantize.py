@@ -74,7 +74,12 @@ def plan(
     show_default=True,
     help="Show every expert all tokens, or those routed to it.",
 )
-@click.option("--device", metavar="D", help="Where calibration runs [default: cuda if there is one].")
+@click.option(
+    "--device",
+    metavar="D",
+    help="Where calibration and the weights' arithmetic run: cpu, cuda, cuda:1 ... [default: calibration on "
+    "cuda if there is one, weights on the CPU]",
+)
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of weights."
 )
@@ -125,6 +130,7 @@ def quantize(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
+            device=device,
             shard_bytes=max_shard_size,
         )
     click.echo(f"{out}: {scheme}, {size_change(made)}")
