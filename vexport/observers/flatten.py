@@ -91,12 +91,17 @@ def _weight_group(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
 
 
 def _weight_block(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
+    blocks = blocks_of(value, args)
+    return blocks.reshape(1, *blocks.shape[:2], -1)
+
+
+def blocks_of(weight: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
+    """A weight's blocks (block rows, block columns, height, width), a view where all of them are whole."""
     assert args.block_structure is not None
     high, wide = args.block_structure
-    rows, columns = value.shape
-    padded = torch.nn.functional.pad(value, (0, -columns % wide, 0, -rows % high))
-    blocks = padded.reshape(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
-    return blocks.transpose(1, 2).reshape(1, blocks.shape[0], blocks.shape[2], high * wide)
+    below, right = -weight.shape[0] % high, -weight.shape[1] % wide
+    padded = torch.nn.functional.pad(weight, (0, right, 0, below)) if below or right else weight
+    return padded.reshape(padded.shape[0] // high, high, padded.shape[1] // wide, wide).transpose(1, 2)
 
 
 def _activation_tensor(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vexport.observers.args import ObserverArgs, strategy_of
-from vexport.observers.flatten import WEIGHT, column_order, flatten_for_calibration, permutes
+from vexport.observers.flatten import WEIGHT, blocks_of, column_order, flatten_for_calibration, permutes
 
 # Elements of a tile: 2 MiB in float32, of which a search holds a few at once.
 TILE_ELEMENTS = 1 << 19
@@ -51,16 +51,28 @@ def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: tor
     if base_name != WEIGHT or (strategy != "block" and not permutes(g_idx)):
         tiles = tiles_of_observations(flatten_for_calibration(value, base_name, args))
         return replace(tiles, weight=value if base_name == WEIGHT else None)
-    order = column_order(g_idx, value.shape[1], args) if strategy != "block" and g_idx is not None else None
-    high = args.block_structure[0] if args.block_structure is not None else 1
-    size = max(1, _tile_length(value, 0) // high) * high
+    if strategy == "block":
+        return Tiles(lambda: _block_tiles(value, args), shared=False, weight=value)
+    assert g_idx is not None
+    order = column_order(g_idx, value.shape[1], args)
 
     def cut() -> Iterator[torch.Tensor]:
-        for rows in torch.split(value, size):
-            ordered = rows if order is None else rows.index_select(1, order)
-            yield flatten_for_calibration(ordered, base_name, args)
+        for rows in torch.split(value, _tile_length(value, 0)):
+            yield flatten_for_calibration(rows.index_select(1, order), base_name, args)
 
-    return Tiles(cut, shared=False, order=order, weight=value if order is None else None)
+    return Tiles(cut, shared=False, order=order)
+
+
+def _block_tiles(weight: torch.Tensor, args: ObserverArgs) -> Iterator[torch.Tensor]:
+    """Rows of blocks, each in the memory of the one before: new tiles would fragment the heap."""
+    assert args.block_structure is not None
+    high = args.block_structure[0]
+    kept = weight.new_empty(0)
+    for rows in torch.split(weight, max(1, _tile_length(weight, 0) // high) * high):
+        blocks = blocks_of(rows, args)
+        if kept.shape != blocks.shape:
+            kept = torch.empty(blocks.shape, dtype=weight.dtype, device=weight.device)
+        yield kept.copy_(blocks).reshape(1, *blocks.shape[:2], -1)
 
 
 def _tile_length(value: torch.Tensor, dim: int) -> int:
