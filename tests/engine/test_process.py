@@ -70,11 +70,11 @@ def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path; from vexport.engine.process import run_group;"
         f"run_group([sys.executable, '-c', {PARENT!r}, {str(note)!r}], environment=os.environ,"
-        f"log=Path({str(tmp_path / 'log')!r}), timeout=60, on_progress=print)"
+        f"log=Path({str(tmp_path / 'log')!r}), timeout=100, on_progress=print)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     while not (note.exists() and note.read_text()):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) != 0
+    assert process.wait(timeout=50) != 0
     assert gone(int(note.read_text()))
