@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 # From the bottom to the top: a module may import from its own layer's package and from layers below.
 LAYERS = (
     {"version", "errors", "types", "observer_names"},
-    {"files"},
+    {"files", "noise"},
     {"checkpoint", "architectures"},
     {"schemes", "kernels"},
     {"observers"},

@@ -5,17 +5,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import read_tensor
 from vexport.checks.subject import Subject
 from vexport.files import digest_file
+from vexport.noise import noise_of
 from vexport.repair.cost import dequantized
-from vexport.repair.noise import COMPARED, noise_of
 from vexport.repair.units import Layer, layers_of
 from vexport.types import Json, TensorInfo
 
@@ -154,19 +153,11 @@ def _values(a: Subject, b: Subject, on_progress: OnProgress) -> Iterator[TensorD
     shared = [name for name in a.index.tensors if name in b.index.tensors]
     for done, name in enumerate(shared, 1):
         one, two = a.index.tensors[name], b.index.tensors[name]
-        if (one.dtype, one.shape) == (two.dtype, two.shape) and not _same_bytes(a, one, b, two):
+        if (one.dtype, one.shape) == (two.dtype, two.shape) and not same_bytes(a.reader, one, b.reader, two):
             yield _compared(one, read_tensor(a.reader, one), read_tensor(b.reader, two))
         a.reader.release([one])
         b.reader.release([two])
         on_progress(done, len(shared))
-
-
-def _same_bytes(a: Subject, one: TensorInfo, b: Subject, two: TensorInfo) -> bool:
-    old, new = (np.frombuffer(side.reader.raw(tensor), np.uint8) for side, tensor in ((a, one), (b, two)))
-    steps = range(0, old.size, COMPARED)
-    return all(
-        np.array_equal(old[start : start + COMPARED], new[start : start + COMPARED]) for start in steps
-    )
 
 
 def _compared(a: TensorInfo, one: torch.Tensor, two: torch.Tensor) -> TensorDifference:

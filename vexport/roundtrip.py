@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
-import numpy as np
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
@@ -12,20 +11,18 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize as ct_d
 from pydantic import TypeAdapter
 
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import read_tensor, read_weight
 from vexport.compress.integer import unpack_int32
+from vexport.noise import NONE, noise_of
 from vexport.schemes import get_scheme
 from vexport.schemes.base import QuantArgs, SchemeArgs
 from vexport.schemes.integer import INT32_BITS
-from vexport.types import Finding, FusionGroup, LayerError, LinearPlan, Plan, TensorInfo
+from vexport.types import Finding, FusionGroup, LayerError, LinearPlan, Plan
 
 CHECK = "roundtrip"
-# A layer that came back exactly has no noise; the report needs a finite number.
-EXACT_DB = 200.0
-# Elements, and bytes, that are compared at once.
+# Elements that are dequantized at once.
 RUN_ELEMENTS = 1 << 22
-RUN_BYTES = 1 << 26
 # Rows of whole blocks of 128 and of whole words of packed zero points of any width.
 WHOLE_ROWS = 128
 
@@ -44,7 +41,7 @@ def layer_errors(
         for group in plan.groups:
             for member in group.members:
                 found = _layer_error(source, written, group, member, old, new)
-                errors.append(LayerError(name=member.name, scheme=group.scheme, snr_db=round(found, 3)))
+                errors.append(LayerError(name=member.name, scheme=group.scheme, snr_db=found))
                 on_layer(len(errors), total)
     return tuple(errors)
 
@@ -62,14 +59,13 @@ def _layer_error(
     weight = read_weight(old, tensor, member.part)
     tensors = [written.tensors[spec.name] for spec in scheme.layout(member, tensor.dtype)]
     stored = {one.name.rpartition(".")[2]: read_tensor(new, one) for one in tensors}
-    signal = noise = 0.0
+    found = NONE
     for rows in _runs(member):
         back = dequantize(scheme.name, rows_of(stored, scheme.args.weights, rows))
-        powers = signal_and_noise(weight[rows], back)
-        signal, noise = signal + powers[0], noise + powers[1]
+        found += noise_of(weight[rows], back)
     old.release([tensor])
     new.release(tensors)
-    return decibels(signal, noise)
+    return found.decibels
 
 
 def _runs(member: LinearPlan) -> Iterator[slice]:
@@ -93,16 +89,6 @@ def rows_of(stored: Mapping[str, torch.Tensor], args: QuantArgs, rows: slice) ->
         return tensor[int(rows.start / step) : math.ceil(rows.stop / step)]
 
     return {name: cut(name, tensor) for name, tensor in stored.items()}
-
-
-def stored_tensors(index: SourceIndex, module: str, reader: Reader) -> dict[str, torch.Tensor]:
-    """The tensors of a module by their name within it."""
-    prefix = f"{module}."
-    return {
-        name.removeprefix(prefix): read_tensor(reader, tensor)
-        for name, tensor in index.tensors.items()
-        if name.startswith(prefix) and name != f"{prefix}bias"
-    }
 
 
 def dequantize(scheme_name: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -139,31 +125,12 @@ def _unpacked(stored: Mapping[str, torch.Tensor], bits: int) -> torch.Tensor:
     return unpack_int32(stored["weight_packed"], bits, columns) - (1 << (bits - 1))
 
 
-def signal_to_noise(exact: torch.Tensor, approximate: torch.Tensor) -> float:
-    """10 log10 of the power of `exact` over the power of the difference, in dB."""
-    return decibels(*signal_and_noise(exact, approximate))
-
-
-def signal_and_noise(exact: torch.Tensor, approximate: torch.Tensor) -> tuple[float, float]:
-    """Sums of squares of `exact` and of the difference."""
-    reference = exact.to(torch.float64)
-    difference = approximate.to(torch.float64) - reference
-    return float(reference.square().sum()), float(difference.square().sum())
-
-
-def decibels(signal: float, noise: float) -> float:
-    """10 log10 of a ratio of powers."""
-    if noise == 0 or signal == 0:
-        return EXACT_DB if noise == 0 else -EXACT_DB
-    return 10 * math.log10(signal / noise)
-
-
 def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> Iterator[Finding]:
     """An error finding for every kept tensor whose bytes are not those of the source."""
     with Reader() as old, Reader() as new:
         for name in plan.kept:
             tensor, copy = source.tensors[name], written.tensors.get(name)
-            if copy is None or not _same_bytes(old, tensor, new, copy):
+            if copy is None or not same_bytes(old, tensor, new, copy):
                 yield Finding(
                     check=CHECK,
                     severity="error",
@@ -172,17 +139,3 @@ def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> It
                     got="no such tensor" if copy is None else "other bytes",
                     fix="export the checkpoint again",
                 )
-
-
-def _same_bytes(old: Reader, one: TensorInfo, new: Reader, other: TensorInfo) -> bool:
-    """Whether two tensors are equal in dtype, shape and bytes; a part at a time, pages are given back."""
-    same = (one.dtype, one.shape) == (other.dtype, other.shape)
-    left, right = (
-        np.frombuffer(reader.raw(tensor), np.uint8) for reader, tensor in ((old, one), (new, other))
-    )
-    for start in range(0, left.size if same else 0, RUN_BYTES):
-        part = slice(start, start + RUN_BYTES)
-        same = same and np.array_equal(left[part], right[part])
-        old.release_view(one, left[part])
-        new.release_view(other, right[part])
-    return same

@@ -27,7 +27,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
 from vexport.pipeline import plan_source, rules_for
 from vexport.quantize import quantize
-from vexport.roundtrip import decompress, stored_tensors
+from vexport.roundtrip import decompress
 from vexport.schemes import FAMILIES
 from vexport.searched import search_scales
 from vexport.types import Calibration, InputRange, Json, Plan
@@ -135,6 +135,16 @@ def relative_error(source: SourceIndex, folder: Path, plan: Plan) -> float:
                 noise += float((back.to(torch.float64) - exact).square().sum())
                 signal += float(exact.square().sum())
     return noise / signal
+
+
+def stored_tensors(index: SourceIndex, module: str, reader: Reader) -> dict[str, torch.Tensor]:
+    """The tensors of a module by their name within it."""
+    prefix = f"{module}."
+    return {
+        name.removeprefix(prefix): read_tensor(reader, tensor)
+        for name, tensor in index.tensors.items()
+        if name.startswith(prefix) and name != f"{prefix}bias"
+    }
 
 
 def config_group(config: Mapping[str, Json]) -> tuple[QuantizationScheme, str]:

@@ -11,10 +11,11 @@ from tests.models import save_llama
 from vexport import roundtrip
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checks import check_checkpoint
+from vexport.noise import noise_of
 from vexport.pipeline import plan_source, rules_for
 from vexport.plan import Settings, require_accepted
 from vexport.quantize import quantize
-from vexport.roundtrip import changed_tensors, layer_errors, signal_to_noise
+from vexport.roundtrip import changed_tensors, layer_errors
 from vexport.scenario import Rule
 from vexport.schemes import FAMILIES
 from vexport.searched import search_scales
@@ -154,6 +155,6 @@ def snr(error: LayerError) -> float:
 
 def test_signal_to_noise() -> None:
     exact = torch.tensor([3.0, 4.0])
-    assert signal_to_noise(exact, exact) == 200
-    assert signal_to_noise(exact, torch.tensor([3.0, 4.5])) == pytest.approx(20)
-    assert signal_to_noise(torch.zeros(2), exact) == -200
+    assert noise_of(exact, exact).decibels == 200
+    assert noise_of(exact, torch.tensor([3.0, 4.5])).decibels == pytest.approx(20)
+    assert noise_of(torch.zeros(2), exact).decibels == -200

@@ -14,6 +14,8 @@ from vexport.types import TensorInfo, WeightPart
 
 # How the elements of a weight are seen: 16-bit floats as their bits, which numpy has no arithmetic for.
 WEIGHT_VIEWS = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "F64": "<f8"}
+# Bytes that are compared at once.
+RUN_BYTES = 1 << 26
 
 
 class Reader:
@@ -99,3 +101,17 @@ class Reader:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if file in self._maps and end > first:
             self._maps[file].madvise(advice, first, end - first)
+
+
+def same_bytes(old: Reader, one: TensorInfo, new: Reader, other: TensorInfo) -> bool:
+    """Whether two tensors are equal in dtype, shape and bytes; a part at a time, pages are given back."""
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    left, right = (
+        np.frombuffer(reader.raw(tensor), np.uint8) for reader, tensor in ((old, one), (new, other))
+    )
+    for start in range(0, left.size if same else 0, RUN_BYTES):
+        part = slice(start, start + RUN_BYTES)
+        same = same and np.array_equal(left[part], right[part])
+        old.release_view(one, left[part])
+        new.release_view(other, right[part])
+    return same

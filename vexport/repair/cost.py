@@ -9,8 +9,8 @@ from pydantic import TypeAdapter
 
 from vexport.checks.expected import expected_parameters
 from vexport.checks.subject import ConfigGroup, Subject
+from vexport.noise import noise_of
 from vexport.repair.mends import WeightChange
-from vexport.repair.noise import noise_of
 from vexport.repair.overlay import leaves_of
 from vexport.repair.source import Source
 from vexport.repair.units import layers_of

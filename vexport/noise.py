@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vexport.roundtrip import EXACT_DB
-
+# A tensor that came back exactly has no noise; a report needs a finite number.
+EXACT_DB = 200.0
 # Elements of two tensors that are compared at once.
 COMPARED = 1 << 22
 
@@ -18,6 +18,14 @@ class Noise:
     changed: int
     signal: float
     noise: float
+
+    def __add__(self, other: "Noise") -> "Noise":
+        """That of both parts together."""
+        return Noise(
+            changed=self.changed + other.changed,
+            signal=self.signal + other.signal,
+            noise=self.noise + other.noise,
+        )
 
     @property
     def decibels(self) -> float:
@@ -32,13 +40,18 @@ class Noise:
         return math.sqrt(self.noise / self.signal) if self.signal else math.sqrt(self.noise)
 
 
+NONE = Noise(changed=0, signal=0.0, noise=0.0)
+
+
 def noise_of(exact: torch.Tensor, other: torch.Tensor) -> Noise:
     """The noise of a tensor against another of its shape."""
-    changed, signal, noise = 0, 0.0, 0.0
+    found = NONE
     parts = zip(*(torch.split(side.reshape(-1), COMPARED) for side in (exact, other)), strict=True)
     for first, second in parts:
         old, new = first.to(torch.float64), second.to(torch.float64)
-        changed += int((old != new).sum())
-        signal += float(old.square().sum())
-        noise += float((new - old).square().sum())
-    return Noise(changed=changed, signal=signal, noise=noise)
+        found += Noise(
+            changed=int((old != new).sum()),
+            signal=float(old.square().sum()),
+            noise=float((new - old).square().sum()),
+        )
+    return found
