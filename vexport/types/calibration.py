@@ -1,0 +1,70 @@
+"""What calibration saw."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRange:
+    """Smallest and largest input value of a layer over `tokens` tokens."""
+
+    low: float
+    high: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRanges:
+    """Smallest and largest value of each KV head of an attention layer's key or value states.
+
+    What is shared by all heads is the smallest of `low` and the largest of `high`.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyValueRanges:
+    """What an attention layer would write to the KV cache: keys after rotary embedding, and values."""
+
+    key: HeadRanges
+    value: HeadRanges
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Input ranges by layer, and what a search by importance needs.
+
+    `rows` are the line numbers used (from 1), `digest` is the SHA-256 of their token ids, `tokens` their
+    number: a layer that saw fewer (an expert) was not reached by all. `importance` is the mean of x^2 per
+    input channel by layer, float32 little-endian in base64, for the layers whose weights are searched by it.
+    `kv_ranges` goes by the attention module's name in the checkpoint (`model.layers.0.self_attn`). `routed`
+    has, by the name of a module of experts (`model.layers.0.mlp.experts`), how many tokens the router sent
+    to each expert, whatever the experts' statistics saw.
+    """
+
+    rows: tuple[int, ...]
+    digest: str
+    tokens: int
+    ranges: Mapping[str, InputRange]
+    importance: Mapping[str, str] = field(default_factory=dict)
+    kv_ranges: Mapping[str, KeyValueRanges] = field(default_factory=dict)
+    routed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCoverage:
+    """How many calibration tokens the router of one layer sent to its experts: fewest, median and most.
+
+    `none` are the experts that it sent none: of their inputs calibration knows only what they would do
+    with other experts' tokens, or nothing.
+    """
+
+    name: str
+    experts: int
+    fewest: int
+    median: float
+    most: int
+    none: tuple[int, ...]

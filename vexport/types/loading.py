@@ -1,0 +1,109 @@
+"""What the real engine did with a checkpoint, and what its loaders would do on other devices."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vexport.types.findings import Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What ran the model: versions, platform, kernels by layer kind, and what this platform cannot show."""
+
+    vllm: str
+    torch: str
+    transformers: str
+    platform: str
+    processor: str
+    dtype: str
+    multiprocess: bool
+    emulated: bool
+    kernels: tuple[str, ...]
+    blind_spots: tuple[str, ...]
+    start_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A greedy continuation of a fixed prompt."""
+
+    prompt: str
+    text: str
+    tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobAgreement:
+    """Full-vocabulary log-probabilities of vLLM against a reference on the same tokens.
+
+    `mean_kl` and `max_kl` are KL(reference || vLLM) in nats per token position; `limit` bounds `mean_kl`.
+    """
+
+    reference: str
+    prompts: int
+    positions: int
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What the real engine did with a checkpoint."""
+
+    checkpoint: str
+    ok: bool
+    findings: tuple[Finding, ...]
+    engine: EngineInfo | None = None
+    canaries: tuple[Canary, ...] = ()
+    logprobs: LogprobAgreement | None = None
+
+
+CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixCell:
+    """What vLLM does with a checkpoint, or one kind of its layers, on `tp` devices of capability `sm`.
+
+    `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads and multiplies otherwise than
+    stored; "not shown" needs a real device. `precision` is bits of weight and activation (W8A16), `kernel`
+    vLLM's class, `reason` vLLM's own words where it refuses.
+    """
+
+    tp: int
+    sm: int
+    status: CellStatus
+    precision: str = ""
+    kernel: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixRow:
+    """One kind of layer (`model.layers.*.mlp.down_proj`), how many there are, how they are stored."""
+
+    name: str
+    count: int
+    scheme: str
+    stored: str
+    cells: tuple[MatrixCell, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryLoadReport:
+    """What vLLM's model class and loaders do with a checkpoint's headers, for every tp and sm asked for.
+
+    `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the same order;
+    there are no rows where no cell was loaded.
+    """
+
+    checkpoint: str
+    ok: bool
+    findings: tuple[Finding, ...]
+    vllm: str
+    cells: tuple[MatrixCell, ...]
+    rows: tuple[MatrixRow, ...]
+    blind_spots: tuple[str, ...]

@@ -1,0 +1,52 @@
+"""Everything that a run found."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vexport.types.accuracy import Outcome, Verdict
+from vexport.types.calibration import ExpertCoverage
+from vexport.types.findings import CheckReport
+from vexport.types.loading import LoadReport
+from vexport.types.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerError:
+    """Weight error of one linear layer: signal-to-noise of the stored weight against the source, in dB."""
+
+    name: str
+    scheme: str
+    snr_db: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerErrors:
+    """The weight errors of a checkpoint, in plan order."""
+
+    layers: tuple[LayerError, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything a run found; every other report format is made from this."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    vexport: str
+    created: str
+    command: str
+    source: str
+    baseline: str
+    outcome: Outcome
+    reason: str
+    plan: Plan
+    layers: tuple[LayerError, ...]
+    calibration_rows: int
+    calibration_digest: str | None
+    experts: tuple[ExpertCoverage, ...] = ()
+    check: CheckReport
+    baseline_load: LoadReport
+    load: LoadReport
+    verdict: Verdict | None
+    seconds: Mapping[str, float] = field(default_factory=dict)

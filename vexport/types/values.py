@@ -1,0 +1,3 @@
+"""Values of JSON."""
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
