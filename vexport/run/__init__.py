@@ -1,0 +1,95 @@
+"""A scenario from source to report in a run directory; a stage that is done is not done again."""
+
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vexport.calibration.coverage import expert_coverage
+from vexport.engine.session import require_vllm
+from vexport.errors import InputError
+from vexport.files import from_json, write_text
+from vexport.plan import require_accepted
+from vexport.reports import render
+from vexport.run.sessions import NOT_RUN, Loads, Sessions
+from vexport.run.stages import Stages
+from vexport.run.weights import Weights
+from vexport.scenario import Scenario
+from vexport.serving import EngineOptions, require_tasks
+from vexport.types import CheckReport, Outcome, Report, Verdict
+from vexport.version import __version__
+
+REPORT = "report.json"
+REPORT_FILES = {"report.html": "html", "report.md": "markdown", "junit.xml": "junit"}
+
+
+def run_scenario(scenario: Scenario, folder: Path, options: EngineOptions, *, overwrite: bool) -> Report:
+    """Do every stage of a scenario that is not done yet and write the report.
+
+    Raises InputError for an unusable source, rule, calibration or task, EnvironmentFault where vLLM is
+    missing or dies. A checkpoint that fails is a report with outcome FAIL.
+    """
+    require_vllm(options.vllm_python)
+    if scenario.evaluate is not None:
+        require_tasks(scenario.evaluate, options)
+    stages = Stages(scenario, folder, options)
+    stages.directory.begin(overwrite=overwrite)
+    report = _report(stages)
+    write_text(folder / REPORT, render(report, "json"))
+    for name, format_ in REPORT_FILES.items():
+        write_text(folder / name, render(report, format_))
+    return report
+
+
+def read_report(folder: Path) -> Report:
+    """The report of a finished run directory; InputError where there is none."""
+    path = folder / REPORT
+    if not path.is_file():
+        got, fix = f"no {REPORT}", "call `vexport run` first"
+        raise InputError(str(folder), got=got, need="a finished run directory", fix=fix)
+    return from_json(Report, path)
+
+
+def _report(stages: Stages) -> Report:
+    """Everything the run found. Stages after a failed one are not run."""
+    scenario = stages.scenario
+    weights = Weights(stages)
+    sessions = Sessions(stages, weights)
+    plan = weights.planned[1]
+    require_accepted(plan)
+    checked = weights.checked
+    loads = sessions.loads if checked.ok else Loads(baseline=NOT_RUN, candidate=NOT_RUN)
+    verdict = sessions.verdict if checked.ok and loads.candidate.ok and scenario.evaluate else None
+    outcome, reason = conclude(checked, loads, verdict)
+    calibration = weights.calibration
+    return Report(
+        name=scenario.name,
+        vexport=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["vexport", *sys.argv[1:]]),
+        source=scenario.source,
+        baseline=str(sessions.baseline),
+        outcome=outcome,
+        reason=reason,
+        plan=plan,
+        layers=weights.layers,
+        calibration_rows=len(calibration.rows) if calibration else 0,
+        calibration_digest=calibration.digest if calibration else None,
+        experts=expert_coverage(calibration) if calibration else (),
+        check=checked,
+        baseline_load=loads.baseline,
+        load=loads.candidate,
+        verdict=verdict,
+        seconds=stages.directory.seconds,
+    )
+
+
+def conclude(checked: CheckReport, loads: Loads, verdict: Verdict | None) -> tuple[Outcome, str]:
+    """The run's outcome and the sentence that justifies it: the first stage that failed decides."""
+    for stage, report in (("check", checked), ("load", loads.candidate)):
+        if not report.ok:
+            first = next(finding for finding in report.findings if finding.severity == "error")
+            return "FAIL", f"{stage}: {first}"
+    if verdict is None:
+        return "PASS", "check and load found no error; the scenario asks for no evaluation"
+    return verdict.outcome, verdict.reason

@@ -1,0 +1,143 @@
+"""The stages in vLLM: both models served, judged and compared."""
+
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from vexport.calibration.data import parse_rows
+from vexport.checkpoint.source import resolve_source
+from vexport.files import from_json, to_json, write_text
+from vexport.run.stages import Stages
+from vexport.run.weights import Weights
+from vexport.rundir import Digests, checkpoint_digest, path_digest, value_digest
+from vexport.serving import BASELINE, CANDIDATE, Served, require_served, serve_model
+from vexport.types import LoadReport, Verdict
+from vexport.verdict import decide
+
+PROMPTS = 6
+NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """What vLLM made of both models."""
+
+    baseline: LoadReport
+    candidate: LoadReport
+
+
+class Sessions:
+    """What vLLM makes of the source and of the checkpoint; each stage is done when first asked for."""
+
+    def __init__(self, stages: Stages, weights: Weights) -> None:
+        self.stages = stages
+        self.weights = weights
+        self.scenario = stages.scenario
+        self.folder = stages.folder
+        self.options = stages.options
+
+    @cached_property
+    def loads(self) -> Loads:
+        """Both models in vLLM, the candidate first: if vLLM refuses it, the baseline is not started.
+
+        A candidate that stops early needs the baseline's answers first.
+        """
+        if self._early:
+            require_served(BASELINE, self._served_baseline.result)
+        candidate = self._served(CANDIDATE, self.weights.checkpoint, self.weights.made_from)
+        if candidate.result.failure is not None:
+            return Loads(baseline=NOT_RUN, candidate=self._judged(CANDIDATE, candidate, None))
+        baseline = self._served_baseline
+        require_served(BASELINE, baseline.result)
+        return Loads(
+            baseline=self._judged(BASELINE, baseline, baseline),
+            candidate=self._judged(CANDIDATE, candidate, baseline),
+        )
+
+    @cached_property
+    def _served_baseline(self) -> Served:
+        return self._served(BASELINE, self.baseline, {"baseline": checkpoint_digest(self.baseline)})
+
+    @property
+    def _early(self) -> bool:
+        return self.scenario.evaluate is not None and self.scenario.evaluate.stopping == "early"
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The paired comparison of both models' answers."""
+        settings = self.scenario.evaluate
+        assert settings is not None
+        folder = self.folder / "eval"
+        return decide(
+            folder / BASELINE,
+            folder / CANDIDATE,
+            margin=settings.margin,
+            alpha=settings.alpha,
+            gate=settings.gate,
+            early=self._early,
+        )
+
+    @cached_property
+    def baseline(self) -> Path:
+        """The checkpoint to compare with."""
+        settings = self.scenario.evaluate
+        name = settings.baseline if settings and settings.baseline else self.scenario.source
+        return resolve_source(name)
+
+    def _served(self, role: str, model: Path, digests: Digests) -> Served:
+        folder = self.folder / "eval" / role
+
+        def make() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            served = serve_model(
+                role,
+                model,
+                folder,
+                self.options,
+                texts=self._texts,
+                settings=self.scenario.evaluate,
+                baseline=self.folder / "eval" / BASELINE if role == CANDIDATE else None,
+                repeat=role == BASELINE,
+            )
+            write_text(folder / "session.json", to_json(served))
+
+        self.stages.once(f"serve {role}", {**digests, **self._served_with}, make)
+        return from_json(Served, folder / "session.json")
+
+    def _judged(self, role: str, served: Served, baseline: Served | None) -> LoadReport:
+        """The report on a session; its continuations are judged against the baseline's."""
+        file = self.folder / ("load.json" if role == CANDIDATE else f"eval/{role}/load.json")
+
+        def make() -> None:
+            self.options.on_progress(f"{role}: reference", 0, 1)
+            write_text(file, to_json(served.report(baseline)))
+            self.options.on_progress(f"{role}: reference", 1, 1)
+
+        others = value_digest(baseline.result.canaries) if baseline else "none"
+        inputs = {"session": value_digest(served.result), "baseline session": others}
+        self.stages.once("load" if role == CANDIDATE else f"load {role}", inputs, make)
+        return from_json(LoadReport, file)
+
+    @cached_property
+    def _served_with(self) -> Digests:
+        """What a session depends on besides the model."""
+        settings = self.scenario.evaluate
+        decides = None if self._early else {"margin", "alpha", "gate"}
+        sides = settings.model_dump(mode="json", exclude=decides) if settings else None
+        files = (
+            [path_digest(Path(task)) for task in settings.tasks if Path(task).is_file()] if settings else []
+        )
+        return {
+            "evaluation": value_digest([sides, *files]),
+            "serve settings": value_digest(self.scenario.serve.model_dump(mode="json")),
+            "prompts": value_digest(list(self._texts)),
+        }
+
+    @cached_property
+    def _texts(self) -> tuple[str, ...]:
+        """The first halves of calibration texts as prompts: the model knows their kind and can go on."""
+        settings = self.scenario.calibration
+        rows = parse_rows(settings.data).values() if settings else ()
+        texts = [text for row in rows if isinstance(text := row.get("text"), str)][:PROMPTS]
+        return tuple(text[: text.rfind(" ", 0, len(text) // 2 + 1)] for text in texts if " " in text)
