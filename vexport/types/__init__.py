@@ -18,15 +18,31 @@ from vexport.types.loading import (
 )
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnMisfit, Plan
 from vexport.types.report import LayerError, LayerErrors, Report
+from vexport.types.sensitivity import (
+    Attempt,
+    BudgetKind,
+    Choice,
+    GroupSensitivity,
+    LayerLoss,
+    Method,
+    MixedScheme,
+    Promotion,
+    SchemeLoss,
+    Sensitivity,
+    Tradeoff,
+)
 from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
 from vexport.types.values import Json
 
 __all__ = [
+    "Attempt",
     "AttentionLayer",
+    "BudgetKind",
     "Calibration",
     "Canary",
     "CellStatus",
     "CheckReport",
+    "Choice",
     "Comparison",
     "DryLoadReport",
     "EngineInfo",
@@ -34,6 +50,7 @@ __all__ = [
     "Finding",
     "Flip",
     "FusionGroup",
+    "GroupSensitivity",
     "HeadRanges",
     "InputRange",
     "Json",
@@ -41,20 +58,27 @@ __all__ = [
     "KvCache",
     "LayerError",
     "LayerErrors",
+    "LayerLoss",
     "LinearPlan",
     "LoadReport",
     "LogprobAgreement",
     "MatrixCell",
     "MatrixRow",
+    "Method",
+    "MixedScheme",
     "OnMisfit",
     "Outcome",
     "Plan",
+    "Promotion",
     "Report",
+    "SchemeLoss",
     "Score",
+    "Sensitivity",
     "Severity",
     "TaskVerdict",
     "TensorInfo",
     "TensorSpec",
+    "Tradeoff",
     "Verdict",
     "WeightPart",
 ]

@@ -9,6 +9,7 @@ from vexport.types.calibration import ExpertCoverage
 from vexport.types.findings import CheckReport
 from vexport.types.loading import LoadReport
 from vexport.types.plan import Plan
+from vexport.types.sensitivity import Attempt, MixedScheme, Sensitivity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,4 +50,7 @@ class Report:
     baseline_load: LoadReport
     load: LoadReport
     verdict: Verdict | None
+    sensitivity: Sensitivity | None = None
+    mixed: MixedScheme | None = None
+    attempts: tuple[Attempt, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)

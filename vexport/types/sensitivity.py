@@ -1,0 +1,136 @@
+"""What quantizing each part of a model costs, the mixed scheme chosen from that, and what was promoted."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vexport.types.accuracy import Outcome
+from vexport.types.findings import Finding
+
+# What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole
+# checkpoint, or loss in nats per token.
+BudgetKind = Literal["bits", "bytes", "share", "loss"]
+Method = Literal["estimate", "measure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoss:
+    """The estimated loss of one linear layer of a group, quantized alone, in nats per token."""
+
+    name: str
+    estimate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeLoss:
+    """What one scheme costs one group while all else stays as in the source.
+
+    `num_bytes` is what the group's tensors take. Losses are KL(source || quantized) in nats per token:
+    `measured` at the model's output, None where that was not done; `estimate` from the error at the output of
+    the group's decoder layer. `layers` has the linear layers of the group, none for routed experts.
+    """
+
+    scheme: str
+    observer: str
+    num_bytes: int
+    estimate: float
+    measured: float | None
+    layers: tuple[LayerLoss, ...] = ()
+
+    @property
+    def loss(self) -> float:
+        """The measured loss, else the estimate."""
+        return self.estimate if self.measured is None else self.measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSensitivity:
+    """The linear layers that vLLM needs in one scheme: a fused layer, or all routed experts of a layer.
+
+    `name` is as in FusionGroup, for routed experts their module (`model.layers.0.mlp.experts`). `refused`
+    says which schemes vLLM could not run here, and why.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    parameters: int
+    source_bytes: int
+    schemes: tuple[SchemeLoss, ...]
+    refused: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """The loss of every group, on `samples` calibration rows of `tokens` tokens together.
+
+    `rank_correlation` is Spearman's, between estimates and measured losses that did not set the estimates'
+    scale; None where fewer than three were measured.
+    """
+
+    method: Method
+    samples: int
+    tokens: int
+    groups: tuple[GroupSensitivity, ...]
+    rank_correlation: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The scheme chosen for a group (`keep` leaves it as it is), its bytes and its loss in nats per token."""
+
+    name: str
+    scheme: str
+    num_bytes: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tradeoff:
+    """The least loss (nats per token, summed over groups) of a whole checkpoint of that many bytes."""
+
+    output_bytes: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedScheme:
+    """What `scheme: auto` chose within its budget.
+
+    `loss` is the sum of the choices' losses, a prediction. `frontier` are the best mixtures from the
+    smallest checkpoint to the largest, at most some fifty of them.
+    """
+
+    budget: BudgetKind
+    limit: float
+    candidates: tuple[str, ...]
+    output_bytes: int
+    loss: float
+    choices: tuple[Choice, ...]
+    frontier: tuple[Tradeoff, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promotion:
+    """A group that was given more bits: its schemes, the price in bytes and the loss it was to save."""
+
+    name: str
+    before: str
+    after: str
+    num_bytes: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One round of `vexport run --until-pass`, numbered from 1: what was promoted for it, and its outcome.
+
+    `folder` holds its results, relative to the run directory (`.` for the last round); `output_bytes` is the
+    size of its checkpoint, `loss` the predicted sum over its groups in nats per token.
+    """
+
+    number: int
+    folder: str
+    promotions: tuple[Promotion, ...]
+    output_bytes: int
+    loss: float
+    outcome: Outcome
+    reason: str
