@@ -3,7 +3,7 @@
 No module imported here loads torch: `vexport --help` and `vexport check` start at once.
 """
 
-from vexport.types.accuracy import Comparison, Flip, Outcome, Score, TaskVerdict, Verdict
+from vexport.types.accuracy import Comparison, Flip, Look, Score, TaskVerdict, Verdict
 from vexport.types.calibration import Calibration, ExpertCoverage, HeadRanges, InputRange, KeyValueRanges
 from vexport.types.findings import CheckReport, Finding, Severity
 from vexport.types.loading import (
@@ -31,12 +31,14 @@ from vexport.types.sensitivity import (
     Sensitivity,
     Tradeoff,
 )
+from vexport.types.signals import Attribution, Distance, Drift, Fault, PromptDrift, Rung, TokenDrift
 from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
-from vexport.types.values import Json
+from vexport.types.values import Json, Outcome
 
 __all__ = [
     "Attempt",
     "AttentionLayer",
+    "Attribution",
     "BudgetKind",
     "Calibration",
     "Canary",
@@ -44,9 +46,12 @@ __all__ = [
     "CheckReport",
     "Choice",
     "Comparison",
+    "Distance",
+    "Drift",
     "DryLoadReport",
     "EngineInfo",
     "ExpertCoverage",
+    "Fault",
     "Finding",
     "Flip",
     "FusionGroup",
@@ -62,6 +67,7 @@ __all__ = [
     "LinearPlan",
     "LoadReport",
     "LogprobAgreement",
+    "Look",
     "MatrixCell",
     "MatrixRow",
     "Method",
@@ -70,7 +76,9 @@ __all__ = [
     "Outcome",
     "Plan",
     "Promotion",
+    "PromptDrift",
     "Report",
+    "Rung",
     "SchemeLoss",
     "Score",
     "Sensitivity",
@@ -78,6 +86,7 @@ __all__ = [
     "TaskVerdict",
     "TensorInfo",
     "TensorSpec",
+    "TokenDrift",
     "Tradeoff",
     "Verdict",
     "WeightPart",

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+from vexport.types.signals import Attribution, Drift
+from vexport.types.values import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +97,28 @@ class TaskVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What an evaluation that may stop early knew of a task, or group, after `read` of `of` documents.
+
+    `low` and `high` are one-sided bounds of the difference that hold at all looks at once.
+    """
+
+    task: str
+    read: int
+    of: int
+    low: float
+    high: float
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """One answer for all tasks, with the sentence that justifies it.
 
     `pooled` takes all documents as one task, None where there is one task or a metric is not 0/1.
     `warnings` say what weakens the answer: samples that are missing, an environment that changed.
+    `looks` has every look of an evaluation that stopped early, in order. `drift` and `attribution` are what
+    `vexport eval` measured beside the tasks; those of a run stand in its report.
     """
 
     outcome: Outcome
@@ -111,3 +129,6 @@ class Verdict:
     tasks: tuple[TaskVerdict, ...]
     pooled: Comparison | None = None
     warnings: tuple[str, ...] = ()
+    looks: tuple[Look, ...] = ()
+    drift: Drift | None = None
+    attribution: Attribution | None = None

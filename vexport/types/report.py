@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vexport.types.accuracy import Outcome, Verdict
+from vexport.types.accuracy import Verdict
 from vexport.types.calibration import ExpertCoverage
 from vexport.types.findings import CheckReport
 from vexport.types.loading import LoadReport
 from vexport.types.plan import Plan
 from vexport.types.sensitivity import Attempt, MixedScheme, Sensitivity
+from vexport.types.signals import Attribution, Drift
+from vexport.types.values import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,4 +55,6 @@ class Report:
     sensitivity: Sensitivity | None = None
     mixed: MixedScheme | None = None
     attempts: tuple[Attempt, ...] = ()
+    drift: Drift | None = None
+    attribution: Attribution | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vexport.types.accuracy import Outcome
 from vexport.types.findings import Finding
+from vexport.types.values import Outcome
 
 # What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole
 # checkpoint, or loss in nats per token.
