@@ -1,10 +1,12 @@
 """Fixtures that several test modules share."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.command import vexport
 from tests.models import save_llama, write_calibration
 
 # Tests run side by side: no engine may bind its threads to the same core as another.
@@ -21,3 +23,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A calibration file for the micro models."""
     return write_calibration(tmp_path_factory.mktemp("calibration") / "rows.jsonl")
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Path) -> Callable[[str], Path]:
+    """The micro Llama quantized in the scheme of a name; read it, never write to it."""
+    root = tmp_path_factory.mktemp("good")
+
+    def quantized(scheme: str) -> Path:
+        out = root / scheme
+        if not out.exists():
+            ran = vexport("quantize", llama, out, "--scheme", scheme, "--calibration", calibration, "--quiet")
+            assert ran.code == 0, ran.stderr
+        return out
+
+    return quantized

@@ -31,7 +31,7 @@ SHARED = {
         "tiles",
         "tokens",
     },
-    "checks": {"subject", "expected"},
+    "checks": {"subject", "expected", "layers"},
     "compress": {"tiles"},
     "packing": {"base", "scales", "kv_cache"},
 }

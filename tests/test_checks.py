@@ -7,31 +7,18 @@ from shutil import copytree
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.command import vexport
 from tests.models import save_llama, save_qwen3
+from tests.mutations.edits import Change, Tensors, drop, element, put, spoiled, tensors
 from vexport.checks import check_checkpoint
 from vexport.schemes import all_schemes
 from vexport.types import Finding
 
-Tensors = dict[str, torch.Tensor]
 Config = dict[str, object]
 SCHEMES = tuple(scheme.name for scheme in all_schemes() if scheme.name != "INT8")
 Q = "model.layers.1.self_attn.q_proj"
 DOWN = "model.layers.2.mlp.down_proj"
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Path) -> Callable[[str], Path]:
-    """A quantized checkpoint of each scheme; read it, never write to it."""
-    root = tmp_path_factory.mktemp("good")
-    for scheme in SCHEMES:
-        ran = vexport(
-            "quantize", llama, root / scheme, "--scheme", scheme, "--calibration", calibration, "--quiet"
-        )
-        assert ran.code == 0, ran.stderr
-    return lambda scheme: root / scheme
 
 
 def errors(root: Path) -> list[Finding]:
@@ -67,34 +54,6 @@ def test_mixed_schemes_are_clean(tmp_path: Path) -> None:
 def test_unquantized_checkpoints_are_clean(llama: Path, tmp_path: Path) -> None:
     assert check_checkpoint(str(llama)).findings == ()
     assert check_checkpoint(str(save_qwen3(tmp_path / "qwen"))).findings == ()
-
-
-def mutate_tensors(source: Path, folder: Path, change: Callable[[Tensors], None]) -> Path:
-    copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def drop(name: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.__delitem__(name)
-
-
-def put(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    def apply(tensors: Tensors) -> None:
-        tensors[name] = change(tensors[name]).contiguous()
-
-    return apply
-
-
-def first_element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def apply(tensor: torch.Tensor) -> torch.Tensor:
-        changed = tensor.to(torch.float32).clone()
-        changed.view(-1)[0] = value
-        return changed.to(tensor.dtype)
-
-    return apply
 
 
 def e8m0(exponents: torch.Tensor) -> torch.Tensor:
@@ -137,17 +96,17 @@ TENSOR_MUTATIONS = [
         "model.layers.1.self_attn.qkv_proj",
     ),
     ("NVFP4", put(f"{DOWN}.weight_global_scale", lambda t: 1 / t), "values", f"{DOWN}.weight_global_scale"),
-    ("NVFP4", put(f"{DOWN}.weight_scale", first_element(float("nan"))), "values", f"{DOWN}.weight_scale"),
-    ("FP8_DYNAMIC", put(f"{DOWN}.weight_scale", first_element(0.0)), "values", f"{DOWN}.weight_scale"),
+    ("NVFP4", put(f"{DOWN}.weight_scale", element(float("nan"))), "values", f"{DOWN}.weight_scale"),
+    ("FP8_DYNAMIC", put(f"{DOWN}.weight_scale", element(0.0)), "values", f"{DOWN}.weight_scale"),
     (
         "FP8_DYNAMIC",
-        put(f"{DOWN}.weight_scale", first_element(float("inf"))),
+        put(f"{DOWN}.weight_scale", element(float("inf"))),
         "values",
         f"{DOWN}.weight_scale",
     ),
-    ("W8A8", put(f"{DOWN}.weight_scale", first_element(-1.0)), "values", f"{DOWN}.weight_scale"),
-    ("FP8", put(f"{DOWN}.input_scale", first_element(float("nan"))), "values", f"{DOWN}.input_scale"),
-    ("W4A16", put(f"{DOWN}.weight_scale", first_element(float("nan"))), "values", f"{DOWN}.weight_scale"),
+    ("W8A8", put(f"{DOWN}.weight_scale", element(-1.0)), "values", f"{DOWN}.weight_scale"),
+    ("FP8", put(f"{DOWN}.input_scale", element(float("nan"))), "values", f"{DOWN}.input_scale"),
+    ("W4A16", put(f"{DOWN}.weight_scale", element(float("nan"))), "values", f"{DOWN}.weight_scale"),
     ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.bfloat16)), "shapes", f"{DOWN}.weight"),
     ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.float8_e5m2)), "shapes", f"{DOWN}.weight"),
     ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), "shapes", f"{DOWN}.weight"),
@@ -159,9 +118,9 @@ TENSOR_MUTATIONS = [
     ("W4A16_ASYM", drop(f"{DOWN}.weight_zero_point"), "completeness", f"{DOWN}.weight_zero_point"),
     ("W4A16_ASYM", put(f"{DOWN}.weight_zero_point", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_zero_point"),
     ("FP8_BLOCK", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
-    ("FP8_BLOCK", put(f"{DOWN}.weight_scale", first_element(float("nan"))), "values", f"{DOWN}.weight_scale"),
+    ("FP8_BLOCK", put(f"{DOWN}.weight_scale", element(float("nan"))), "values", f"{DOWN}.weight_scale"),
     ("MXFP4", put(f"{DOWN}.weight_scale", lambda t: t[:, ::2]), "shapes", f"{DOWN}.weight_scale"),
-    ("MXFP4", put(f"{DOWN}.weight_scale", first_element(255)), "values", f"{DOWN}.weight_scale"),
+    ("MXFP4", put(f"{DOWN}.weight_scale", element(255)), "values", f"{DOWN}.weight_scale"),
     ("MXFP4", put(f"{DOWN}.weight_scale", e8m0), "shapes", f"{DOWN}.weight_scale"),
     ("MXFP8", put(f"{DOWN}.weight_scale", e8m0), "shapes", f"{DOWN}.weight_scale"),
     ("MXFP8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), "shapes", f"{DOWN}.weight"),
@@ -175,11 +134,11 @@ def test_broken_tensors_are_found(
     good: Callable[[str], Path],
     tmp_path: Path,
     scheme: str,
-    change: Callable[[Tensors], None],
+    change: Change,
     check: str,
     where: str,
 ) -> None:
-    found = errors(mutate_tensors(good(scheme), tmp_path / "broken", change))
+    found = errors(spoiled(good(scheme), tmp_path / "broken", change))
     assert any(finding.check == check and where in finding.where for finding in found), found
 
 
@@ -293,7 +252,7 @@ def test_an_index_may_not_leave_its_folder(good: Callable[[str], Path], tmp_path
 
 
 def test_check_answers_with_a_list_and_exit_codes(good: Callable[[str], Path], tmp_path: Path) -> None:
-    broken = mutate_tensors(good("W8A8"), tmp_path / "broken", drop(f"{DOWN}.weight_scale"))
+    broken = spoiled(good("W8A8"), tmp_path / "broken", drop(f"{DOWN}.weight_scale"))
     ran = vexport("check", good("NVFP4"), broken, "--format", "json")
     assert ran.code == 1
     assert len(ran.errors) == 1
@@ -308,9 +267,9 @@ def test_a_missing_fused_part_is_found(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "source")
     assert vexport("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet").code == 0
 
-    def without_k(tensors: Tensors) -> None:
-        for name in [name for name in tensors if "k_proj" in name]:
-            del tensors[name]
+    def without_k(values: Tensors) -> None:
+        for name in [name for name in values if "k_proj" in name]:
+            del values[name]
 
-    found = errors(mutate_tensors(tmp_path / "out", tmp_path / "broken", without_k))
+    found = errors(spoiled(tmp_path / "out", tmp_path / "broken", tensors(without_k)))
     assert {finding.where for finding in found} == {f"model.layers.{i}.self_attn.k_proj" for i in range(3)}

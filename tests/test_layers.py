@@ -20,6 +20,7 @@ LAYERS = (
     {"scenario", "terminal"},
     {"plan"},
     {"calibration", "checks", "quantize", "roundtrip", "searched"},
+    {"fidelity"},
     {"repair"},
     {"diff"},
     {"engine", "on_device"},

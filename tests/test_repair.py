@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copytree
 
 import pytest
 import torch
@@ -12,48 +11,14 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from tests.command import Ran, vexport
+from tests.mutations.edits import Change, Tensors, add, drop, element, put, spoiled, tensors
 from vexport.checks import check_checkpoint
 
-Tensors = dict[str, torch.Tensor]
-Change = Callable[[Path], None]
 PEER = Path(__file__).parent / "peer"
 Q = "model.layers.1.self_attn.q_proj"
 K = "model.layers.1.self_attn.k_proj"
 DOWN = "model.layers.2.mlp.down_proj"
 SCHEMES = ("NVFP4", "FP8_DYNAMIC", "FP8", "W4A16", "W8A8", "MXFP4A16")
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Path) -> Callable[[str], Path]:
-    """A quantized checkpoint of each scheme; read it, never write to it."""
-    root = tmp_path_factory.mktemp("good")
-    for scheme in SCHEMES:
-        ran = vexport(
-            "quantize", llama, root / scheme, "--scheme", scheme, "--calibration", calibration, "--quiet"
-        )
-        assert ran.code == 0, ran.stderr
-    return lambda scheme: root / scheme
-
-
-def tensors(change: Callable[[Tensors], None]) -> Change:
-    def apply(folder: Path) -> None:
-        values = load_file(folder / "model.safetensors")
-        change(values)
-        save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return apply
-
-
-def put(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return tensors(lambda values: values.update({name: change(values[name]).contiguous()}))
-
-
-def drop(name: str) -> Change:
-    return tensors(lambda values: values.__delitem__(name))
-
-
-def add(name: str, value: torch.Tensor) -> Change:
-    return tensors(lambda values: values.update({name: value}))
 
 
 def config(**changes: object) -> Change:
@@ -94,21 +59,6 @@ def together(*changes: Change) -> Change:
             change(folder)
 
     return apply
-
-
-def first_element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def apply(tensor: torch.Tensor) -> torch.Tensor:
-        changed = tensor.to(torch.float32).clone()
-        changed.view(-1)[0] = value
-        return changed.to(tensor.dtype)
-
-    return apply
-
-
-def broken(source: Path, folder: Path, change: Change) -> Path:
-    copytree(source, folder)
-    change(folder)
-    return folder
 
 
 def repair(checkpoint: Path, out: Path, *options: object) -> tuple[Ran, dict[str, list[dict[str, object]]]]:
@@ -184,7 +134,7 @@ WITHOUT_LOSS = [
 def test_mends_without_loss(
     good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, family: str
 ) -> None:
-    checkpoint = broken(good(scheme), tmp_path / "broken", change)
+    checkpoint = spoiled(good(scheme), tmp_path / "broken", change)
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     ran, report = repair(checkpoint, tmp_path / "out")
     assert ran.code == 0, ran.stderr
@@ -206,7 +156,7 @@ def test_activation_ordering_that_orders_nothing_is_removed(
             values[name.replace("packed", "g_idx")] = torch.arange(columns, dtype=torch.int32) // 128
 
     actorder = weights(actorder="group")
-    checkpoint = broken(good("W4A16"), tmp_path / "broken", together(actorder, tensors(ordered)))
+    checkpoint = spoiled(good("W4A16"), tmp_path / "broken", together(actorder, tensors(ordered)))
     ran, report = repair(checkpoint, tmp_path / "out")
     assert ran.code == 0, ran.stderr
     assert {mend["family"] for mend in report["mends"]} == {"ordering", "layout"}
@@ -252,7 +202,7 @@ def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_sourc
 
 def test_input_divisors_become_the_smallest(good: Callable[[str], Path], tmp_path: Path) -> None:
     name = f"{Q}.input_global_scale"
-    checkpoint = broken(good("NVFP4"), tmp_path / "broken", put(name, lambda t: t * 2))
+    checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, lambda t: t * 2))
     ran, _ = repair(checkpoint, tmp_path / "out")
     assert ran.code == 0, ran.stderr
     written, right = (load_file(root / "model.safetensors") for root in (tmp_path / "out", good("NVFP4")))
@@ -261,7 +211,7 @@ def test_input_divisors_become_the_smallest(good: Callable[[str], Path], tmp_pat
 
 def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Callable[[str], Path], tmp_path: Path) -> None:
     announce = config(kv_cache_scheme=KV_SCHEME)
-    ran, report = repair(broken(good("W8A8"), tmp_path / "broken", announce), tmp_path / "out")
+    ran, report = repair(spoiled(good("W8A8"), tmp_path / "broken", announce), tmp_path / "out")
     assert ran.code == 0, ran.stderr
     assert [mend["where"] for mend in report["mends"]] == [f"model.layers.{i}.self_attn" for i in range(3)]
     assert all("saturate" in str(mend["cost"]) for mend in report["mends"])
@@ -278,8 +228,8 @@ REFUSED = [
         together(config(kv_cache_scheme=KV_SCHEME), add("model.layers.0.self_attn.k_scale", torch.ones(1))),
         "model.layers.1.self_attn.k_scale",
     ),
-    ("NVFP4", put(f"{DOWN}.weight_scale", first_element(float("nan"))), f"{DOWN}.weight_scale"),
-    ("NVFP4", put(f"{DOWN}.input_global_scale", first_element(float("nan"))), f"{DOWN}.input_global_scale"),
+    ("NVFP4", put(f"{DOWN}.weight_scale", element(float("nan"))), f"{DOWN}.weight_scale"),
+    ("NVFP4", put(f"{DOWN}.input_global_scale", element(float("nan"))), f"{DOWN}.input_global_scale"),
     ("FP8", drop(f"{DOWN}.input_scale"), f"{DOWN}.input_scale"),
     ("W8A8", drop(f"{DOWN}.weight"), f"{DOWN}.weight"),
     ("W8A8", drop("model.norm.weight"), "model.norm.weight"),
@@ -311,7 +261,7 @@ REFUSED = [
 def test_what_cannot_be_mended_is_named_and_nothing_written(
     good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, where: str
 ) -> None:
-    ran, report = repair(broken(good(scheme), tmp_path / "broken", change), tmp_path / "out")
+    ran, report = repair(spoiled(good(scheme), tmp_path / "broken", change), tmp_path / "out")
     assert ran.code == 1
     assert any(where in str(refusal["where"]) for refusal in report["refusals"]), report["refusals"]
     assert len(ran.errors) == 1
@@ -319,10 +269,10 @@ def test_what_cannot_be_mended_is_named_and_nothing_written(
 
 
 RESTORED = [
-    ("NVFP4", put(f"{Q}.weight_scale", first_element(float("nan"))), Q),
+    ("NVFP4", put(f"{Q}.weight_scale", element(float("nan"))), Q),
     ("NVFP4", drop(f"{DOWN}.weight_global_scale"), DOWN),
     ("W8A8", drop(f"{DOWN}.weight"), DOWN),
-    ("FP8_DYNAMIC", put(f"{DOWN}.weight_scale", first_element(0.0)), DOWN),
+    ("FP8_DYNAMIC", put(f"{DOWN}.weight_scale", element(0.0)), DOWN),
     ("W4A16", drop(f"{Q}.weight_packed"), Q),
     ("MXFP4A16", drop(f"{DOWN}.weight_scale"), DOWN),
 ]
@@ -333,7 +283,7 @@ def test_a_source_gives_back_what_is_lost(
     good: Callable[[str], Path], llama: Path, tmp_path: Path, scheme: str, change: Change, layer: str
 ) -> None:
     """Checkpoints of ours are made by the same min-max ranges, so the weights come back as they were."""
-    checkpoint = broken(good(scheme), tmp_path / "broken", change)
+    checkpoint = spoiled(good(scheme), tmp_path / "broken", change)
     ran, report = repair(checkpoint, tmp_path / "out", "--source", llama)
     assert ran.code == 0, (ran.stderr, report)
     (mend,) = report["mends"]
@@ -347,7 +297,7 @@ def test_a_source_gives_back_what_is_lost(
 def test_a_missing_tensor_is_copied_from_the_source(
     good: Callable[[str], Path], llama: Path, tmp_path: Path
 ) -> None:
-    checkpoint = broken(good("W8A8"), tmp_path / "broken", drop("model.norm.weight"))
+    checkpoint = spoiled(good("W8A8"), tmp_path / "broken", drop("model.norm.weight"))
     ran, _ = repair(checkpoint, tmp_path / "out", "--source", llama)
     assert ran.code == 0, ran.stderr
     written, right = (load_file(root / "model.safetensors") for root in (tmp_path / "out", good("W8A8")))
@@ -368,7 +318,7 @@ def test_untouched_shards_are_copies_and_the_index_is_made_anew(
             }
             save_file(part, folder / f"model-0000{number}-of-00002.safetensors", metadata={"format": "pt"})
 
-    checkpoint, out = broken(good("NVFP4"), tmp_path / "broken", in_two), tmp_path / "out"
+    checkpoint, out = spoiled(good("NVFP4"), tmp_path / "broken", in_two), tmp_path / "out"
     ran, report = repair(checkpoint, out)
     assert ran.code == 0, ran.stderr
     assert [mend["family"] for mend in report["mends"]] == ["index", "global scales"]

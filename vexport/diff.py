@@ -11,11 +11,11 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import read_tensor
+from vexport.checks.layers import Layer, layers_of
 from vexport.checks.subject import Subject
+from vexport.fidelity.dequantize import dequantized
 from vexport.files import digest_file
 from vexport.noise import noise_of
-from vexport.repair.cost import dequantized
-from vexport.repair.units import Layer, layers_of
 from vexport.types import Json, TensorInfo
 
 OnProgress = Callable[[int, int], None]

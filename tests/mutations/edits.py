@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,13 @@ QUANTIZATION = ("quantization_config",)
 GROUP = (*QUANTIZATION, "config_groups", "group_0")
 ARGUMENTS = (*GROUP, "weights")
 INPUTS = (*GROUP, "input_activations")
+
+
+def spoiled(good: Path, folder: Path, change: Change) -> Path:
+    """A changed copy of a checkpoint in a new folder."""
+    copytree(good, folder)
+    change(folder)
+    return folder
 
 
 def tensors(change: Callable[[Tensors], None]) -> Change:

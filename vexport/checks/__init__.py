@@ -42,10 +42,8 @@ def check_checkpoint(name: str) -> CheckReport:
         index = read_index(root)
         with Reader() as reader:
             findings = tuple(_findings(Subject(index, reader)))
-    except InputErrors as errors:
-        findings = tuple(_file_finding(problem) for problem in errors.problems)
     except InputError as problem:
-        findings = (_file_finding(problem),)
+        findings = findings_of(problem)
     ok = not any(finding.severity == "error" for finding in findings)
     return CheckReport(checkpoint=name, ok=ok, findings=findings)
 
@@ -55,12 +53,17 @@ def _findings(subject: Subject) -> Iterator[Finding]:
         yield from check.run(subject)
 
 
-def _file_finding(problem: InputError) -> Finding:
-    return Finding(
-        check=FILES,
-        severity="error",
-        where=problem.where,
-        expected=problem.need,
-        got=problem.got,
-        fix=problem.fix,
+def findings_of(error: InputError) -> tuple[Finding, ...]:
+    """What is said of files that cannot be read: a finding for each problem."""
+    problems = error.problems if isinstance(error, InputErrors) else (error,)
+    return tuple(
+        Finding(
+            check=FILES,
+            severity="error",
+            where=problem.where,
+            expected=problem.need,
+            got=problem.got,
+            fix=problem.fix,
+        )
+        for problem in problems
     )

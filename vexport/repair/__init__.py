@@ -9,9 +9,10 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.reader import Reader
-from vexport.checks import CHECKS
+from vexport.checks import CHECKS, findings_of
 from vexport.checks.subject import Subject
 from vexport.errors import InputError
+from vexport.fidelity.source import Source
 from vexport.files import new_directory, refuse_existing
 from vexport.repair import (
     arguments,
@@ -27,7 +28,6 @@ from vexport.repair import (
 from vexport.repair.cost import weight_change
 from vexport.repair.mends import Changes, Mend, RepairReport
 from vexport.repair.overlay import apply
-from vexport.repair.source import Source
 from vexport.repair.write import write_checkpoint
 from vexport.types import Finding
 
@@ -71,7 +71,7 @@ def repair_checkpoint(
                 on_progress(f"mend {name}", 1, 1)
             findings = [finding for check in CHECKS.values() for finding in check.run(subject)]
         except InputError as problem:
-            return _report(checkpoint, out, mends, files.findings_of(problem))
+            return _report(checkpoint, out, mends, findings_of(problem))
         report = _report(checkpoint, out, mends, findings)
         if report.ok:
             with new_directory(out, overwrite=overwrite) as folder:

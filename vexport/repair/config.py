@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from vexport.checks.subject import Subject
+from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Mend
-from vexport.repair.source import Source
 from vexport.schemes.base import QuantArgs
 from vexport.types import Json
 

@@ -15,11 +15,10 @@ from vexport.checkpoint.index import (
     read_header,
     require_checkpoint,
 )
-from vexport.checks import FILES
-from vexport.errors import InputError, InputErrors, raise_all
+from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
 from vexport.repair.mends import LOSSLESS, Mend
-from vexport.types import Finding, Json, TensorInfo
+from vexport.types import Json, TensorInfo
 
 NAME = "index"
 SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors$")
@@ -51,22 +50,6 @@ def open_checkpoint(root: Path) -> tuple[SourceIndex, tuple[Mend, ...]]:
     )
     index = SourceIndex(root=root, config=config, tensors=tensors, side_files=side_files)
     return index, tuple(_mends(root, old, index, len(headers)))
-
-
-def findings_of(error: InputError) -> tuple[Finding, ...]:
-    """What `vexport check` says of files that cannot be read."""
-    problems = error.problems if isinstance(error, InputErrors) else (error,)
-    return tuple(
-        Finding(
-            check=FILES,
-            severity="error",
-            where=problem.where,
-            expected=problem.need,
-            got=problem.got,
-            fix=problem.fix,
-        )
-        for problem in problems
-    )
 
 
 def index_text(index: SourceIndex) -> str:

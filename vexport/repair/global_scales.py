@@ -7,16 +7,15 @@ from functools import partial
 import torch
 
 from vexport.checks.fusion import MUST_SHARE
+from vexport.checks.layers import Layer, layers_of, single_value
 from vexport.checks.subject import Subject, Unit
 from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.fidelity.dequantize import leaves_of, weight_of
+from vexport.fidelity.source import Source
 from vexport.noise import noise_of
 from vexport.observers.qparams import FP8_MAX
-from vexport.repair.cost import weight_of
 from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
-from vexport.repair.overlay import leaves_of
 from vexport.repair.requantize import requantized
-from vexport.repair.source import Source
-from vexport.repair.units import Layer, layers_of, single_value
 from vexport.types import TensorInfo, TensorSpec
 
 NAME = "global scales"

@@ -6,12 +6,12 @@ from functools import partial
 import torch
 
 from vexport.checks import kv_cache
+from vexport.checks.layers import layers_of
 from vexport.checks.subject import Subject, parse_args
+from vexport.fidelity.source import Source
 from vexport.plan.kv_cache import attention_layers
 from vexport.plan.linears import names_of, text_config
 from vexport.repair.mends import Changes, Edit, Mend
-from vexport.repair.source import Source
-from vexport.repair.units import layers_of
 from vexport.schemes.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
 from vexport.types import AttentionLayer, KvCache, LinearPlan, TensorSpec
 

@@ -7,10 +7,10 @@ import torch
 
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks.expected import Expected, expected_parameters, layer_sides
+from vexport.checks.layers import Layer, layers_of
 from vexport.checks.subject import QUANTIZED_LEAVES, ConfigGroup, Subject
+from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
-from vexport.repair.source import Source
-from vexport.repair.units import Layer, layers_of
 from vexport.types import TensorInfo, TensorSpec
 
 NAME = "layout"

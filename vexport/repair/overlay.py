@@ -11,7 +11,6 @@ import torch
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.tensors import read_tensor
 from vexport.checks.subject import Subject
 from vexport.repair.mends import Changes, Edit
 from vexport.types import TensorInfo
@@ -63,11 +62,6 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array.data
-
-
-def leaves_of(subject: Subject, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    """The values of a layer's tensors by their name within it."""
-    return {leaf: read_tensor(subject.reader, tensor) for leaf, tensor in tensors.items()}
 
 
 def _tensors(

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from compressed_tensors.compressors import BaseCompressor
 
+from vexport.checks.layers import Layer
+from vexport.fidelity.dequantize import ct_scheme
+from vexport.fidelity.source import Source
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import scale_and_zero_point
-from vexport.repair.cost import ct_scheme
-from vexport.repair.source import Source
-from vexport.repair.units import Layer
 
 # Its scales are stored in the weight's dtype.
 PACKED = "pack-quantized"

@@ -6,12 +6,12 @@ from functools import partial
 
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.checks import completeness, values
+from vexport.checks.layers import Layer, layers_of, single_value
 from vexport.checks.subject import Subject
 from vexport.checks.values import LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
 from vexport.repair.requantize import requantized
-from vexport.repair.source import Source
-from vexport.repair.units import Layer, layers_of, single_value
 from vexport.types import TensorSpec
 
 NAME = "source"

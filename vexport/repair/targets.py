@@ -4,12 +4,12 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from vexport.checks.layers import fits, layers_of
 from vexport.checks.subject import HEADS, ConfigGroup, Subject, Unit, matches_any
+from vexport.fidelity.source import Source
 from vexport.plan.ignore import ignored
 from vexport.plan.linears import names_of
 from vexport.repair.mends import LOSSLESS, Changes, Mend
-from vexport.repair.source import Source
-from vexport.repair.units import fits, layers_of
 from vexport.schemes.config import targets_of
 from vexport.types import FusionGroup, Json, LinearPlan
 
