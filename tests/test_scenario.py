@@ -10,7 +10,8 @@ from vexport.errors import InputError
 from vexport.pipeline import plan_scenario
 from vexport.scenario import read_scenario
 
-SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.yaml"))
+FOLDER = Path(__file__).parent.parent / "scenarios"
+SCENARIOS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("ladder/*.yaml")])
 MINIMAL = "name: a\nsource: b\nrules: [{match: Linear, scheme: NVFP4}]\n"
 
 

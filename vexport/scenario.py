@@ -20,6 +20,10 @@ DEFAULT_SAMPLES = 128
 DEFAULT_SEQ_LEN = 512
 DEFAULT_MARGIN = 0.02
 DEFAULT_ALPHA = 0.05
+# Nats a token. Good 4-bit exports of large models stay below a few hundredths (llama.cpp's KL tables of
+# Q4_K); a rise of 0.05 in the NLL is 5 % of perplexity.
+DEFAULT_KL_LIMIT = 0.1
+DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_OBSERVER = "memoryless_minmax"
 
 
@@ -85,7 +89,8 @@ class Evaluate(_Strict):
 
     `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the metric
     that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists). With
-    `stopping: early` the checkpoint is read no further than the answer needs.
+    `stopping: early` the checkpoint is read no further than the answer needs. `kl_limit` bounds the mean KL
+    to the baseline and `nll_limit` the rise of the NLL, in nats a token: beyond them is a warning.
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -96,6 +101,8 @@ class Evaluate(_Strict):
     stopping: Literal["fixed", "early"] = "fixed"
     baseline: str | None = None
     seed: int = 0
+    kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
+    nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
 
 
 class Scenario(_Strict):

@@ -15,7 +15,11 @@ from vexport.engine.prompts import Prompts, fixed_prompts
 from vexport.engine.session import run_session
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.accepted import read_accepted
+from vexport.evaluation.attribution import attribute
+from vexport.evaluation.drift import Limits, Scored, drift_warnings, measure_drift
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
+from vexport.evaluation.harness import differences
+from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.stopping import stopping_rule
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import refuse_existing, to_json, write_text
@@ -49,6 +53,14 @@ class Served:
     result: SessionResult
     prompts: Prompts
 
+    @property
+    def scored(self) -> Scored | None:
+        """The session's log-probabilities, where it has them."""
+        file = self.result.logprobs_file
+        if file is None:
+            return None
+        return Scored(checkpoint=self.result.checkpoint, prompts=self.prompts, logprobs_file=file)
+
     def report(self, baseline: "Served | None" = None) -> LoadReport:
         """Judge the session; builds the reference model in this process."""
         return load_report(self.result, self.prompts, baseline=baseline.result if baseline else None)
@@ -70,7 +82,7 @@ def serve_model(
     lm-eval's files, the log and the log-probabilities go to `folder`. Raises EnvironmentFault as
     `run_session`, InputError for unusable tasks; a checkpoint that vLLM refuses is a result. With `baseline`,
     lm-eval's folder of it or an accepted one, and `stopping: early`, the tasks end when they are decided;
-    with `repeat` a part of them is asked again.
+    with `repeat` a part of them is asked again, and an engine that wavers is an EnvironmentFault.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prompts = fixed_prompts(checkpoint, texts=texts)
@@ -114,6 +126,8 @@ def serve_model(
     )
     if settings is not None and result.engine is not None:
         write_fingerprint(folder, engine_fingerprint(checkpoint, result.engine))
+        if (repeated := read_repeated(folder)) is not None:
+            require_deterministic(folder, repeated, settings.alpha)
     return Served(result=result, prompts=prompts)
 
 
@@ -142,33 +156,53 @@ def evaluate_checkpoint(
         require_checkpoint(model)
     shutil.rmtree(folder, ignore_errors=True)
     known = against or (folder / BASELINE if settings.baseline else None)
-    for role in _order(models, settings):
-        baseline = known if role == CANDIDATE else None
-        served = serve_model(
+    served: dict[str, Served] = {}
+    for role in sorted(models):  # the baseline first: where it wavers, nothing is compared
+        served[role] = serve_model(
             role,
             models[role],
             folder / role,
             options,
             settings=settings,
-            baseline=baseline,
+            baseline=known if role == CANDIDATE else None,
             repeat=role == BASELINE or against is not None,
         )
-        require_served(role, served.result)
-    if against is None and settings.baseline is None:
+        require_served(role, served[role].result)
+    if known is None:
         return None
-    return decide(
-        against or folder / BASELINE,
+    verdict = decide(
+        known,
         folder / CANDIDATE,
         margin=settings.margin,
         alpha=settings.alpha,
         gate=settings.gate,
         early=settings.stopping == "early",
     )
+    return verdict if against else _with_signals(verdict, served, settings, options)
 
 
-def _order(models: Mapping[str, Path], settings: Evaluate) -> Sequence[str]:
-    """The candidate first, since vLLM may refuse it; one that stops early needs the baseline's answers."""
-    return sorted(models, reverse=settings.stopping == "fixed")
+def scored_pair(baseline: Served, candidate: Served) -> tuple[Scored, Scored] | None:
+    """Both sessions' log-probabilities; None where vLLM refused a model."""
+    old, new = baseline.scored, candidate.scored
+    return (old, new) if old and new else None
+
+
+def _with_signals(
+    verdict: Verdict, served: Mapping[str, Served], settings: Evaluate, options: EngineOptions
+) -> Verdict:
+    """The verdict with what the log-probabilities tell; whose fault it is where something is wrong."""
+    pair = scored_pair(served[BASELINE], served[CANDIDATE])
+    if pair is None:
+        return verdict
+    limits = Limits(kl=settings.kl_limit, nll=settings.nll_limit)
+    drift = measure_drift(*pair, limits=limits)
+    warnings = drift_warnings(drift) if drift else ()
+    blamed = None
+    if verdict.outcome != "PASS" or warnings or drift is None or any(differences(*pair)):
+        options.on_progress("whose fault", 0, 1)
+        blamed = attribute(*pair, limit=limits.kl, outcome=verdict.outcome, vllm_python=options.vllm_python)
+        options.on_progress("whose fault", 1, 1)
+    return replace(verdict, warnings=(*verdict.warnings, *warnings), drift=drift, attribution=blamed)
 
 
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:

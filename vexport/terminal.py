@@ -20,6 +20,8 @@ from rich.progress import (
 # (stage, done, total): what every long stage reports.
 OnProgress = Callable[[str, int, int], None]
 LINE_EVERY_SECONDS = 15.0
+DETAIL = ": now "
+"""Parts a stage's name from what is true of it at this moment, and may be another thing at the next."""
 
 
 @contextmanager
@@ -56,14 +58,23 @@ class BarDisplay:
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Move the stage's bar."""
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=max(total, 1))
-        self._bars.update(self._tasks[stage], completed=min(done, max(total, 1)), total=max(total, 1))
+        """Move the stage's bar, and say what is true of it now."""
+        name = stage.partition(DETAIL)[0]
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(_whole(stage), total=max(total, 1))
+        self._bars.update(
+            self._tasks[name],
+            description=_whole(stage),
+            completed=min(done, max(total, 1)),
+            total=max(total, 1),
+        )
 
 
 class PlainDisplay:
-    """A line when a stage starts, at most every fifteen seconds with the time left, and when it ends."""
+    """A line when a stage starts, at most every fifteen seconds with the time left, and when it ends.
+
+    What is true of a stage at a moment (DETAIL) is a line of its own.
+    """
 
     def __init__(self) -> None:
         self._started: dict[str, float] = {}
@@ -76,7 +87,10 @@ class PlainDisplay:
         started = self._started.setdefault(stage, now)
         if stage in self._ended:
             return
-        if done >= total:
+        if DETAIL in stage:
+            self._ended.add(stage)
+            self._print(f"{_whole(stage)}, {done} of {total}")
+        elif done >= total:
             self._ended.add(stage)
             self._print(f"{stage}: done in {now - started:.1f} s")
         elif stage not in self._printed:
@@ -90,3 +104,8 @@ class PlainDisplay:
     @staticmethod
     def _print(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
+
+
+def _whole(stage: str) -> str:
+    """A stage's name with what is true of it now."""
+    return stage.replace(DETAIL, " ")

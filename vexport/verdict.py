@@ -22,8 +22,9 @@ from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.results import Results, read_results
 from vexport.evaluation.statistics import Interval
+from vexport.evaluation.stopping import read_looks
 from vexport.evaluation.unpaired import USUAL_DISAGREEMENT, UnpairedTask
-from vexport.types import Comparison, Outcome, TaskVerdict, Verdict
+from vexport.types import Comparison, Look, Outcome, TaskVerdict, Verdict
 
 NO_CHOICE: Choice = MappingProxyType({})
 MAX_SENTENCES = 3
@@ -51,7 +52,7 @@ def decide(
     if is_accepted(baseline):
         repeated = _asked_again(right, alpha)
         verdict = _decide_against(read_accepted(baseline), right, margin, alpha, gate, early)
-        return replace(verdict, method=verdict.method + repeated)
+        return replace(verdict, method=verdict.method + repeated, looks=_looks(right, early))
     left = read_results(baseline)
     repeated = "".join(_asked_again(run, alpha) for run in (left, right))
     where = ("in the baseline", "in the results")
@@ -59,7 +60,11 @@ def decide(
     changed = _circumstances(others, right.fingerprint, where, early)
     gated = gated_tasks(left, right, gate, early=early)
     verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed)
-    return replace(verdict, method=verdict.method + repeated)
+    return replace(verdict, method=verdict.method + repeated, looks=_looks(right, early))
+
+
+def _looks(candidate: Results, early: bool) -> tuple[Look, ...]:
+    return read_looks(candidate.file.parent) if early else ()
 
 
 def _asked_again(run: Results, alpha: float) -> str:

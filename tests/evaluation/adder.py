@@ -17,7 +17,7 @@ from lm_eval.result_schema import EvalResults
 from lm_eval.tasks import TaskManager
 
 from vexport.evaluation.lm_eval_runner import outermost, until_decided
-from vexport.evaluation.stopping import Stopping
+from vexport.evaluation.stopping import Stopping, write_looks
 from vexport.files import from_json
 
 
@@ -78,13 +78,15 @@ def main(request: dict[str, object]) -> None:
             if "rule" in request:
                 rule = from_json(Stopping, Path(str(request["rule"])))
                 loaded = [one for name in names for one in outermost(manager.load([name]))]
-                results = until_decided(partial(_on, run), loaded, rule, lambda *step: None)
+                results, looks = until_decided(partial(_on, run), loaded, rule, lambda *step: None)
             else:
-                results = run(tasks=names)
+                results, looks = run(tasks=names), ()
             samples = results.pop("samples")
             tracker.save_results_aggregated(results=results, samples=samples)
             for name, rows in samples.items():
                 tracker.save_results_samples(task_name=name, samples=rows)
+            if looks:
+                write_looks(next(Path(folder).rglob("results_*.json")).parent, looks)
 
 
 if __name__ == "__main__":

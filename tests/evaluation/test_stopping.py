@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.progress import Progress
 
 from tests.evaluation.make import make_group, make_tasks, run_lm_eval
 from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results
 from vexport.evaluation.results import read_results
-from vexport.evaluation.stopping import Look, Race, Reference, Stopping, stopping_rule
+from vexport.evaluation.stopping import Race, Reference, Stopping, look_line, stopping_rule
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import to_json
-from vexport.types import Verdict
+from vexport.terminal import DETAIL, BarDisplay, PlainDisplay
+from vexport.types import Look, Verdict
 from vexport.verdict import decide
 
 DOCUMENTS, MARGIN, ALPHA = 800, 0.02, 0.05
@@ -71,9 +73,9 @@ def test_on_the_margin_wrong_answers_are_rare() -> None:
 
 
 def test_one_failing_task_ends_all_and_a_settled_task_is_not_read_on() -> None:
-    looks = {look.unit: look for look in drive(rule(tasks=2), {"task1": 0.3})}
+    looks = {look.task: look for look in drive(rule(tasks=2), {"task1": 0.3})}
     assert looks["task1"].outcome == "FAIL"
-    looks = {look.unit: look for look in drive(rule(3000, tasks=2), {"task1": 0.01}, seed=5)}
+    looks = {look.task: look for look in drive(rule(3000, tasks=2), {"task1": 0.01}, seed=5)}
     assert looks["task0"].outcome == "PASS"
     assert looks["task0"].read < looks["task1"].read
 
@@ -155,6 +157,42 @@ def test_the_verdict_is_that_of_the_bets(evaluated: Path, name: str, outcome: st
     assert set(units) == {"sums", "choices", "subjects"}
     assert units["sums"].documents < DOCUMENTS / 1.5
     assert units["subjects"].clusters is None
+    last = {look.task: look for look in verdict.looks}
+    assert set(last) == set(units)
+    for name, task in units.items():
+        assert (last[name].read, last[name].outcome) == (task.documents, task.outcome)
+        assert last[name].low == pytest.approx(task.low)
+
+
+def test_the_interval_narrows_and_is_drawn_against_the_margin(evaluated: Path) -> None:
+    looks = [look for look in compare(evaluated, "same").looks if look.task == "sums"]
+    widths = [look.high - look.low for look in looks]
+    assert widths == sorted(widths, reverse=True)
+    assert [look.read for look in looks] == sorted({look.read for look in looks})
+    line = look_line(looks[-1], MARGIN)
+    assert line.startswith("reading sums")
+    assert line.endswith("margin -2.00, decided: PASS")
+    drawn = line[line.index("[") + 1 : line.index("]")]
+    assert (drawn.index("!"), drawn.index("|"), len(drawn)) == (12, 16, 33)
+    assert "=" not in drawn[:12]
+
+
+def test_a_terminal_moves_one_line_a_task_and_a_log_has_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = [
+        Look(task="sums", read=read, of=800, low=-1 / read, high=1 / read, outcome="INCONCLUSIVE")
+        for read in (100, 200)
+    ]
+    lines = [look_line(look, MARGIN) for look in looks]
+    plain, bars = PlainDisplay(), Progress()
+    for display in (plain, BarDisplay(bars)):
+        for line, look in zip([*lines, lines[-1]], [*looks, looks[-1]], strict=True):
+            display(line, look.read, look.of)
+    assert capsys.readouterr().err.splitlines() == [
+        f"{line.replace(DETAIL, ' ')}, {look.read} of 800" for line, look in zip(lines, looks, strict=True)
+    ]
+    (task,) = bars.tasks
+    assert (task.completed, task.total) == (200, 800)
+    assert "-0.50 to +0.50 points" in task.description
 
 
 def test_without_being_told_that_it_stopped_documents_are_missed(evaluated: Path) -> None:

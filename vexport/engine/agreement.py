@@ -29,21 +29,25 @@ def read_logprobs(path: Path) -> torch.Tensor:
     return torch.cat([tensors[f"prompt.{number}"] for number in range(len(tensors))])
 
 
-def compare_logprobs(
-    reference: torch.Tensor, measured: torch.Tensor, *, name: str, prompts: int, limit: float
-) -> LogprobAgreement:
-    """Agreement of two matrices (positions, vocabulary) of log-probabilities; `name` is the reference's.
+def kl_divergence(reference: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+    """KL(reference || measured) of log-probabilities (positions, vocabulary): nats, float64, (positions,).
 
-    A position with a measured NaN, or an infinite difference where the reference gives probability, makes
-    the KL divergence infinite.
+    A position with a NaN, or an infinite difference where the reference gives probability, is infinite.
     """
     if reference.shape != measured.shape:
         raise ValueError(f"log-probabilities: got {tuple(measured.shape)}, need {tuple(reference.shape)}")
     expected, got = reference.to(torch.float64), measured.to(torch.float64)
     probability = expected.exp()
     terms = torch.where(probability > 0, probability * (expected - got), 0.0)
-    kl = torch.nan_to_num(terms.sum(dim=-1), nan=float("inf")).clamp(min=0.0)
-    same = expected.argmax(dim=-1) == got.argmax(dim=-1)
+    return torch.nan_to_num(terms.sum(dim=-1), nan=float("inf")).clamp(min=0.0)
+
+
+def compare_logprobs(
+    reference: torch.Tensor, measured: torch.Tensor, *, name: str, prompts: int, limit: float
+) -> LogprobAgreement:
+    """Agreement of two matrices (positions, vocabulary) of log-probabilities; `name` is the reference's."""
+    kl = kl_divergence(reference, measured)
+    same = reference.argmax(dim=-1) == measured.argmax(dim=-1)
     return LogprobAgreement(
         reference=name,
         prompts=prompts,

@@ -10,7 +10,7 @@ from vexport.engine.agreement import compare_logprobs, kl_limit, read_logprobs
 from vexport.engine.canaries import canary_findings
 from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.prompts import Prompts
-from vexport.engine.reference import reference_logprobs
+from vexport.engine.reference import REFERENCE_FILE, remembered_reference
 from vexport.errors import InputError
 from vexport.types import Finding, LoadReport, LogprobAgreement
 
@@ -74,7 +74,8 @@ def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreemen
     if bool(torch.isnan(measured).any()):
         return None, [_not_finite(result, measured)]
     try:
-        reference = reference_logprobs(result.checkpoint, prompts.tokens)
+        kept = result.logprobs_file.with_name(REFERENCE_FILE)
+        reference = remembered_reference(result.checkpoint, prompts.tokens, kept)
     except InputError as error:
         return None, [_no_reference(error)]
     agreement = compare_logprobs(

@@ -16,16 +16,21 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from compressed_tensors.utils.match import is_match
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.nn import Linear, Module
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from vexport.errors import InputError
+from vexport.files import atomic_path
 from vexport.roundtrip import decompress
 from vexport.schemes.kv_cache import KEY, VALUE
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = re.compile(r"\.experts\.\d+\.")
+REFERENCE_FILE = "reference.safetensors"
+"""Beside the log-probabilities that vLLM gave."""
+_MATRIX = "logprobs"
 KV_SCALES = (f".{KEY}", f".{VALUE}")
 
 
@@ -44,6 +49,15 @@ def reference_logprobs(checkpoint: Path, prompts: Sequence[Sequence[int]]) -> to
             logits: torch.Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
             rows.append(torch.log_softmax(logits.to(torch.float32), dim=-1))
     return torch.cat(rows)
+
+
+def remembered_reference(checkpoint: Path, prompts: Sequence[Sequence[int]], path: Path) -> torch.Tensor:
+    """`reference_logprobs`, read from the safetensors file `path`, or computed and written there."""
+    if not path.is_file():
+        with atomic_path(path) as temporary:
+            save_file({_MATRIX: reference_logprobs(checkpoint, prompts)}, temporary)
+    matrix: torch.Tensor = load_file(path)[_MATRIX]
+    return matrix
 
 
 def load_dequantized(checkpoint: Path) -> Module:

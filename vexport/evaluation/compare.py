@@ -107,7 +107,7 @@ def _paired_verdict(
     also: tuple[Comparison, ...],
     alpha: float,
 ) -> TaskVerdict:
-    documents, wins, losses = len(pair.gain), _wins(pair), _losses(pair)
+    documents, wins, losses = _documents(pair), _wins(pair), _losses(pair)
     flips = wilson_interval(wins + losses, documents, alpha)
     recovery, recovery_bounds = _recovery(pair, alpha)
     return TaskVerdict(
@@ -153,7 +153,7 @@ def _unpaired_verdict(
         metric=one.metric,
         filter=one.filter,
         outcome=outcome,
-        documents=min(one.documents),
+        documents=_documents(one),
         baseline=_unpaired_score(one, 0, alpha),
         candidate=_unpaired_score(one, 1, alpha),
         difference=one.difference,
@@ -182,14 +182,18 @@ def _unpaired_score(one: UnpairedTask, side: int, alpha: float) -> Score:
     else:
         spread = float(stats.norm.isf(alpha)) * (one.variances[side] / documents) ** 0.5
         low, high = value - spread, value + spread
+    return _made_score(one, value, documents, Interval(low, high))
+
+
+def _made_score(one: Compared, value: float, documents: int, bounds: Interval) -> Score:
     return Score(
         task=one.task,
         metric=one.metric,
         filter=one.filter,
         documents=documents,
         value=value,
-        low=low,
-        high=high,
+        low=bounds.low,
+        high=bounds.high,
     )
 
 
@@ -219,15 +223,7 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
         low, high = wilson_interval(float(scores.sum()), len(scores), alpha)
     else:
         low, high = bootstrap_interval(scores, alpha, span=_span(pair))
-    return Score(
-        task=pair.task,
-        metric=pair.metric,
-        filter=pair.filter,
-        documents=len(scores),
-        value=value,
-        low=low,
-        high=high,
-    )
+    return _made_score(pair, value, len(scores), Interval(low, high))
 
 
 def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | None]:

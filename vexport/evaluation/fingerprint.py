@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from vexport.checkpoint.index import weight_files
-from vexport.files import digest_file, read_json_object, write_text
+from vexport.files import digest_bytes, digest_file, read_json_object, write_text
 from vexport.types import EngineInfo
 from vexport.version import __version__
 
@@ -18,7 +18,14 @@ FILE = "fingerprint.json"
 """Beside lm-eval's results: what lm-eval does not record."""
 MODEL = "model"
 TASK_HASH = "task hash of "
-_BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_TEMPLATE = "chat_template.jinja"
+_BESIDE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    _TEMPLATE,
+)
 
 
 def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
@@ -37,6 +44,7 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
     """Of a checkpoint's bytes and what ran it."""
     return {
         MODEL: model_digest(root),
+        "model's chat template": _template_digest(root),
         "vexport": __version__,
         "vllm": engine.vllm,
         "torch": engine.torch,
@@ -52,6 +60,15 @@ def model_digest(root: Path) -> str:
     files = [*weight_files(root), *(file for name in _BESIDE_WEIGHTS if (file := root / name).is_file())]
     lines = sorted(f"{file.name} {digest_file(file)}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def _template_digest(root: Path) -> str:
+    """SHA-256, shortened to 16 digits, of the template in its own file or the tokenizer's settings."""
+    file, settings = root / _TEMPLATE, root / "tokenizer_config.json"
+    if file.is_file():
+        return digest_file(file)[:16]
+    template = read_json_object(settings).get("chat_template") if settings.is_file() else None
+    return digest_bytes(str(template).encode())[:16] if template else "none"
 
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:

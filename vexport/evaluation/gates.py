@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vexport.errors import InputError, raise_all
+from vexport.evaluation.fingerprint import MODEL, changed_names
 from vexport.evaluation.pairs import TaskPair, join_group, pair_metrics
 from vexport.evaluation.results import Results
 from vexport.evaluation.unpaired import UnpairedTask, join_unpaired, unpaired_metrics
@@ -83,8 +84,12 @@ def _compared(
 ) -> list[Compared]:
     """Every metric of a task; for a group the joined ones, then its tasks' own."""
     if all(member in run.tasks for member in members for run in (baseline, candidate)):
+        changed = [
+            name for name in changed_names(baseline.fingerprint, candidate.fingerprint) if name != MODEL
+        ]
         pairs = [
-            list(pair_metrics(baseline.tasks[one], candidate.tasks[one], early=early)) for one in members
+            list(pair_metrics(baseline.tasks[one], candidate.tasks[one], early=early, changed=changed))
+            for one in members
         ]
         found: list[Compared] = [*_with_joined(name, pairs, join_group)]
     else:

@@ -20,9 +20,10 @@ from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.lm_eval_model import ModelArguments, Progress, replaced, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
-from vexport.evaluation.stopping import Race, Stopping, look_line, require_unit_range
+from vexport.evaluation.stopping import Race, Stopping, look_line, require_unit_range, write_looks
 from vexport.evaluation.tasks import GROUP_SUFFIX
 from vexport.files import atomic_path, from_json, write_text
+from vexport.types import Look
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
@@ -70,8 +71,11 @@ def _evaluate(
         if request.stopping_file is None:
             results = run(tasks, None)
         else:
+            assert request.output is not None
             model.remembered = {}
-            results = until_decided(run, tasks, from_json(Stopping, request.stopping_file), progress)
+            rule = from_json(Stopping, request.stopping_file)
+            results, looks = until_decided(run, tasks, rule, progress)
+            write_looks(request.output, looks)
             model.remembered = None
         if request.repeat:
             assert request.output is not None
@@ -117,12 +121,13 @@ def until_decided(
     tasks: "list[Task | Group]",
     stopping: Stopping,
     progress: Progress,
-) -> "EvalResults":
+) -> "tuple[EvalResults, tuple[Look, ...]]":
     """Evaluate more and more documents until they decide; each run has all so far, most of it from memory.
 
-    InputError where the tasks are not the baseline's.
+    Returns the last results and every look. InputError where the tasks are not the baseline's.
     """
     race = Race(stopping)
+    seen: dict[Look, None] = {}
     while True:
         documents = race.more()
         results = run(tasks, {name: Documents(chosen) for name, chosen in documents.items()})
@@ -130,9 +135,10 @@ def until_decided(
             got, need = f"tasks {', '.join(results['samples'])}", f"the baseline's, {', '.join(documents)}"
             raise InputError("evaluation", got=got, need=need, fix="evaluate the same tasks")
         for look in race.look(_scores(results, stopping)):
+            seen[look] = None  # a task that is settled is not looked at again
             progress(look_line(look, stopping.margin), look.read, look.of)
         if race.decided:
-            return results
+            return results, tuple(seen)
 
 
 def _repeat(

@@ -49,17 +49,19 @@ class TaskPair:
         return self.metric, self.filter, self.sign
 
 
-def pair_metrics(left: TaskSamples, right: TaskSamples, *, early: bool = False) -> Iterator[TaskPair]:
+def pair_metrics(
+    left: TaskSamples, right: TaskSamples, *, early: bool = False, changed: Sequence[str] = ()
+) -> Iterator[TaskPair]:
     """Yield every (metric, filter) of a task that has one number a document, in the task's order.
 
     With `early`, `right` stopped when it was decided and may lack documents.
 
-    InputError names the document where the two runs did not answer the same question.
+    InputError names the document where the two runs did not answer the same question, and what `changed`.
     """
     if early:
         read = {key: sample for key, sample in left.samples.items() if key in right.samples}
         left = replace(left, samples=read)
-    _require_equal_documents(left, right)
+    _require_equal_documents(left, right, ", ".join(changed) or "nothing known")
     for filter_name in dict.fromkeys(key[0] for key in left.samples):
         pairs = tuple(
             (sample, right.samples[key]) for key, sample in left.samples.items() if key[0] == filter_name
@@ -104,7 +106,7 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
     )
 
 
-def _require_equal_documents(left: TaskSamples, right: TaskSamples) -> None:
+def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str) -> None:
     for one, other in ((left, right), (right, left)):
         lost = [key for key in one.samples if key not in other.samples]
         if lost:
@@ -117,7 +119,9 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples) -> None:
         for hash_name, ours, theirs in zip(HASHES, sample.hashes, twin.hashes, strict=True):
             if ours != theirs:
                 place = f"{right.file}: task {left.task}, document {sample.doc_id}"
-                got = f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]}"
+                got = (
+                    f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]} (what else differs: {changed})"
+                )
                 fix = "evaluate both with the same lm-eval, task files, few-shot seed and chat template"
                 raise InputError(place, got=got, need="the same question", fix=fix)
 

@@ -16,10 +16,14 @@ from vexport.evaluation.betting import anytime_interval, decide_now
 from vexport.evaluation.gates import Choice, gated_tasks
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.results import read_results
-from vexport.evaluation.statistics import Interval
-from vexport.types import Outcome
+from vexport.files import from_json, to_json, write_text
+from vexport.terminal import DETAIL
+from vexport.types import Look, Outcome
 
+FILE = "looks.json"
 FIRST_LOOK = 100
+PLACES = 33
+"""Characters of an interval on the terminal."""
 GROWTH = 0.25
 """Each look reads a quarter more: at most that much is read in vain, and there are about 25 looks."""
 
@@ -48,14 +52,10 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What is known of a unit after a look."""
+class Looks:
+    """Every look of an evaluation, in order."""
 
-    unit: str
-    read: int
-    of: int
-    bounds: Interval
-    outcome: Outcome
+    looks: tuple[Look, ...]
 
 
 def stopping_rule(baseline: Path, choice: Choice, *, margin: float, alpha: float, seed: int) -> Stopping:
@@ -141,14 +141,42 @@ class Race:
         failed = decide_now(counts, rule.margin, rule.alpha / len(self._units), gains=values) == "FAIL"
         outcome: Outcome = "FAIL" if failed else "PASS" if low > -rule.margin else "INCONCLUSIVE"
         of = len(self._orders[unit])
-        return Look(unit=unit, read=len(documents), of=of, bounds=Interval(low, high), outcome=outcome)
+        return Look(task=unit, read=len(documents), of=of, low=low, high=high, outcome=outcome)
+
+
+def write_looks(folder: Path, looks: tuple[Look, ...]) -> None:
+    """Put them beside lm-eval's results."""
+    write_text(folder / FILE, to_json(Looks(looks=looks)))
+
+
+def read_looks(folder: Path) -> tuple[Look, ...]:
+    """What `write_looks` wrote; nothing in a folder made elsewhere."""
+    return from_json(Looks, folder / FILE).looks if (folder / FILE).is_file() else ()
 
 
 def look_line(look: Look, margin: float) -> str:
-    """The interval against the margin, in points: what is seen narrowing while documents are read."""
-    low, high = (f"{100 * bound:+.2f}" for bound in look.bounds)
+    """The interval against the margin, in points: what is seen narrowing while documents are read.
+
+    Drawn over four margins to either side of no change, `!` at the margin. A display moves one line for each
+    task: `reading addition [--!--====|===-----] -0.61 to +0.35 points, margin -2.00, open`.
+    """
     state = {"PASS": "decided: PASS", "FAIL": "decided: FAIL", "INCONCLUSIVE": "open"}[look.outcome]
-    return f"{look.unit}: {low} to {high} points, margin {-100 * margin:+.2f}, {state}"
+    low, high = (f"{100 * bound:+.2f}" for bound in (look.low, look.high))
+    drawn = _drawn(look, margin)
+    return (
+        f"reading {look.task}{DETAIL}[{drawn}] {low} to {high} points, margin {-100 * margin:+.2f}, {state}"
+    )
+
+
+def _drawn(look: Look, margin: float) -> str:
+    """The interval as text, PLACES wide."""
+    edge = 4 * margin or 0.1
+    low, high, limit, zero = (
+        round((PLACES - 1) * (min(edge, max(-edge, value)) / edge + 1) / 2)
+        for value in (look.low, look.high, -margin, 0.0)
+    )
+    marks = {zero: "|", limit: "!"}
+    return "".join(marks.get(at, "=" if low <= at <= high else "-") for at in range(PLACES))
 
 
 def require_unit_range(place: str, metric: str, scores: Iterable[float]) -> None:

@@ -80,6 +80,8 @@ def _report(stages: Stages) -> Report:
         baseline_load=loads.baseline,
         load=loads.candidate,
         verdict=verdict,
+        drift=sessions.drift if checked.ok else None,
+        attribution=sessions.attribution(outcome) if checked.ok else None,
         seconds=stages.directory.seconds,
     )
 

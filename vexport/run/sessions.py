@@ -1,21 +1,25 @@
 """The stages in vLLM: both models served, judged and compared."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from vexport.calibration.data import parse_rows
 from vexport.checkpoint.source import resolve_source
+from vexport.evaluation.attribution import attribute
+from vexport.evaluation.drift import Limits, drift_warnings, measure_drift
 from vexport.files import from_json, to_json, write_text
 from vexport.run.stages import Stages
 from vexport.run.weights import Weights
 from vexport.rundir import Digests, checkpoint_digest, path_digest, value_digest
-from vexport.serving import BASELINE, CANDIDATE, Served, require_served, serve_model
-from vexport.types import LoadReport, Verdict
+from vexport.serving import BASELINE, CANDIDATE, Served, require_served, scored_pair, serve_model
+from vexport.types import Attribution, Drift, LoadReport, Outcome, Verdict
 from vexport.verdict import decide
 
 PROMPTS = 6
+# Settings that a session does not depend on.
+_WARN = {"kl_limit", "nll_limit"}
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 
 
@@ -39,17 +43,8 @@ class Sessions:
 
     @cached_property
     def loads(self) -> Loads:
-        """Both models in vLLM, the candidate first: if vLLM refuses it, the baseline is not started.
-
-        A candidate that stops early needs the baseline's answers first.
-        """
-        if self._early:
-            require_served(BASELINE, self._served_baseline.result)
-        candidate = self._served(CANDIDATE, self.weights.checkpoint, self.weights.made_from)
-        if candidate.result.failure is not None:
-            return Loads(baseline=NOT_RUN, candidate=self._judged(CANDIDATE, candidate, None))
-        baseline = self._served_baseline
-        require_served(BASELINE, baseline.result)
+        """Both models in vLLM, the baseline first: where it wavers, nothing is compared."""
+        baseline, candidate = self._served_baseline, self._served_candidate
         return Loads(
             baseline=self._judged(BASELINE, baseline, baseline),
             candidate=self._judged(CANDIDATE, candidate, baseline),
@@ -57,7 +52,14 @@ class Sessions:
 
     @cached_property
     def _served_baseline(self) -> Served:
-        return self._served(BASELINE, self.baseline, {"baseline": checkpoint_digest(self.baseline)})
+        digests = {"baseline": checkpoint_digest(self.baseline)}
+        served = self._served(BASELINE, self.baseline, digests)
+        require_served(BASELINE, served.result)
+        return served
+
+    @cached_property
+    def _served_candidate(self) -> Served:
+        return self._served(CANDIDATE, self.weights.checkpoint, self.weights.made_from)
 
     @property
     def _early(self) -> bool:
@@ -69,7 +71,7 @@ class Sessions:
         settings = self.scenario.evaluate
         assert settings is not None
         folder = self.folder / "eval"
-        return decide(
+        verdict = decide(
             folder / BASELINE,
             folder / CANDIDATE,
             margin=settings.margin,
@@ -77,6 +79,27 @@ class Sessions:
             gate=settings.gate,
             early=self._early,
         )
+        warned = drift_warnings(self.drift) if self.drift else ()
+        return replace(verdict, warnings=(*verdict.warnings, *warned))
+
+    @cached_property
+    def drift(self) -> Drift | None:
+        """Both models' log-probabilities on the same prompts; None where vLLM refused the candidate."""
+        pair = scored_pair(self._served_baseline, self._served_candidate)
+        return measure_drift(*pair, limits=self._limits) if pair else None
+
+    def attribution(self, outcome: Outcome) -> Attribution | None:
+        """Whose fault a loss is, given the run's outcome; None where vLLM refused the candidate."""
+        pair = scored_pair(self._served_baseline, self._served_candidate)
+        python = self.options.vllm_python
+        if pair is None:
+            return None
+        return attribute(*pair, limit=self._limits.kl, outcome=outcome, vllm_python=python)
+
+    @property
+    def _limits(self) -> Limits:
+        settings = self.scenario.evaluate
+        return Limits(kl=settings.kl_limit, nll=settings.nll_limit) if settings else Limits()
 
     @cached_property
     def baseline(self) -> Path:
@@ -123,7 +146,7 @@ class Sessions:
     def _served_with(self) -> Digests:
         """What a session depends on besides the model."""
         settings = self.scenario.evaluate
-        decides = None if self._early else {"margin", "alpha", "gate"}
+        decides = _WARN if self._early else _WARN | {"margin", "alpha", "gate"}
         sides = settings.model_dump(mode="json", exclude=decides) if settings else None
         files = (
             [path_digest(Path(task)) for task in settings.tasks if Path(task).is_file()] if settings else []

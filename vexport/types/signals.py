@@ -91,9 +91,10 @@ class Attribution:
 class Rung:
     """One run of a ladder over schemes: what it stores, what that loses.
 
-    `schemes` are the plan's, by layers; `stored_bytes` and `bits_per_weight` of the quantized layers.
+    `stored_bytes` and `bits_per_weight` are of the whole checkpoint, scales and kept layers included.
     `mean_kl` and `nll_rise` (candidate - baseline) are in nats per token, None without log-probabilities;
-    `difference` with its bounds is of the pooled tasks, or of the only one, None without a verdict.
+    `difference` with its bounds is of the pooled tasks, else of the task with the lowest bound, None without
+    a verdict.
     """
 
     name: str

@@ -1,0 +1,81 @@
+"""Checkpoints of the demo model that are broken on purpose, and a kernel that is."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.command import vexport
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "scenarios" / "demo"
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} . {% endfor %}"
+WRONG_TEMPLATE = TEMPLATE.replace("m['role']", "'user'")
+BAD_KERNEL = '''
+"""Forgets the last sixteen input features, as a kernel with a wrong tail would."""
+
+import torch
+
+
+def register() -> None:
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsLinearMethod,
+    )
+
+    right = CompressedTensorsLinearMethod.apply
+
+    def wrong(self, layer, x, bias=None):
+        return right(self, layer, torch.cat([x[..., :-16], torch.zeros_like(x[..., -16:])], dim=-1), bias)
+
+    CompressedTensorsLinearMethod.apply = wrong
+'''
+
+
+def quantized(folder: Path, scheme: str = "NVFP4A16") -> Path:
+    """The demo model in a weight-only scheme."""
+    ran = vexport("quantize", DEMO / "model", folder, "--scheme", scheme, "--quiet")
+    assert ran.code == 0, ran.stderr
+    return folder
+
+
+def with_template(source: Path, folder: Path, template: str) -> Path:
+    """A copy with another chat template."""
+    shutil.copytree(source, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def with_swapped_scales(source: Path, folder: Path) -> Path:
+    """A copy in which the first row of each layer's scales is swapped with the last, and so on inwards."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in (name for name in tensors if name.endswith(".weight_scale")):
+        tensors[name] = tensors[name].view(torch.uint8).flip(0).view(tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def with_own_global_scales(source: Path, folder: Path) -> Path:
+    """A copy whose q_proj has a global scale of its own, of the same product: right for every reader but
+    vLLM, which loads q, k and v with the largest of the three.
+    """
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.weight_global_scale"] = tensors[f"{name}.weight_global_scale"] / 4
+        scale = tensors[f"{name}.weight_scale"]
+        tensors[f"{name}.weight_scale"] = (scale.float() / 4).to(scale.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def bad_kernel(folder: Path) -> Path:
+    """A folder for PYTHONPATH that brings every vLLM process the bad kernel."""
+    metadata = folder / "bad_kernel-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (folder / "bad_kernel.py").write_text(BAD_KERNEL)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bad-kernel\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nbad_kernel = bad_kernel:register\n")
+    return folder

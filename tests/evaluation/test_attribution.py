@@ -1,0 +1,168 @@
+"""Whose fault a loss is: transformers for real, the engine's answers made; vLLM's own in test_whose_fault."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.evaluation.faults import (
+    DEMO,
+    TEMPLATE,
+    WRONG_TEMPLATE,
+    quantized,
+    with_own_global_scales,
+    with_swapped_scales,
+    with_template,
+)
+from vexport.engine.prompts import Prompts, fixed_prompts
+from vexport.engine.reference import reference_logprobs
+from vexport.evaluation.attribution import attribute
+from vexport.evaluation.drift import Scored
+from vexport.types import Attribution, Outcome
+
+TEXTS = (
+    "4 7 + 3 8 = 5 8 0 . the tool of taruna is lever .",
+    "the city of ruvek is osaka . 1 1 + 5 1 = 2 6 0 .",
+)
+NO_VLLM = Path("/nonexistent/python")
+LIMIT = 0.1
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    return fixed_prompts(DEMO / "model", texts=TEXTS)
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantized(tmp_path_factory.mktemp("export") / "nvfp4a16")
+
+
+@cache
+def computed(checkpoint: Path, tokens: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """What transformers computes, once for each checkpoint."""
+    return reference_logprobs(checkpoint, tokens)
+
+
+def answered(checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, noise: float = 0.0) -> Scored:
+    """A session on `checkpoint` whose engine computes what `by` says, to within `noise` of a logit."""
+    folder.mkdir()
+    matrix = computed(by, prompts.tokens)
+    matrix = matrix + noise * torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0))
+    rows = torch.split(torch.log_softmax(matrix, dim=-1), [len(ids) - 1 for ids in prompts.tokens])
+    tensors = {f"prompt.{number}": row.clone() for number, row in enumerate(rows)}
+    save_file(tensors, folder / "logprobs.safetensors")
+    return Scored(checkpoint=checkpoint, prompts=prompts, logprobs_file=folder / "logprobs.safetensors")
+
+
+def blamed(
+    folder: Path,
+    prompts: Prompts,
+    candidate: Path,
+    *,
+    by: Path,
+    outcome: Outcome = "FAIL",
+    baseline: Path = DEMO / "model",
+) -> Attribution:
+    found = attribute(
+        answered(baseline, prompts, folder / "baseline", by=baseline, noise=0.02),
+        answered(candidate, prompts, folder / "candidate", by=by, noise=0.02),
+        limit=LIMIT,
+        outcome=outcome,
+        vllm_python=NO_VLLM,
+    )
+    assert found is not None
+    return found
+
+
+def test_a_sound_export_is_nobodys_fault(tmp_path: Path, prompts: Prompts, export: Path) -> None:
+    found = blamed(tmp_path, prompts, export, by=export, outcome="PASS")
+    assert found.guilty == "none"
+    assert found.noise
+    assert found.engine
+    assert found.quantization
+    assert found.total
+    share = computed(DEMO / "model", prompts.tokens).exp()
+    expected = 0.02**2 / 2 * float((1 - share.square().sum(-1)).mean())  # of Gaussian noise on the logits
+    assert found.noise.mean_kl == pytest.approx(expected, rel=0.5)
+    assert found.engine.mean_kl < found.engine.limit
+    assert found.noise.mean_kl < found.quantization.mean_kl < LIMIT
+    assert found.total.mean_kl == pytest.approx(found.quantization.mean_kl, rel=0.3)
+
+
+def test_swapped_scales_are_the_exports_fault(tmp_path: Path, prompts: Prompts, export: Path) -> None:
+    broken = with_swapped_scales(export, tmp_path / "swapped")
+    found = blamed(tmp_path, prompts, broken, by=broken)
+    assert found.guilty == "quantization"
+    assert found.quantization
+    assert found.engine
+    assert found.quantization.mean_kl > LIMIT
+    assert found.engine.mean_kl < found.engine.limit
+
+
+def test_an_engine_that_computes_otherwise_is_the_kernels_fault(
+    tmp_path: Path, prompts: Prompts, export: Path
+) -> None:
+    found = blamed(tmp_path, prompts, export, by=with_swapped_scales(export, tmp_path / "swapped"))
+    assert found.guilty == "kernel"
+    assert found.engine
+    assert found.quantization
+    assert found.engine.mean_kl > found.engine.limit
+    assert found.quantization.mean_kl < LIMIT
+    assert "loads all of them as they are stored" in found.reason
+
+
+def test_where_a_rule_of_the_loaders_is_broken_it_is_the_loaders(
+    tmp_path: Path, prompts: Prompts, export: Path
+) -> None:
+    broken = with_own_global_scales(export, tmp_path / "own")
+    found = blamed(tmp_path, prompts, broken, by=with_swapped_scales(export, tmp_path / "swapped"))
+    assert found.guilty == "loader"
+    assert "global_scale" in found.evidence[0]
+    assert found.evidence[0] in found.reason
+    assert found.quantization
+    assert found.quantization.mean_kl < LIMIT  # the export itself is sound
+
+
+def test_a_wrong_chat_template_is_the_harness(tmp_path: Path, prompts: Prompts, export: Path) -> None:
+    right = with_template(DEMO / "model", tmp_path / "right", TEMPLATE)
+    wrong = with_template(export, tmp_path / "wrong", WRONG_TEMPLATE)
+    found = blamed(tmp_path, prompts, wrong, by=export, baseline=right)
+    assert found.guilty == "harness"
+    assert "chat template: a conversation becomes" in found.reason
+    same = with_template(export, tmp_path / "same", TEMPLATE)
+    (tmp_path / "again").mkdir()
+    assert blamed(tmp_path / "again", prompts, same, by=export, baseline=right, outcome="PASS").harness == ()
+
+
+def test_other_tokens_are_the_harness_and_nothing_is_measured(tmp_path: Path, prompts: Prompts) -> None:
+    model = DEMO / "model"
+    one = answered(model, prompts, tmp_path / "one", by=model)
+    other = replace(one, prompts=replace(prompts, tokens=tuple(ids[::-1] for ids in prompts.tokens)))
+    found = attribute(one, other, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
+    assert found is not None
+    assert (found.guilty, found.engine) == ("harness", None)
+    assert "tokenizer: a prompt becomes the tokens" in found.reason
+
+
+def test_a_failure_without_any_distance_is_the_harness(tmp_path: Path, prompts: Prompts) -> None:
+    model = DEMO / "model"
+    found = blamed(tmp_path, prompts, DEMO / "model-x16", by=DEMO / "model-x16")
+    assert found.guilty == "harness"
+    assert "all four log-probabilities agree" in found.reason
+    (tmp_path / "nan").mkdir()
+    one = answered(model, prompts, tmp_path / "nan" / "a", by=model)
+    two = answered(model, prompts, tmp_path / "nan" / "b", by=model, noise=float("nan"))
+    broken = attribute(one, two, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
+    assert broken is not None
+    assert broken.engine
+    assert (broken.guilty, broken.engine.mean_kl) == ("kernel", 100)
+
+
+def test_a_failure_well_above_the_noise_is_quantizations(
+    tmp_path: Path, prompts: Prompts, export: Path
+) -> None:
+    assert blamed(tmp_path, prompts, export, by=export).guilty == "quantization"

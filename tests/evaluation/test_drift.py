@@ -1,0 +1,93 @@
+"""KL and NLL of two models on the same tokens, against torch's own, and the warnings they give."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from vexport.engine.prompts import Prompts, fixed_prompts
+from vexport.evaluation.drift import Limits, Scored, drift_warnings, measure_drift
+
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
+TEXTS = ("4 7 + 3 8 = 5 8 0 .", "the tool of taruna is lever .", "the city of ruvek is osaka .")
+VOCABULARY = 384
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    return fixed_prompts(DEMO, texts=TEXTS)
+
+
+def scored(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> Scored:
+    folder.mkdir()
+    tensors = {f"prompt.{number}": functional.log_softmax(one, -1) for number, one in enumerate(logits)}
+    save_file(tensors, folder / "logprobs.safetensors")
+    return Scored(checkpoint=DEMO, prompts=prompts, logprobs_file=folder / "logprobs.safetensors")
+
+
+def logits(prompts: Prompts, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(len(ids) - 1, VOCABULARY, generator=generator) for ids in prompts.tokens]
+
+
+def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(tmp_path: Path, prompts: Prompts) -> None:
+    old = logits(prompts)
+    new = [one + scale * torch.randn_like(one) for one, scale in zip(old, (0.1, 0.8, 0.3), strict=True)]
+    drift = measure_drift(
+        scored(tmp_path / "a", prompts, old), scored(tmp_path / "b", prompts, new), limits=Limits()
+    )
+    assert drift is not None
+    assert (drift.prompts, drift.positions) == (3, sum(map(len, old)))
+    assert [prompt.prompt for prompt in drift.worst] == [TEXTS[1], TEXTS[2], TEXTS[0]]
+    assert [token.token for token in drift.worst[0].tokens] == TEXTS[1].split()  # after <bos>
+    kls, costs = [], []
+    for text, before, after in zip(TEXTS, old, new, strict=True):
+        left, right = (functional.log_softmax(one.double(), -1) for one in (before, after))
+        kl = functional.kl_div(right, left, log_target=True, reduction="none").sum(-1)
+        ids = torch.tensor(prompts.tokens[TEXTS.index(text)][1:])
+        nll = functional.cross_entropy(after, ids, reduction="none")
+        shown = next(prompt for prompt in drift.worst if prompt.prompt == text)
+        assert [token.kl for token in shown.tokens] == pytest.approx(kl.tolist(), abs=1e-6)
+        assert [token.candidate_nll for token in shown.tokens] == pytest.approx(nll.tolist(), abs=1e-5)
+        assert shown.kl == pytest.approx(float(kl.mean()), abs=1e-6)
+        kls.append(kl)
+        costs.append(nll)
+    assert drift.mean_kl == pytest.approx(float(torch.cat(kls).mean()), abs=1e-6)
+    assert drift.max_kl == pytest.approx(float(torch.cat(kls).max()), abs=1e-6)
+    assert drift.candidate_nll == pytest.approx(float(torch.cat(costs).mean()), abs=1e-5)
+    agree = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in zip(old, new, strict=True)])
+    assert drift.top1_agreement == pytest.approx(float(agree.double().mean()))
+
+
+def test_the_same_model_does_not_drift(tmp_path: Path, prompts: Prompts) -> None:
+    one = scored(tmp_path / "a", prompts, logits(prompts))
+    drift = measure_drift(one, one, limits=Limits())
+    assert drift is not None
+    assert (drift.mean_kl, drift.max_kl, drift.top1_agreement) == (0, 0, 1)
+    assert drift_warnings(drift) == ()
+
+
+def test_each_limit_warns_by_its_name(tmp_path: Path, prompts: Prompts) -> None:
+    sides = [scored(tmp_path / name, prompts, logits(prompts, seed)) for seed, name in enumerate("ab")]
+    drift = measure_drift(*sides, limits=Limits(kl=0.1, nll=100))
+    assert drift is not None
+    (warning,) = drift_warnings(drift)
+    assert "mean KL to the baseline" in warning
+    assert "more than 0.1" in warning
+    worse = replace(drift, baseline_nll=0.0, candidate_nll=0.2, mean_kl=0.0, nll_limit=0.05)
+    (warning,) = drift_warnings(worse)
+    assert "rise of the NLL over the baseline's is 0.2" in warning
+    assert drift_warnings(replace(worse, baseline_nll=0.4)) == ()
+
+
+def test_other_tokens_or_nan_have_no_drift(tmp_path: Path, prompts: Prompts) -> None:
+    one = scored(tmp_path / "a", prompts, logits(prompts))
+    fewer = replace(prompts, tokens=prompts.tokens[:2])
+    assert measure_drift(one, scored(tmp_path / "b", fewer, logits(fewer)), limits=Limits()) is None
+    broken = [torch.full_like(part, float("nan")) for part in logits(prompts)]
+    nan = scored(tmp_path / "c", prompts, broken)
+    assert measure_drift(one, nan, limits=Limits()) is None
+    assert measure_drift(nan, one, limits=Limits()) is None

@@ -1,0 +1,159 @@
+"""Whose fault a loss is: the same tokens scored four ways, each step changing one thing.
+
+(1) transformers and (2) vLLM on the baseline, (3) transformers on the candidate's weights dequantized and its
+activations rounded, (4) vLLM on the candidate. 3 against 1 is what quantization costs in exact arithmetic,
+4 against 3 what vLLM adds to it by reading or multiplying otherwise, 2 against 1 the floor of both: two
+implementations of one model in bfloat16.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from vexport.checks import check_checkpoint
+from vexport.engine.agreement import KL_LIMITS, kl_divergence, kl_limit, read_logprobs
+from vexport.engine.dry.load import dry_loads
+from vexport.engine.reference import REFERENCE_FILE, remembered_reference
+from vexport.errors import EnvironmentFault, InputError
+from vexport.evaluation.drift import Scored
+from vexport.evaluation.harness import differences
+from vexport.types import Attribution, Distance, Fault, Outcome
+
+ABOVE_NOISE = 3.0
+"""A loss without a distance beyond its limit is put down to quantization where that is so many times the
+noise floor; nearer to it, both models compute the same, and what asks and reads them is left."""
+NOTHING_IN_COMMON = 100.0
+"""Nats that a position with a NaN counts as: JSON has no infinity, and no sane pair comes near."""
+_EVIDENCE = 3
+_CAPABILITIES = (80, 90, 100)
+
+NAMES = {
+    1: "transformers, baseline",
+    2: "vLLM, baseline",
+    3: "transformers, candidate dequantized",
+    4: "vLLM, candidate",
+}
+
+
+def attribute(
+    baseline: Scored,
+    candidate: Scored,
+    *,
+    limit: float,
+    outcome: Outcome | None,
+    vllm_python: Path | None = None,
+) -> Attribution | None:
+    """Name what is at fault; `limit` bounds the mean KL of quantization, `outcome` is that of the tasks.
+
+    None where transformers cannot build one of the models. Builds them in this process, unless the session's
+    judgement did, and loads the candidate dry where vLLM disagrees with transformers on it.
+    """
+    asked = tuple(differences(baseline, candidate))
+    if baseline.prompts.tokens != candidate.prompts.tokens:
+        return _verdict("harness", asked[0], {}, harness=asked)
+    try:
+        scores = {1: _reference(baseline), 2: _measured(baseline)}
+        scores |= {3: _reference(candidate), 4: _measured(candidate)}
+    except InputError:
+        return None
+    coarse = kl_limit(candidate.checkpoint)
+    found = {
+        "noise": _distance(scores, 1, 2, max(KL_LIMITS[16], kl_limit(baseline.checkpoint))),
+        "quantization": _distance(scores, 1, 3, limit),
+        "engine": _distance(scores, 3, 4, coarse),
+        "total": _distance(scores, 2, 4, limit),
+    }
+    evidence = _loader_evidence(candidate, vllm_python) if not asked and _beyond(found["engine"]) else ()
+    guilty, reason = _judge(found, asked, evidence, outcome)
+    return _verdict(guilty, reason, found, harness=asked, evidence=evidence)
+
+
+def _judge(
+    found: dict[str, Distance], asked: Sequence[str], evidence: Sequence[str], outcome: Outcome | None
+) -> tuple[Fault, str]:
+    """The first part of the way from the question to the answer that is at fault."""
+    noise, quantization, engine = found["noise"], found["quantization"], found["engine"]
+    if asked:
+        return "harness", f"the models are not asked the same: {asked[0]}"
+    if _beyond(engine):
+        words = f"vLLM is {_against(engine)} from transformers on the same weights"
+        if evidence:
+            return "loader", f"{words}, and it loads them otherwise than they are stored: {evidence[0]}"
+        also = "; on the baseline too" if _beyond(noise) else ""
+        return "kernel", f"{words}, though it loads all of them as they are stored{also}"
+    if _beyond(quantization):
+        return "quantization", f"the exported weights are {_against(quantization)} from the source's"
+    if outcome != "FAIL":
+        return "none", "every distance is within its limit"
+    if quantization.mean_kl > ABOVE_NOISE * noise.mean_kl:
+        return "quantization", (
+            f"the tasks fail, and the exported weights, {_against(quantization)} from the source's, are all "
+            "that differs beyond the noise floor"
+        )
+    return "harness", (
+        "the tasks fail though all four log-probabilities agree: "
+        "look at what is asked and how answers are read"
+    )
+
+
+def _verdict(
+    guilty: Fault,
+    reason: str,
+    found: dict[str, Distance],
+    *,
+    harness: tuple[str, ...],
+    evidence: tuple[str, ...] = (),
+) -> Attribution:
+    return Attribution(
+        guilty=guilty,
+        reason=reason,
+        noise=found.get("noise"),
+        quantization=found.get("quantization"),
+        engine=found.get("engine"),
+        total=found.get("total"),
+        harness=harness,
+        evidence=evidence,
+    )
+
+
+def _reference(side: Scored) -> torch.Tensor:
+    file = side.logprobs_file.with_name(REFERENCE_FILE)
+    return remembered_reference(side.checkpoint, side.prompts.tokens, file)
+
+
+def _measured(side: Scored) -> torch.Tensor:
+    return read_logprobs(side.logprobs_file)
+
+
+def _distance(scores: dict[int, torch.Tensor], reference: int, measured: int, limit: float) -> Distance:
+    kl = kl_divergence(scores[reference], scores[measured]).clamp(max=NOTHING_IN_COMMON)
+    return Distance(
+        reference=NAMES[reference],
+        measured=NAMES[measured],
+        mean_kl=float(kl.mean()),
+        max_kl=float(kl.max()),
+        limit=limit,
+    )
+
+
+def _beyond(distance: Distance) -> bool:
+    return distance.mean_kl > distance.limit
+
+
+def _against(distance: Distance) -> str:
+    return f"{distance.mean_kl:.3g} nats a token (limit {distance.limit:g})"
+
+
+def _loader_evidence(candidate: Scored, vllm_python: Path | None) -> tuple[str, ...]:
+    """Where stored and loaded differ: errors of the rules of vLLM's loaders, and of the loaders themselves.
+
+    The loaders run on the headers; where they cannot be run, the rules stand alone.
+    """
+    findings = list(check_checkpoint(str(candidate.checkpoint)).findings)
+    with suppress(EnvironmentFault):
+        (dry,) = dry_loads([candidate.checkpoint], sm=_CAPABILITIES, require="any", vllm_python=vllm_python)
+        findings += dry.findings
+    errors = [finding for finding in findings if finding.severity == "error"]
+    return tuple(str(finding) for finding in errors[:_EVIDENCE])

@@ -1,0 +1,123 @@
+"""How far the candidate's log-probabilities drift from the baseline's, both in vLLM, on the same tokens.
+
+An early signal: it needs some hundred tokens where a task needs a thousand documents, and it warns. It never
+decides, since a model may drift far and still answer right.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from vexport.engine.agreement import kl_divergence
+from vexport.engine.prompts import Prompts
+from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
+from vexport.types import Drift, PromptDrift, TokenDrift
+
+WORST = 3
+"""Prompts shown: each takes a screen in the report."""
+
+
+class Limits(NamedTuple):
+    """Nats a token, beyond which a drift is a warning: of the mean KL, and of the rise of the mean NLL."""
+
+    kl: float = DEFAULT_KL_LIMIT
+    nll: float = DEFAULT_NLL_LIMIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A model, the prompts it was given and the worker's file with its log-probabilities."""
+
+    checkpoint: Path
+    prompts: Prompts
+    logprobs_file: Path
+
+
+def measure_drift(baseline: Scored, candidate: Scored, *, limits: Limits) -> Drift | None:
+    """KL and NLL over all positions, and the prompts that drift most.
+
+    None where the models were not given the same tokens, or answered with numbers that are not finite.
+    """
+    if baseline.prompts.tokens != candidate.prompts.tokens:
+        return None
+    prompts, same, finite = [], [], True
+    for (prompt, old, new), text in zip(_rows(baseline, candidate), _texts(baseline), strict=True):
+        same.append((old.argmax(dim=-1) == new.argmax(dim=-1)).to(torch.float64))
+        prompts.append(_prompt(prompt, old, new, text))
+        finite = finite and not bool(torch.isnan(old).any() | torch.isnan(new).any())
+    if not finite or not all(math.isfinite(prompt.kl) for prompt in prompts):
+        return None
+    tokens = [token for prompt in prompts for token in prompt.tokens]
+    return Drift(
+        prompts=len(prompts),
+        positions=len(tokens),
+        mean_kl=_mean([token.kl for token in tokens]),
+        max_kl=max(token.kl for token in tokens),
+        top1_agreement=float(torch.cat(same).mean()),
+        baseline_nll=_mean([token.baseline_nll for token in tokens]),
+        candidate_nll=_mean([token.candidate_nll for token in tokens]),
+        kl_limit=limits.kl,
+        nll_limit=limits.nll,
+        worst=tuple(sorted(prompts, key=lambda prompt: prompt.kl, reverse=True)[:WORST]),
+    )
+
+
+def drift_warnings(drift: Drift) -> tuple[str, ...]:
+    """A sentence for each limit that is exceeded."""
+    rise = drift.candidate_nll - drift.baseline_nll
+    found = (
+        ("KL to the baseline", drift.mean_kl, drift.kl_limit),
+        ("rise of the NLL over the baseline's", rise, drift.nll_limit),
+    )
+    return tuple(
+        f"log-probabilities: mean {what} is {value:.3g} nats a token over {drift.positions} tokens, more "
+        f"than {limit:g}: answers that no task asked for may be worse"
+        for what, value, limit in found
+        if value > limit
+    )
+
+
+def _rows(baseline: Scored, candidate: Scored) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The predicted tokens (positions,) and both models' matrices (positions, vocabulary), by prompt."""
+    old, new = load_file(baseline.logprobs_file), load_file(candidate.logprobs_file)
+    for number, prompt in enumerate(baseline.prompts.tokens):
+        name = f"prompt.{number}"
+        yield torch.tensor(prompt[1:]), old[name], new[name]
+
+
+def _texts(side: Scored) -> Iterator[tuple[str, list[str]]]:
+    """Each prompt as text, with the text of each token but the first."""
+    tokenizer = AutoTokenizer.from_pretrained(side.checkpoint)
+    for prompt in side.prompts.tokens:
+        yield (
+            tokenizer.decode(prompt, skip_special_tokens=True),
+            [tokenizer.decode([token]) for token in prompt[1:]],
+        )
+
+
+def _prompt(
+    tokens: torch.Tensor, old: torch.Tensor, new: torch.Tensor, text: tuple[str, list[str]]
+) -> PromptDrift:
+    kl = kl_divergence(old, new).tolist()
+    costs = [(-side.gather(1, tokens[:, None])[:, 0]).tolist() for side in (old, new)]
+    shown = tuple(
+        TokenDrift(token=token, kl=divergence, baseline_nll=before, candidate_nll=after)
+        for token, divergence, before, after in zip(text[1], kl, *costs, strict=True)
+    )
+    return PromptDrift(
+        prompt=text[0],
+        kl=_mean(kl),
+        baseline_nll=_mean(costs[0]),
+        candidate_nll=_mean(costs[1]),
+        tokens=shown,
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
