@@ -24,7 +24,7 @@ LAYERS = (
     {"repair"},
     {"diff"},
     {"engine", "on_device"},
-    {"evaluation"},
+    {"evaluation", "sensitivity"},
     {"verdict"},
     {"reports", "rundir"},
     {"pipeline", "serving", "catalog"},

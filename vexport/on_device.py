@@ -22,6 +22,14 @@ def compress_group(
 
     Raises InputError where a weight is not finite.
     """
+    stored = compressed_group(group, index, calibration, reader, device=device)
+    return {name: bytes_of(value) for name, value in stored.items()}
+
+
+def compressed_group(
+    group: FusionGroup, index: SourceIndex, calibration: Calibration, reader: Reader, *, device: str
+) -> Mapping[str, torch.Tensor]:
+    """The same tensors on the device."""
     scheme = get_scheme(group.scheme)
     tensors = [index.tensors[member.weight] for member in group.members]
     weights = [
@@ -38,7 +46,7 @@ def compress_group(
         found = compress(weight, observer.get_qparams(), scheme.args)
         stored |= {f"{member.name}.{name}": value for name, value in found.items()}
     reader.release(tensors)
-    return {name: bytes_of(value) for name, value in stored.items()}
+    return stored
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:

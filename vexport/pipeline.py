@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -26,9 +27,15 @@ from vexport.quantize import (
 )
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule, Scenario, nearest
+from vexport.scenario import Sensitivity as SensitivitySettings
 from vexport.schemes import KEEP, get_scheme
+from vexport.sensitivity.auto import plan_mixed
+from vexport.sensitivity.units import Unit
 from vexport.terminal import OnProgress
-from vexport.types import Calibration, Plan
+from vexport.types import Calibration, Plan, Sensitivity
+
+if TYPE_CHECKING:
+    from vexport.calibration import Samples
 
 DEFAULTS = PlanSettings()
 CPU = "cpu"
@@ -71,12 +78,26 @@ def require_observers(names: Collection[str]) -> None:
             )
 
 
-def plan_scenario(scenario: Scenario) -> tuple[SourceIndex, Plan]:
-    """Plan what a scenario asks for."""
-    settings = PlanSettings(
+def plan_scenario(scenario: Scenario, run_dir: Path | None = None) -> tuple[SourceIndex, Plan]:
+    """Plan what a scenario asks for; what `auto` comes to depends on `run_dir`, see `plan_mixed`."""
+    settings = plan_settings(scenario)
+    if scenario.auto is None:
+        return plan_source(scenario.source, scenario.rules, settings)
+    index = scenario_index(scenario)
+    return index, plan_mixed(index, scenario.rules, scenario.auto, settings, run_dir or scenario.run_dir)
+
+
+def scenario_index(scenario: Scenario) -> SourceIndex:
+    """The headers of a scenario's source; InputError for unusable ones, and for unknown observers."""
+    require_observers({rule.observer for rule in scenario.rules}.difference(observer_names.MIN_MAX))
+    return read_index(resolve_source(scenario.source))
+
+
+def plan_settings(scenario: Scenario) -> PlanSettings:
+    """What a scenario's plan depends on besides its rules."""
+    return PlanSettings(
         ranks=scenario.serve.tensor_parallel, on_misfit=scenario.on_misfit, kv_cache=scenario.kv_cache
     )
-    return plan_source(scenario.source, scenario.rules, settings)
 
 
 def will_calibrate(plan: Plan, settings: CalibrationSettings | None) -> bool:
@@ -97,16 +118,9 @@ def calibrate_plan(
     """Run the calibration that a plan needs; None where it needs none."""
     if settings is None or not will_calibrate(plan, settings):
         return None
-    from vexport.calibration import calibrate, default_device, read_samples
+    from vexport.calibration import calibrate, default_device
 
-    samples = read_samples(
-        settings.data,
-        index.root,
-        samples=settings.samples,
-        seq_len=settings.seq_len,
-        vocab_size=vocab_size(index),
-        trust_remote_code=trust_remote_code,
-    )
+    samples = _samples(index, settings, settings.samples, trust_remote_code=trust_remote_code)
     return calibrate(
         index,
         plan,
@@ -115,6 +129,56 @@ def calibrate_plan(
         trust_remote_code=trust_remote_code,
         all_experts=settings.all_experts,
         device=settings.device or default_device(),
+    )
+
+
+def unit_losses(
+    index: SourceIndex,
+    units: Sequence[Unit],
+    calibration: Calibration | None,
+    scenario: Scenario,
+    *,
+    file: Path,
+    on_progress: OnProgress,
+    trust_remote_code: bool,
+) -> Sensitivity:
+    """The loss of every unit in each of its schemes; see `vexport.sensitivity.measure`."""
+    from vexport.calibration import default_device
+    from vexport.sensitivity.measure import measure
+
+    settings, how = scenario.calibration, scenario.sensitivity or SensitivitySettings()
+    if settings is None:
+        raise InputError(
+            scenario.name,
+            got="no calibration data",
+            need="samples that show what each group of layers costs",
+            fix="add `calibration:` to the scenario",
+        )
+    return measure(
+        index,
+        units,
+        calibration or Calibration(rows=(), digest="", tokens=0, ranges={}),
+        _samples(index, settings, how.samples, trust_remote_code=trust_remote_code),
+        method=how.method,
+        file=file,
+        on_progress=on_progress,
+        trust_remote_code=trust_remote_code,
+        device=settings.device or default_device(),
+    )
+
+
+def _samples(
+    index: SourceIndex, settings: CalibrationSettings, number: int, *, trust_remote_code: bool
+) -> "Samples":
+    from vexport.calibration import read_samples
+
+    return read_samples(
+        settings.data,
+        index.root,
+        samples=number,
+        seq_len=settings.seq_len,
+        vocab_size=vocab_size(index),
+        trust_remote_code=trust_remote_code,
     )
 
 

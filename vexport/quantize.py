@@ -128,7 +128,7 @@ class Stream:
         assert self.compress is not None
         group = block.source
         made = self.pool.submit(self.compress, group, self.index, self.calibration, self.reader)
-        inputs = self.input_tensors(group)
+        inputs = static_scales(group, self.calibration)
         for spec in block.tensors:
             leaf = spec.name.rpartition(".")[2]
             yield partial(inputs.__getitem__, leaf) if leaf in inputs else partial(_one_of, made, spec.name)
@@ -136,7 +136,7 @@ class Stream:
     def packed_group(self, group: FusionGroup) -> Iterator[Piece]:
         """A group's tensors by the kernels, member by member, a few rows at a time."""
         scheme = get_scheme(group.scheme)
-        inputs = self.input_tensors(group)
+        inputs = static_scales(group, self.calibration)
         for member, known in zip(group.members, self.known(group), strict=True):
             dtype = self.index.tensors[member.weight].dtype
             packing = PACKINGS[scheme.family.format](member, dtype, scheme.args.weights, known)
@@ -189,16 +189,17 @@ class Stream:
         """Some rows of a weight as they lie in the file."""
         return self.reader.weight(self.index.tensors[member.weight], member.part)[rows]
 
-    def input_tensors(self, group: FusionGroup) -> dict[str, Array]:
-        """The static input scales of a group by their name within a layer: one value for all members."""
-        inputs = get_scheme(group.scheme).args.input_activations
-        if inputs is None or inputs.dynamic is True:
-            return {}
-        ranges = [self.calibration.ranges[member.name] for member in group.members]
-        largest = np.float32(max(max(-seen.low, seen.high) for seen in ranges))
-        if inputs.strategy == "tensor_group":
-            return {"input_global_scale": global_scale_of(largest)}
-        return {"input_scale": fp8_scale_of(largest)}
+
+def static_scales(group: FusionGroup, calibration: Calibration) -> dict[str, Array]:
+    """The static input scales of a group by their name within a layer: one value for all members."""
+    inputs = get_scheme(group.scheme).args.input_activations
+    if inputs is None or inputs.dynamic is True:
+        return {}
+    ranges = [calibration.ranges[member.name] for member in group.members]
+    largest = np.float32(max(max(-seen.low, seen.high) for seen in ranges))
+    if inputs.strategy == "tensor_group":
+        return {"input_global_scale": global_scale_of(largest)}
+    return {"input_scale": fp8_scale_of(largest)}
 
 
 def _one_of(made: Future[Mapping[str, Array]], name: str) -> Array:

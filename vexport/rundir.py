@@ -1,7 +1,7 @@
 """The run directory: which stage is done, and from what it was made."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +75,11 @@ class RunDirectory:
     def finish(self, stage: str, inputs: Digests, seconds: float) -> None:
         """Record that a stage is done; its outputs must be in place already."""
         self._stages[stage] = StageRecord(inputs=dict(inputs), seconds=seconds)
+        write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
+
+    def forget_all_but(self, names: Collection[str]) -> None:
+        """Forget that other stages are done."""
+        self._stages = {name: record for name, record in self._stages.items() if name in names}
         write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
 
     @property

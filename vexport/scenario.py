@@ -4,16 +4,16 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import yaml
 from annotated_types import Ge, Gt, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors
 from vexport.schemes import FAMILIES, KEEP
-from vexport.types import KvCache, OnMisfit
+from vexport.types import BudgetKind, KvCache, Method, OnMisfit
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128
@@ -25,6 +25,8 @@ DEFAULT_ALPHA = 0.05
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_OBSERVER = "memoryless_minmax"
+# The scheme of a rule that leaves the choice to measured losses and a budget.
+AUTO = "auto"
 
 
 class _Strict(BaseModel):
@@ -35,7 +37,8 @@ class Rule(_Strict):
     """Which layers get which scheme; in a list of rules the first match wins.
 
     `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
-    `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name.
+    `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme `auto`
+    chooses among the candidates of the scenario's `auto`.
     """
 
     match: str
@@ -54,10 +57,58 @@ class Rule(_Strict):
     @field_validator("scheme")
     @classmethod
     def _known_scheme(cls, value: str) -> str:
-        if value != KEEP and value not in FAMILIES:
-            known = [*FAMILIES, KEEP]
-            raise ValueError(f"one of {', '.join(known)}{nearest(value, known)}")
-        return value
+        return _known(value, (*FAMILIES, KEEP, AUTO))
+
+
+class Auto(_Strict):
+    """What `scheme: auto` chooses from, and its one budget for the whole checkpoint.
+
+    `bits` are bits per weight, `bytes` the size, `share` the part of the source's size (0.4), `loss` the sum
+    over all quantized layers of KL(source || quantized) in nats per token.
+    """
+
+    candidates: Annotated[tuple[str, ...], Field(min_length=2)]
+    bits: Annotated[float, Gt(0)] | None = None
+    bytes: Annotated[int, Gt(0)] | None = None
+    share: Annotated[float, Gt(0), Lt(1)] | None = None
+    loss: Annotated[float, Gt(0)] | None = None
+
+    @field_validator("candidates")
+    @classmethod
+    def _known_candidates(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(values)) < len(values):
+            raise ValueError("each candidate once")
+        return tuple(_known(value, (*FAMILIES, KEEP)) for value in values)
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if len(self._budgets()) != 1:
+            raise ValueError("one budget: bits, bytes, share or loss")
+        return self
+
+    def _budgets(self) -> list[tuple[BudgetKind, float]]:
+        kinds: dict[BudgetKind, float | None] = {
+            "bits": self.bits,
+            "bytes": self.bytes,
+            "share": self.share,
+            "loss": self.loss,
+        }
+        return [(kind, limit) for kind, limit in kinds.items() if limit is not None]
+
+    @property
+    def budget(self) -> tuple[BudgetKind, float]:
+        """The budget's kind and limit."""
+        return self._budgets()[0]
+
+
+class Sensitivity(_Strict):
+    """How the loss of each group of layers is found: the first `samples` rows of the calibration are run with
+    one group quantized at a time, to the model's output (`measure`) or, several times as fast, mostly no
+    further than the group's own decoder layer (`estimate`).
+    """
+
+    method: Method = "measure"
+    samples: Annotated[int, Gt(0)] = 16
 
 
 class Calibration(_Strict):
@@ -109,7 +160,8 @@ class Scenario(_Strict):
     """One complete run.
 
     `on_misfit` says what becomes of layers whose shapes vLLM could not run; `kv_cache` how keys and values
-    are stored, in the model's dtype where it is not given.
+    are stored, in the model's dtype where it is not given. With `sensitivity` the report says what quantizing
+    each group of layers costs; a rule with scheme `auto` needs `auto` and implies it.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -118,8 +170,28 @@ class Scenario(_Strict):
     on_misfit: OnMisfit = "refuse"
     kv_cache: KvCache | None = None
     calibration: Calibration | None = None
+    auto: Auto | None = None
+    sensitivity: Sensitivity | None = None
     serve: Serve = Serve()
     evaluate: Evaluate | None = None
+
+    @model_validator(mode="after")
+    def _has_what_auto_needs(self) -> Self:
+        if self.is_mixed != (self.auto is not None):
+            raise ValueError("a rule with scheme: auto and the section `auto` with its budget, or neither")
+        if self.calibration is None and (self.is_mixed or self.sensitivity):
+            raise ValueError("`calibration`, whose first samples show what each group of layers costs")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Where everything goes unless a command names another folder."""
+        return Path("runs") / self.name
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a rule leaves the choice of schemes to a budget."""
+        return any(rule.scheme == AUTO for rule in self.rules)
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -177,19 +249,30 @@ def _problem(path: Path, detail: ErrorDetails) -> InputError:
     if detail["type"] == "missing":
         return InputError(where, got="nothing", need="a value", fix="add the key")
     message = detail["msg"].removeprefix("Value error, ")
-    return InputError(where, got=repr(detail["input"]), need=message, fix="mend the value")
+    value = detail["input"]
+    got = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else repr(value)
+    return InputError(where, got=got, need=message, fix="mend the value")
 
 
 def _known_keys(location: Sequence[int | str]) -> list[str]:
     models: dict[str, type[BaseModel]] = {
         "rules": Rule,
         "calibration": Calibration,
+        "auto": Auto,
+        "sensitivity": Sensitivity,
         "serve": Serve,
         "evaluate": Evaluate,
     }
     section = next((str(part) for part in location if part in models), None)
     model = models[section] if section else Scenario
     return list(model.model_fields)
+
+
+def _known(value: str, known: Sequence[str]) -> str:
+    """The value; ValueError lists what is known where it is not."""
+    if value not in known:
+        raise ValueError(f"one of {', '.join(known)}{nearest(value, known)}")
+    return value
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -29,6 +29,9 @@ from vexport.checkpoint.tensors import read_tensor
 from vexport.errors import InputError, raise_all
 from vexport.types import TensorInfo
 
+# The value of a stored tensor.
+Read = Callable[[TensorInfo], torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
@@ -47,14 +50,14 @@ class Made:
         """All tensors that go in."""
         return tuple(tensor for tensors in self.tensors.values() for tensor in tensors)
 
-    def values(self, reader: Reader, model: transformers.PreTrainedModel) -> Mapping[str, torch.Tensor]:
+    def values(self, read: Read, model: transformers.PreTrainedModel) -> Mapping[str, torch.Tensor]:
         """The parameters by name. ValueError or RuntimeError where the tensors do not fit together."""
         if self.rule is None:
-            return {self.target: read_tensor(reader, self.stored[0])}
+            return {self.target: read(self.stored[0])}
         rule = deepcopy(self.rule)  # it collects what it converts
         for pattern, tensors in self.tensors.items():
             for tensor in tensors:
-                rule.add_tensor(self.target, tensor.name, pattern, partial(read_tensor, reader, tensor))
+                rule.add_tensor(self.target, tensor.name, pattern, partial(read, tensor))
         made = rule.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -70,6 +73,10 @@ class Weights:
         self._model = model
         self._device = device
         self._made = {name: made for made in recipes(model, index.tensors) for name in targets_of(made)}
+        self._parameters: dict[str, tuple[str, ...]] = {}
+        for name, made in self._made.items():
+            for tensor in made.stored:
+                self._parameters[tensor.name] = (*self._parameters.get(tensor.name, ()), name)
         self._float32 = tuple(model._get_dtype_plan(model.dtype))
 
     def stored_as(self, parameter: str) -> tuple[tuple[str, ...], ...]:
@@ -91,6 +98,37 @@ class Weights:
                 return name.removesuffix(leaf)
         parent, _, own = module.rpartition(".")
         return joined(self.stored_name(parent), own) if parent else module
+
+    def parameters_of(self, stored: str) -> tuple[str, ...]:
+        """The parameters into which a stored tensor goes; empty where the model has no use for it."""
+        return self._parameters.get(stored, ())
+
+    def made_of(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters into which these tensors go, made of them in the place of the checkpoint's, by name.
+
+        They are on the device, in the dtype that the model computes in.
+        """
+
+        def read(tensor: TensorInfo) -> torch.Tensor:
+            return stored[tensor.name] if tensor.name in stored else read_tensor(self._reader, tensor)
+
+        needed = {
+            made.target: made
+            for made in self._made.values()
+            if any(tensor.name in stored for tensor in made.stored)
+        }
+        values = {
+            name: value for made in needed.values() for name, value in made.values(read, self._model).items()
+        }
+        return {
+            name: value.to(self._device, self._dtype(name, self._model.get_parameter(name)))
+            for name, value in values.items()
+            if name in self._made
+        }
+
+    def _dtype(self, name: str, present: torch.Tensor) -> torch.dtype:
+        """The dtype in which transformers loads what now has the value `present`."""
+        return torch.float32 if any(re.search(part, name) for part in self._float32) else present.dtype
 
     def load(self, module: torch.nn.Module, prefix: str) -> None:
         """Fill the module named `prefix`; InputErrors name what the checkpoint lacks."""
@@ -122,7 +160,7 @@ class Weights:
 
     def _values(self, made: Made) -> Mapping[str, torch.Tensor]:
         try:
-            return made.values(self._reader, self._model)
+            return made.values(partial(read_tensor, self._reader), self._model)
         except (ValueError, RuntimeError) as error:
             raise _unfit(self._root, made, str(error).splitlines()[0]) from None
 
@@ -132,8 +170,7 @@ class Weights:
         if present.shape != value.shape:
             reason = f"shape {tuple(value.shape)}, not {tuple(present.shape)}"
             raise _unfit(self._root, self._made[name], reason)
-        dtype = torch.float32 if any(re.search(part, name) for part in self._float32) else present.dtype
-        value = value.to(self._device, dtype, copy=self._made[name].rule is None)
+        value = value.to(self._device, self._dtype(name, present), copy=self._made[name].rule is None)
         if leaf(name) in owner._parameters:
             value = torch.nn.Parameter(value, requires_grad=False)
         setattr(owner, leaf(name), value)

@@ -12,11 +12,15 @@ from vexport.types import KvCache, OnMisfit
 @command()
 @click.argument("source", metavar="SOURCE|SCENARIO")
 @click.option("--scheme", metavar="S", help="Scheme for all linear layers; see `vexport list schemes`.")
+@click.option(
+    "--run-dir", type=PATH, help="Where `run` measured what scheme: auto chooses by [default: runs/NAME]."
+)
 @plan_options
 @format_option(("text", "json"))
 def plan(
     source: str,
     scheme: str | None,
+    run_dir: Path | None,
     observer: str,
     ignore: tuple[str, ...],
     kv_cache: KvCache | None,
@@ -39,7 +43,7 @@ def plan(
         if scheme:
             raise click.UsageError("--scheme does not go with a scenario, which has its own rules.")
         scenario = read_scenario(Path(source))
-        _, made = plan_scenario(scenario)
+        _, made = plan_scenario(scenario, run_dir)
         evaluate = scenario.evaluate
     elif scheme:
         settings = Settings(ranks=tp or (1,), on_misfit=on_misfit, kv_cache=kv_cache)

@@ -14,12 +14,18 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown")
 @click.argument("scenario", type=PATH)
 @click.option("--run-dir", type=PATH, help="Where everything goes [default: runs/NAME].")
 @click.option("--overwrite", is_flag=True, help="Start again in a run directory that exists.")
+@click.option(
+    "--until-pass",
+    is_flag=True,
+    help="After FAIL give the layers that lose most more bits (FP8, then 16) and try again.",
+)
 @engine_options
 @format_option(REPORT_FORMATS)
 def run(
     scenario: Path,
     run_dir: Path | None,
     overwrite: bool,
+    until_pass: bool,
     vllm_python: Path | None,
     trust_remote_code: bool,
     format_: str,
@@ -36,7 +42,7 @@ def run(
     from vexport.terminal import progress_display
 
     parsed = read_scenario(scenario)
-    folder = run_dir or Path("runs") / parsed.name
+    folder = run_dir or parsed.run_dir
     with progress_display(quiet=quiet) as on_progress:
         options = EngineOptions(
             serve=parsed.serve,
@@ -44,7 +50,7 @@ def run(
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
-        report = run_scenario(parsed, folder, options, overwrite=overwrite)
+        report = run_scenario(parsed, folder, options, overwrite=overwrite, until_pass=until_pass)
     print_text(render(report, format_))
     click.echo(f"report: {folder / 'report.html'}", err=format_ != "text")
     conclude(report.outcome, report.name, report.reason)

@@ -83,7 +83,7 @@ def load_dequantized(checkpoint: Path) -> Module:
     for name, scales in inputs.items():
         args = schemes[name].input_activations
         if args is not None and name not in experts:
-            model.get_submodule(name).register_forward_pre_hook(_rounding(args, scales))
+            model.get_submodule(name).register_forward_pre_hook(rounding_hook(args, scales))
     return model.eval()
 
 
@@ -157,7 +157,7 @@ def _keys(tensors: Tensors, prefix: str) -> Iterable[str]:
     return [key for key in tensors if key.startswith(prefix)]
 
 
-def _rounding(
+def rounding_hook(
     args: QuantizationArgs, scales: Tensors
 ) -> Callable[[Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
     """A hook that quantizes and dequantizes a layer's input."""

@@ -27,6 +27,7 @@ from vexport.reports.gates import (
     staged_findings,
     verdict_gates,
 )
+from vexport.reports.mixing import attempt_line, mixed_line
 from vexport.reports.sentences import (
     agreement_line,
     engine_line,
@@ -134,6 +135,10 @@ def _facts(report: Report) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_row("size", _text(size_change(report.plan)))
     table.add_row("schemes", _text(schemes_in_use(report.plan)))
+    if report.mixed:
+        table.add_row("auto", _text(mixed_line(report.mixed)))
+    for attempt in report.attempts:
+        table.add_row(f"round {attempt.number}", _text(attempt_line(attempt)))
     for line in coverage_lines(report.experts):
         table.add_row("experts", _text(line))
     for row in _engine_rows(report.load):

@@ -11,6 +11,8 @@ from vexport.errors import InputError
 from vexport.files import from_json, write_text
 from vexport.plan import require_accepted
 from vexport.reports import render
+from vexport.run.choices import Choices
+from vexport.run.promoting import attempts_with, promote, require_promotable
 from vexport.run.sessions import NOT_RUN, Loads, Sessions
 from vexport.run.stages import Stages
 from vexport.run.weights import Weights
@@ -23,18 +25,32 @@ REPORT = "report.json"
 REPORT_FILES = {"report.html": "html", "report.md": "markdown", "junit.xml": "junit"}
 
 
-def run_scenario(scenario: Scenario, folder: Path, options: EngineOptions, *, overwrite: bool) -> Report:
+def run_scenario(
+    scenario: Scenario, folder: Path, options: EngineOptions, *, overwrite: bool, until_pass: bool = False
+) -> Report:
     """Do every stage of a scenario that is not done yet and write the report.
 
-    Raises InputError for an unusable source, rule, calibration or task, EnvironmentFault where vLLM is
-    missing or dies. A checkpoint that fails is a report with outcome FAIL.
+    With `until_pass` the groups that lose most get more bits after a verdict of FAIL, round by round, until
+    it is another or the rounds are used up. Raises InputError for an unusable source, rule, calibration or
+    task, EnvironmentFault where vLLM is missing or dies. A checkpoint that fails is a report with outcome
+    FAIL.
     """
+    if until_pass:
+        require_promotable(scenario)
     require_vllm(options.vllm_python)
     if scenario.evaluate is not None:
         require_tasks(scenario.evaluate, options)
     stages = Stages(scenario, folder, options)
     stages.directory.begin(overwrite=overwrite)
-    report = _report(stages)
+    choices = Choices(stages)
+    report = _written(_report(stages, choices), folder)
+    while until_pass and promote(report, choices):
+        report = _written(_report(stages, choices), folder)
+    return report
+
+
+def _written(report: Report, folder: Path) -> Report:
+    """The report, in its files too."""
     write_text(folder / REPORT, render(report, "json"))
     for name, format_ in REPORT_FILES.items():
         write_text(folder / name, render(report, format_))
@@ -50,10 +66,10 @@ def read_report(folder: Path) -> Report:
     return from_json(Report, path)
 
 
-def _report(stages: Stages) -> Report:
+def _report(stages: Stages, choices: Choices) -> Report:
     """Everything the run found. Stages after a failed one are not run."""
     scenario = stages.scenario
-    weights = Weights(stages)
+    weights = Weights(stages, choices)
     sessions = Sessions(stages, weights)
     plan = weights.planned[1]
     require_accepted(plan)
@@ -82,6 +98,9 @@ def _report(stages: Stages) -> Report:
         verdict=verdict,
         drift=sessions.drift if checked.ok else None,
         attribution=sessions.attribution(outcome) if checked.ok else None,
+        sensitivity=choices.known_sensitivity,
+        mixed=choices.mixed,
+        attempts=attempts_with(choices, plan, outcome, reason),
         seconds=stages.directory.seconds,
     )
 

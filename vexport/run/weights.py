@@ -6,19 +6,21 @@ from functools import cached_property, partial
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checks import check_checkpoint
 from vexport.files import from_json, to_json, write_text
-from vexport.pipeline import calibrate_plan, plan_scenario, will_calibrate, write_checkpoint
+from vexport.pipeline import plan_settings, write_checkpoint
+from vexport.plan import build_plan
 from vexport.roundtrip import changed_tensors, layer_errors
+from vexport.run.choices import Choices
 from vexport.run.stages import Stages
-from vexport.rundir import Digests, checkpoint_digest, path_digest, value_digest
+from vexport.rundir import Digests
 from vexport.types import Calibration, CheckReport, LayerError, LayerErrors, Plan
-from vexport.version import __version__
 
 
 class Weights:
     """The checkpoint of a scenario; each stage is done when first asked for."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: Stages, choices: Choices) -> None:
         self.stages = stages
+        self.choices = choices
         self.scenario = stages.scenario
         self.folder = stages.folder
         self.options = stages.options
@@ -27,30 +29,15 @@ class Weights:
     @cached_property
     def planned(self) -> tuple[SourceIndex, Plan]:
         """Headers and plan; made anew each time, since it takes no time."""
-        index, plan = plan_scenario(self.scenario)
+        index = self.choices.index
+        plan = build_plan(index, self.choices.rules, plan_settings(self.scenario))
         write_text(self.folder / "plan.json", to_json(plan))
         return index, plan
 
-    @cached_property
+    @property
     def calibration(self) -> Calibration | None:
         """What the samples showed; None where the plan has no use for them."""
-        index, plan = self.planned
-        if not will_calibrate(plan, self.scenario.calibration):
-            return None
-        file = self.folder / "calibration" / "statistics.json"
-
-        def make() -> None:
-            calibration = calibrate_plan(
-                index,
-                plan,
-                self.scenario.calibration,
-                on_progress=self.options.on_progress,
-                trust_remote_code=self.options.trust_remote_code,
-            )
-            write_text(file, to_json(calibration))
-
-        self.stages.once("calibrate", self.made_from, make)
-        return from_json(Calibration, file)
+        return self.choices.calibration
 
     @cached_property
     def written(self) -> SourceIndex:
@@ -99,11 +86,4 @@ class Weights:
     @cached_property
     def made_from(self) -> Digests:
         """What the checkpoint depends on."""
-        settings = self.scenario.calibration
-        digests = {
-            "vexport": __version__,
-            "source": checkpoint_digest(self.planned[0].root),
-            "rules": value_digest([rule.model_dump() for rule in self.scenario.rules]),
-            "calibration": value_digest(settings.model_dump(mode="json") if settings else None),
-        }
-        return digests | ({"calibration data": path_digest(settings.data)} if settings else {})
+        return self.choices.made_from(self.choices.rules)

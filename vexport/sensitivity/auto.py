@@ -1,0 +1,79 @@
+"""What `scheme: auto` comes to in a plan: by measured losses where a run has left them, else the smallest."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vexport.checkpoint.index import SourceIndex
+from vexport.files import from_json
+from vexport.plan import Settings, build_plan
+from vexport.scenario import Auto, Rule
+from vexport.sensitivity.choose import mixed_scheme
+from vexport.sensitivity.units import Unit, find_units, rest_bytes, rules_with, smallest
+from vexport.types import Finding, Plan, Sensitivity
+
+FILE = "sensitivity.json"
+
+
+def plan_mixed(
+    index: SourceIndex, rules: Sequence[Rule], auto: Auto, settings: Settings, run_dir: Path
+) -> Plan:
+    """The plan of rules with `auto`. What `vexport run` measured in `run_dir` decides; without that each
+    group gets its smallest candidate, and a note says so.
+
+    Raises InputError as `find_units`, and where no mixture is within the budget.
+    """
+    units = find_units(index, rules, auto, settings)
+    plain = build_plan(index, rules_with((), {}, rules), settings)
+    known = _measured(run_dir, units)
+    if known is None:
+        plan = build_plan(index, rules_with(units, smallest(units), rules), settings)
+        return replace(plan, notes=(*plan.notes, *_refused(units), _not_measured(auto, run_dir)))
+    mixed = mixed_scheme(
+        known.groups,
+        {unit.name: unit.allowed for unit in units},
+        auto,
+        rest_bytes=rest_bytes(index, units, plain),
+        source_bytes=index.num_bytes,
+        parameters=index.num_parameters,
+    )
+    chosen = {one.name: one.scheme for one in mixed.choices}
+    plan = build_plan(index, rules_with(units, chosen, rules), settings)
+    return replace(plan, notes=(*plan.notes, *_refused(units)))
+
+
+def _measured(run_dir: Path, units: Sequence[Unit]) -> Sensitivity | None:
+    """What a run found of these very units in these schemes."""
+    file = run_dir / FILE
+    if not file.is_file():
+        return None
+    found = from_json(Sensitivity, file)
+    sizes = {
+        (group.name, one.scheme, one.observer, one.num_bytes)
+        for group in found.groups
+        for one in group.schemes
+    }
+    needed = {
+        (unit.name, one.scheme, one.groups[0].observer, one.num_bytes)
+        for unit in units
+        for one in unit.options
+    }
+    return found if needed == sizes else None
+
+
+def _refused(units: Sequence[Unit]) -> tuple[Finding, ...]:
+    return tuple(
+        replace(finding, fix="another candidate is taken here") for unit in units for finding in unit.refused
+    )
+
+
+def _not_measured(auto: Auto, run_dir: Path) -> Finding:
+    kind, limit = auto.budget
+    return Finding(
+        check="auto",
+        severity="warning",
+        where="scheme: auto",
+        expected=f"the loss of each group in {', '.join(auto.candidates)}, to choose for {kind} {limit:g}",
+        got=f"none in {run_dir}: the plan shows the smallest candidate of each group",
+        fix="`vexport run` measures it",
+    )

@@ -1,0 +1,63 @@
+"""Which groups get more bits when a checkpoint fails: the guiltiest first, in few rounds."""
+
+from collections.abc import Mapping, Sequence
+
+from vexport.schemes import KEEP
+from vexport.sensitivity.units import LADDER
+from vexport.types import GroupSensitivity, Promotion
+
+
+def next_promotions(
+    groups: Sequence[GroupSensitivity], schemes: Mapping[str, str], number: int
+) -> tuple[Promotion, ...]:
+    """What to promote in round `number` (from 1), given the scheme of every group; none where all is kept.
+
+    The groups of most loss go up one step at a time until the predicted loss is 2^-number of what it was:
+    half, then a quarter of that, then an eighth, so that five rounds leave a thirty-thousandth.
+    """
+    now = dict(schemes)
+    target = sum(loss_of(group, now[group.name]) for group in groups) * 0.5**number
+    while sum(loss_of(group, now[group.name]) for group in groups) > target:
+        movable = [group for group in groups if now[group.name] != KEEP]
+        guiltiest = max(movable, key=lambda group: loss_of(group, now[group.name]))
+        now[guiltiest.name] = _next_step(guiltiest, now[guiltiest.name])
+    return tuple(
+        _promotion(group, schemes[group.name], now[group.name])
+        for group in groups
+        if now[group.name] != schemes[group.name]
+    )
+
+
+def loss_of(group: GroupSensitivity, scheme: str) -> float:
+    """Nats per token in a scheme, 0 where the group is kept."""
+    return max(0.0, next((one.loss for one in group.schemes if one.scheme == scheme), 0.0))
+
+
+def bytes_of(group: GroupSensitivity, scheme: str) -> int:
+    """What a group takes in a scheme."""
+    return next((one.num_bytes for one in group.schemes if one.scheme == scheme), group.source_bytes)
+
+
+def _next_step(group: GroupSensitivity, scheme: str) -> str:
+    """The first step of the ladder that takes more bytes and loses less."""
+    has = {one.scheme for one in group.schemes} | {KEEP}
+    return next(
+        step
+        for step in LADDER
+        if step in has
+        and (
+            step == KEEP
+            or bytes_of(group, step) > bytes_of(group, scheme)
+            and loss_of(group, step) < loss_of(group, scheme)
+        )
+    )
+
+
+def _promotion(group: GroupSensitivity, before: str, after: str) -> Promotion:
+    return Promotion(
+        name=group.name,
+        before=before,
+        after=after,
+        num_bytes=bytes_of(group, after) - bytes_of(group, before),
+        loss=loss_of(group, before) - loss_of(group, after),
+    )

@@ -1,0 +1,201 @@
+"""What can be given a scheme of its own: fused layers and all routed experts of a layer, from headers alone.
+
+vLLM needs one scheme for the members of a fused layer and one for the routed experts of a layer (rules in
+CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). Which scheme a unit could have is
+asked of the planner, scheme by scheme, so that shapes, ranks and architectures count as in any plan.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from vexport.architectures.fusion import moe_layer
+from vexport.checkpoint.dtypes import num_bytes
+from vexport.checkpoint.index import SourceIndex
+from vexport.errors import InputError, raise_all
+from vexport.plan import Settings, build_plan, group_layout, output_bytes, require_accepted
+from vexport.scenario import AUTO, DEFAULT_OBSERVER, Auto, Rule
+from vexport.schemes import KEEP, get_scheme
+from vexport.types import Finding, FusionGroup, Plan
+
+# What a group is promoted to, step by step: FP8 that needs no calibration, then its own dtype.
+LADDER = ("FP8_DYNAMIC", KEEP)
+Groups = tuple[FusionGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A unit in one scheme: its groups and the bytes of their tensors."""
+
+    scheme: str
+    groups: Groups
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Linear layers that need one scheme together.
+
+    `allowed` are the schemes that the rules leave to choose from, in the candidates' order; one where a rule
+    names it. `options` has those and the next step of the ladder, but for `keep`. `refused` says which vLLM
+    could not run.
+    """
+
+    name: str
+    source_bytes: int
+    parameters: int
+    allowed: tuple[str, ...]
+    options: tuple[Option, ...]
+    refused: tuple[Finding, ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The linear layers."""
+        return tuple(member.name for group in self.options[0].groups for member in group.members)
+
+    def bytes_in(self, scheme: str) -> int:
+        """What the unit takes in a scheme."""
+        if scheme == KEEP:
+            return self.source_bytes
+        return next(option.num_bytes for option in self.options if option.scheme == scheme)
+
+    def rules(self, scheme: str) -> Iterator[Rule]:
+        """Rules that give this unit a scheme and touch no other."""
+        observers = {option.scheme: option.groups[0].observer for option in self.options}
+        observer = observers.get(scheme, DEFAULT_OBSERVER)
+        is_experts = moe_layer(self.layers[0]) is not None
+        matches = (rf"re:{re.escape(self.name)}\.\d+\.",) if is_experts else self.layers
+        for match in matches:
+            yield Rule(match=match, scheme=scheme, observer=observer)
+
+
+def find_units(
+    index: SourceIndex, rules: Sequence[Rule], auto: Auto | None, settings: Settings
+) -> tuple[Unit, ...]:
+    """The units that rules quantize or leave to `auto`, in plan order.
+
+    Raises InputError for rules that vLLM would refuse, and where no candidate fits a unit that may not stay
+    as it is.
+    """
+    fixed = build_plan(index, _with(rules, KEEP), settings)
+    require_accepted(fixed)
+    candidates = auto.candidates if auto else ()
+    lenient = replace(settings, on_misfit="keep")
+    plans = {
+        scheme: build_plan(index, _with(rules, scheme), lenient) for scheme in candidates if scheme != KEEP
+    }
+    for plan in plans.values():
+        require_accepted(plan)
+    higher = build_plan(index, [_promoted(rule) for rule in rules], lenient)
+    named, mixed = _by_unit(fixed), {scheme: _by_unit(plan) for scheme, plan in plans.items()}
+    options: dict[str, dict[str, Groups]] = {}
+    for found in (*mixed.values(), named, _by_unit(higher)):
+        for name, groups in found.items():
+            options.setdefault(name, {}).setdefault(groups[0].scheme, groups)
+    units = tuple(
+        _unit(index, name, _allowed(name, named, mixed, candidates), found, _refusals(name, plans))
+        for name, found in options.items()
+    )
+    if settings.on_misfit == "refuse" and KEEP not in candidates:
+        raise_all([_unfit(unit) for unit in units if unit.allowed == (KEEP,)])
+    return units
+
+
+def rules_with(units: Sequence[Unit], schemes: Mapping[str, str], rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules with a scheme for each unit named in `schemes`; what is left to `auto` stays as it is."""
+    chosen = [rule for unit in units if unit.name in schemes for rule in unit.rules(schemes[unit.name])]
+    return (*chosen, *_with(rules, KEEP))
+
+
+def smallest(units: Sequence[Unit]) -> dict[str, str]:
+    """The scheme of fewest bytes for each unit."""
+    return {unit.name: min(unit.allowed, key=unit.bytes_in) for unit in units}
+
+
+def rest_bytes(index: SourceIndex, units: Sequence[Unit], plan: Plan) -> int:
+    """The bytes of the output that no choice changes."""
+    return output_bytes(index, (), plan.attention) - sum(unit.source_bytes for unit in units)
+
+
+def probe_plan(plan: Plan, units: Sequence[Unit]) -> Plan:
+    """A plan whose calibration serves every option: the statistics that schemes need are alike."""
+    chosen = [
+        next((one for one in unit.options if get_scheme(one.scheme).args.calibrated), unit.options[0])
+        for unit in units
+    ]
+    return replace(plan, groups=tuple(group for option in chosen for group in option.groups))
+
+
+def _with(rules: Sequence[Rule], scheme: str) -> list[Rule]:
+    """The rules with a scheme in the place of `auto`."""
+    return [rule.model_copy(update={"scheme": scheme}) if rule.scheme == AUTO else rule for rule in rules]
+
+
+def _promoted(rule: Rule) -> Rule:
+    """The rule with the first step of the ladder in the place of any scheme."""
+    if rule.scheme == KEEP:
+        return rule
+    return rule.model_copy(update={"scheme": LADDER[0], "observer": DEFAULT_OBSERVER})
+
+
+def _by_unit(plan: Plan) -> dict[str, Groups]:
+    """The groups of a plan by the unit that they belong to."""
+    units: dict[str, Groups] = {}
+    for group in plan.groups:
+        name = moe_layer(group.members[0].name) or group.name
+        units[name] = (*units.get(name, ()), group)
+    return units
+
+
+def _allowed(
+    name: str,
+    named: Mapping[str, Groups],
+    mixed: Mapping[str, Mapping[str, Groups]],
+    candidates: Sequence[str],
+) -> tuple[str, ...]:
+    """What a rule names, else the candidates that fit, else `keep`."""
+    if name in named:
+        return (named[name][0].scheme,)
+    return tuple(one for one in candidates if one == KEEP or name in mixed[one]) or (KEEP,)
+
+
+def _unit(
+    index: SourceIndex,
+    name: str,
+    allowed: tuple[str, ...],
+    found: Mapping[str, Groups],
+    refused: tuple[Finding, ...],
+) -> Unit:
+    members = [member for group in next(iter(found.values())) for member in group.members]
+    sizes = [(index.tensors[one.weight].dtype, (one.out_features, one.in_features)) for one in members]
+    return Unit(
+        name=name,
+        source_bytes=sum(num_bytes(dtype, shape) for dtype, shape in sizes),
+        parameters=sum(rows * columns for _, (rows, columns) in sizes),
+        allowed=allowed,
+        options=tuple(
+            Option(scheme=scheme, groups=groups, num_bytes=_stored_bytes(index, groups))
+            for scheme, groups in found.items()
+        ),
+        refused=refused,
+    )
+
+
+def _stored_bytes(index: SourceIndex, groups: Iterable[FusionGroup]) -> int:
+    specs = (spec for group in groups for spec in group_layout(group, index.tensors))
+    return sum(num_bytes(spec.dtype, spec.shape) for spec in specs)
+
+
+def _refusals(name: str, plans: Mapping[str, Plan]) -> tuple[Finding, ...]:
+    """Why candidates do not fit a unit."""
+    return tuple(note for plan in plans.values() for note in plan.notes if note.where == name)
+
+
+def _unfit(unit: Unit) -> InputError:
+    first = unit.refused[0]
+    return InputError(
+        unit.name,
+        got=f"candidates of which none fits ({first.got})",
+        need=first.expected,
+        fix="add keep to the candidates, or use on_misfit: keep",
+    )
