@@ -1,5 +1,6 @@
 """The stages of a quantization in order; `run.py` adds the run directory, `cli.py` the terminal."""
 
+import os
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
 
 DEFAULTS = PlanSettings()
 CPU = "cpu"
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the first of torchrun's, or the only one: it alone writes and speaks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rule, ...]:
@@ -258,23 +264,29 @@ def quantize_source(
     on_progress: OnProgress,
     device: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> Plan:
-    """Quantize a checkpoint into the folder `out`; see `write_checkpoint`."""
-    refuse_existing(out, overwrite=overwrite)
+) -> tuple[Plan, Calibration | None]:
+    """Quantize a checkpoint into the folder `out`; see `write_checkpoint`.
+
+    The answer is what was done, and what the samples showed where they were run. Under torchrun all ranks
+    calibrate and the first one writes.
+    """
+    if is_first_rank():
+        refuse_existing(out, overwrite=overwrite)
     index, plan = plan_source(source, rules, planning)
     require_accepted(plan)
     will_calibrate(plan, settings)
     calibration = calibrate_plan(
         index, plan, settings, on_progress=on_progress, trust_remote_code=trust_remote_code
     )
-    write_checkpoint(
-        index,
-        plan,
-        calibration,
-        out,
-        overwrite=overwrite,
-        on_progress=on_progress,
-        device=device,
-        shard_bytes=shard_bytes,
-    )
-    return plan
+    if is_first_rank():
+        write_checkpoint(
+            index,
+            plan,
+            calibration,
+            out,
+            overwrite=overwrite,
+            on_progress=on_progress,
+            device=device,
+            shard_bytes=shard_bytes,
+        )
+    return plan, calibration

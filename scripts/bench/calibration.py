@@ -6,8 +6,9 @@
 The model is a Llama of about 100 million random weights in bf16, written to a temporary folder, or with
 --experts a Qwen3 mixture of that many experts, two a token. `bare` has the whole model in memory and runs its
 forward sample by sample, loading not counted; `vexport` is all of `calibrate`, from the checkpoint on disk to
-the ranges, every expert seeing all tokens; `routed`, with --experts, is the same with experts that see the
-tokens routed to them; `peer` is llm-compressor's `oneshot` with the
+the ranges, every expert seeing all tokens; with --experts `routed` is the same with experts that see the
+tokens routed to them, and `every` is what `vexport` compares with, a bare forward that runs all tokens
+through all experts; `peer` is llm-compressor's `oneshot` with the
 sequential pipeline, when scripts/bench/setup-peer has made .venv-peer. Each is a process of its own, the
 others run a few samples before, so that no import and no kernel's first use counts. Rounds alternate and
 the fastest counts. On a machine that is busy with other work compare CPU seconds, with OMP_NUM_THREADS=1.
@@ -99,6 +100,26 @@ def run_bare(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], No
     return run
 
 
+def run_every(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], None]:
+    """The bare forward where every expert runs all tokens, those not routed to it with the weight 0."""
+    import torch
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    def forward(
+        self: Qwen3MoeExperts, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        shares = torch.zeros(len(hidden), self.num_experts, dtype=weights.dtype).scatter_(1, chosen, weights)
+        total = torch.zeros_like(hidden)
+        for expert, share in enumerate(shares.T):
+            gate, up = torch.nn.functional.linear(hidden, self.gate_up_proj[expert]).chunk(2, dim=-1)
+            made = torch.nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            total += made * share.unsqueeze(-1)
+        return total
+
+    Qwen3MoeExperts.forward = forward
+    return run_bare(folder, ids, scheme)
+
+
 def run_vexport(
     folder: Path, ids: list[list[int]], scheme: str, *, all_experts: bool = True
 ) -> Callable[[], None]:
@@ -146,6 +167,7 @@ def run_peer(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], No
 
 RUNS: dict[str, Callable[[Path, list[list[int]], str], Callable[[], None]]] = {
     "bare": run_bare,
+    "every": run_every,
     "vexport": run_vexport,
     "routed": partial(run_vexport, all_experts=False),
     "peer": run_peer,
@@ -207,18 +229,22 @@ def main() -> None:
         print(json.dumps([asdict(one) for one in results], indent=2))
         return
     bare = results[0]
+    every = next((one for one in results if one.what == "every"), bare)
     print(f"{arguments.samples} samples of {arguments.tokens} tokens, {arguments.scheme}; bound {BOUND}")
     for one in results:
+        base = every if one.what == "vexport" else bare
         print(
-            f"{one.what:8} {one.seconds:7.2f} s {one.seconds / bare.seconds:6.2f} x bare, "
-            f"CPU {one.cpu_seconds:7.2f} s {one.cpu_seconds / bare.cpu_seconds:6.2f} x, "
+            f"{one.what:8} {one.seconds:7.2f} s {one.seconds / base.seconds:6.2f} x {base.what:5}, "
+            f"CPU {one.cpu_seconds:7.2f} s {one.cpu_seconds / base.cpu_seconds:6.2f} x, "
             f"memory {one.before_mb:5.0f} to {one.peak_mb:5.0f} MB"
         )
 
 
 def measure_all(arguments: argparse.Namespace) -> list[Measured]:
     """The fastest round of each."""
-    without = {"peer"} if arguments.experts or not PEER.exists() else {"routed"}
+    without = {"peer"} if arguments.experts else {"routed", "every"}
+    if not PEER.exists():
+        without.add("peer")
     kinds = [what for what in RUNS if what not in without]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

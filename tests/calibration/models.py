@@ -92,6 +92,14 @@ def expert_configs() -> Mapping[str, transformers.PreTrainedConfig]:
         "gpt_oss": _config(
             "GptOssConfig", **base, head_dim=16, num_local_experts=8, rope_parameters=PLAIN_ROPE
         ),
+        "llama4": _config(
+            "Llama4TextConfig",
+            **{**base, "num_experts_per_tok": 1},
+            head_dim=16,
+            num_local_experts=8,
+            intermediate_size_mlp=128,
+            interleave_moe_layer_step=1,
+        ),
     }
 
 

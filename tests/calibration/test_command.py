@@ -1,6 +1,10 @@
 """What the command line and a scenario say about calibration reaches it."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ from tests.calibration.make import samples
 from tests.calibration.models import expert_configs, save
 from tests.command import vexport
 from vexport.scenario import Scenario
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +47,47 @@ def test_routed_tokens_are_fewer_than_all(folder: Path, tmp_path: Path) -> None:
     assert {name: every[name] for name in every.keys() - experts} == {
         name: routed[name] for name in every.keys() - experts
     }
+
+
+def test_the_answer_says_how_far_the_experts_were_reached(folder: Path, tmp_path: Path) -> None:
+    """In the sentences of a run's report; without samples nothing is said."""
+    command = ("quantize", folder / "model", "--quiet", "--calibration", folder / "samples.jsonl")
+    first, *lines = vexport(*command, tmp_path / "some", "--scheme", "FP8").stdout.splitlines()
+    assert first.startswith(f"{tmp_path / 'some'}: FP8, ")
+    assert re.fullmatch(
+        r"16 experts in 2 layers: [1-9]\d* to \d+ calibration tokens routed to each, median \d+", lines[0]
+    )
+    assert len(lines) == 1
+    ran = vexport(*command, tmp_path / "none", "--scheme", "FP8_DYNAMIC")
+    assert len(ran.stdout.splitlines()) == 1
+
+
+def test_experts_that_no_token_reaches_are_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text(json.dumps({"input_ids": [5]}))
+    command = ("quantize", folder / "model", tmp_path / "out", "--scheme", "FP8", "--quiet")
+    ran = vexport(*command, "--calibration", tmp_path / "few.jsonl")
+    assert ran.code == 0, ran.stderr
+    assert "16 experts in 2 layers: 0 to 1 calibration tokens routed to each, median 0" in ran.stdout
+    assert "no token was routed to 12 experts: model.layers.0.mlp.experts " in ran.stdout
+
+
+def test_two_processes_of_torchrun_write_what_one_writes(folder: Path, tmp_path: Path) -> None:
+    """Each runs half of the samples; the first one writes and speaks."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    call = ["quantize", folder / "model", tmp_path / "two", "--scheme", "FP8"]
+    call += ["--calibration", folder / "samples.jsonl", "--device", "cpu"]
+    ran = subprocess.run(
+        [str(part) for part in (*launch, "-m", "vexport", *call)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert len(ran.stdout.splitlines()) == 2
+    input_scales(folder, tmp_path / "one", "--device", "cpu")
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_a_device_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:

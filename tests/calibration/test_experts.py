@@ -4,15 +4,18 @@ import base64
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Llama4TextConfig
+from transformers import AutoModelForCausalLM
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from tests.calibration.make import batches_of, plan_for, samples
-from tests.calibration.models import LLAMA_LIKE, expert_configs, save, whole_model_run
+from tests.calibration.models import expert_configs, save, whole_model_run
 from vexport.calibration import calibrate
+from vexport.calibration.experts import runner_of
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.types import Calibration, InputRange, LinearPlan, Plan, WeightPart
@@ -55,7 +58,10 @@ def plan_with_experts(
 def routings(
     folder: Path, batches: Sequence[torch.Tensor]
 ) -> dict[str, tuple[torch.nn.Module, list[Routing]]]:
-    """Every module of experts of a whole-model run, with the tokens and choices that entered it."""
+    """Every module of experts of a whole-model run, with the tokens and choices that entered it.
+
+    Llama 4 chooses one expert, and its weight scales the token before it goes in.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     found: dict[str, tuple[torch.nn.Module, list[Routing]]] = {}
 
@@ -63,8 +69,22 @@ def routings(
         found[name] = (module, [])
         module.register_forward_pre_hook(lambda _, args: found[name][1].append((args[0].clone(), args[1])))
 
+    def watch_router(name: str, module: torch.nn.Module, router: torch.nn.Module) -> None:
+        found[name] = (module, [])
+
+        def hook(
+            _: torch.nn.Module, args: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor]
+        ) -> None:
+            weight, chosen = output[1].max(-1, keepdim=True)
+            scaled = args[0] * torch.sigmoid(weight.float()).to(weight.dtype)
+            found[name][1].append((scaled, chosen))
+
+        router.register_forward_hook(hook)
+
     for name, module in model.named_modules():
-        if name.endswith(".experts"):
+        if folder.name == "llama4" and name.endswith(".experts"):
+            watch_router(name, module, model.get_submodule(name.replace(".experts", ".router")))
+        elif name.endswith(".experts"):
             watch(name, module)
     with torch.no_grad():
         for batch in batches:
@@ -79,6 +99,8 @@ def between(module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch
         made = tokens @ weight + module.get_parameter("gate_up_proj_bias")[expert]
         gate, up = made[:, ::2].clamp(max=7.0), made[:, 1::2].clamp(-7.0, 7.0)
         return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    if type(module).__name__ == "Llama4TextExperts":
+        weight = weight.T
     gate, up = (tokens @ weight.T).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
@@ -186,9 +208,39 @@ def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
         calibrate(*plan_with_experts(folder), samples([5]))
 
 
-def test_experts_with_arithmetic_of_their_own_are_refused(tmp_path: Path) -> None:
-    sizes = {**LLAMA_LIKE, "num_hidden_layers": 2, "num_local_experts": EXPERTS, "head_dim": 16}
-    config = Llama4TextConfig(**sizes, intermediate_size_mlp=128, interleave_moe_layer_step=1)
-    folder = save(config, tmp_path / "model")
-    with pytest.raises(InputError, match=r"experts: got experts of the class Llama4TextExperts"):
-        calibrate(*plan_with_experts(folder), samples([5]))
+@pytest.mark.parametrize("all_tokens", [True, False])
+def test_experts_without_a_gate(all_tokens: bool) -> None:
+    """Nemotron's have an up projection alone; what the module returns stays the same to the bit."""
+    config = SimpleNamespace(
+        n_routed_experts=4,
+        hidden_size=16,
+        moe_intermediate_size=8,
+        moe_latent_size=None,
+        mlp_hidden_act="relu2",
+        _experts_implementation="grouped_mm",
+    )
+    module = NemotronHExperts(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    hidden = torch.randn(9, 16, generator=generator)
+    chosen = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in hidden])  # never the last
+    weights = torch.rand(9, 2, generator=generator)
+    with torch.no_grad():
+        own = module(hidden, chosen, weights)
+        output, sent = runner_of(module, "experts")(
+            module, module.forward, (hidden, chosen), {"top_k_weights": weights}, all_tokens
+        )
+        assert torch.equal(output, own)
+        assert sent.counts.tolist() == torch.bincount(chosen.flatten(), minlength=4).tolist()
+        for expert, (tokens, made) in enumerate(sent.inputs):
+            expected = hidden if all_tokens else hidden[(chosen == expert).any(1)]
+            assert torch.equal(tokens, expected)
+            up = torch.relu(expected @ module.get_parameter("up_proj")[expert].T).square()
+            torch.testing.assert_close(made.sum(0), up.sum(0))
+
+
+def test_experts_with_arithmetic_of_their_own_are_refused() -> None:
+    module = torch.nn.Bilinear(2, 2, 2)
+    with pytest.raises(InputError, match=r"mlp\.experts: got experts of the class Bilinear"):
+        runner_of(module, "mlp.experts")

@@ -150,6 +150,27 @@ def test_a_scale_without_tokens_is_refused() -> None:
         update_qparams(module, "input")
 
 
+@pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
+@pytest.mark.parametrize("base_name", ["weight", "input"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_gets_no_scale(scheme: str, base_name: str, bad: float) -> None:
+    module = linear(preset_name_to_scheme(scheme, ["Linear"]))
+    initialize_observer(module, base_name)
+    value = torch.ones(4, 64)
+    value[2, 17] = bad
+    observe(module, base_name, value)
+    with pytest.raises(CheckpointFailed, match=rf"{base_name}: got values that are not finite"):
+        update_qparams(module, base_name)
+
+
+def test_an_input_given_by_name_is_refused() -> None:
+    module = linear(preset_name_to_scheme("FP8", ["Linear"]))
+    initialize_observer(module, "input")
+    module.register_forward_pre_hook(calibrate_input_hook)
+    with pytest.raises(ValueError, match="got tuple, need an observer and a tensor for its input"):
+        module(input=torch.ones(1, 64))
+
+
 def test_unknown_names_and_missing_observers_are_refused() -> None:
     module = linear(preset_name_to_scheme("FP8", ["Linear"]))
     with pytest.raises(

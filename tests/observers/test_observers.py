@@ -19,6 +19,7 @@ from vexport.schemes.base import QuantArgs
 
 CHANNEL = QuantArgs(num_bits=8, type="int", strategy="channel")
 GROUP = QuantArgs(num_bits=4, type="int", strategy="group", group_size=4)
+BLOCK = QuantArgs(num_bits=8, type="float", strategy="block", block_structure=(2, 8))
 TENSOR = QuantArgs(num_bits=8, type="float", strategy="tensor")
 NVFP4 = QuantArgs(
     num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"
@@ -142,11 +143,23 @@ def test_columns_are_grouped_by_their_map(name: str, args: QuantArgs, numerics: 
         if isinstance(observer, IMatrixMSEObserver):
             observer.gathered = Importance(importance[columns], 1)
         results.append(observer(weight[:, columns], groups).get_qparams()["scale"])
-    if numerics == "float32" or name != "imatrix_mse":
-        assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[1])
     assert torch.equal(results[1], results[2])
     with pytest.raises(ValueError, match="need 64 in groups of 16"):
         load_observer(name, "weight", args)(weight, torch.zeros(64, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("numerics", ["float32", "reference"])
+@pytest.mark.parametrize(
+    "args", [TENSOR, CHANNEL, replace(CHANNEL, strategy="block", block_structure=(2, 8))]
+)
+def test_a_map_of_columns_is_for_groups_alone(args: QuantArgs, numerics: str) -> None:
+    weight, g_idx = normal(4, 16), torch.arange(16, dtype=torch.int32).flip(0) // 4
+    plain, mapped = (
+        Observer.load_from_registry("minmax", base_name="weight", args=args, numerics=numerics)
+        for _ in range(2)
+    )
+    assert torch.equal(plain(weight).get_qparams()["scale"], mapped(weight, g_idx).get_qparams()["scale"])
 
 
 def test_importance_is_gathered_in_a_pass_of_its_own_and_handed_over() -> None:

@@ -1,6 +1,6 @@
 """How a model calls its decoder layers, recorded by hooks: no tracing, no knowledge of the model's class."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -154,9 +154,10 @@ class Recorder:
 
 @contextmanager
 def replaced_forwards(
-    layers: torch.nn.ModuleList, stand_in: Callable[[int, Forward], Forward]
+    layers: Iterable[torch.nn.Module], stand_in: Callable[[int, Forward], Forward]
 ) -> Iterator[None]:
     """Within the block the layers' forwards are `stand_in(number, forward)`."""
+    layers = list(layers)
     own = [layer.__dict__.get("forward") for layer in layers]
     for number, layer in enumerate(layers):
         layer.forward = stand_in(number, layer.forward)

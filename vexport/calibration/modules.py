@@ -83,7 +83,8 @@ def update_qparams(module: Modules, base_name: str | Iterable[str], only_update_
     Parameters that exist keep their dtype and shape, others are registered: scale and global scale
     float32, zero point int32. Dynamic "local" writes the global scale alone. For offloaded modules
     (compressed-tensors) `only_update_onload` leaves the offloaded copy as it is. Modules without such an
-    observer are passed over; CheckpointFailed names those whose observer saw nothing.
+    observer are passed over; CheckpointFailed names those whose observer saw nothing, or values that are not
+    finite.
     """
     base_names = [base_name] if isinstance(base_name, str) else list(base_name)
     for one in _each(module):
@@ -91,13 +92,13 @@ def update_qparams(module: Modules, base_name: str | Iterable[str], only_update_
             observer = observer_of(one, name)
             if observer is not None:
                 _require_statistics(one, name, observer)
+                _require_finite(one, name, observer)
                 _write_qparams(one, name, observer, only_update_onload)
 
 
 def calibrate_input_hook(module: torch.nn.Module, args: object) -> None:
     """A forward pre-hook: the module's first positional input goes to its `input_observer`."""
-    value = args[0] if isinstance(args, tuple) else args
-    _show(module, "input", value)
+    _show(module, "input", args[0] if isinstance(args, tuple) and args else args)
 
 
 def calibrate_output_hook(module: torch.nn.Module, args: object, output: object) -> None:
@@ -204,6 +205,17 @@ def _require_statistics(module: torch.nn.Module, base_name: str, observer: Obser
             got=f"{observer.tokens} tokens in calibration",
             need="at least one observation for its static scale",
             fix="add samples that reach this module, or do not quantize it",
+        )
+
+
+def _require_finite(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
+    ends = [end for end in (observer.low, observer.high) if end is not None]
+    if not all(bool(torch.isfinite(end).all()) for end in ends):
+        raise CheckpointFailed(
+            f"{_describe(module)}: {base_name}",
+            got="values that are not finite",
+            need="finite ones for its scale",
+            fix="look for the layer and the sample that made them, or do not quantize it",
         )
 
 

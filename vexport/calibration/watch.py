@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from vexport.calibration.attention import CachedStates, watching_attention
-from vexport.calibration.experts import ExpertLayers, require_experts
+from vexport.calibration.capture import Forward, replaced_forwards
+from vexport.calibration.experts import ExpertLayers, runner_of
 from vexport.calibration.extremes import Extremes
 from vexport.calibration.model import joined
 from vexport.calibration.weights import Weights
@@ -59,8 +59,13 @@ class Watched:
         with ExitStack() as block:
             for name, child in module.named_modules():
                 full = joined(prefix, name)
-                for handle in self._hooks(child, full, weights, extremes):
-                    block.callback(handle.remove)
+                layers = self.layers_of(weights.stored_as(f"{full}.weight"))
+                if layers:
+                    hook = self._linear_hook(layers, extremes)
+                    block.callback(child.register_forward_pre_hook(hook).remove)
+                forward = self._experts_forward(child, full, weights, extremes)
+                if forward is not None:
+                    block.enter_context(replaced_forwards([child], forward))
             if self.cached is not None:
                 block.enter_context(watching_attention(module, prefix, weights.stored_name, self.cached))
             yield extremes
@@ -79,24 +84,23 @@ class Watched:
         if layer in self.importance:
             self.importance[layer].add(value)
 
-    def _hooks(
+    def _experts_forward(
         self, module: torch.nn.Module, name: str, weights: Weights, extremes: Extremes
-    ) -> Iterator[RemovableHandle]:
-        layers = self.layers_of(weights.stored_as(f"{name}.weight"))
-        if layers:
-            yield module.register_forward_pre_hook(self._linear_hook(layers, extremes))
+    ) -> Callable[[int, Forward], Forward] | None:
+        """What stands in for the forward of a module of watched experts; None for any other module."""
         stacked = {
             leaf: weights.stored_as(f"{name}.{leaf}")
             for leaf, parameter in module.named_parameters(recurse=False)
             if parameter.dim() == 3
         }
-        if any(self.layers_of(stored) for stored in stacked.values()):
-            require_experts(module, weights.stored_name(name))
-            experts = ExpertLayers.of(module, stacked, self.layers)
-            hook = partial(
-                experts.observe, self.all_experts, self.routed, partial(self.see, extremes=extremes)
-            )
-            yield module.register_forward_pre_hook(hook, with_kwargs=True)
+        if not any(self.layers_of(stored) for stored in stacked.values()):
+            return None
+        run = runner_of(module, weights.stored_name(name))
+        experts = ExpertLayers.of(module, stacked, self.layers)
+        see = partial(self.see, extremes=extremes)
+        return lambda _, own: experts.forward(
+            partial(run, module, own, all_tokens=self.all_experts), see, self.routed
+        )
 
     def _linear_hook(self, layers: Sequence[str], extremes: Extremes) -> Callable[..., None]:
         def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

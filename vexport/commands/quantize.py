@@ -113,8 +113,9 @@ def quantize(
     lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT
     appears whole or not at all; a call that was broken off goes on where it was when it is called again.
     """
-    from vexport.pipeline import quantize_source, rules_for
+    from vexport.pipeline import is_first_rank, quantize_source, rules_for
     from vexport.plan import Settings
+    from vexport.reports.coverage import coverage_lines
     from vexport.reports.sentences import size_change
     from vexport.scenario import Calibration
     from vexport.terminal import progress_display
@@ -124,8 +125,8 @@ def quantize(
         settings = Calibration(
             data=calibration, samples=samples, seq_len=seq_len, all_experts=all_experts, device=device
         )
-    with progress_display(quiet=quiet) as on_progress:
-        made = quantize_source(
+    with progress_display(quiet=quiet or not is_first_rank()) as on_progress:
+        made, seen = quantize_source(
             source,
             out,
             rules_for(scheme, observer=observer, ignore=ignore),
@@ -137,4 +138,11 @@ def quantize(
             device=device,
             shard_bytes=max_shard_size,
         )
+    if not is_first_rank():
+        return
     click.echo(f"{out}: {scheme}, {size_change(made)}")
+    if seen is not None:
+        from vexport.calibration.coverage import expert_coverage
+
+        for line in coverage_lines(expert_coverage(seen)):
+            click.echo(line)

@@ -8,7 +8,7 @@ from torch import distributed
 
 from vexport.observers import ranks, reference
 from vexport.observers.args import ObserverArgs, OptionValue, is_nvfp4, strategy_of
-from vexport.observers.flatten import WEIGHT, flatten_for_calibration, require_layout
+from vexport.observers.flatten import WEIGHT, flatten_for_calibration, permutation, require_layout
 from vexport.observers.fusion import SharedRange
 from vexport.observers.options import Options, OptionsT, read_options
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
@@ -106,7 +106,8 @@ class Observer(torch.nn.Module):
             self.record_observed_tokens(observed)
             if self.is_reference:
                 flat = flatten_for_calibration(observed, self.base_name, self.args, g_idx)
-                self.update_statistics_from_observed(flat)
+                order = permutation(g_idx, observed, self.base_name, self.args)
+                self._combine(*self.find_reference_range(flat, order))
             else:
                 self._update(tiles_of(observed, self.base_name, self.args, g_idx))
         return self
@@ -119,7 +120,7 @@ class Observer(torch.nn.Module):
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         """Take in observations of shape (num_observations, *qparam_shape, group_size)."""
         if self.is_reference:
-            self._combine(*self.find_reference_range(observed))
+            self._combine(*self.find_reference_range(observed, None))
         else:
             self._update(tiles_of_observations(observed))
 
@@ -127,8 +128,11 @@ class Observer(torch.nn.Module):
         """The range to keep of one observation: float32, shape qparam_shape."""
         return range_of(tiles)
 
-    def find_reference_range(self, observations: torch.Tensor) -> Range:
-        """The same as the peer computes it, in the observations' dtype."""
+    def find_reference_range(self, observations: torch.Tensor, order: torch.Tensor | None) -> Range:
+        """The same as the peer computes it, in the observations' dtype.
+
+        `order` is how the columns of a weight were permuted before they were grouped.
+        """
         return reference.range_of_observations(observations)
 
     def combine(self, old: Range, new: Range) -> Range:

@@ -28,9 +28,9 @@ def flatten_for_calibration(
     one scale. `g_idx` (columns,) is the group of each column of a weight (activation ordering). A view
     where that is possible. Raises ValueError for a pair of base name and strategy that has no meaning.
     """
-    if base_name == WEIGHT and permutes(g_idx) and strategy_of(args) in ("group", "tensor_group"):
-        assert g_idx is not None
-        value = value.index_select(1, column_order(g_idx, value.shape[1], args))
+    order = permutation(g_idx, value, base_name, args)
+    if order is not None:
+        value = value.index_select(1, order)
     return _layout(_LAYOUTS, base_name, args)(value, args)
 
 
@@ -52,6 +52,16 @@ def require_layout(base_name: str, args: ObserverArgs) -> None:
 def permutes(g_idx: torch.Tensor | None) -> bool:
     """Whether a column-to-group map is set: not None, not on meta, without -1 (not initialized)."""
     return g_idx is not None and g_idx.device.type != "meta" and not bool((g_idx == -1).any())
+
+
+def permutation(
+    g_idx: torch.Tensor | None, value: torch.Tensor, base_name: str, args: ObserverArgs
+) -> torch.Tensor | None:
+    """How the columns of a value are permuted before they are grouped; None where they stay in order."""
+    grouped = base_name == WEIGHT and strategy_of(args) in ("group", "tensor_group")
+    if g_idx is None or not grouped or not permutes(g_idx):
+        return None
+    return column_order(g_idx, value.shape[1], args)
 
 
 def column_order(g_idx: torch.Tensor, columns: int, args: ObserverArgs) -> torch.Tensor:

@@ -79,9 +79,9 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         row = mean if order is None else mean.index_select(0, order)
         return flatten_for_calibration(row.unsqueeze(0), self.base_name, self.args)
 
-    def find_reference_range(self, observations: torch.Tensor) -> Range:
+    def find_reference_range(self, observations: torch.Tensor, order: torch.Tensor | None) -> Range:
         """Search in the observations' dtype, with errors and importance in float32."""
-        importance = self.importance(observations.shape[-1] * observations.shape[-2], None)
+        importance = self.importance(observations.shape[-1] * observations.shape[-2], order)
         return reference.grid_search(observations, self.args, self.search, importance, float32_error=True)
 
     def reset(self) -> None:

@@ -41,7 +41,7 @@ class MemorylessMSEObserver(Observer):
         """Search."""
         return search_grid(tiles, self.args, self.search, self._importance_for(tiles))
 
-    def find_reference_range(self, observations: torch.Tensor) -> Range:
+    def find_reference_range(self, observations: torch.Tensor, order: torch.Tensor | None) -> Range:
         """Search in the observations' dtype, without the global scale and without e4m3 scales."""
         # The peer's loop ends at the first step without improvement for patience 0, as for 1.
         search = replace(self.search, patience=max(1, self.search.patience))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vexport.observers.args import ObserverArgs, strategy_of
-from vexport.observers.flatten import WEIGHT, blocks_of, column_order, flatten_for_calibration, permutes
+from vexport.observers.flatten import WEIGHT, blocks_of, flatten_for_calibration, permutation
 
 # Elements of a tile: 2 MiB in float32, of which a search holds a few at once.
 TILE_ELEMENTS = 1 << 19
@@ -47,14 +47,12 @@ def tiles_of_observations(observations: torch.Tensor) -> Tiles:
 
 def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: torch.Tensor | None) -> Tiles:
     """Tiles of a weight, activation or attention state; where flattening copies, it copies one tile."""
-    strategy = strategy_of(args)
-    if base_name != WEIGHT or (strategy != "block" and not permutes(g_idx)):
+    if base_name == WEIGHT and strategy_of(args) == "block":
+        return Tiles(lambda: _block_tiles(value, args), shared=False, weight=value)
+    order = permutation(g_idx, value, base_name, args)
+    if order is None:
         tiles = tiles_of_observations(flatten_for_calibration(value, base_name, args))
         return replace(tiles, weight=value if base_name == WEIGHT else None)
-    if strategy == "block":
-        return Tiles(lambda: _block_tiles(value, args), shared=False, weight=value)
-    assert g_idx is not None
-    order = column_order(g_idx, value.shape[1], args)
 
     def cut() -> Iterator[torch.Tensor]:
         for rows in torch.split(value, _tile_length(value, 0)):

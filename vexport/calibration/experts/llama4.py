@@ -1,0 +1,51 @@
+"""Llama 4's experts: the router's weight scales what enters an expert, not what leaves it.
+
+Source: Llama4TextMoe of transformers; vLLM does the same before it quantizes an expert's input
+(`apply_router_weight_on_input`, fused_moe/prepare_finalize/no_dp_ep.py). The module gets all tokens once
+for each expert, zeros where the token is not routed to it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from vexport.calibration.experts.sent import Forward, Sent
+
+
+def serves(module: torch.nn.Module) -> bool:
+    """Whether the module is one of them."""
+    return type(module).__name__ == "Llama4TextExperts"
+
+
+def run(
+    module: torch.nn.Module,
+    own: Forward,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    all_tokens: bool,
+) -> tuple[torch.Tensor, Sent]:
+    """See `Run`. All tokens of an expert are scaled by the weight of the expert that they are routed to."""
+    scaled = args[0] if args else kwargs["hidden_states"]
+    assert isinstance(scaled, torch.Tensor)
+    first, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+    tokens = scaled.view(len(first), -1, first.shape[1])
+    between = activation(module, torch.bmm(tokens, first))
+    output = torch.bmm(between, down).view(-1, tokens.shape[-1])
+    routed = (tokens != 0).any(-1)
+    if all_tokens:
+        return output, Sent(routed.sum(-1), _of_all(module, tokens[routed], first))
+    of_routed = ((one[here], made[here]) for one, made, here in zip(tokens, between, routed, strict=True))
+    return output, Sent(routed.sum(-1), of_routed)
+
+
+def _of_all(
+    module: torch.nn.Module, tokens: torch.Tensor, weights: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return ((tokens, activation(module, tokens @ weight)) for weight in weights)
+
+
+def activation(module: torch.nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
+    """What enters down projections, (..., intermediate size), of what leaves gate and up together."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    made: torch.Tensor = up * module.get_submodule("act_fn")(gate)
+    return made
