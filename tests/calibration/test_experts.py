@@ -231,6 +231,7 @@ def test_experts_without_a_gate(all_tokens: bool) -> None:
         output, sent = runner_of(module, "experts")(
             module, module.forward, (hidden, chosen), {"top_k_weights": weights}, all_tokens
         )
+        assert isinstance(output, torch.Tensor)
         assert torch.equal(output, own)
         assert sent.counts.tolist() == torch.bincount(chosen.flatten(), minlength=4).tolist()
         for expert, (tokens, made) in enumerate(sent.inputs):

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from vexport.calibration.capture import Forward
 from vexport.calibration.experts import grouped, llama4
-from vexport.calibration.experts.sent import Forward, Run, Sent
+from vexport.calibration.experts.sent import Run, Sent
 from vexport.errors import InputError
 from vexport.types import LinearPlan
 
@@ -71,7 +72,7 @@ class ExpertLayers:
 
     def forward(
         self,
-        run: Callable[[Sequence[object], Mapping[str, object]], tuple[torch.Tensor, Sent]],
+        run: Callable[[Sequence[object], Mapping[str, object]], tuple[object, Sent]],
         see: See,
         routed: dict[str, torch.Tensor],
     ) -> Forward:
@@ -80,7 +81,7 @@ class ExpertLayers:
         The number of tokens routed to each expert is added to `routed`.
         """
 
-        def forward(*args: object, **kwargs: object) -> torch.Tensor:
+        def forward(*args: object, **kwargs: object) -> object:
             output, sent = run(args, kwargs)
             routed[self.name] = routed.get(self.name, 0) + sent.counts.cpu()
             for first, second, (tokens, between) in zip(self.first, self.second, sent.inputs, strict=True):

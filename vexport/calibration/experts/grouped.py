@@ -8,7 +8,8 @@ from typing import Protocol, cast
 import torch
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from vexport.calibration.experts.sent import Forward, Sent
+from vexport.calibration.capture import Forward
+from vexport.calibration.experts.sent import Sent
 
 # What says how the parameters of a module of experts are laid out.
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
@@ -37,7 +38,7 @@ def run(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     all_tokens: bool,
-) -> tuple[torch.Tensor, Sent]:
+) -> tuple[object, Sent]:
     """See `Run`. Inputs of routed tokens are those of the model's own grouped products; nothing is
     computed twice."""
     hidden, chosen, weights = inspect.signature(own).bind(*args, **kwargs).arguments.values()
@@ -51,7 +52,9 @@ def run(
         output = grouped_mm_experts_forward(module, hidden, chosen, weights)
     order = chosen.flatten().argsort(stable=True) // chosen.shape[-1]
     parts = counts.tolist()
-    return output, Sent(counts, zip(hidden[order].split(parts), made[0].split(parts), strict=True))
+    return output, Sent(
+        counts, zip(torch.split(hidden[order], parts), torch.split(made[0], parts), strict=True)
+    )
 
 
 def _of_all(

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from vexport.calibration.experts.sent import Forward, Sent
+from vexport.calibration.capture import Forward
+from vexport.calibration.experts.sent import Sent
 
 
 def serves(module: torch.nn.Module) -> bool:
@@ -23,7 +24,7 @@ def run(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     all_tokens: bool,
-) -> tuple[torch.Tensor, Sent]:
+) -> tuple[object, Sent]:
     """See `Run`. All tokens of an expert are scaled by the weight of the expert that they are routed to."""
     scaled = args[0] if args else kwargs["hidden_states"]
     assert isinstance(scaled, torch.Tensor)

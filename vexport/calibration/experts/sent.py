@@ -1,12 +1,12 @@
 """What went into experts in one forward."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-Forward = Callable[..., torch.Tensor]
+from vexport.calibration.capture import Forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +35,4 @@ class Run(Protocol):
         args: Sequence[object],
         kwargs: Mapping[str, object],
         all_tokens: bool,
-    ) -> tuple[torch.Tensor, Sent]: ...
+    ) -> tuple[object, Sent]: ...
