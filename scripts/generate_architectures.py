@@ -15,12 +15,13 @@ import json
 import logging
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import vllm
+from reordering import reordered, unread
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.model_executor.models import registry
@@ -35,8 +36,6 @@ NEVER_QUANTIZED = ("Linear", "GateLinear")
 REPLICATED = ("ReplicatedLinear", "GateLinear", "DeepSeekV2FusedQkvAProjLinear")
 # Experts in one tensor of shape (experts, in, out): said to the layer, or done by Llama 4's own loader.
 TRANSPOSED = ("is_fused_checkpoint_transposed=True", "def load_moe_expert_weights")
-# Llama 4's loader orders the rows of these anew, with scales by row but not by block, and no zero points.
-PERMUTES, PERMUTED = "def permute_qk_weight_for_rotary", ["q_proj", "k_proj"]
 # Imported by multimodal classes for pictures and sound only; may be missing where the table is generated.
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio")
 Table = dict[str, object]
@@ -84,14 +83,19 @@ def main() -> None:
     sys.meta_path.append(AbsentFinder())
     models = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}
     table: dict[str, Table] = {}
+    described: set[type] = set()
     for architecture, (module, name) in sorted(models.items()):
         try:
-            entry = describe(load_class(module, name))
+            model = load_class(module, name)
+            entry = describe(model)
             if "language_model" in entry or architecture in registry._TEXT_GENERATION_MODELS:
                 table[architecture] = entry
+                described.update(parts_of(model))
         except ImportError as error:
             print(f"left out {architecture}: {error}")
     inner = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in table}
+    for loader in sorted(unread(sources(described))):
+        print(f"{'.'.join(loader)} takes loaded tensors apart: read it, and add it to reordering.py")
     rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in table.items())
     head = f'{{\n "vllm": "{vllm.__version__}",\n "text_models": {json.dumps(inner)},\n "architectures": {{\n'
     TARGET.write_text(f"{head}{rows}\n }}\n}}\n")
@@ -109,7 +113,7 @@ def load_class(module: str, name: str) -> type:
 def describe(model: type) -> Table:
     """The entry of one class; of a multimodal one, that of its language model with its own names added."""
     attributes, inner = language_models(model)
-    parts = list(dict.fromkeys(part for root in (inner or [model]) for part in reachable(root)))
+    parts = parts_of(model)
     packed = packed_modules([*parts, model])
     merged = {name: members for name, members in packed.items() if len(members) > 1}
     fused = {**stacked_modules(parts), **merged}
@@ -119,7 +123,7 @@ def describe(model: type) -> Table:
         "experts": expert_names(parts),
         "transposed_experts": any(mark in source(part) for part in parts for mark in TRANSPOSED),
         "stacked_experts": stacked_experts(parts),
-        "permuted": PERMUTED if any(PERMUTES in source(part) for part in parts) else [],
+        "reordered": reordered(sources([*parts, model])),
         "unquantized": [member for name in unquantized(parts) for member in fused.get(name, [name])],
         "row_parallel": named_layers(parts, lambda call: name_of(call) == "RowParallelLinear"),
         "replicated": named_layers(parts, is_replicated),
@@ -128,6 +132,17 @@ def describe(model: type) -> Table:
         "inner_unknown": bool(attributes) and not inner,
     }
     return {key: value for key, value in entry.items() if value not in ({}, [], None, False)}
+
+
+def parts_of(model: type) -> list[type]:
+    """The classes that a model, of a multimodal one its language model, is made of."""
+    _, inner = language_models(model)
+    return list(dict.fromkeys(part for root in (inner or [model]) for part in reachable(root)))
+
+
+def sources(classes: Iterable[type]) -> dict[str, ast.Module]:
+    """The syntax trees of classes by name."""
+    return {part.__name__: tree(part) for part in classes}
 
 
 @cache

@@ -14,6 +14,7 @@ from vexport.checkpoint.source import resolve_source
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError
 from vexport.files import refuse_existing, resumable_directory
+from vexport.kernels.compiling import watch_compilation
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import build_plan, require_accepted
 from vexport.quantize import (
@@ -224,8 +225,15 @@ def write_checkpoint(
     def note(text: str) -> None:
         on_progress(f"quantize {text}", 1, 1)
 
-    with resumable_directory(out, made_from=digest, overwrite=overwrite, note=note) as folder:
-        on_bytes = partial(on_progress, "quantize (bytes)")
+    with (
+        resumable_directory(out, made_from=digest, overwrite=overwrite, note=note) as folder,
+        watch_compilation(partial(on_progress, "compile kernels, once")) as compilation,
+    ):
+
+        def on_bytes(done: int, total: int) -> None:
+            compilation.end()
+            on_progress("quantize (bytes)", done, total)
+
         quantize(
             index,
             plan,

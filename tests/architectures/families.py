@@ -52,16 +52,21 @@ RENAMED = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model type of transformers with micro sizes; `towers` are the nested configs of a multimodal one."""
+    """A model type of transformers with micro sizes; `towers` are the nested configs of a multimodal one.
+
+    `without` are the usual values that this type does not take.
+    """
 
     model_type: str
     text: Values
     towers: Mapping[str, Values] | None = None
     values: Values | None = None
+    without: tuple[str, ...] = ()
 
     def config(self, **changes: object) -> PretrainedConfig:
         """The micro configuration; `changes` go to the language model."""
-        text = {**TEXT, **self.text, **changes}
+        usual = {key: value for key, value in TEXT.items() if key not in self.without}
+        text = {**usual, **self.text, **changes}
         if self.towers is None:
             return AutoConfig.for_model(self.model_type, **{"dtype": "bfloat16", **text})
         nested = {"text_config": text, **self.towers}
@@ -75,6 +80,18 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family(model_type="gemma2", text={}),
     "gemma3": Family(model_type="gemma3_text", text={}),
     "phi3": Family(model_type="phi3", text={}),
+    "gpt2": Family(model_type="gpt2", text={"n_embd": 256, "n_layer": 2, "n_head": 4}),
+    "gptj": Family(
+        model_type="gptj",
+        text={"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 512, "rotary_dim": 32},
+    ),
+    "opt": Family(model_type="opt", text={"ffn_dim": 512, "word_embed_proj_dim": 256}),
+    "falcon": Family(
+        model_type="falcon",
+        text={"new_decoder_architecture": True, "num_kv_heads": 2},
+        without=("head_dim",),
+    ),
+    "bloom": Family(model_type="bloom", text={"n_layer": 2, "n_head": 4}),
     "mixtral": Family(
         model_type="mixtral",
         text={"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},

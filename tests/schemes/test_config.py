@@ -60,7 +60,7 @@ def test_one_scheme_targets_the_class_and_a_head_by_pattern() -> None:
     raw = quantization_config(
         Plan(
             source="",
-            architecture="",
+            architecture="Qwen3MoeForCausalLM",
             groups=tuple(groups),
             kept=(),
             kept_linears=(),

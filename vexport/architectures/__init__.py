@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 from pydantic import TypeAdapter
 
@@ -20,7 +21,15 @@ USUAL: FusedModules = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
 }
+USUAL_EXPERTS = ("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
+
+
+# Which tensors of a layer follow when vLLM's loader orders its rows anew. scales by row: the weight and a
+# scale of each row or of all. every tensor: each is taken for a row of values for each row of the weight.
+# whole heads: each that has an output dimension, cut by heads. plain weight: `weight` alone, packed ones and
+# scales do not. transposed: `weight` alone is stored (in, out) and turned around.
+Reordering = Literal["scales by row", "every tensor", "whole heads", "plain weight", "transposed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +48,11 @@ class Architecture:
     `resolved` are the fused modules whose members vLLM's quantization config knows (for the others it looks
     for the fused name itself). `experts` are the names of an expert's gate, down and up projections, up None
     where it has no gate; `stacked_experts` other endings of the tensors that hold all experts, to vLLM's own;
-    `transposed_experts` whether these are (experts, in, out). `permuted` layers get their rows in another
-    order when vLLM loads them, and scales by row too, but not zero points or scales of blocks. `unquantized`
-    layers are built without a quantization config. `row_parallel` layers are cut along in_features by tensor
-    parallelism, `replicated` ones not at all, the rest along out_features. `language_model` are the
-    attributes of a multimodal class that hold one, empty for a text model; `inner_unknown` where the
-    checkpoint's config chooses its class.
+    `transposed_experts` whether these are (experts, in, out). `reordered` layers get their rows in another
+    order when vLLM loads them. `unquantized` layers are built without a quantization config. `row_parallel`
+    layers are cut along in_features by tensor parallelism, `replicated` ones not at all, the rest along
+    out_features. `language_model` are the attributes of a multimodal class that hold one, empty for a text
+    model; `inner_unknown` where the checkpoint's config chooses its class.
     """
 
     fused: FusedModules = field(default_factory=dict)
@@ -52,7 +60,7 @@ class Architecture:
     experts: tuple[str, str, str | None] | None = None
     stacked_experts: Mapping[str, str] = field(default_factory=dict)
     transposed_experts: bool = False
-    permuted: tuple[str, ...] = ()
+    reordered: Mapping[str, Reordering] = field(default_factory=dict)
     unquantized: tuple[str, ...] = ()
     row_parallel: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
@@ -101,7 +109,7 @@ def resolve(name: str, config: Mapping[str, Json]) -> tuple[Architecture, tuple[
     inner_name = next(_text_models(config), None)
     if inner_name is not None:
         return _joined(outer, architecture_table().architectures[inner_name]), ()
-    usual = Architecture(fused=USUAL, row_parallel=USUAL_ROW_PARALLEL)
+    usual = Architecture(fused=USUAL, experts=USUAL_EXPERTS, row_parallel=USUAL_ROW_PARALLEL)
     return _joined(outer, usual), (_assumed(name),)
 
 

@@ -56,7 +56,7 @@ class Reader:
         )
         if part is None:
             return stored
-        expert: npt.NDArray[np.generic] = stored[part.expert]
+        expert: npt.NDArray[np.generic] = stored.reshape(-1, *stored.shape[-2:])[part.expert]
         return (expert.T if part.transposed else expert)[part.start : part.stop : part.step]
 
     def release(self, tensors: Iterable[TensorInfo]) -> None:

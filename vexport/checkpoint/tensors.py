@@ -40,5 +40,5 @@ def read_weight(reader: Reader, tensor: TensorInfo, part: WeightPart | None) -> 
     stored = read_tensor(reader, tensor)
     if part is None:
         return stored
-    expert = stored[part.expert]
+    expert = stored.reshape(-1, *stored.shape[-2:])[part.expert]
     return (expert.T if part.transposed else expert)[part.start : part.stop : part.step]

@@ -1,5 +1,6 @@
 """Is every tensor there that vLLM would otherwise leave uninitialized, without a word?"""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -11,6 +12,8 @@ NAME = "completeness"
 DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
 LAYERS = "layers"
 EXPERTS = ".experts."
+# model.norm; final_layernorm (Jamba, Falcon-H1, Zamba2), embedding_norm (LFM2)
+FINAL_NORM = re.compile(r"model\.(?:\w+_)?(?:layer)?norm\.weight$")
 
 
 def run(subject: Subject) -> Iterator[Finding]:
@@ -114,7 +117,9 @@ def _outside_layers(subject: Subject) -> Iterator[Finding]:
     names = set(subject.index.tensors)
     if not any(name.startswith("model.layers.") for name in names):
         return
-    required = ["model.embed_tokens.weight", "model.norm.weight"]
+    required = ["model.embed_tokens.weight"]
+    if not any(FINAL_NORM.match(name) for name in names):
+        required.append("model.norm.weight")
     tied = _text_config(subject).get(
         "tie_word_embeddings", subject.index.config.get("tie_word_embeddings", False)
     )

@@ -16,9 +16,6 @@ from vexport.plan.shapes import kept_instead, misfit
 from vexport.scenario import Rule
 from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearPlan, OnMisfit, Plan
 
-# GPT-2's Conv1D weights are (in, out); vLLM turns them only where they are stored unpacked (models/gpt2.py).
-TRANSPOSED_CLASSES = frozenset({"GPT2LMHeadModel"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -188,11 +185,4 @@ def _require_plain(index: SourceIndex) -> None:
             got="a quantized checkpoint",
             need="an unquantized source",
             fix="start from the original model",
-        )
-    if index.architecture in TRANSPOSED_CLASSES:
-        raise InputError(
-            place,
-            got=f"{index.architecture}, whose linear weights are stored transposed (Conv1D)",
-            need="weights of shape (out_features, in_features)",
-            fix="quantize another class: vLLM does not turn packed weights around",
         )

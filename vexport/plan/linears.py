@@ -12,14 +12,15 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.types import Json, LinearPlan, TensorInfo, WeightPart
 
 # decoder: quantized by a rule for all linear layers; outside: only by a rule that names it (lm_head, vision
-# towers, layers that predict further tokens, routers, gates); unquantizable: vLLM builds it without a config.
+# towers, layers that predict further tokens, routers, gates); unquantizable: vLLM builds it without a
+# config, or as experts of the class's own.
 Place = Literal["decoder", "outside", "unquantizable"]
 
 STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 # Layers that predict tokens further ahead; transformers drops them, vLLM drafts with them.
 PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_block|mtp_layers)\b")
 SMALL_BUT_DECISIVE = re.compile(
-    r"(?:.*\.)?(?:\w*router\w*(?:\.layer)?|\w*gate|\w*norm\w*|\w*conv1d\w*|in_proj_(?:ba|b|a))$"
+    r"(?:.*\.)?(?:\w*router\w*(?:\.layer)?|\w*gate|\w*norm\w*|\w*conv1d\w*|\w+_coefs|in_proj_(?:ba|b|a))$"
 )
 # vLLM's own endings of tensors that hold all experts of a layer (RoutedExperts.build_expert_params_mapping).
 STACKED_EXPERTS: Mapping[str, str] = {name: name for name in ("experts.gate_up_proj", "experts.down_proj")}
@@ -45,7 +46,8 @@ class Names:
     def place(self, module: str) -> Place:
         """Where a linear layer of that name is."""
         leaf = module.rpartition(".")[2]
-        if moe_layer(module) is None and leaf in self.architecture.unquantized:
+        routed = moe_layer(module) is not None
+        if self.architecture.experts is None if routed else leaf in self.architecture.unquantized:
             return "unquantizable"
         return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module) else "outside"
 
@@ -114,10 +116,17 @@ def find_linears(index: SourceIndex, names: Names) -> Iterator[LinearPlan]:
         if tensor.dtype not in FLOATING:
             continue
         if leaf == "weight" and len(tensor.shape) == 2 and not is_embedding(module):
-            rows, columns = tensor.shape
-            yield LinearPlan(name=module, weight=tensor.name, out_features=rows, in_features=columns)
+            yield _linear(tensor, module, names)
         elif len(tensor.shape) == 3 and names.experts_known:
             yield from _stacked_experts(tensor, names)
+
+
+def _linear(tensor: TensorInfo, module: str, names: Names) -> LinearPlan:
+    """The layer of a two-dimensional weight: (out, in), or (in, out) where the class stores it so."""
+    turned = names.architecture.reordered.get(module.rpartition(".")[2]) == "transposed"
+    rows, columns = tensor.shape[::-1] if turned else tensor.shape
+    part = WeightPart(expert=0, transposed=True, start=0, stop=rows) if turned else None
+    return LinearPlan(name=module, weight=tensor.name, out_features=rows, in_features=columns, part=part)
 
 
 def is_embedding(module: str) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from vexport.architectures.fusion import moe_layer
 from vexport.plan.linears import Names
+from vexport.plan.reordered import reordered_misfit
 from vexport.schemes import get_scheme
 from vexport.schemes.base import Split
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
@@ -23,9 +24,10 @@ def misfit(
     scheme = get_scheme(group.scheme)
     split = split_of(group, names)
     parts = [part for member in group.members for part in _parts(member, text)]
+    reordered = reordered_misfit(group, names.architecture, text)
     for count in ranks:
         members = [_repeated(part, count, text) for part in parts]
-        reason = _permuted(group, names) or scheme.group_misfit(members, ranks=count, split=split)
+        reason = reordered or scheme.group_misfit(members, ranks=count, split=split)
         if reason:
             leaves = " and ".join(member.name.rpartition(".")[2] for member in group.members)
             return Finding(
@@ -48,17 +50,6 @@ def split_of(group: FusionGroup, names: Names) -> Split:
     if leaf in architecture.row_parallel:
         return "in"
     return "none" if leaf in architecture.replicated or leaf in HEADS else "out"
-
-
-def _permuted(group: FusionGroup, names: Names) -> str | None:
-    """Why rows that vLLM orders anew cannot be stored like this (permute_qk_weight_for_rotary, llama4.py)."""
-    weights = get_scheme(group.scheme).args.weights
-    leaves = [member.name.rpartition(".")[2] for member in group.members]
-    permuted = [leaf for leaf in leaves if leaf in names.architecture.permuted]
-    if not permuted or (weights.strategy != "block" and weights.symmetric):
-        return None
-    what = "scales of blocks" if weights.strategy == "block" else "zero points"
-    return f"{what} for {permuted[0]}, whose rows vLLM orders anew without them"
 
 
 def _parts(member: LinearPlan, text: Mapping[str, Json]) -> tuple[LinearPlan, ...]:

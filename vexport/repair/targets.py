@@ -45,14 +45,14 @@ def _without_quantized(subject: Subject) -> tuple[str, ...]:
 
 def _targets(subject: Subject, group: ConfigGroup) -> tuple[str, ...]:
     """The targets of a group with the layers that it fits and that vLLM gives to none or to another."""
-    alone = len(subject.config_groups) == 1
+    alone, resolved = len(subject.config_groups) == 1, subject.architecture.resolved
     own = [unit for unit in subject.units if _belongs(subject, unit, group)]
     lost = [unit for unit in own if _is_lost(subject, unit)]
     if not lost:
         return group.targets
     if alone and not all(_is_head(unit) for unit in lost):
-        return tuple(targets_of(_groups(own), alone=True))
-    return (*group.targets, *targets_of(_groups(lost), alone=False))
+        return tuple(targets_of(_groups(own), resolved, alone=True))
+    return (*group.targets, *targets_of(_groups(lost), resolved, alone=False))
 
 
 def _belongs(subject: Subject, unit: Unit, group: ConfigGroup) -> bool:

@@ -1,11 +1,13 @@
 """The `quantization_config` of config.json, in the terms of compressed-tensors that vLLM reads."""
 
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
 from pydantic import TypeAdapter
 
+from vexport.architectures import get_architecture
+from vexport.architectures.fusion import moe_layer
 from vexport.schemes import get_scheme
 from vexport.schemes.base import EXPERT, QuantArgs, is_head
 from vexport.schemes.kv_cache import KV_CACHES
@@ -22,12 +24,13 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
     One scheme targets the class Linear; several target their layers by name, because vLLM takes the first
     target that matches and a class matches all.
     """
+    resolved = get_architecture(plan.architecture).resolved
     treatments = list(dict.fromkeys((group.scheme, group.observer) for group in plan.groups))
     formats = {get_scheme(scheme).family.format for scheme, _ in treatments}
     groups: dict[str, Json] = {}
     for number, (scheme, observer) in enumerate(treatments):
         members = [group for group in plan.groups if (group.scheme, group.observer) == (scheme, observer)]
-        targets = targets_of(members, alone=len(treatments) == 1)
+        targets = targets_of(members, resolved, alone=len(treatments) == 1)
         groups[f"group_{number}"] = _config_group(scheme, observer, targets)
     return {
         "config_groups": groups,
@@ -46,18 +49,27 @@ def _format(formats: Set[str]) -> str:
     return next(iter(formats), DENSE_FORMAT)
 
 
-def targets_of(groups: Sequence[FusionGroup], *, alone: bool) -> list[str]:
+def targets_of(groups: Sequence[FusionGroup], resolved: Sequence[str], *, alone: bool) -> list[str]:
     """What vLLM resolves to these layers and no others.
 
+    A fused module that its quantization config does not take apart (not in `resolved`, see `Architecture`)
+    is named itself as well.
     A quantized output head is named by a pattern, as vLLM may know it by a longer name than the checkpoint
     (`language_model.lm_head`) and translates only names with a dot.
     """
-    names = [member.name for group in groups for member in group.members]
+    names = [name for group in groups for name in _names(group, resolved)]
     heads = [name for name in names if is_head(name)]
     patterns = [f"re:.*{name.rpartition('.')[2]}$" for name in heads]
     if alone:
         return ["Linear", *patterns]
     return [*_experts_together(name for name in names if name not in heads), *patterns]
+
+
+def _names(group: FusionGroup, resolved: Sequence[str]) -> Iterator[str]:
+    yield from (member.name for member in group.members)
+    fused = len(group.members) > 1 and moe_layer(group.members[0].name) is None
+    if fused and group.name.rpartition(".")[2] not in resolved:
+        yield group.name
 
 
 def _experts_together(names: Iterable[str]) -> list[str]:

@@ -34,10 +34,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """Which part of a stored tensor is a layer's weight, for experts that are stored together.
+    """Which part of a stored tensor is a layer's weight: experts that are stored together, or (in, out).
 
-    The tensor is indexed by `expert` along its first dimension, transposed where `transposed`, and cut to
-    the rows `start` to `stop`, taking every `step`-th (2 where gate and up alternate).
+    A tensor of three dimensions is indexed by `expert` along its first; it is transposed where `transposed`,
+    and cut to the rows `start` to `stop`, taking every `step`-th (2 where gate and up alternate).
     """
 
     expert: int
