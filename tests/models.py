@@ -48,9 +48,9 @@ def _save(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
-def write_calibration(path: Path, rows: int = 8, length: int = 32) -> Path:
+def write_calibration(path: Path, rows: int = 8, length: int = 32, vocabulary: int = VOCABULARY) -> Path:
     """A calibration file of random token ids."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator).tolist()
+    ids = torch.randint(3, vocabulary, (rows, length), generator=generator).tolist()
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids), encoding="utf-8")
     return path

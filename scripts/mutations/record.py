@@ -1,27 +1,32 @@
 """Records what the real vLLM does with the mutations of tests/mutations: raises, answers otherwise, or alike.
 
-    PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--scheme NVFP4 ...] [--every 3]
+    PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--good NVFP4 ...] [--only 'weight_scale.*']
 
-Mutations that are recorded already are left out, so that a call goes on where the last one stopped. One
-process loads one checkpoint after the other (2 to 12 s each); where it dies, the mutation is recorded as
-refused and another process goes on. `--every` takes only each n-th mutation.
+Mutations that are recorded already are left out, so that a call goes on where the last one stopped; each
+answer is appended at once. One process loads one checkpoint after the other (2 to 12 s each); where it dies,
+the mutation is recorded as refused and another process goes on. A sound checkpoint that does not load, or
+does not answer twice alike, ends the recording with an error.
 """
 
 import argparse
+import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from shutil import copytree, rmtree
 
 import torch
 
-from tests.mutations.good import SCHEMES, write_good
-from tests.mutations.recorded import Record, read_records, write_records
-from tests.mutations.table import mutations
+from tests.mutations.good import GOOD, write_good
+from tests.mutations.recorded import Record, append_record, read_records
+from tests.mutations.table import mutations, worth_recording
 from vexport.engine.generate import dense
 
 ENVIRONMENT = {
@@ -31,93 +36,163 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VEXPORT_CPU_EMULATION": "1",
     "VLLM_CPU_INT4_W4A8": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-PROMPTS = tuple(tuple(range(start, start + 160, 8)) for start in (5, 90, 170))
+# First token of each prompt and the step to the next one, below any micro model's vocabulary.
+PROMPTS = ((5, 3), (1, 5), (40, 7))
+PROMPT_TOKENS = 20
+LEAST_VOCABULARY = 64
+KV_CACHE_BYTES = 1 << 24
 MOST_MESSAGE = 160
+# Folders that are written before the process comes to them.
+AHEAD = 10
+# vLLM collects garbage a dozen times a checkpoint, which takes longer than all else: done now and then.
+COLLECT_EVERY = 10
+# In the first round one in so many of the table, in the next their neighbours.
+STRIDE = 11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A mutation's folder to load, and the sound checkpoint that it was made from."""
+
+    good: str
+    name: str
+    sound: Path
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What vLLM did with a folder, in the words of a Record; "unsound" where the sound one is at fault."""
+
+    outcome: str
+    detail: str
 
 
 def main() -> None:
-    """Record what is missing."""
+    """Record what is missing: a few of every sound checkpoint before more of the first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--scheme", action="append", choices=SCHEMES)
-    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--good", action="append", choices=tuple(GOOD), help="a sound checkpoint's name")
+    parser.add_argument("--only", default="", help="a pattern that the mutations' names begin with")
     parser.add_argument("--worker", nargs="*", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        work([Path(folder) for folder in arguments.worker])
+        work(arguments.worker)
         return
+    chosen = arguments.good or list(GOOD)
     with tempfile.TemporaryDirectory() as folder:
-        root = write_good(Path(folder))
-        for scheme in arguments.scheme or SCHEMES:
-            record(root / scheme, scheme, arguments.every)
+        root = write_good(Path(folder), chosen)
+        missing = (_missing(root / good, good, arguments.only) for good in chosen)
+        record([job for turn in zip_longest(*missing) for job in turn if job is not None])
 
 
-def record(good: Path, scheme: str, every: int) -> None:
-    """Load the missing mutations of one scheme, in as many processes as it takes."""
-    done = {entry.name for entry in read_records() if entry.scheme == scheme}
-    missing = [name for name in list(mutations(scheme))[::every] if name not in done]
-    folders = {str(good): ""}
-    for number, name in enumerate(missing):
-        folder = good.with_name(f"{scheme}-{number}")
-        copytree(good, folder)
-        mutations(scheme)[name](folder)
-        folders[str(folder)] = name
-    while len(folders) > 1:
-        for path, outcome, detail in answers(list(folders)):
-            name = folders.pop(path)
-            if name:
-                entry = Record(scheme=scheme, name=name, outcome=outcome, detail=detail)
-                write_records([*read_records(), entry])
-                rmtree(path)
-                print(f"{scheme}: {name}: {outcome} {detail}", flush=True)
-        folders = {str(good): "", **folders}
+def _missing(sound: Path, good: str, only: str) -> list[Job]:
+    """The mutations without a record, in an order that takes from all over the table."""
+    done = {entry.name for entry in read_records() if entry.good == good}
+    names = [name for name in worth_recording(good) if name not in done and re.match(only, name)]
+    jobs = [
+        Job(good=good, name=name, sound=sound, folder=sound.with_name(f"{good}-{number}"))
+        for number, name in enumerate(names)
+    ]
+    first = list(GOOD).index(good)
+    starts = ((first + turn) % STRIDE for turn in range(STRIDE))
+    return list(chain.from_iterable(jobs[start::STRIDE] for start in starts))
 
 
-def answers(folders: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """(folder, outcome, detail) of one process; the one at which it died is the last."""
-    command = [sys.executable, __file__, "--worker", *folders]
-    environment = {**os.environ, **ENVIRONMENT}
+def record(jobs: Sequence[Job]) -> None:
+    """Load all mutations, in as many processes as it takes."""
+    while jobs:
+        answered = 0
+        for job, answer in zip(jobs, answers(jobs), strict=False):
+            if answer.outcome == "unsound":
+                sys.exit(f"{job.good}: the sound checkpoint {answer.detail}")
+            append_record(Record(good=job.good, name=job.name, outcome=answer.outcome, detail=answer.detail))
+            print(f"{job.good}: {job.name}: {answer.outcome} {answer.detail}", flush=True)
+            rmtree(job.folder)
+            answered += 1
+        jobs = jobs[answered:]
+
+
+def _make(jobs: Iterable[Job]) -> None:
+    """Write the mutated folders, unless a process that died left them."""
+    for job in jobs:
+        if not job.folder.exists():
+            copytree(job.sound, job.folder)
+            mutations(job.good)[job.name](job.folder)
+
+
+def answers(jobs: Sequence[Job]) -> Iterator[Answer]:
+    """The answers of one process to the jobs, in order; the one at which it died is the last."""
+    waiting = iter(jobs)
+    _make(islice(waiting, AHEAD))
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        [
+            sys.executable,
+            __file__,
+            "--worker",
+            *(str(path) for job in jobs for path in (job.sound, job.folder)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
     )
     assert process.stdout is not None
-    answered = 0
+    answered, sound = 0, True
     for line in process.stdout:
-        if line.startswith("{"):
-            answer = json.loads(line)
+        if line.startswith('{"sound"'):
+            sound = json.loads(line)["sound"]
+        elif line.startswith('{"outcome"'):
             answered += 1
-            yield answer["folder"], answer["outcome"], answer["detail"]
+            _make(islice(waiting, 1))
+            yield Answer(**json.loads(line))
     code = process.wait()
-    if answered < len(folders):
-        yield folders[answered], "raises", f"the process died with {code}"
+    if answered < len(jobs):
+        yield Answer(outcome="raises" if sound else "unsound", detail=f"made the process die with {code}")
 
 
-def work(folders: Sequence[Path]) -> None:
-    """Load every folder, the good one first; a line of JSON for each."""
-    right: torch.Tensor | None = None
-    for folder in folders:
+def work(folders: Sequence[str]) -> None:
+    """Load every pair's second folder and compare it with the first; a line of JSON for each."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.triton_utils import dispatcher
+
+    collect, gc.collect = gc.collect, lambda generation=2: 0
+    right: dict[str, torch.Tensor] = {}
+    for number, (sound, folder) in enumerate(zip(folders[::2], folders[1::2], strict=True)):
+        if sound not in right:
+            _say({"sound": False})
+            right[sound] = logprobs(Path(sound))
+            if len(right) == 1 and not torch.equal(right[sound], logprobs(Path(sound))):
+                _say(asdict(Answer(outcome="unsound", detail="answers otherwise when asked again")))
+                return
+        # The first load has put these in their places, which takes a look at every name of every module.
+        dispatcher._rebind_kernels = lambda overrides: None
+        _say({"sound": True})
         try:
-            found = logprobs(folder)
+            answer = compared(right[sound], logprobs(Path(folder)))
         except Exception as error:
-            message = " ".join(f"{type(error).__name__}: {error}".split())
-            outcome, detail = "raises", message[:MOST_MESSAGE]
-        else:
-            right = found if right is None else right
-            outcome, detail = compared(right, found)
-        print("\n" + json.dumps({"folder": str(folder), "outcome": outcome, "detail": detail}), flush=True)
+            cleanup_dist_env_and_memory()
+            message = " ".join(f"{type(error).__name__}: {error}".split()).replace(folder, "CHECKPOINT")
+            answer = Answer(outcome="raises", detail=message[:MOST_MESSAGE])
+        _say(asdict(answer))
+        if number % COLLECT_EVERY == 0:
+            collect()
 
 
-def compared(right: torch.Tensor, found: torch.Tensor) -> tuple[str, str]:
-    """Whether the answers are those of the good checkpoint."""
+def _say(content: dict[str, object]) -> None:
+    print("\n" + json.dumps(content), flush=True)
+
+
+def compared(right: torch.Tensor, found: torch.Tensor) -> Answer:
+    """Whether the answers are those of the sound checkpoint: vLLM repeats itself to the last bit here."""
     if found.shape != right.shape:
-        return "wrong", f"{list(found.shape)} instead of {list(right.shape)}"
+        return Answer(outcome="wrong", detail=f"{list(found.shape)} instead of {list(right.shape)}")
     difference = float((found - right).abs().max())
     if difference != difference:
-        return "wrong", "NaN"
-    return ("alike" if difference == 0 else "wrong"), f"{difference:.3g}"
+        return Answer(outcome="wrong", detail="NaN")
+    return Answer(outcome="alike" if difference == 0 else "wrong", detail=f"{difference:.3g}")
 
 
 def logprobs(folder: Path) -> torch.Tensor:
@@ -128,6 +203,7 @@ def logprobs(folder: Path) -> torch.Tensor:
         model=str(folder),
         skip_tokenizer_init=True,
         enforce_eager=True,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
         max_model_len=64,
         max_num_seqs=4,
         max_logprobs=-1,
@@ -139,7 +215,12 @@ def logprobs(folder: Path) -> torch.Tensor:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False
         )
-        prompts = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in PROMPTS]
+        prompts = [
+            TokensPrompt(
+                prompt_token_ids=[(first + step * n) % LEAST_VOCABULARY for n in range(PROMPT_TOKENS)]
+            )
+            for first, step in PROMPTS
+        ]
         outputs = [llm.generate([prompt], sampling, use_tqdm=False)[0] for prompt in prompts]
         return torch.cat([dense(output.prompt_logprobs) for output in outputs])
     finally:

@@ -1,5 +1,6 @@
 """Changes of a checkpoint folder of one file, in place."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ from shutil import copytree
 import torch
 from safetensors.torch import load_file, save_file
 
+from vexport.types import Json
+
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Path], None]
 WEIGHTS = "model.safetensors"
@@ -15,7 +18,8 @@ INDEX = "model.safetensors.index.json"
 # The place of the whole config.json, of its quantization_config, of the first group's arguments.
 WHOLE: tuple[str, ...] = ()
 QUANTIZATION = ("quantization_config",)
-GROUP = (*QUANTIZATION, "config_groups", "group_0")
+GROUP_KEY = "first"
+GROUP = (*QUANTIZATION, "config_groups", GROUP_KEY)
 ARGUMENTS = (*GROUP, "weights")
 INPUTS = (*GROUP, "input_activations")
 
@@ -71,28 +75,61 @@ def swap(one: str, two: str) -> Change:
 def config(place: tuple[str, ...], **changes: object) -> Change:
     """Set keys of config.json at a place in it."""
 
-    def apply(folder: Path) -> None:
-        whole = json.loads((folder / "config.json").read_text())
-        node = whole
-        for key in place:
-            node = node[key]
-        node.update(changes)
-        (folder / "config.json").write_text(json.dumps(whole))
-
-    return apply
+    return json_config(lambda whole: node(whole, place).update(changes))
 
 
 def without(place: tuple[str, ...], *keys: str) -> Change:
     """Remove keys of config.json."""
 
-    def apply(folder: Path) -> None:
-        whole = json.loads((folder / "config.json").read_text())
-        node = whole
-        for key in place:
-            node = node[key]
+    def change(whole: dict[str, Json]) -> None:
         for key in keys:
-            del node[key]
-        (folder / "config.json").write_text(json.dumps(whole))
+            del node(whole, place)[key]
+
+    return json_config(change)
+
+
+def json_config(change: Callable[[dict[str, Json]], None]) -> Change:
+    """Change config.json."""
+
+    def apply(folder: Path) -> None:
+        path = folder / "config.json"
+        whole = json.loads(path.read_text())
+        change(whole)
+        path.write_text(json.dumps(whole))
+
+    return apply
+
+
+def node(whole: dict[str, Json], place: tuple[str, ...]) -> dict[str, Json]:
+    """The object at a place; `GROUP_KEY` stands for the first config group, whatever its name."""
+    found: Json = whole
+    for key in place:
+        assert isinstance(found, dict)
+        found = next(iter(found.values())) if key == GROUP_KEY else found[key]
+    assert isinstance(found, dict)
+    return found
+
+
+def copied_group(*, first: bool = False, num_bits: int = 0) -> Change:
+    """Another config group like the first, before or after it."""
+
+    def change(whole: dict[str, Json]) -> None:
+        group = copy.deepcopy(node(whole, GROUP))
+        if num_bits:
+            node(group, ("weights",))["num_bits"] = num_bits
+        quantization = node(whole, QUANTIZATION)
+        groups = node(quantization, ("config_groups",))
+        quantization["config_groups"] = {"copy": group, **groups} if first else {**groups, "copy": group}
+
+    return json_config(change)
+
+
+def all_of(*changes: Change) -> Change:
+    """One change after the other."""
+
+    def apply(folder: Path) -> None:
+        for change in changes:
+            change(folder)
 
     return apply
 
@@ -131,3 +168,16 @@ def element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def every(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Set all elements."""
     return lambda tensor: torch.full(tensor.shape, value).to(tensor.dtype)
+
+
+def header(change: Callable[[dict[str, Json]], object], padding: int = 0) -> Change:
+    """Change a file's header; the data stays as it is."""
+
+    def apply(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8 : 8 + length])
+        change(entries)
+        text = json.dumps(entries).encode() + b" " * padding
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    return file_bytes(WEIGHTS, apply)

@@ -1,44 +1,119 @@
 """Sound checkpoints that are small enough to be loaded hundreds of times."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from shutil import copytree
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command import vexport
-from tests.models import save_llama, write_calibration
+from tests.models import VOCABULARY, save_llama, save_qwen3, write_calibration
 
-SCHEMES = ("NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16")
-LAYERS = 2
+PEER = Path(__file__).parent.parent / "peer"
 SIZES: Mapping[str, int] = {
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": LAYERS,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 32,
 }
+NVFP4_LEAVES = ("weight_packed", "weight_scale", "weight_global_scale")
+PACKED_LEAVES = ("weight_packed", "weight_scale", "weight_shape")
+LEAVES: Mapping[str, tuple[str, ...]] = {
+    "NVFP4": (*NVFP4_LEAVES, "input_global_scale"),
+    "NVFP4A16": NVFP4_LEAVES,
+    "FP8": ("weight", "weight_scale", "input_scale"),
+    "FP8_DYNAMIC": ("weight", "weight_scale"),
+    "FP8_BLOCK": ("weight", "weight_scale"),
+    "W8A8": ("weight", "weight_scale"),
+    "W4A16": PACKED_LEAVES,
+    "W4A16_ASYM": (*PACKED_LEAVES, "weight_zero_point"),
+    "MXFP4": ("weight_packed", "weight_scale"),
+    "MXFP8": ("weight", "weight_scale"),
+}
 
 
-def _vary_norms(source: Path) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sound:
+    """How a sound checkpoint is made: from which model, by whom, in which scheme."""
+
+    scheme: str
+    source: str = "llama"
+    peer: str = ""
+    kv_cache: bool = False
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The parameters of a quantized layer, the weight's first."""
+        return LEAVES[self.scheme]
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return 1 if self.peer or self.source == "moe" else SIZES["num_hidden_layers"]
+
+    @property
+    def experts(self) -> bool:
+        """Whether its MLPs are experts."""
+        return self.source == "moe"
+
+    def mlp(self, projection: str) -> str:
+        """The name of a layer of the last MLP, or of its first expert."""
+        inner = "mlp.experts.0" if self.experts else "mlp"
+        return f"model.layers.{self.layers - 1}.{inner}.{projection}_proj"
+
+    def attention(self, projection: str) -> str:
+        """The name of a layer of the last attention."""
+        return f"model.layers.{self.layers - 1}.self_attn.{projection}_proj"
+
+
+GOOD: Mapping[str, Sound] = {
+    **{scheme: Sound(scheme=scheme) for scheme in LEAVES},
+    "W8A8 experts": Sound(scheme="W8A8", source="moe"),
+    "W4A16 experts": Sound(scheme="W4A16", source="moe"),
+    "W8A8 tied": Sound(scheme="W8A8", source="qwen3"),
+    "FP8_DYNAMIC with KV cache": Sound(scheme="FP8_DYNAMIC", kv_cache=True),
+    "peer's NVFP4A16": Sound(scheme="NVFP4A16", peer="llama-NVFP4A16"),
+    "peer's W4A16": Sound(scheme="W4A16", peer="llama-W4A16"),
+    "peer's FP8_DYNAMIC": Sound(scheme="FP8_DYNAMIC", peer="llama-FP8_DYNAMIC"),
+}
+
+
+def write_good(root: Path, names: Iterable[str] = GOOD) -> Path:
+    """The sound checkpoints of these names, each in a folder of its name below `root`."""
+    sources = {
+        "llama": save_llama(root / "source-llama", **SIZES),
+        "qwen3": save_qwen3(root / "source-qwen3", **SIZES),
+        "moe": copytree(PEER / "moe", root / "source-moe"),
+    }
+    for source in sources.values():
+        _vary_norms(source)
+    for name in names:
+        sound = GOOD[name]
+        if sound.peer:
+            _vary_norms(copytree(PEER / sound.peer, root / name))
+        else:
+            _quantize(sources[sound.source], root / name, sound)
+    return root
+
+
+def _quantize(source: Path, out: Path, sound: Sound) -> None:
+    vocabulary = 64 if sound.experts else VOCABULARY
+    calibration = write_calibration(out.with_suffix(".jsonl"), vocabulary=vocabulary)
+    cache = ("--kv-cache", "fp8") if sound.kv_cache else ()
+    given = ("--scheme", sound.scheme, "--calibration", calibration, "--quiet", *cache)
+    ran = vexport("quantize", source, out, *given)
+    assert ran.code == 0, ran.stderr
+
+
+def _vary_norms(folder: Path) -> None:
     """Weights of norms that are not the ones that vLLM begins with: a missing one shows."""
     generator = torch.Generator().manual_seed(2)
-    values = load_file(source / "model.safetensors")
+    values = load_file(folder / "model.safetensors")
     for name, value in values.items():
         if "norm" in name:
             values[name] = (torch.rand(value.shape, generator=generator) + 0.5).to(value.dtype)
-    save_file(values, source / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_good(root: Path) -> Path:
-    """A micro Llama quantized in every scheme, each in a folder of its name below `root`."""
-    source = save_llama(root / "source", **SIZES)
-    _vary_norms(source)
-    calibration = write_calibration(root / "rows.jsonl")
-    for scheme in SCHEMES:
-        ran = vexport(
-            "quantize", source, root / scheme, "--scheme", scheme, "--calibration", calibration, "--quiet"
-        )
-        assert ran.code == 0, ran.stderr
-    return root
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,11 +1,8 @@
 """What the real vLLM did with each mutation, as scripts/mutations/record.py saw it."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from vexport.files import write_text
 
 RECORDS = Path(__file__).parent / "vllm-0.32.0.jsonl"
 
@@ -17,7 +14,7 @@ class Record:
     `detail` is vLLM's message, or the largest difference of a log-probability.
     """
 
-    scheme: str
+    good: str
     name: str
     outcome: str
     detail: str
@@ -30,6 +27,7 @@ def read_records() -> list[Record]:
     return [Record(**json.loads(line)) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
 
 
-def write_records(records: Sequence[Record]) -> None:
-    """Write all records, a line each."""
-    write_text(RECORDS, "".join(json.dumps(asdict(record)) + "\n" for record in records))
+def append_record(record: Record) -> None:
+    """Add a line."""
+    with RECORDS.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(asdict(record)) + "\n")

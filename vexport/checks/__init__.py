@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import read_index, require_checkpoint
 from vexport.checkpoint.reader import Reader
-from vexport.checks import completeness, config, fusion, kv_cache, shapes, targets, values
+from vexport.checks import completeness, config, fusion, kv_cache, model, shapes, shards, targets, values
 from vexport.checks.subject import Subject
 from vexport.errors import InputError, InputErrors
 from vexport.types import CheckReport, Finding
@@ -27,7 +27,7 @@ class Check:
 
 CHECKS: Mapping[str, Check] = {
     module.NAME: Check(description=module.DESCRIPTION, run=module.run)
-    for module in (config, targets, completeness, shapes, values, fusion, kv_cache)
+    for module in (shards, model, config, targets, completeness, shapes, values, fusion, kv_cache)
 }
 
 

@@ -4,9 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from vexport.checks.expected import expected_parameters, weight_name
-from vexport.checks.subject import QUANTIZED_LEAVES, ConfigGroup, Subject, Unit, error, quantized_leaves
-from vexport.types import Finding, Json, TensorInfo
+from vexport.checks.arguments import ConfigGroup
+from vexport.checks.decoder import Layout
+from vexport.checks.expected import parameters_of, weight_name
+from vexport.checks.subject import QUANTIZED_LEAVES, Subject, Unit, error, quantized_leaves, warning
+from vexport.types import Finding, Json
 
 NAME = "completeness"
 DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
@@ -14,33 +16,86 @@ LAYERS = "layers"
 EXPERTS = ".experts."
 # model.norm; final_layernorm (Jamba, Falcon-H1, Zamba2), embedding_norm (LFM2)
 FINAL_NORM = re.compile(r"model\.(?:\w+_)?(?:layer)?norm\.weight$")
+# Tensors that vLLM drops or takes for the KV cache, whatever the class: AutoWeightsLoader in models/utils.py,
+# get_cache_scale_mapper and _ignore_unexpected_suffixes in quantization/base_config.py.
+UNREAD = re.compile(
+    r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)|[.][qkv]_(?:scale|zero_point)$|\.kv_scale$|\.g_idx$"
+)
 
 
 def run(subject: Subject) -> Iterator[Finding]:
     """Findings on missing and unexpected tensors."""
+    if not subject.index.tensors:
+        yield _missing(str(subject.index.root), "the model's tensors")
+        return
     for unit in subject.units:
         group = subject.group_of(unit)
-        yield from _fused_parts(subject, unit)
+        if subject.layout is None:
+            yield from _fused_parts(subject, unit)
         for module, leaves in unit.members.items():
             if group is not None and quantized_leaves(leaves):
-                yield from _parameters(group, module, leaves)
+                yield from _parameters(subject, unit, group, module)
+    if subject.layout is not None:
+        yield from _of_layout(subject, subject.layout)
+        return
     yield from _decoder_layers(subject)
     yield from _outside_layers(subject)
 
 
-def _parameters(group: ConfigGroup, module: str, leaves: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    expected = expected_parameters(group, leaves)
-    names = set(expected) if expected is not None else {weight_name(group)}
+def _of_layout(subject: Subject, layout: Layout) -> Iterator[Finding]:
+    """Modules and parameters that the class has and the checkpoint lacks, and the other way round."""
+    names = subject.index.tensors.keys()
+    stored = {name.rpartition(".")[0] for name in names if not name.endswith(".bias")}
+    modules = {**layout.linears, **layout.tables}
+    for module in modules.keys() - stored - layout.optional:
+        yield _missing(f"{module}.weight", f"the layer, of {subject.class_name} as its config sizes it")
+    for name in layout.parameters.keys() - names:
+        yield _missing(name, f"the tensor, of {subject.class_name} as its config sizes it")
+    known = {name.rpartition(".")[0] for name in layout.parameters} | modules.keys()
+    for name in names - layout.parameters.keys():
+        module, _, leaf = name.rpartition(".")
+        if UNREAD.search(name) or module in modules and leaf in (*QUANTIZED_LEAVES, "weight"):
+            continue
+        if leaf == "bias":
+            yield _unread_bias(name, of_module=module in known)
+        else:
+            yield error(
+                NAME,
+                name,
+                expected=f"only tensors of {subject.class_name}, as its config sizes it",
+                got="a name for which vLLM has no parameter",
+                fix="remove the tensor, or correct its name or the config",
+            )
+
+
+def _unread_bias(name: str, *, of_module: bool) -> Finding:
+    """vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py)."""
+    return warning(
+        NAME,
+        name,
+        expected="no bias, or a config that announces it" if of_module else "no such tensor",
+        got="a bias that vLLM drops without a word",
+        fix="remove it if it is zero, else correct the config (attention_bias, mlp_bias)",
+    )
+
+
+def _parameters(subject: Subject, unit: Unit, group: ConfigGroup, module: str) -> Iterator[Finding]:
+    leaves = unit.members[module]
+    sides = subject.sides(group, module, leaves)
+    names = set(parameters_of(group, *sides)) if sides is not None else {weight_name(group)}
     for leaf in sorted(names - leaves.keys()):
-        yield error(
-            NAME,
-            f"{module}.{leaf}",
-            expected=f"the tensor ({group.format})",
-            got="none: vLLM would read uninitialized memory",
-            fix="export the checkpoint again",
-        )
+        if leaf == "input_scale" and any(leaf in other for other in unit.members.values()):
+            yield _covered(f"{module}.{leaf}", unit)
+        else:
+            yield error(
+                NAME,
+                f"{module}.{leaf}",
+                expected=f"the tensor ({group.format})",
+                got="none: vLLM would read uninitialized memory",
+                fix="export the checkpoint again",
+            )
     known = names | {"bias"}
-    for leaf in sorted(leaves.keys() - known) if expected is not None else ():
+    for leaf in sorted(leaves.keys() - known) if sides is not None else ():
         yield error(
             NAME,
             f"{module}.{leaf}",
@@ -48,6 +103,17 @@ def _parameters(group: ConfigGroup, module: str, leaves: Mapping[str, TensorInfo
             got="a tensor that the layer's scheme does not have",
             fix="remove it or correct the config group",
         )
+
+
+def _covered(where: str, unit: Unit) -> Finding:
+    """vLLM starts from the lowest number and takes the largest of all members (create_fp8_input_scale)."""
+    return warning(
+        NAME,
+        where,
+        expected="an input scale for each layer that runs as one",
+        got=f"none: vLLM would take that of the others in {unit.name}",
+        fix="export the checkpoint again",
+    )
 
 
 def _fused_parts(subject: Subject, unit: Unit) -> Iterator[Finding]:

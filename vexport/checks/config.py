@@ -1,9 +1,12 @@
 """Can vLLM read the quantization config at all?"""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
-from vexport.checks.subject import Subject, error, parse_group
-from vexport.types import Finding
+from vexport.checks.arguments import parse_group
+from vexport.checks.scheme import scheme_of
+from vexport.checks.subject import Subject, error
+from vexport.types import Finding, Json
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
@@ -49,31 +52,57 @@ def run(subject: Subject) -> Iterator[Finding]:
             yield _finding(
                 subject, place, "arguments that compressed-tensors accepts", parsed, "correct the group"
             )
-    yield from _groups(subject)
+    yield from _sparsity(subject, config)
+    ignore = config.get("ignore", [])
+    if not isinstance(ignore, list):
+        yield _finding(
+            subject, "ignore", "a list of names", repr(ignore), "set it, to [] for none"
+        )
+    problems = tuple(_patterns(subject))
+    yield from problems or _groups(subject)
 
 
 def _groups(subject: Subject) -> Iterator[Finding]:
+    used = {group.name for unit in subject.units if (group := subject.group_of(unit)) is not None}
     for group in subject.config_groups:
         place = f"config_groups.{group.name}"
-        if group.format not in FORMATS:
-            yield _finding(
-                subject, f"{place}.format", f"one of {', '.join(sorted(FORMATS))}", group.format, "set it"
-            )
         if group.weights.actorder in REFUSED_ORDERING:
             got = f"actorder {group.weights.actorder}"
             yield _finding(
                 subject, place, "no activation ordering, or actorder weight", got, "quantize again"
             )
-        if group.weights.strategy == "tensor_group":
-            yield from _nvfp4(subject, place, group.weights.group_size, group.weights.symmetric)
+        found = scheme_of(group) if group.name in used else None
+        if isinstance(found, str):
+            yield _finding(
+                subject,
+                place,
+                "arguments and a format that one of vLLM's schemes runs",
+                found,
+                "correct them",
+            )
 
 
-def _nvfp4(subject: Subject, place: str, group_size: int | None, symmetric: bool) -> Iterator[Finding]:
-    if group_size != 16 or not symmetric:
-        got = f"group_size {group_size}, symmetric {symmetric}"
-        yield _finding(
-            subject, f"{place}.weights", "NVFP4 with group_size 16 and symmetric", got, "quantize again"
+def _sparsity(subject: Subject, config: Mapping[str, Json]) -> Iterator[Finding]:
+    """Source: _parse_sparsity_config of CompressedTensorsConfig."""
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, dict) and (sparsity.get("targets") or sparsity and "format" not in sparsity):
+        got = (
+            f"one with targets {sparsity.get('targets')}" if sparsity.get("targets") else "one without format"
         )
+        expected = "no sparsity, which vLLM no longer loads"
+        yield _finding(subject, "sparsity_config", expected, got, "export without sparsity compression")
+
+
+def _patterns(subject: Subject) -> Iterator[Finding]:
+    """Regular expressions that Python refuses, in targets and ignore."""
+    lists = {"ignore": subject.ignore}
+    lists |= {f"config_groups.{group.name}.targets": group.targets for group in subject.config_groups}
+    for place, entries in lists.items():
+        for entry in entries:
+            try:
+                re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+            except re.error as problem:
+                yield _finding(subject, place, "regular expressions", f"{entry}: {problem}", "correct it")
 
 
 def _finding(subject: Subject, place: str, expected: str, got: str, fix: str) -> Finding:

@@ -4,23 +4,29 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vexport.checks.subject import Subject, Unit, error
+from vexport.checks.subject import Subject, Unit, error, warning
 from vexport.types import Finding
 
 NAME = "fusion"
-DESCRIPTION = "q/k/v and gate/up share their global scales; per-tensor FP8 scales are shared or said to cost"
+DESCRIPTION = (
+    "q/k/v and gate/up share global and input scales; per-tensor FP8 scales are shared or said to cost"
+)
 # vLLM keeps the largest for all (process_weights_after_loading of compressed_tensors_w4a4_nvfp4.py).
 MUST_SHARE = ("weight_global_scale", "input_global_scale")
-# vLLM requantizes to the largest weight scale and uses the largest input scale (w8a8_utils.py): a small loss.
-SHOULD_SHARE = ("weight_scale", "input_scale")
+# The same of compressed_tensors_w8a8_fp8.py; INT8 keeps the last. They run on one input, so that only a fault
+# makes their scales differ.
+INPUT_SCALE = "input_scale"
+# vLLM requantizes to the largest weight scale (process_fp8_weight_tensor_strategy): a small loss.
+SHOULD_SHARE = "weight_scale"
 
 
 def run(subject: Subject) -> Iterator[Finding]:
     """Findings on fused layers whose scales differ."""
     for unit in subject.units:
-        if len(unit.members) < 2:
+        group = subject.group_of(unit)
+        if len(unit.members) < 2 or group is None:
             continue
-        for leaf in MUST_SHARE:
+        for leaf in (*MUST_SHARE, INPUT_SCALE):
             values = _values(subject, unit, leaf)
             if len(set(values.values())) > 1:
                 yield error(
@@ -28,19 +34,17 @@ def run(subject: Subject) -> Iterator[Finding]:
                     f"{unit.name}: {leaf}",
                     expected="one value for all layers that run as one",
                     got=_listed(values),
-                    fix="quantize again with a shared global scale; vLLM would use the largest for all",
+                    fix="quantize again with a shared scale; vLLM would use the largest for all",
                 )
-        for leaf in SHOULD_SHARE:
-            values = _values(subject, unit, leaf)
-            if len(set(values.values())) > 1:
-                yield Finding(
-                    check=NAME,
-                    severity="warning",
-                    where=f"{unit.name}: {leaf}",
-                    expected="one value for all layers that run as one",
-                    got=_listed(values),
-                    fix="quantize again with a shared scale; vLLM requantizes to the largest, a small loss",
-                )
+        values = _values(subject, unit, SHOULD_SHARE) if group.weights.strategy == "tensor" else {}
+        if len(set(values.values())) > 1:
+            yield warning(
+                NAME,
+                f"{unit.name}: {SHOULD_SHARE}",
+                expected="one value for all layers that run as one",
+                got=_listed(values),
+                fix="quantize again with a shared scale; vLLM requantizes to the largest, a small loss",
+            )
 
 
 def _values(subject: Subject, unit: Unit, leaf: str) -> dict[str, float]:

@@ -1,20 +1,27 @@
 """Is the fp8 KV cache one that vLLM accepts, and does every attention layer have its scales?"""
 
+import json
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from vexport.checks.subject import Subject, error, parse_args
+from vexport.checks.subject import Subject, error
 from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import names_of
-from vexport.schemes.base import QuantArgs
 from vexport.types import Finding, Json, TensorInfo
 
 NAME = "kv_cache"
 DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the keys and values of every layer"
 LEAVES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
+# All that vLLM reads of the scheme (validate_kv_cache_scheme of CompressedTensorsKVCacheMethod).
+ACCEPTED: Mapping[str, tuple[Json, ...]] = {
+    "type": ("float",),
+    "num_bits": (8,),
+    "symmetric": (True,),
+    "strategy": STRATEGIES,
+}
 
 
 def run(subject: Subject) -> Iterator[Finding]:
@@ -22,28 +29,17 @@ def run(subject: Subject) -> Iterator[Finding]:
     scheme = (subject.quantization or {}).get("kv_cache_scheme")
     if scheme is None:
         return
-    args = parse_args(scheme)
-    refused = args if isinstance(args, str) else _refused(args)
-    if refused:
+    if not isinstance(scheme, dict) or any(scheme.get(key) not in right for key, right in ACCEPTED.items()):
         yield error(
             NAME,
             f"{subject.config_path}: quantization_config.kv_cache_scheme",
             expected=f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}",
-            got=refused,
+            got=json.dumps(scheme),
             fix="quantize the KV cache again, or remove the key",
         )
-    elif isinstance(args, QuantArgs):
-        per_head = args.strategy == "attn_head"
-        for module in _attention_modules(subject):
-            yield from _scales(subject, module, per_head=per_head)
-
-
-def _refused(args: QuantArgs) -> str | None:
-    """Source: validate_kv_cache_scheme of CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py."""
-    right = args.type == "float" and args.num_bits == 8 and args.symmetric and args.strategy in STRATEGIES
-    if right:
-        return None
-    return f"{args.type}, {args.num_bits} bits, symmetric {args.symmetric}, strategy {args.strategy}"
+        return
+    for module in _attention_modules(subject):
+        yield from _scales(subject, module, per_head=scheme["strategy"] == "attn_head")
 
 
 def _attention_modules(subject: Subject) -> Iterator[str]:

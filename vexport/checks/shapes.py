@@ -1,54 +1,185 @@
-"""Are dtypes and shapes those of the config group?"""
+"""Are dtypes and shapes those of the config group, and of the model's config?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from vexport.checks.expected import Expected, expected_parameters, layer_sides
-from vexport.checks.subject import ConfigGroup, Subject, Unit, error
+from vexport.checkpoint.dtypes import FLOATING
+from vexport.checks.arguments import ConfigGroup
+from vexport.checks.casts import survives
+from vexport.checks.decoder import Layout
+from vexport.checks.expected import Expected, parameters_of
+from vexport.checks.subject import Subject, Unit, error, warning
 from vexport.schemes import fp8
 from vexport.schemes.base import EXPERT, SchemeArgs, Share, is_head
 from vexport.types import Finding, TensorInfo
 
 NAME = "shapes"
-DESCRIPTION = "dtypes and shapes are those that the config group announces, and fused layers fit together"
+DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
 
 
 def run(subject: Subject) -> Iterator[Finding]:
     """Findings on tensors that vLLM would refuse, narrow or cast."""
     for unit in subject.units:
         group = subject.group_of(unit)
-        if group is None or not unit.is_quantized:
-            continue
-        yield from _fit_together(group, unit)
-        yield from _whole_blocks(group, unit)
-        for leaves in unit.members.values():
-            for leaf, expected in (expected_parameters(group, leaves) or {}).items():
-                if leaf in leaves:
-                    yield from _tensor(group, leaves[leaf], expected)
+        if group is not None and unit.is_quantized:
+            yield from _fit_together(subject, group, unit)
+            yield from _whole_blocks(subject, group, unit)
+            yield from _quantized(subject, group, unit)
+    yield from _rounded_scales(subject)
+    if subject.layout is not None:
+        yield from _unquantized(subject, subject.layout)
 
 
-def _tensor(group: ConfigGroup, tensor: TensorInfo, expected: Expected) -> Iterator[Finding]:
-    if tensor.dtype not in expected.dtypes:
-        yield error(
+def _quantized(subject: Subject, group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
+    for module, leaves in unit.members.items():
+        sides = subject.sides(group, module, leaves)
+        expected = parameters_of(group, *sides) if sides is not None else {}
+        cut = _cut(subject, unit)
+        whole = all(
+            _is_larger(leaves, leaf, parameter) for leaf, parameter in expected.items() if parameter.along
+        )
+        for leaf, parameter in expected.items():
+            if leaf in leaves:
+                yield from _dtype(subject, group, leaves[leaf], parameter)
+                yield from _shape(group, leaves[leaf], parameter, cut, narrowing=not whole)
+
+
+def _cut(subject: Subject, unit: Unit) -> int | None:
+    """The dimension along which vLLM narrows what it loads for a layer, None where it compares shapes."""
+    leaf = unit.name.rpartition(".")[2]
+    if EXPERT.search(next(iter(unit.members))) or is_head(unit.name):
+        return None
+    if leaf in subject.architecture.row_parallel:
+        return 1
+    return None if leaf in subject.architecture.replicated else 0
+
+
+def _is_larger(leaves: Mapping[str, TensorInfo], leaf: str, expected: Expected) -> bool:
+    return leaf in leaves and leaves[leaf].shape != expected.shape
+
+
+def _dtype(subject: Subject, group: ConfigGroup, tensor: TensorInfo, expected: Expected) -> Iterator[Finding]:
+    if tensor.dtype in expected.dtypes:
+        return
+    wanted = f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})"
+    if survives(subject.reader, tensor, expected.dtype):
+        yield warning(
             NAME,
             tensor.name,
-            expected=f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})",
+            expected=wanted,
+            got=f"{tensor.dtype}, whose values vLLM casts without a loss",
+            fix="export it again, or `vexport repair`",
+        )
+        return
+    yield error(
+        NAME,
+        tensor.name,
+        expected=wanted,
+        got=tensor.dtype,
+        fix="export it again: vLLM would cast the values without a word",
+    )
+
+
+def _shape(
+    group: ConfigGroup, tensor: TensorInfo, expected: Expected, cut: int | None, *, narrowing: bool
+) -> Iterator[Finding]:
+    scalar = expected.shape == (1,) and tensor.shape == ()
+    if tensor.shape == expected.shape or scalar:
+        return
+    wanted = f"shape {list(expected.shape)} ({group.format}, {_granularity(group)})"
+    if narrowing and cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut):
+        yield warning(
+            NAME,
+            tensor.name,
+            expected=wanted,
+            got=f"{list(tensor.shape)}, of which vLLM drops the end without a word",
+            fix="export it again",
+        )
+        return
+    yield error(
+        NAME,
+        tensor.name,
+        expected=wanted,
+        got=str(list(tensor.shape)),
+        fix="export it again, or correct the config",
+    )
+
+
+def _is_narrowed(stored: tuple[int, ...], expected: tuple[int, ...], cut: int | None) -> bool:
+    """Whether a tensor only has too much along the dimension that vLLM cuts (parameter.py)."""
+    if cut is None or len(stored) != len(expected):
+        return False
+    same = all(
+        one == other for place, (one, other) in enumerate(zip(stored, expected, strict=True)) if place != cut
+    )
+    return same and stored[cut] > expected[cut]
+
+
+def _rounded_scales(subject: Subject) -> Iterator[Finding]:
+    """Scales of fewer bits than the same scales of other layers: somebody has rounded them."""
+    stored: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for unit in subject.units:
+        group = subject.group_of(unit)
+        for leaves in unit.members.values() if group is not None else ():
+            for leaf in ("weight_scale", "input_scale"):
+                if leaf in leaves and leaves[leaf].dtype in FLOATING and group is not None:
+                    place = stored.setdefault((group.name, leaf), {})
+                    place.setdefault(leaves[leaf].dtype, []).append(leaves[leaf].name)
+    for (_, leaf), dtypes in stored.items():
+        if "F32" in dtypes:
+            for dtype in ("BF16", "F16"):
+                for name in dtypes.get(dtype, ()):
+                    yield error(
+                        NAME,
+                        name,
+                        expected=f"dtype F32, as {leaf} of {dtypes['F32'][0].rpartition('.')[0]} has",
+                        got=f"{dtype}, which has fewer digits",
+                        fix="export it again",
+                    )
+
+
+def _unquantized(subject: Subject, layout: Layout) -> Iterator[Finding]:
+    """Norms, biases, embeddings and layers that are not quantized, by the model's config."""
+    quantized = {module for unit in subject.units if unit.is_quantized for module in unit.members}
+    for unit in subject.units:
+        cut = _cut(subject, unit)
+        for module in unit.members.keys() & layout.linears.keys() - quantized:
+            expected = Expected(dtypes=FLOATING, shape=layout.linears[module], along=(0, 1))
+            yield from _plain(subject, f"{module}.weight", expected, cut)
+    for module, shape in layout.tables.items():
+        if module not in quantized:
+            yield from _plain(subject, f"{module}.weight", Expected(dtypes=FLOATING, shape=shape), None)
+    for name, shape in layout.parameters.items():
+        yield from _plain(subject, name, Expected(dtypes=FLOATING, shape=shape), None)
+
+
+def _plain(subject: Subject, name: str, expected: Expected, cut: int | None) -> Iterator[Finding]:
+    tensor = subject.index.tensors.get(name)
+    if tensor is None:
+        return
+    if tensor.dtype not in FLOATING:
+        yield error(
+            NAME,
+            name,
+            expected=f"dtype {' or '.join(sorted(FLOATING))}",
             got=tensor.dtype,
             fix="export it again: vLLM would cast the values without a word",
         )
-    scalar = expected.shape == (1,) and tensor.shape == ()
-    if tensor.shape != expected.shape and not scalar:
+    if tensor.shape != expected.shape:
+        narrowed = cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut)
         yield error(
             NAME,
-            tensor.name,
-            expected=f"shape {list(expected.shape)} ({group.format}, {_granularity(group)})",
-            got=str(list(tensor.shape)),
-            fix="export it again, or correct the config group",
+            name,
+            expected=f"shape {list(expected.shape)}, as config.json sizes {subject.class_name}",
+            got=f"{list(tensor.shape)}{', of which vLLM drops the end without a word' if narrowed else ''}",
+            fix="export it again, or correct config.json",
         )
 
 
-def _fit_together(group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
+def _fit_together(subject: Subject, group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
     widths = {
-        module: sides[1] for module, leaves in unit.members.items() if (sides := layer_sides(group, leaves))
+        module: sides[1]
+        for module, leaves in unit.members.items()
+        if (sides := subject.sides(group, module, leaves))
     }
     if len(set(widths.values())) > 1:
         yield error(
@@ -70,9 +201,11 @@ def _fit_together(group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
             )
 
 
-def _whole_blocks(group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
+def _whole_blocks(subject: Subject, group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
     """What vLLM refuses at every tensor parallel size."""
-    sides = [found for leaves in unit.members.values() if (found := layer_sides(group, leaves))]
+    sides = [
+        found for module, leaves in unit.members.items() if (found := subject.sides(group, module, leaves))
+    ]
     if group.weights.strategy != "block" or not group.weights.block_structure or not sides:
         return
     args = SchemeArgs(weights=group.weights, input_activations=group.input_activations)

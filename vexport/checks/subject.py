@@ -2,18 +2,20 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
-from pydantic import TypeAdapter, ValidationError
-
 from vexport.architectures import Architecture, FusedModules, architecture_table, resolve
-from vexport.architectures.fusion import fuse
+from vexport.architectures.fusion import fuse, moe_layer
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
+from vexport.checks.arguments import ConfigGroup as ConfigGroup
+from vexport.checks.arguments import parse_args as parse_args
+from vexport.checks.arguments import parse_group as parse_group
+from vexport.checks.decoder import Layout, layout_of
+from vexport.checks.expected import layer_sides
 from vexport.plan import is_embedding
-from vexport.schemes.base import QuantArgs
 from vexport.types import Finding, Json, TensorInfo
 
 # Parameters of a linear layer that compressed-tensors stores beside or instead of its weight.
@@ -35,17 +37,6 @@ LINEAR_CLASS = (
 )
 HEAD_CLASS = "ParallelLMHead"
 HEADS = ("lm_head", "embed_out")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigGroup:
-    """One entry of config_groups: which layers, and how their weights and inputs are quantized."""
-
-    name: str
-    targets: tuple[str, ...]
-    weights: QuantArgs
-    input_activations: QuantArgs | None
-    format: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +78,22 @@ class Subject:
     @cached_property
     def architecture(self) -> Architecture:
         """What vLLM does with this class; one that fuses nothing for a class that is not in the table."""
-        if self.index.architecture not in architecture_table().architectures:
+        if self.class_name not in architecture_table().architectures:
             return Architecture()
-        return resolve(self.index.architecture, self.index.config)[0]
+        return resolve(self.class_name, self.index.config)[0]
+
+    @cached_property
+    def class_name(self) -> str:
+        """The model class: what config.json names, else what its model type stands for; may be empty."""
+        names = self.index.config.get("architectures")
+        if isinstance(names, list) and names:
+            return str(names[0])
+        return architecture_table().text_models.get(str(self.index.config.get("model_type")), "")
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """What the model's class and config ask for; None where that is not known."""
+        return layout_of(self.class_name, self.index.config)
 
     @property
     def fused(self) -> FusedModules:
@@ -123,15 +127,27 @@ class Subject:
             for name, members in fuse(modules, self.architecture).items()
         )
 
+    def sides(
+        self, group: ConfigGroup, module: str, leaves: Mapping[str, TensorInfo]
+    ) -> tuple[int, int] | None:
+        """(out_features, in_features) of a quantized layer: by the model's config, else by its weight."""
+        known = (self.layout.linears | self.layout.tables).get(module) if self.layout is not None else None
+        return known or layer_sides(group, leaves)
+
     def group_of(self, unit: Unit) -> ConfigGroup | None:
         """The config group that vLLM applies to a unit; None where it stays unquantized.
 
         Order as in find_matched_target (vLLM, compressed_tensors/utils.py): the fused name, all members'
         names, the class name; within each the first target in the order of the config.
         """
-        if all(matches_any(module, self.ignore) for module in unit.members):
+        if all(matches_any(module, self.ignore) for module in unit.members) or self._is_built_plain(unit):
             return None
         return self._by_name(unit) or self._by_class(unit)
+
+    def _is_built_plain(self, unit: Unit) -> bool:
+        """Whether vLLM builds a layer without the quantization config: routers, for one."""
+        leaf = unit.name.rpartition(".")[2]
+        return leaf in self.architecture.unquantized and moe_layer(unit.name) is None
 
     def _by_name(self, unit: Unit) -> ConfigGroup | None:
         for group in self.config_groups:
@@ -173,57 +189,15 @@ def _is_linear(module: str, leaves: Mapping[str, TensorInfo]) -> bool:
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
     """Whether a name equals a pattern or matches an `re:` pattern from its start, as in vLLM."""
     return any(
-        re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
-        for pattern in patterns
+        _matches(pattern[3:], name) if pattern.startswith("re:") else pattern == name for pattern in patterns
     )
 
 
-def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
-    """A config group, or the reason why it cannot be read."""
-    if not isinstance(raw, dict):
-        return "no JSON object"
-    targets = raw.get("targets")
-    if not isinstance(targets, list) or not targets:
-        return "no list of targets"
-    weights = parse_args(raw.get("weights"))
-    inputs = parse_args(raw.get("input_activations")) if raw.get("input_activations") else None
-    if isinstance(weights, str):
-        return f"weights: {weights}"
-    if isinstance(inputs, str):
-        return f"input_activations: {inputs}"
-    return ConfigGroup(
-        name=name,
-        targets=tuple(str(target) for target in targets),
-        weights=weights,
-        input_activations=inputs,
-        format=str(raw.get("format") or default_format),
-    )
-
-
-def parse_args(raw: Json) -> QuantArgs | str:
-    """Quantization arguments as compressed-tensors reads them, or the reason why it refuses them."""
-    if not isinstance(raw, dict):
-        return "missing"
-    known = {field.name for field in fields(QuantArgs)}
-    unknown = sorted(raw.keys() - known)
-    if unknown:
-        return f"unknown keys {', '.join(unknown)}"
+def _matches(pattern: str, name: str) -> bool:
     try:
-        return TypeAdapter(QuantArgs).validate_python({**_inferred(raw), **_present(raw)})
-    except ValidationError as error:
-        first = error.errors()[0]
-        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-
-
-def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:
-    """compressed-tensors' defaults: INT8, and a strategy that follows from the group size."""
-    size = raw.get("group_size")
-    strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-    return {"num_bits": 8, "type": "int", "strategy": strategy}
-
-
-def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
-    return {key: value for key, value in raw.items() if value is not None}
+        return re.match(pattern, name) is not None
+    except re.error:
+        return False
 
 
 def _items(value: Json) -> Iterator[tuple[str, Json]]:
@@ -234,3 +208,8 @@ def _items(value: Json) -> Iterator[tuple[str, Json]]:
 def error(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
     """A finding that fails the checkpoint."""
     return Finding(check=check, severity="error", where=where, expected=expected, got=got, fix=fix)
+
+
+def warning(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
+    """A finding of an oddity that changes nothing, or that vLLM may mind on another device."""
+    return Finding(check=check, severity="warning", where=where, expected=expected, got=got, fix=fix)

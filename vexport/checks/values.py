@@ -1,45 +1,67 @@
-"""Are the scales usable numbers? vLLM never looks at them."""
+"""Are the numbers usable? vLLM never looks at them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
-from vexport.checkpoint.dtypes import BITS
-from vexport.checks.subject import Subject, error, linear_modules
+from vexport.checkpoint.dtypes import BITS, to_numpy
+from vexport.checks.arguments import ConfigGroup
+from vexport.checks.subject import Subject, Unit, error
 from vexport.types import Finding, TensorInfo
 
 NAME = "values"
-DESCRIPTION = "every scale is finite and positive, every global scale a plausible divisor"
+DESCRIPTION = "no NaN or infinity anywhere, every scale above zero and of a plausible size"
 SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
 # 448*6/absmax is below 1 only for absmax above 2688: no weight is that large, so it is a reciprocal.
-# Inputs can be, so they are judged by a limit far below what outliers reach.
+# Inputs reach float16's largest value, 65504, at most.
 LEAST_WEIGHT_GLOBAL_SCALE = 1.0
-LEAST_INPUT_GLOBAL_SCALE = 1e-3
+LEAST_INPUT_GLOBAL_SCALE = 0.04
+MOST_INPUT = 65504.0
+# The typical weight of a layer, told from its scales: trained models have 1e-3 to 0.5.
+LEAST_TYPICAL, MOST_TYPICAL = 1e-5, 1.25
 # e8m0 exponents: 255 is NaN, no value is zero or negative (OCP Microscaling Formats, revision 1.0).
-E8M0_NAN = 255
+E8M0_NAN, E8M0_BIAS = 255, 127
+# NVFP4's largest block of a layer, or of the layers that share a global scale, has the scale 448. Searches
+# for less error end lower, other numbers in the place of scales much lower.
+LEAST_LARGEST_BLOCK = 448 / 8
+E4M3_LARGEST = 448.0
+# Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all.
+NOT_FINITE = {"F8_E4M3": 0x7F, "F16": 0x7C00, "BF16": 0x7F80}
+_E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
+# Elements that are looked at together.
+RUN = 1 << 24
 
 
 def run(subject: Subject) -> Iterator[Finding]:
-    """Findings on scales that are NaN, infinite, zero, negative or reciprocal."""
-    for leaves in linear_modules(subject.index).values():
-        for leaf in SCALES:
-            if leaf in leaves and leaves[leaf].dtype in BITS and leaves[leaf].num_bytes:
-                yield from _scale(subject, leaf, leaves[leaf])
+    """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
+    for unit in subject.units:
+        group = subject.group_of(unit)
+        broken = False
+        for leaves in unit.members.values():
+            for leaf in SCALES:
+                if leaf in leaves and leaves[leaf].dtype in BITS and leaves[leaf].num_bytes:
+                    findings = list(_scale(subject, leaf, leaves))
+                    broken = broken or bool(findings)
+                    yield from findings
+        if group is not None and not broken:
+            yield from _plausible(subject, unit, group)
+    yield from _not_finite(subject)
 
 
-def _scale(subject: Subject, leaf: str, tensor: TensorInfo) -> Iterator[Finding]:
-    values = subject.reader.array(tensor)
+def _scale(subject: Subject, leaf: str, leaves: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+    tensor = leaves[leaf]
     if tensor.dtype in ("U8", "F8_E8M0"):
         codes = np.frombuffer(subject.reader.raw(tensor), dtype=np.uint8)
         bad = int(np.count_nonzero(codes == E8M0_NAN))
         if bad:
             yield _bad(tensor, f"{bad} of {codes.size} values NaN (e8m0 255)")
         return
-    numbers = np.asarray(values, dtype=np.float64)
+    numbers = _numbers(subject, tensor)
     wrong = {
         "NaN": int(np.count_nonzero(np.isnan(numbers))),
         "infinite": int(np.count_nonzero(np.isinf(numbers))),
-        "zero": int(np.count_nonzero(numbers == 0)),
+        "zero": 0 if _scales_zeros(subject, numbers, leaves) else int(np.count_nonzero(numbers == 0)),
         "negative": int(np.count_nonzero(numbers < 0)),
     }
     found = [f"{count} of {numbers.size} values {kind}" for kind, count in wrong.items() if count]
@@ -47,11 +69,32 @@ def _scale(subject: Subject, leaf: str, tensor: TensorInfo) -> Iterator[Finding]
         yield _bad(tensor, ", ".join(found))
     elif leaf.endswith("global_scale"):
         yield from _reciprocal(tensor, leaf, float(numbers.max()))
+    elif leaf == "input_scale" and float(numbers.max()) * E4M3_LARGEST > MOST_INPUT:
+        yield _implausible(
+            tensor, f"{numbers.max():g}, for inputs as large as {numbers.max() * E4M3_LARGEST:g}"
+        )
+
+
+def _scales_zeros(
+    subject: Subject, numbers: npt.NDArray[np.float64], leaves: Mapping[str, TensorInfo]
+) -> bool:
+    """Whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it."""
+    weight = leaves.get("weight_packed", leaves.get("weight"))
+    zero = numbers == 0
+    if weight is None or not zero.any() or numbers.ndim != 2 or len(weight.shape) != 2:
+        return False
+    rows, groups = numbers.shape
+    if rows != weight.shape[0] or weight.shape[1] % max(groups, 1) or weight.dtype not in ("U8", "I8"):
+        return False
+    codes = np.frombuffer(subject.reader.raw(weight), np.uint8).reshape(rows, groups, -1)[zero]
+    # FP4 has a zero of either sign, in either half of the byte.
+    return not (codes & 0x77 if weight.dtype == "U8" else codes).any()
 
 
 def _reciprocal(tensor: TensorInfo, leaf: str, value: float) -> Iterator[Finding]:
-    least = LEAST_WEIGHT_GLOBAL_SCALE if leaf.startswith("weight") else LEAST_INPUT_GLOBAL_SCALE
-    if value < least:
+    of_weight = leaf.startswith("weight")
+    least = LEAST_WEIGHT_GLOBAL_SCALE if of_weight else LEAST_INPUT_GLOBAL_SCALE
+    if value < least or of_weight and value == least:
         yield error(
             NAME,
             tensor.name,
@@ -61,6 +104,97 @@ def _reciprocal(tensor: TensorInfo, leaf: str, value: float) -> Iterator[Finding
         )
 
 
+def _plausible(subject: Subject, unit: Unit, group: ConfigGroup) -> Iterator[Finding]:
+    """Scales that make weights of a size that no model has."""
+    largest: dict[str, float] = {}
+    for module, leaves in unit.members.items():
+        scale = leaves.get("weight_scale")
+        if scale is None or scale.dtype not in BITS or not scale.num_bytes:
+            continue
+        numbers = _numbers(subject, scale)
+        largest[module] = float(numbers.max())
+        typical = _typical(subject, group, leaves, float(np.median(numbers)))
+        if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(subject, leaves):
+            yield _implausible(scale, f"scales that make a typical weight {typical:.3g}")
+    nvfp4 = group.weights.strategy == "tensor_group"
+    if nvfp4 and largest and max(largest.values()) < LEAST_LARGEST_BLOCK:
+        first = unit.members[next(iter(largest))]["weight_scale"]
+        yield _implausible(
+            first, f"no scale above {max(largest.values()):g}, where 448 is the largest block's"
+        )
+    elif nvfp4:
+        for module, value in largest.items():
+            if value < 1:
+                tensor = unit.members[module]["weight_scale"]
+                yield _implausible(tensor, f"no scale above {value:g}, beside {max(largest.values()):g}")
+
+
+def _typical(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo], scale: float) -> float:
+    """A middling weight of a layer: of a quarter of the largest code, or for e4m3 of the mean code."""
+    args = group.weights
+    divisor = leaves.get("weight_global_scale")
+    if divisor is not None and divisor.num_bytes:
+        scale /= float(_numbers(subject, divisor).max())
+    if args.type == "int":
+        return scale * float(2 ** (args.num_bits - 1)) / 4
+    weight = leaves.get("weight")
+    if args.num_bits == 4 or weight is None or weight.dtype != "F8_E4M3" or not weight.num_bytes:
+        return scale * 6 / 4
+    codes = np.frombuffer(subject.reader.raw(weight), np.uint8)[: 1 << 16]
+    return scale * float(np.nanmean(np.abs(_E4M3[codes])))
+
+
+def _is_empty(subject: Subject, leaves: Mapping[str, TensorInfo]) -> bool:
+    """Whether a weight is all zero, so that its scales mean nothing."""
+    weight = leaves.get("weight_packed", leaves.get("weight"))
+    if weight is None or not weight.num_bytes:
+        return False
+    codes = np.frombuffer(subject.reader.raw(weight), np.uint8)
+    return not codes.any()
+
+
+def _numbers(subject: Subject, tensor: TensorInfo) -> npt.NDArray[np.float64]:
+    """The values of a scale; bytes are exponents."""
+    if tensor.dtype in ("U8", "F8_E8M0"):
+        codes = np.frombuffer(subject.reader.raw(tensor), dtype=np.uint8).astype(np.float64)
+        return np.exp2(codes - E8M0_BIAS).reshape(tensor.shape)
+    return np.asarray(subject.reader.array(tensor), dtype=np.float64)
+
+
+def _not_finite(subject: Subject) -> Iterator[Finding]:
+    """NaN and infinity in payloads of e4m3 and in what is not quantized."""
+    for tensor in subject.index.tensors.values():
+        if tensor.name.endswith(SCALES) or tensor.dtype not in (*NOT_FINITE, "F32"):
+            continue
+        bad = _count_not_finite(subject, tensor)
+        if bad:
+            yield error(
+                NAME,
+                tensor.name,
+                expected="finite values",
+                got=f"{bad} values NaN or infinite",
+                fix="export again, and look at this tensor in the source",
+            )
+
+
+def _count_not_finite(subject: Subject, tensor: TensorInfo) -> int:
+    size = BITS[tensor.dtype] // 8
+    codes = np.frombuffer(subject.reader.raw(tensor), dtype=f"<u{size}")
+    mask = codes.dtype.type(NOT_FINITE.get(tensor.dtype, 0x7F800000))
+    parts = (codes[start : start + RUN] for start in range(0, codes.size, RUN))
+    return sum(int(np.count_nonzero((part & mask) == mask)) for part in parts)
+
+
 def _bad(tensor: TensorInfo, got: str) -> Finding:
     fix = "export again, and look at this layer's weight and calibration"
     return error(NAME, tensor.name, expected="finite scales above zero", got=got, fix=fix)
+
+
+def _implausible(tensor: TensorInfo, got: str) -> Finding:
+    return error(
+        NAME,
+        tensor.name,
+        expected="scales of a plausible size",
+        got=got,
+        fix="export again: these numbers are no scales of this layer, or upside down",
+    )

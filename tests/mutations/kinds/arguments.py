@@ -1,0 +1,159 @@
+"""quantization_config."""
+
+from collections.abc import Iterator
+
+from tests.mutations.edits import (
+    ARGUMENTS,
+    GROUP,
+    INPUTS,
+    QUANTIZATION,
+    WHOLE,
+    Change,
+    all_of,
+    config,
+    copied_group,
+    json_config,
+    without,
+)
+from tests.mutations.good import Sound
+from vexport.types import Json
+
+LISTED = ("lm_head",)
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+INPUT = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+
+
+def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
+    """Those of the config group."""
+    scheme = sound.scheme
+    yield "no format in the group", without(GROUP, "format")
+    yield "no format at all", all_of(without(GROUP, "format"), without(QUANTIZATION, "format"))
+    yield "unknown format in the group", config(GROUP, format="no-such-format")
+    for name, format in (
+        ("packed integers", "pack-quantized"),
+        ("floats", "float-quantized"),
+        ("integers", "int-quantized"),
+        ("NVFP4", "nvfp4-pack-quantized"),
+    ):
+        yield f"format of {name}", config(GROUP, format=format)
+    yield "actorder group", config(ARGUMENTS, actorder="group")
+    yield "actorder weight", config(ARGUMENTS, actorder="weight")
+    yield "8 bits become 4, 4 become 8", config(ARGUMENTS, num_bits=8 if "4" in scheme else 4)
+    yield "5 bits", config(ARGUMENTS, num_bits=5)
+    yield (
+        "floats become integers, integers floats",
+        config(ARGUMENTS, type="int" if "F" in scheme else "float"),
+    )
+    yield (
+        "asymmetric" if scheme != "W4A16_ASYM" else "symmetric",
+        config(ARGUMENTS, symmetric=scheme == "W4A16_ASYM"),
+    )
+    yield "group size 64", config(ARGUMENTS, group_size=64)
+    yield "group size 32", config(ARGUMENTS, group_size=32)
+    yield "group size 0", config(ARGUMENTS, group_size=0)
+    yield "group size 100", config(ARGUMENTS, group_size=100)
+    for strategy in ("tensor", "channel", "group", "block"):
+        yield f"strategy {strategy}", config(ARGUMENTS, strategy=strategy)
+    yield "no strategy", without(ARGUMENTS, "strategy")
+    yield "no type", without(ARGUMENTS, "type")
+    yield "no bits", without(ARGUMENTS, "num_bits")
+    yield "no symmetry", without(ARGUMENTS, "symmetric")
+    yield "weights dynamic", config(ARGUMENTS, dynamic=True)
+    yield "another scale dtype", config(ARGUMENTS, scale_dtype="torch.float16")
+    yield "no inputs", config(GROUP, input_activations=None)
+    yield "inputs of 8 bits", config(GROUP, input_activations=INPUT)
+    if scheme == "FP8_BLOCK":
+        yield "blocks of 64", config(ARGUMENTS, block_structure=[64, 64])
+        yield "no blocks", config(ARGUMENTS, block_structure=None)
+    if scheme in ("NVFP4", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "MXFP4", "MXFP8"):
+        yield "inputs symmetric null", config(INPUTS, symmetric=None)
+        yield "inputs asymmetric", config(INPUTS, symmetric=False)
+        yield "inputs dynamic", config(INPUTS, dynamic=True)
+        yield "inputs static", config(INPUTS, dynamic=False)
+        yield "inputs of 16 bits", config(INPUTS, num_bits=16)
+        yield "inputs of strategy tensor", config(INPUTS, strategy="tensor")
+        yield (
+            "inputs of integers" if "F" in scheme else "inputs of floats",
+            config(INPUTS, type="int" if "F" in scheme else "float"),
+        )
+        yield "unknown key in inputs", config(INPUTS, no_such_key=1)
+
+
+def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
+    """Those of the rest: method, targets, ignore, sparsity, the KV cache."""
+    down, q = sound.mlp("down"), sound.attention("q")
+    yield "no quantization_config", without(WHOLE, "quantization_config")
+    yield "compression_config instead", json_config(_under_its_older_name)
+    yield "quant_method missing", without(QUANTIZATION, "quant_method")
+    yield "quant_method fp8", config(QUANTIZATION, quant_method="fp8")
+    yield "quant_method gptq", config(QUANTIZATION, quant_method="gptq")
+    yield "quant_method unknown", config(QUANTIZATION, quant_method="no-such-method")
+    yield "quant_method in capitals", config(QUANTIZATION, quant_method="Compressed-Tensors")
+    yield "no config groups", config(QUANTIZATION, config_groups={})
+    yield "config groups missing", without(QUANTIZATION, "config_groups")
+    yield "config groups a list", config(QUANTIZATION, config_groups=[])
+    yield "no weights in the group", without(GROUP, "weights")
+    yield "weights null in the group", config(GROUP, weights=None)
+    yield "unknown key at the top", config(QUANTIZATION, no_such_key=1)
+    yield "unknown key in the group", config(GROUP, no_such_key=1)
+    yield "unknown key in weights", config(ARGUMENTS, no_such_key=1)
+    yield "no format at the top", without(QUANTIZATION, "format")
+    yield "unknown format at the top", config(QUANTIZATION, format="no-such-format")
+    yield "observer is null", config(ARGUMENTS, observer=None)
+    yield "observer unknown", config(ARGUMENTS, observer="no-such-observer")
+    yield "no status", without(QUANTIZATION, "quantization_status")
+    yield "another status", config(QUANTIZATION, quantization_status="frozen")
+    yield "sparsity config empty", config(QUANTIZATION, sparsity_config={})
+    yield (
+        "sparsity config with targets",
+        config(
+            QUANTIZATION,
+            sparsity_config={"format": "dense", "sparsity_structure": "2:4", "targets": ["Linear"]},
+        ),
+    )
+    yield "sparsity config without targets", config(QUANTIZATION, sparsity_config={"format": "dense"})
+    yield "transform config empty", config(QUANTIZATION, transform_config={})
+    yield "a version from the future", config(QUANTIZATION, version="99.0")
+    yield "nothing ignored", config(QUANTIZATION, ignore=[])
+    yield "ignore missing", without(QUANTIZATION, "ignore")
+    yield "ignore null", config(QUANTIZATION, ignore=None)
+    yield "q_proj alone ignored", config(QUANTIZATION, ignore=[*LISTED, q])
+    yield "a quantized layer ignored", config(QUANTIZATION, ignore=[*LISTED, down])
+    yield (
+        "a whole attention ignored",
+        config(QUANTIZATION, ignore=[*LISTED, *(sound.attention(leaf) for leaf in "qkvo")]),
+    )
+    yield "all ignored", config(QUANTIZATION, ignore=["re:.*"])
+    yield "all linear layers ignored", config(QUANTIZATION, ignore=["Linear"])
+    yield "unknown layer ignored", config(QUANTIZATION, ignore=[*LISTED, "model.layers.9.no_such"])
+    yield "ignored by a bad pattern", config(QUANTIZATION, ignore=[*LISTED, "re:(["])
+    yield "targets in small letters", config(GROUP, targets=["linear"])
+    yield "targets MLPs only", config(GROUP, targets=["re:.*mlp.*"])
+    yield "targets by pattern", config(GROUP, targets=["re:.*proj"])
+    yield "targets by a pattern that must begin elsewhere", config(GROUP, targets=["re:proj"])
+    yield "targets nothing", config(GROUP, targets=["re:nothing"])
+    yield "targets empty", config(GROUP, targets=[])
+    yield "targets missing", without(GROUP, "targets")
+    yield "targets a string", config(GROUP, targets="Linear")
+    yield (
+        "targets fused names",
+        config(
+            GROUP,
+            targets=["re:.*qkv_proj", "re:.*gate_up_proj", "re:.*o_proj", "re:.*down_proj", "re:.*experts.*"],
+        ),
+    )
+    yield "targets vLLM's class", config(GROUP, targets=["QKVParallelLinear"])
+    yield "targets lm_head too", config(GROUP, targets=["Linear", "re:.*lm_head"])
+    yield "a second group of the same", copied_group()
+    yield "a second group of other bits, after", copied_group(num_bits=7)
+    yield "a second group of other bits, before", copied_group(num_bits=7, first=True)
+    yield "KV cache announced without scales", config(QUANTIZATION, kv_cache_scheme=KV_SCHEME)
+    yield "KV cache of integers", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "type": "int"})
+    yield "KV cache of 4 bits", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "num_bits": 4})
+    yield "KV cache asymmetric", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "symmetric": False})
+    yield "KV cache by channel", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "strategy": "channel"})
+    yield "KV cache dynamic", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "dynamic": True})
+
+
+def _under_its_older_name(whole: dict[str, Json]) -> None:
+    whole["compression_config"] = whole.pop("quantization_config")

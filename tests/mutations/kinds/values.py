@@ -1,0 +1,99 @@
+"""Numbers that no export would write."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.mutations.edits import Change, element, every, put
+from tests.mutations.good import Sound
+
+SINGLE = frozenset({"weight_global_scale", "input_global_scale", "input_scale"})
+
+
+def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
+    """Scales, payloads and what is not quantized."""
+    for leaf in sound.leaves:
+        if leaf.endswith("scale"):
+            yield from _exponents(sound) if _is_mx(sound) else _scale(sound, leaf)
+    yield from _shared(sound)
+    yield from _payload(sound)
+    yield "final norm NaN", put("model.norm.weight", element(float("nan")))
+    yield "layer norm infinite", put("model.layers.0.input_layernorm.weight", element(float("inf")))
+    yield "embeddings NaN", put("model.embed_tokens.weight", every(float("nan")))
+    yield "final norm zero", put("model.norm.weight", every(0.0))
+
+
+def _is_mx(sound: Sound) -> bool:
+    return sound.scheme.startswith("MX")
+
+
+def _scale(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
+    down, q = f"{sound.mlp('down')}.{leaf}", f"{sound.attention('q')}.{leaf}"
+    one_byte = sound.scheme.startswith("NVFP4") and leaf not in SINGLE
+    yield f"{leaf} of down_proj NaN", put(down, element(float("nan")))
+    yield f"{leaf} of q_proj NaN", put(q, element(float("nan")))
+    if not one_byte:
+        yield f"{leaf} of down_proj infinite", put(down, element(float("inf")))
+        yield f"{leaf} of down_proj denormal", put(down, every(1e-39))
+        yield f"{leaf} of down_proj byteswapped", put(down, _byteswapped)
+    yield f"{leaf} of down_proj negative", put(down, lambda scale: (-scale.float()).to(scale.dtype))
+    yield f"{leaf} of down_proj all zero", put(down, every(0.0))
+    yield f"{leaf} of down_proj once zero", put(down, element(0.0))
+    yield f"{leaf} of down_proj all one", put(down, every(1.0))
+    yield f"{leaf} of q_proj upside down", put(q, _inverse)
+    yield f"{leaf} of down_proj upside down", put(down, _inverse)
+    yield f"{leaf} of down_proj times 10000", put(down, lambda scale: (scale.float() * 1e4).to(scale.dtype))
+
+
+def _exponents(sound: Sound) -> Iterator[tuple[str, Change]]:
+    """Scales that are exponents in a byte, with 127 for one."""
+    down = f"{sound.mlp('down')}.weight_scale"
+    yield "weight_scale of down_proj NaN", put(down, element(255))
+    yield "weight_scale of down_proj all zero", put(down, every(0))
+    yield "weight_scale of down_proj all one", put(down, every(127))
+    yield "weight_scale of down_proj upside down", put(down, lambda scale: 254 - scale)
+    yield "weight_scale of down_proj huge", put(down, every(254))
+    yield "weight_scale of down_proj without a bias", put(down, lambda scale: scale - 100)
+
+
+def _shared(sound: Sound) -> Iterator[tuple[str, Change]]:
+    """Scales that fused layers have in common.
+
+    Not one that is smaller: vLLM takes the largest, but a checkpoint whose smaller one is right looks the same.
+    """
+    shared = [
+        leaf for leaf in sound.leaves if leaf in SINGLE or (leaf == "weight_scale" and sound.scheme == "FP8")
+    ]
+    for leaf in shared:
+        for projection in ("q", "k", "v"):
+            yield (
+                f"{leaf} of {projection}_proj larger than its neighbours'",
+                put(f"{sound.attention(projection)}.{leaf}", lambda scale: scale * 1.5),
+            )
+
+
+def _payload(sound: Sound) -> Iterator[tuple[str, Change]]:
+    weight, down = sound.leaves[0], sound.mlp("down")
+    if weight == "weight" and sound.scheme != "W8A8":
+        yield "weight of down_proj NaN", put(f"{down}.weight", element(float("nan")))
+        yield "weight of q_proj all NaN", put(f"{sound.attention('q')}.weight", every(float("nan")))
+    yield f"{weight} of down_proj all zero", put(f"{down}.{weight}", every(0))
+    if sound.scheme in ("NVFP4", "NVFP4A16", "MXFP4"):
+        yield "nibbles exchanged", put(f"{down}.{weight}", lambda codes: (codes << 4) | (codes >> 4))
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    return (1 / scale.to(torch.float32)).to(scale.dtype)
+
+
+def _byteswapped(scale: torch.Tensor) -> torch.Tensor:
+    size = scale.element_size()
+    return (
+        scale.contiguous()
+        .view(torch.uint8)
+        .reshape(-1, size)
+        .flip(1)
+        .contiguous()
+        .view(scale.dtype)
+        .reshape(scale.shape)
+    )

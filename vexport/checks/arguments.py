@@ -1,0 +1,121 @@
+"""Config groups as compressed-tensors reads them, or why it refuses them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+from pydantic import TypeAdapter, ValidationError
+
+from vexport.schemes.base import QuantArgs
+from vexport.types import Json
+
+# Arguments that may be null; the others have a default that only leaving them out gives.
+NULLABLE = frozenset(
+    {"group_size", "strategy", "block_structure", "actorder", "scale_dtype", "zp_dtype", "observer"}
+)
+GROUPED = ("group", "tensor_group")
+# Strategies of what is quantized when the model runs.
+DYNAMIC = ("token", "tensor", "tensor_group", "group")
+TORCH_DTYPE = re.compile(r"torch\.\w+$")
+LOWERED = ("type", "strategy", "dynamic", "actorder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigGroup:
+    """One entry of config_groups: which layers, and how their weights and inputs are quantized."""
+
+    name: str
+    targets: tuple[str, ...]
+    weights: QuantArgs
+    input_activations: QuantArgs | None
+    format: str
+
+
+def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
+    """A config group, or the reason why it cannot be read."""
+    if not isinstance(raw, dict):
+        return "no JSON object"
+    targets = raw.get("targets")
+    if not isinstance(targets, list):
+        return "no list of targets"
+    weights = parse_args(raw.get("weights"))
+    inputs = parse_args(raw.get("input_activations")) if raw.get("input_activations") else None
+    if isinstance(weights, str):
+        return f"weights: {weights}"
+    if isinstance(inputs, str):
+        return f"input_activations: {inputs}"
+    return ConfigGroup(
+        name=name,
+        targets=tuple(str(target) for target in targets),
+        weights=weights,
+        input_activations=inputs,
+        format=str(raw.get("format") or default_format),
+    )
+
+
+def parse_args(raw: Json) -> QuantArgs | str:
+    """Quantization arguments as compressed-tensors reads them, or the reason why it refuses them.
+
+    Source: QuantizationArgs in compressed_tensors/quantization/quant_args.py.
+    """
+    if not isinstance(raw, dict):
+        return "missing"
+    known = {field.name for field in fields(QuantArgs)}
+    unknown = sorted(raw.keys() - known)
+    if unknown:
+        return f"unknown keys {', '.join(unknown)}"
+    null = sorted(key for key, value in raw.items() if value is None and key not in NULLABLE)
+    if null:
+        return f"{', '.join(null)} null"
+    try:
+        args = TypeAdapter(QuantArgs).validate_python({**_inferred(raw), **_present(raw)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return next(_contradictions(args), args)
+
+
+def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:
+    """compressed-tensors' defaults: INT8, and a strategy that follows from the group size."""
+    size = raw.get("group_size")
+    strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    return {"num_bits": 8, "type": "int", "strategy": strategy}
+
+
+def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
+    present = {key: value for key, value in raw.items() if value is not None}
+    for key in LOWERED:
+        value = present.get(key)
+        if isinstance(value, str):
+            present[key] = value.lower()
+    if isinstance(present.get("actorder"), bool):
+        present["actorder"] = "group" if present["actorder"] else None
+    blocks = present.get("block_structure")
+    if isinstance(blocks, str):
+        present["block_structure"] = list(blocks.split("x"))
+    return present
+
+
+def _contradictions(args: QuantArgs) -> Iterator[str]:
+    """What `validate_model_after` refuses."""
+    size = args.group_size
+    if args.strategy == "token" and not args.dynamic:
+        yield "strategy token that is not dynamic"
+    if args.strategy in GROUPED and (size is None or size <= 0):
+        yield f"strategy {args.strategy} with group_size {size}"
+    if size is not None and (size < -1 or size > 0 and args.strategy not in GROUPED):
+        yield f"group_size {size} with strategy {args.strategy}"
+    if (args.strategy == "block") != (args.block_structure is not None):
+        yield f"strategy {args.strategy} with block_structure {args.block_structure}"
+    if args.actorder == "group" and args.strategy not in GROUPED:
+        yield f"actorder group with strategy {args.strategy}"
+    if args.dynamic and args.strategy not in DYNAMIC:
+        yield f"strategy {args.strategy} that is dynamic"
+    if args.dynamic == "local" and args.strategy != "tensor_group":
+        yield f"dynamic local with strategy {args.strategy}"
+    if args.type == "float" and args.num_bits not in (4, 8) and args.zp_dtype is None:
+        yield f"floats of {args.num_bits} bits"
+    for key in ("scale_dtype", "zp_dtype"):
+        value = getattr(args, key)
+        if value is not None and not TORCH_DTYPE.match(value):
+            yield f"{key} {value}, which is no dtype of torch"

@@ -1,0 +1,46 @@
+"""What vLLM's `copy_` makes of a tensor that is stored in another dtype than its parameter's."""
+
+import numpy as np
+
+from vexport.checkpoint.dtypes import to_numpy
+from vexport.checkpoint.reader import Reader
+from vexport.types import TensorInfo
+
+WIDER_THAN_BYTES = ("I16", "I32", "I64", "F16", "BF16", "F32", "F64")
+# Parameter dtype -> dtypes that hold all its values. A tensor of another dtype has been rounded already.
+CONTAINED_IN = {
+    "F8_E4M3": ("F16", "BF16", "F32", "F64"),
+    "U8": WIDER_THAN_BYTES,
+    "I8": WIDER_THAN_BYTES,
+    "I32": ("I64", "F64"),
+    "I64": ("I32",),
+    "F16": ("F32", "F64"),
+    "BF16": ("F32", "F64"),
+    "F32": ("F64",),
+}
+INTEGERS = {"U8": (0, 255), "I8": (-128, 127), "I32": (-(2**31), 2**31 - 1), "I64": (-(2**63), 2**63 - 1)}
+E4M3_CODES = bytes(range(256))
+
+
+def survives(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
+    """Whether a tensor's values are all kept when they are cast to a parameter's dtype."""
+    if tensor.dtype not in CONTAINED_IN.get(dtype, ()):
+        return False
+    values = np.asarray(reader.array(tensor), dtype=np.float64)
+    if dtype in INTEGERS:
+        low, high = INTEGERS[dtype]
+        return bool(np.all((values == np.floor(values)) & (values >= low) & (values <= high)))
+    if dtype == "F8_E4M3":
+        return bool(np.isin(values, to_numpy(E4M3_CODES, dtype)).all())
+    return bool(np.array_equal(values, rounded(values, dtype)))
+
+
+def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDArray[np.float64]:
+    """Values as a floating dtype holds them; BF16 is cut, which only serves to compare."""
+    with np.errstate(over="ignore"):
+        if dtype == "F16":
+            return values.astype(np.float16).astype(np.float64)
+        single = values.astype(np.float32)
+    if dtype == "BF16":
+        single = (single.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    return single.astype(np.float64)

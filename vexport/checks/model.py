@@ -1,0 +1,92 @@
+"""Does vLLM know the model's class, and does config.json give what the class is built from?"""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from vexport.architectures import architecture_table
+from vexport.checks.decoder import DECODERS, missing_sizes
+from vexport.checks.subject import Subject, error, warning
+from vexport.types import Finding, Json
+
+NAME = "model"
+DESCRIPTION = "vLLM has the model's class, and config.json the sizes and names that it is built from"
+# Names of torch dtypes that vLLM takes from a config (_STR_DTYPE_TO_TORCH_DTYPE, config/model.py).
+DTYPES = ("bfloat16", "float16", "half", "float32", "float")
+SILU = "silu"
+
+
+def run(subject: Subject) -> Iterator[Finding]:
+    """Findings on config.json beside its quantization_config."""
+    config = subject.index.config
+    yield from _class(subject)
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES:
+        yield _wrong(subject, "dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
+    if subject.class_name in DECODERS:
+        for key in missing_sizes(config):
+            got = repr(config[key]) if key in config else "none: transformers would take its own default"
+            yield _wrong(subject, key, "a size", got)
+        yield from _sizes(subject, config)
+
+
+def _class(subject: Subject) -> Iterator[Finding]:
+    config, name = subject.index.config, subject.class_name
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        yield _wrong(subject, "model_type", "transformers' name of the architecture", repr(kind))
+    elif not name:
+        yield _wrong(
+            subject, "architectures", "the name of the model class", "none, and an unknown model_type"
+        )
+    elif name not in architecture_table().architectures and not _is_known(name, kind, config):
+        table = architecture_table()
+        yield _wrong(
+            subject,
+            "architectures",
+            f"a class of vLLM {table.vllm} or of transformers",
+            f"{name}, of neither",
+        )
+    elif "architectures" not in config:
+        yield warning(
+            NAME,
+            f"{subject.config_path}: architectures",
+            expected="the name of the model class",
+            got=f"none: vLLM takes {name} for model_type {kind}",
+            fix=f'add "architectures": ["{name}"]',
+        )
+
+
+def _is_known(name: str, kind: str, config: Mapping[str, Json]) -> bool:
+    """Whether vLLM may run a class that it does not have: code in the checkpoint, or transformers' own."""
+    return "auto_map" in config or any(f"class {name}(" in text for text in _modeling(kind))
+
+
+@cache
+def _modeling(kind: str) -> tuple[str, ...]:
+    """transformers' code of a model type; looked at as text, because importing it takes seconds."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return ()
+    folder = Path(spec.origin).parent / "models" / kind
+    return tuple(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
+
+
+def _sizes(subject: Subject, config: Mapping[str, Json]) -> Iterator[Finding]:
+    heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
+        yield _wrong(subject, "num_key_value_heads", f"a divisor of num_attention_heads {heads}", str(keys))
+    activation = config.get("hidden_act", SILU)
+    if activation != SILU and not DECODERS[subject.class_name].tied:
+        yield _wrong(subject, "hidden_act", SILU, repr(activation))
+
+
+def _wrong(subject: Subject, key: str, expected: str, got: str) -> Finding:
+    return error(
+        NAME,
+        f"{subject.config_path}: {key}",
+        expected=expected,
+        got=got,
+        fix="take the model's original config.json",
+    )

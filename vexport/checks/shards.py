@@ -1,0 +1,67 @@
+"""Which of a folder's files vLLM loads, and whether they agree."""
+
+from collections.abc import Iterator, Mapping
+
+from vexport.checkpoint.index import INDEX_NAME, read_header, weight_files
+from vexport.checkpoint.reader import same_bytes
+from vexport.checks.subject import Subject, error, warning
+from vexport.files import read_json_object
+from vexport.types import Finding, TensorInfo
+
+NAME = "shards"
+DESCRIPTION = "vLLM loads the files that the index means, and every tensor is in one of them only"
+
+
+def run(subject: Subject) -> Iterator[Finding]:
+    """Findings on safetensors files and the index.
+
+    Source: filter_duplicate_safetensors_files (model_loader/weight_utils.py): with an index the files that it
+    names, without one all files of the folder. Of two tensors of a name the one that is read last stays.
+    """
+    root = subject.index.root
+    indexed = (root / INDEX_NAME).is_file()
+    places: dict[str, TensorInfo] = {}
+    for file in weight_files(root) if indexed else sorted(root.glob("*.safetensors")):
+        for name, tensor in read_header(file).items():
+            other = places.setdefault(name, tensor)
+            if other is not tensor:
+                yield _twice(subject, other, tensor)
+    if indexed:
+        yield from _index(subject, places)
+    else:
+        for name in places.keys() - subject.index.tensors.keys():
+            yield warning(
+                NAME,
+                name,
+                expected="one safetensors file, or an index of several",
+                got=f"a tensor in {places[name].file.name}, which vLLM loads too",
+                fix="remove the file that does not belong here, or write an index",
+            )
+
+
+def _twice(subject: Subject, one: TensorInfo, other: TensorInfo) -> Finding:
+    got = f"one in {one.file.name} and one in {other.file.name}"
+    expected = "each tensor in one file"
+    if same_bytes(subject.reader, one, subject.reader, other):
+        return warning(NAME, one.name, expected=expected, got=f"{got}, alike", fix="remove one")
+    fix = "remove the wrong one: vLLM keeps the one that it happens to read last"
+    return error(NAME, one.name, expected=expected, got=f"{got}, different", fix=fix)
+
+
+def _index(subject: Subject, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+    """An index that is wrong in what vLLM does not read: only names of files count for it."""
+    weight_map = read_json_object(subject.index.root / INDEX_NAME).get("weight_map")
+    listed = weight_map if isinstance(weight_map, dict) else {}
+    lost = [name for name in listed if name not in places]
+    elsewhere = [name for name in listed.keys() & places.keys() if listed[name] != places[name].file.name]
+    unlisted = places.keys() - listed.keys()
+    for names, got in ((lost, "no such tensor"), (elsewhere, "it in another file"), (unlisted, "no entry")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield warning(
+                NAME,
+                f"{INDEX_NAME}: {min(names)}{more}",
+                expected="an index that says in which file each tensor is",
+                got=got,
+                fix="write the index again: other loaders than vLLM's follow it",
+            )
