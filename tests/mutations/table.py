@@ -9,7 +9,23 @@ from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, Sound
 from tests.mutations.kinds import arguments, files, forms, model, names, special, values
 
+# Numbers in the wrong place that are as good as the right ones: only the source tells.
+ONLY_WITH_SOURCE = frozenset(
+    {
+        "layers' scales exchanged",
+        "layers' norms exchanged",
+        "experts exchanged",
+        "final norm zero",
+        "gate_proj and up_proj exchanged",
+        "k_scale and v_scale exchanged",
+        "nibbles exchanged",
+        "q_proj's scale under k_proj's name",
+        "weight of down_proj all zero",
+        "weight_packed of down_proj all zero",
+    }
+)
 # What depends on the scheme, and what does not.
+
 Part = Callable[[Sound], Iterator[tuple[str, Change]]]
 OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds)
 SHARED = (files.kinds, model.kinds, arguments.shared_kinds, names.shared_kinds)

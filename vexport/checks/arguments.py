@@ -98,24 +98,32 @@ def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
 
 def _contradictions(args: QuantArgs) -> Iterator[str]:
     """What `validate_model_after` refuses."""
-    size = args.group_size
+    size, strategy = args.group_size, args.strategy
+    if strategy in GROUPED and (size is None or size <= 0):
+        yield f"strategy {strategy} with group_size {size}"
+    if size is not None and (size < -1 or size > 0 and strategy not in GROUPED):
+        yield f"group_size {size} with strategy {strategy}"
+    if (strategy == "block") != (args.block_structure is not None):
+        yield f"strategy {strategy} with block_structure {args.block_structure}"
+    if args.actorder == "group" and strategy not in GROUPED:
+        yield f"actorder group with strategy {strategy}"
+    yield from _contradictions_of_time(args)
+    yield from _unknown_dtypes(args)
+
+
+def _contradictions_of_time(args: QuantArgs) -> Iterator[str]:
+    """Strategies that are dynamic only, or never."""
     if args.strategy == "token" and not args.dynamic:
         yield "strategy token that is not dynamic"
-    if args.strategy in GROUPED and (size is None or size <= 0):
-        yield f"strategy {args.strategy} with group_size {size}"
-    if size is not None and (size < -1 or size > 0 and args.strategy not in GROUPED):
-        yield f"group_size {size} with strategy {args.strategy}"
-    if (args.strategy == "block") != (args.block_structure is not None):
-        yield f"strategy {args.strategy} with block_structure {args.block_structure}"
-    if args.actorder == "group" and args.strategy not in GROUPED:
-        yield f"actorder group with strategy {args.strategy}"
     if args.dynamic and args.strategy not in DYNAMIC:
         yield f"strategy {args.strategy} that is dynamic"
     if args.dynamic == "local" and args.strategy != "tensor_group":
         yield f"dynamic local with strategy {args.strategy}"
+
+
+def _unknown_dtypes(args: QuantArgs) -> Iterator[str]:
     if args.type == "float" and args.num_bits not in (4, 8) and args.zp_dtype is None:
         yield f"floats of {args.num_bits} bits"
-    for key in ("scale_dtype", "zp_dtype"):
-        value = getattr(args, key)
-        if value is not None and not TORCH_DTYPE.match(value):
-            yield f"{key} {value}, which is no dtype of torch"
+    for dtype in (args.scale_dtype, args.zp_dtype):
+        if dtype is not None and not TORCH_DTYPE.match(dtype):
+            yield f"{dtype}, which is no dtype of torch"

@@ -19,7 +19,7 @@ FINAL_NORM = re.compile(r"model\.(?:\w+_)?(?:layer)?norm\.weight$")
 # Tensors that vLLM drops or takes for the KV cache, whatever the class: AutoWeightsLoader in models/utils.py,
 # get_cache_scale_mapper and _ignore_unexpected_suffixes in quantization/base_config.py.
 UNREAD = re.compile(
-    r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)|[.][qkv]_(?:scale|zero_point)$|\.kv_scale$|\.g_idx$"
+    r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)|\.([qkv]_(scale|zero_point)|kv_scale|g_idx)$"
 )
 
 
@@ -47,12 +47,14 @@ def _of_layout(subject: Subject, layout: Layout) -> Iterator[Finding]:
     names = subject.index.tensors.keys()
     stored = {name.rpartition(".")[0] for name in names if not name.endswith(".bias")}
     modules = {**layout.linears, **layout.tables}
-    for module in modules.keys() - stored - layout.optional:
-        yield _missing(f"{module}.weight", f"the layer, of {subject.class_name} as its config sizes it")
-    for name in layout.parameters.keys() - names:
+    for module in sorted(layout.linears.keys() - stored):
+        yield _missing(module, f"the layer, of {subject.class_name} as its config sizes it")
+    for module in sorted(layout.tables.keys() - stored - layout.optional):
+        yield _missing(f"{module}.weight", f"the tensor, of {subject.class_name} as its config sizes it")
+    for name in sorted(layout.parameters.keys() - names):
         yield _missing(name, f"the tensor, of {subject.class_name} as its config sizes it")
     known = {name.rpartition(".")[0] for name in layout.parameters} | modules.keys()
-    for name in names - layout.parameters.keys():
+    for name in sorted(names - layout.parameters.keys()):
         module, _, leaf = name.rpartition(".")
         if UNREAD.search(name) or module in modules and leaf in (*QUANTIZED_LEAVES, "weight"):
             continue

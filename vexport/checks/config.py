@@ -55,9 +55,7 @@ def run(subject: Subject) -> Iterator[Finding]:
     yield from _sparsity(subject, config)
     ignore = config.get("ignore", [])
     if not isinstance(ignore, list):
-        yield _finding(
-            subject, "ignore", "a list of names", repr(ignore), "set it, to [] for none"
-        )
+        yield _finding(subject, "ignore", "a list of names", repr(ignore), "set it, to [] for none")
     problems = tuple(_patterns(subject))
     yield from problems or _groups(subject)
 

@@ -4,12 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vexport.checks.arguments import ConfigGroup
+from vexport.checks.scheme import SchemeKind, scheme_of
 from vexport.types import TensorInfo
 
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
 # Global scales are float32 by definition: another dtype has rounded them.
 GLOBAL_SCALES = frozenset({"F32"})
 INT32_BITS = 32
+FP4 = (SchemeKind.NVFP4, SchemeKind.MXFP4)
+E4M3 = (SchemeKind.FP8, SchemeKind.MXFP8)
+# Schemes that may quantize inputs with a scale of the checkpoint.
+STATIC_INPUTS = (SchemeKind.FP8, SchemeKind.INT8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +48,21 @@ def parameters_of(group: ConfigGroup, rows: int, columns: int) -> Mapping[str, E
     Sources: `create_weights` of the schemes in
     vllm/model_executor/layers/quantization/compressed_tensors/schemes.
     """
+    kind = _kind(group)
     parameters = {weight_name(group): _weight(group, rows, columns)}
     parameters["weight_scale"] = _scale(group, rows, columns)
-    if group.weights.strategy == "tensor_group":
+    if kind is SchemeKind.NVFP4:
         parameters["weight_global_scale"] = _single(GLOBAL_SCALES)
-    if weight_name(group) == "weight_packed" and group.weights.type == "int":
-        parameters["weight_shape"] = Expected(dtypes=frozenset({"I64", "I32"}), shape=(2,), dtype="I64")
-    if not group.weights.symmetric:
-        parameters["weight_zero_point"] = _zero_point(group, rows, columns)
+    if kind is SchemeKind.PACKED:
+        parameters["weight_shape"] = _exact("I64", (2,), "I32")
+        if not group.weights.symmetric:
+            parameters["weight_zero_point"] = _zero_point(group, rows, columns)
     return {**parameters, **_inputs(group)}
 
 
 def weight_name(group: ConfigGroup) -> str:
     """`weight_packed` where several values share a word, else `weight` with a byte a value."""
-    fp4 = group.weights.type == "float" and group.weights.num_bits < 8
-    return "weight_packed" if fp4 or "pack-quantized" in group.format else "weight"
+    return "weight_packed" if _kind(group) in (*FP4, SchemeKind.PACKED) else "weight"
 
 
 def layer_sides(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
@@ -68,7 +73,7 @@ def layer_sides(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> tuple[i
     rows, columns = stored.shape
     if weight_name(group) == "weight":
         return rows, columns
-    if group.weights.type == "float":
+    if _kind(group) in FP4:
         return rows, columns * 2
     scale, size = leaves.get("weight_scale"), group.weights.group_size
     if scale is not None and len(scale.shape) == 2 and size and size > 0:
@@ -78,19 +83,30 @@ def layer_sides(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> tuple[i
     return rows, columns * INT32_BITS // group.weights.num_bits
 
 
+def _kind(group: ConfigGroup) -> SchemeKind:
+    """The scheme that vLLM takes; where it refuses the group, the one that comes closest to its storage."""
+    found = scheme_of(group)
+    if isinstance(found, SchemeKind):
+        return found
+    args = group.weights
+    if args.type == "float":
+        four = SchemeKind.NVFP4 if args.strategy == "tensor_group" else SchemeKind.MXFP4
+        return SchemeKind.FP8 if args.num_bits == 8 else four
+    return SchemeKind.PACKED if "pack" in group.format else SchemeKind.INT8
+
+
 def _weight(group: ConfigGroup, rows: int, columns: int) -> Expected:
-    if weight_name(group) == "weight":
-        dtype = "F8_E4M3" if group.weights.type == "float" else "I8"
-        shape = (rows, columns)
-    elif group.weights.type == "float":
-        dtype, shape = "U8", (rows, columns // 2)
-    else:
-        dtype, shape = "I32", (rows, -(-columns * group.weights.num_bits // INT32_BITS))
-    return Expected(dtypes=frozenset({dtype}), shape=shape, dtype=dtype, along=(0, 1))
+    kind = _kind(group)
+    if kind in FP4:
+        return _exact("U8", (rows, columns // 2), along=(0, 1))
+    if kind is SchemeKind.PACKED:
+        words = -(-columns * group.weights.num_bits // INT32_BITS)
+        return _exact("I32", (rows, words), along=(0, 1))
+    return _exact("F8_E4M3" if kind in E4M3 else "I8", (rows, columns), along=(0, 1))
 
 
 def _scale(group: ConfigGroup, rows: int, columns: int) -> Expected:
-    weights = group.weights
+    weights, kind = group.weights, _kind(group)
     if weights.strategy == "tensor":
         return _single(FLOAT_SCALES)
     if weights.strategy == "block" and weights.block_structure:
@@ -99,32 +115,37 @@ def _scale(group: ConfigGroup, rows: int, columns: int) -> Expected:
         return Expected(dtypes=FLOAT_SCALES, shape=shape, along=(0, 1))
     if weights.strategy == "channel" or not weights.group_size or weights.group_size < 0:
         return Expected(dtypes=FLOAT_SCALES, shape=(rows, 1), along=(0,))
-    dtype, dtypes = "BF16", FLOAT_SCALES
-    if weights.strategy == "tensor_group":
-        dtype, dtypes = "F8_E4M3", frozenset({"F8_E4M3"})
-    elif weights.type == "float":
+    shape = (rows, columns // weights.group_size)
+    if kind is SchemeKind.NVFP4:
+        return _exact("F8_E4M3", shape, along=(0, 1))
+    if kind in (SchemeKind.MXFP4, SchemeKind.MXFP8):
         # Not F8_E8M0: vLLM's parameter is uint8 and `copy_` would cast the value, not the bits.
-        dtype, dtypes = "U8", frozenset({"U8"})
-    return Expected(dtypes=dtypes, shape=(rows, columns // weights.group_size), dtype=dtype, along=(0, 1))
+        return _exact("U8", shape, along=(0, 1))
+    return Expected(dtypes=FLOAT_SCALES, shape=shape, dtype="BF16", along=(0, 1))
 
 
 def _zero_point(group: ConfigGroup, rows: int, columns: int) -> Expected:
     words = -(-rows * group.weights.num_bits // INT32_BITS)
-    shape = (words, _scale(group, rows, columns).shape[-1])
-    return Expected(dtypes=frozenset({"I32"}), shape=shape, dtype="I32", along=(0, 1))
+    return _exact("I32", (words, _scale(group, rows, columns).shape[-1]), along=(0, 1))
 
 
 def _inputs(group: ConfigGroup) -> dict[str, Expected]:
-    inputs = group.input_activations
-    if inputs is None or inputs.dynamic is True:
+    inputs, kind = group.input_activations, _kind(group)
+    if inputs is None:
         return {}
-    if inputs.strategy == "tensor_group":
+    if kind is SchemeKind.NVFP4:
         return {"input_global_scale": _single(GLOBAL_SCALES)}
+    if inputs.dynamic or kind not in STATIC_INPUTS:
+        return {}
     parameters = {"input_scale": _single(FLOAT_SCALES)}
-    if inputs.type == "int" and not inputs.symmetric:
-        parameters["input_zero_point"] = Expected(dtypes=frozenset({"I8"}), shape=(1,), dtype="I8")
+    if kind is SchemeKind.INT8 and not inputs.symmetric:
+        parameters["input_zero_point"] = _exact("I8", (1,))
     return parameters
 
 
 def _single(dtypes: frozenset[str]) -> Expected:
     return Expected(dtypes=dtypes, shape=(1,))
+
+
+def _exact(dtype: str, shape: tuple[int, ...], *also: str, along: tuple[int, ...] = ()) -> Expected:
+    return Expected(dtypes=frozenset({dtype, *also}), shape=shape, dtype=dtype, along=along)

@@ -32,7 +32,7 @@ class SchemeKind(Enum):
 
 def scheme_of(group: ConfigGroup) -> SchemeKind | str:
     """The scheme of a group's layers, or why vLLM refuses the group."""
-    weights, inputs = group.weights, _inputs(group)
+    weights, inputs = group.weights, group.input_activations
     if inputs is None and group.format in WITH_INPUTS and weights.type != "float":
         return f"format {group.format} for integers without input_activations"
     if _is_nvfp4(weights):
@@ -47,10 +47,6 @@ def scheme_of(group: ConfigGroup) -> SchemeKind | str:
         return SchemeKind.PACKED if weights.num_bits in PACKED_BITS else f"{weights.num_bits} packed bits"
     found = _with_inputs(weights, inputs) if group.format in WITH_INPUTS else None
     return found or f"a combination that none of its schemes runs: {_described(group)}"
-
-
-def _inputs(group: ConfigGroup) -> QuantArgs | None:
-    return group.input_activations
 
 
 def _is_nvfp4(args: QuantArgs) -> bool:
@@ -79,11 +75,13 @@ def _is_packed(group: ConfigGroup, inputs: QuantArgs | None) -> bool:
     return group.format == PACKED and integers and dynamic
 
 
-def _with_inputs(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeKind | None:
+def _with_inputs(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeKind | str | None:
     """The schemes that vLLM looks at for formats with quantized inputs."""
     static = not weights.dynamic and weights.symmetric
     if static and weights.type == "float" and weights.strategy in FP8_STRATEGIES:
-        return SchemeKind.FP8
+        return (
+            SchemeKind.FP8 if _runs_fp8(inputs) else f"inputs that vLLM leaves as they are: {_args(inputs)}"
+        )
     if inputs is None or not static:
         return None
     if weights.num_bits == inputs.num_bits == 8 and weights.strategy in ("tensor", "channel"):
@@ -106,3 +104,11 @@ def _args(args: QuantArgs | None) -> str:
     dynamic = " dynamic" if args.dynamic else ""
     symmetric = "" if args.symmetric else " asymmetric"
     return f"{args.type} {args.num_bits} bits {args.strategy}{size}{dynamic}{symmetric}"
+
+
+def _runs_fp8(inputs: QuantArgs | None) -> bool:
+    """Whether the inputs of FP8 weights are none, or quantized as the config says (`_is_fp8_w8a8`)."""
+    if inputs is None:
+        return True
+    whole = inputs.symmetric and inputs.strategy == "tensor"
+    return inputs.type == "float" and (inputs.dynamic is not False or whole)

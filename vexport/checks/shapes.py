@@ -1,12 +1,12 @@
 """Are dtypes and shapes those of the config group, and of the model's config?"""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.arguments import ConfigGroup
 from vexport.checks.casts import survives
 from vexport.checks.decoder import Layout
-from vexport.checks.expected import Expected, parameters_of
+from vexport.checks.expected import Expected, layer_sides, parameters_of
 from vexport.checks.subject import Subject, Unit, error, warning
 from vexport.schemes import fp8
 from vexport.schemes.base import EXPERT, SchemeArgs, Share, is_head
@@ -18,29 +18,43 @@ DESCRIPTION = "dtypes and shapes are those that the config announces, and fused 
 
 def run(subject: Subject) -> Iterator[Finding]:
     """Findings on tensors that vLLM would refuse, narrow or cast."""
+    right = _right_somewhere(subject)
     for unit in subject.units:
         group = subject.group_of(unit)
         if group is not None and unit.is_quantized:
             yield from _fit_together(subject, group, unit)
             yield from _whole_blocks(subject, group, unit)
-            yield from _quantized(subject, group, unit)
+            yield from _quantized(subject, group, unit, right)
     yield from _rounded_scales(subject)
     if subject.layout is not None:
         yield from _unquantized(subject, subject.layout)
 
 
-def _quantized(subject: Subject, group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
+def _quantized(subject: Subject, group: ConfigGroup, unit: Unit, right: frozenset[str]) -> Iterator[Finding]:
+    cut = _cut(subject, unit)
     for module, leaves in unit.members.items():
         sides = subject.sides(group, module, leaves)
         expected = parameters_of(group, *sides) if sides is not None else {}
-        cut = _cut(subject, unit)
-        whole = all(
-            _is_larger(leaves, leaf, parameter) for leaf, parameter in expected.items() if parameter.along
-        )
-        for leaf, parameter in expected.items():
-            if leaf in leaves:
-                yield from _dtype(subject, group, leaves[leaf], parameter)
-                yield from _shape(group, leaves[leaf], parameter, cut, narrowing=not whole)
+        parts = [leaf for leaf, parameter in expected.items() if parameter.along and leaf in leaves]
+        whole = all(leaves[leaf].shape != expected[leaf].shape for leaf in parts)
+        narrowing = not whole or module.rpartition(".")[2] in right
+        for leaf in expected.keys() & leaves.keys():
+            yield from _dtype(subject, group, leaves[leaf], expected[leaf])
+            yield from _shape(group, leaves[leaf], expected[leaf], cut, narrowing=narrowing)
+
+
+def _right_somewhere(subject: Subject) -> frozenset[str]:
+    """The last names of layers of which at least one is as large as the model's config says.
+
+    Where all are larger the config is at fault, and vLLM would cut the model down to it.
+    """
+    return frozenset(
+        module.rpartition(".")[2]
+        for unit in subject.units
+        if (group := subject.group_of(unit)) is not None
+        for module, leaves in unit.members.items()
+        if subject.sides(group, module, leaves) == layer_sides(group, leaves)
+    )
 
 
 def _cut(subject: Subject, unit: Unit) -> int | None:
@@ -51,10 +65,6 @@ def _cut(subject: Subject, unit: Unit) -> int | None:
     if leaf in subject.architecture.row_parallel:
         return 1
     return None if leaf in subject.architecture.replicated else 0
-
-
-def _is_larger(leaves: Mapping[str, TensorInfo], leaf: str, expected: Expected) -> bool:
-    return leaf in leaves and leaves[leaf].shape != expected.shape
 
 
 def _dtype(subject: Subject, group: ConfigGroup, tensor: TensorInfo, expected: Expected) -> Iterator[Finding]:

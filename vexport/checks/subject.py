@@ -92,7 +92,12 @@ class Subject:
 
     @cached_property
     def layout(self) -> Layout | None:
-        """What the model's class and config ask for; None where that is not known."""
+        """What the model's class and config ask for; None where that is not known.
+
+        Nor is it where tensors hold all experts of a layer, whose names and order differ by version.
+        """
+        if any(len(tensor.shape) > 2 and ".experts." in name for name, tensor in self.index.tensors.items()):
+            return None
         return layout_of(self.class_name, self.index.config)
 
     @property
@@ -131,7 +136,8 @@ class Subject:
         self, group: ConfigGroup, module: str, leaves: Mapping[str, TensorInfo]
     ) -> tuple[int, int] | None:
         """(out_features, in_features) of a quantized layer: by the model's config, else by its weight."""
-        known = (self.layout.linears | self.layout.tables).get(module) if self.layout is not None else None
+        layout = self.layout
+        known = (layout.linears.get(module) or layout.tables.get(module)) if layout is not None else None
         return known or layer_sides(group, leaves)
 
     def group_of(self, unit: Unit) -> ConfigGroup | None:

@@ -46,6 +46,8 @@ def run(subject: Subject) -> Iterator[Finding]:
                     yield from findings
         if group is not None and not broken:
             yield from _plausible(subject, unit, group)
+            for leaves in unit.members.values():
+                yield from _beyond(subject, group, leaves)
     yield from _not_finite(subject)
 
 
@@ -151,6 +153,23 @@ def _is_empty(subject: Subject, leaves: Mapping[str, TensorInfo]) -> bool:
         return False
     codes = np.frombuffer(subject.reader.raw(weight), np.uint8)
     return not codes.any()
+
+
+def _beyond(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+    """Codes in bytes that the announced bits do not hold."""
+    weight, half = leaves.get("weight"), 2 ** (group.weights.num_bits - 1)
+    if group.weights.type != "int" or half >= 128 or weight is None or weight.dtype != "I8":
+        return
+    codes = np.frombuffer(subject.reader.raw(weight), np.int8)
+    bad = int(np.count_nonzero((codes >= half) | (codes < -half)))
+    if bad:
+        yield error(
+            NAME,
+            weight.name,
+            expected=f"codes of {group.weights.num_bits} bits, from {-half} to {half - 1}",
+            got=f"{bad} of {codes.size} beyond them",
+            fix="correct num_bits",
+        )
 
 
 def _numbers(subject: Subject, tensor: TensorInfo) -> npt.NDArray[np.float64]:

@@ -20,7 +20,6 @@ from vexport.types import Json
 
 LISTED = ("lm_head",)
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-INPUT = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
@@ -60,18 +59,19 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "no symmetry", without(ARGUMENTS, "symmetric")
     yield "weights dynamic", config(ARGUMENTS, dynamic=True)
     yield "another scale dtype", config(ARGUMENTS, scale_dtype="torch.float16")
-    yield "no inputs", config(GROUP, input_activations=None)
-    yield "inputs of 8 bits", config(GROUP, input_activations=INPUT)
+    if scheme not in ("FP8_DYNAMIC", "FP8_BLOCK"):
+        # Without inputs these are legal checkpoints of another scheme.
+        yield "no inputs", config(GROUP, input_activations=None)
     if scheme == "FP8_BLOCK":
         yield "blocks of 64", config(ARGUMENTS, block_structure=[64, 64])
         yield "no blocks", config(ARGUMENTS, block_structure=None)
     if scheme in ("NVFP4", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "MXFP4", "MXFP8"):
         yield "inputs symmetric null", config(INPUTS, symmetric=None)
-        yield "inputs asymmetric", config(INPUTS, symmetric=False)
         yield "inputs dynamic", config(INPUTS, dynamic=True)
         yield "inputs static", config(INPUTS, dynamic=False)
         yield "inputs of 16 bits", config(INPUTS, num_bits=16)
-        yield "inputs of strategy tensor", config(INPUTS, strategy="tensor")
+        if not scheme.startswith("FP8"):
+            yield "inputs of strategy tensor", config(INPUTS, strategy="tensor")
         yield (
             "inputs of integers" if "F" in scheme else "inputs of floats",
             config(INPUTS, type="int" if "F" in scheme else "float"),

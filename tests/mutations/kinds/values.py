@@ -59,12 +59,9 @@ def _exponents(sound: Sound) -> Iterator[tuple[str, Change]]:
 def _shared(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Scales that fused layers have in common.
 
-    Not one that is smaller: vLLM takes the largest, but a checkpoint whose smaller one is right looks the same.
+    Not a smaller one: vLLM takes the largest, but where the smaller one is right a checkpoint looks the same.
     """
-    shared = [
-        leaf for leaf in sound.leaves if leaf in SINGLE or (leaf == "weight_scale" and sound.scheme == "FP8")
-    ]
-    for leaf in shared:
+    for leaf in sorted(SINGLE & set(sound.leaves)):
         for projection in ("q", "k", "v"):
             yield (
                 f"{leaf} of {projection}_proj larger than its neighbours'",
