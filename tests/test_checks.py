@@ -107,13 +107,10 @@ TENSOR_MUTATIONS = [
     ("W8A8", put(f"{DOWN}.weight_scale", element(-1.0)), "values", f"{DOWN}.weight_scale"),
     ("FP8", put(f"{DOWN}.input_scale", element(float("nan"))), "values", f"{DOWN}.input_scale"),
     ("W4A16", put(f"{DOWN}.weight_scale", element(float("nan"))), "values", f"{DOWN}.weight_scale"),
-    ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.bfloat16)), "shapes", f"{DOWN}.weight"),
     ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.float8_e5m2)), "shapes", f"{DOWN}.weight"),
     ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), "shapes", f"{DOWN}.weight"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
     ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t[:, :-1]), "shapes", f"{DOWN}.weight_scale"),
-    ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)), "shapes", f"{DOWN}.weight_scale"),
-    ("W4A16", put(f"{DOWN}.weight_packed", lambda t: t.to(torch.int64)), "shapes", f"{DOWN}.weight_packed"),
     ("W4A16", put(f"{Q}.weight_packed", lambda t: t[:, :-16]), "shapes", "model.layers.1.self_attn.qkv_proj"),
     ("W4A16_ASYM", drop(f"{DOWN}.weight_zero_point"), "completeness", f"{DOWN}.weight_zero_point"),
     ("W4A16_ASYM", put(f"{DOWN}.weight_zero_point", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_zero_point"),
@@ -140,6 +137,21 @@ def test_broken_tensors_are_found(
 ) -> None:
     found = errors(spoiled(good(scheme), tmp_path / "broken", change))
     assert any(finding.check == check and where in finding.where for finding in found), found
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "where"),
+    [
+        ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.bfloat16)), f"{DOWN}.weight"),
+        ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)), f"{DOWN}.weight_scale"),
+        ("W4A16", put(f"{DOWN}.weight_packed", lambda t: t.to(torch.int64)), f"{DOWN}.weight_packed"),
+    ],
+)
+def test_what_vllm_casts_without_a_loss_is_a_warning(
+    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, where: str
+) -> None:
+    report = check_checkpoint(str(spoiled(good(scheme), tmp_path / "cast", change)))
+    assert [(finding.severity, finding.where) for finding in report.findings] == [("warning", where)]
 
 
 def mutate_config(source: Path, folder: Path, change: Callable[[Config], None]) -> Path:

@@ -15,6 +15,8 @@ NAME = "kv_cache"
 DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the keys and values of every layer"
 LEAVES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
+# Of keys and values up to 4096; the largest known ones are some hundreds.
+MOST_SCALE = 4096 / 448
 # All that vLLM reads of the scheme (validate_kv_cache_scheme of CompressedTensorsKVCacheMethod).
 ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "type": ("float",),
@@ -76,6 +78,10 @@ def _values(subject: Subject, tensor: TensorInfo, *, per_head: bool) -> Iterator
     heads = _heads(subject.index.config)
     if per_head and heads is not None and values.size % heads:
         yield _wrong(tensor, f"a scale for each of {heads} KV heads (strategy attn_head)", str(values.size))
+    if values.size and values.max() > MOST_SCALE and np.isfinite(values).all():
+        yield _wrong(
+            tensor, f"scales of at most {MOST_SCALE:g}", f"{values.max():g}, which looks like a reciprocal"
+        )
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
     if bad:
         yield _wrong(

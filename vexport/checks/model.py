@@ -48,6 +48,8 @@ def _class(subject: Subject) -> Iterator[Finding]:
             f"a class of vLLM {table.vllm} or of transformers",
             f"{name}, of neither",
         )
+    elif _is_unknown_type(subject, kind) or _is_of_another_type(subject, name, kind):
+        yield _wrong(subject, "model_type", f"the model type of {name}", kind)
     elif "architectures" not in config:
         yield warning(
             NAME,
@@ -90,3 +92,15 @@ def _wrong(subject: Subject, key: str, expected: str, got: str) -> Finding:
         got=got,
         fix="take the model's original config.json",
     )
+
+
+def _is_unknown_type(subject: Subject, kind: str) -> bool:
+    """Whether transformers has no config for a model type; said only of classes whose config is its own."""
+    own = subject.class_name in DECODERS and "auto_map" not in subject.index.config
+    return own and kind not in architecture_table().text_models and not _modeling(kind)
+
+
+def _is_of_another_type(subject: Subject, name: str, kind: str) -> bool:
+    """Whether a class belongs to one model type and the config to another, and the tensors do not fit."""
+    models = architecture_table().text_models
+    return subject.layout is None and name in models.values() and models.get(kind, name) != name

@@ -137,7 +137,8 @@ def _rounded_scales(subject: Subject) -> Iterator[Finding]:
     for (_, leaf), dtypes in stored.items():
         if "F32" in dtypes:
             for dtype in ("BF16", "F16"):
-                for name in dtypes.get(dtype, ()):
+                rounded = dtypes.get(dtype, [])
+                for name in rounded if len(rounded) < len(dtypes["F32"]) else ():
                     yield error(
                         NAME,
                         name,

@@ -32,10 +32,9 @@ QUANTIZED_LEAVES = frozenset(
         "input_global_scale",
     }
 )
-LINEAR_CLASS = (
-    "ColumnParallelLinear MergedColumnParallelLinear QKVParallelLinear RowParallelLinear ReplicatedLinear"
-)
 HEAD_CLASS = "ParallelLMHead"
+# Routed experts are no linear layer, but a target Linear is taken for them too.
+EXPERTS_CLASS = "RoutedExperts, Linear"
 HEADS = ("lm_head", "embed_out")
 
 
@@ -71,8 +70,9 @@ class Subject:
 
     @cached_property
     def quantization(self) -> Mapping[str, Json] | None:
-        """The quantization_config object, or None where there is none."""
-        value = self.index.config.get("quantization_config")
+        """The quantization_config object, by its older name too, or None where there is none."""
+        config = self.index.config
+        value = config.get("quantization_config", config.get("compression_config"))
         return value if isinstance(value, dict) else None
 
     @cached_property
@@ -166,13 +166,26 @@ class Subject:
         return owners[0] if owners and all(owners) else None
 
     def _by_class(self, unit: Unit) -> ConfigGroup | None:
-        classes = HEAD_CLASS if unit.name.rpartition(".")[2] in HEADS else LINEAR_CLASS
+        name = self._class_of(unit).lower()
         for group in self.config_groups:
-            if any(
-                target.lower() in classes.lower() for target in group.targets if not target.startswith("re:")
-            ):
+            if any(target.lower() in name for target in group.targets if not target.startswith("re:")):
                 return group
         return None
+
+    def _class_of(self, unit: Unit) -> str:
+        """The name of vLLM's class of a layer, as far as its name tells."""
+        leaf = unit.name.rpartition(".")[2]
+        if leaf in HEADS:
+            return HEAD_CLASS
+        if moe_layer(next(iter(unit.members))) is not None:
+            return EXPERTS_CLASS
+        if leaf in self.architecture.row_parallel:
+            return "RowParallelLinear"
+        if leaf in self.architecture.replicated:
+            return "ReplicatedLinear"
+        if leaf == "qkv_proj":
+            return "QKVParallelLinear"
+        return "MergedColumnParallelLinear" if len(unit.members) > 1 else "ColumnParallelLinear"
 
 
 def linear_modules(index: SourceIndex) -> dict[str, dict[str, TensorInfo]]:

@@ -29,6 +29,12 @@ E4M3_LARGEST = 448.0
 # Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all.
 NOT_FINITE = {"F8_E4M3": 0x7F, "F16": 0x7C00, "BF16": 0x7F80}
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
+# So many scales of a layer are never all equal, but for exponents.
+MANY = 16
+# The least that the largest input of a layer may be.
+LEAST_INPUT = 1e-3
+# A scale that no calibration gives: what a producer begins with.
+PLACEHOLDER = 1.0
 # Elements that are looked at together.
 RUN = 1 << 24
 
@@ -71,10 +77,8 @@ def _scale(subject: Subject, leaf: str, leaves: Mapping[str, TensorInfo]) -> Ite
         yield _bad(tensor, ", ".join(found))
     elif leaf.endswith("global_scale"):
         yield from _reciprocal(tensor, leaf, float(numbers.max()))
-    elif leaf == "input_scale" and float(numbers.max()) * E4M3_LARGEST > MOST_INPUT:
-        yield _implausible(
-            tensor, f"{numbers.max():g}, for inputs as large as {numbers.max() * E4M3_LARGEST:g}"
-        )
+    elif leaf == "input_scale":
+        yield from _input_scale(tensor, float(numbers.max()))
 
 
 def _scales_zeros(
@@ -96,7 +100,7 @@ def _scales_zeros(
 def _reciprocal(tensor: TensorInfo, leaf: str, value: float) -> Iterator[Finding]:
     of_weight = leaf.startswith("weight")
     least = LEAST_WEIGHT_GLOBAL_SCALE if of_weight else LEAST_INPUT_GLOBAL_SCALE
-    if value < least or of_weight and value == least:
+    if value < least:
         yield error(
             NAME,
             tensor.name,
@@ -104,6 +108,18 @@ def _reciprocal(tensor: TensorInfo, leaf: str, value: float) -> Iterator[Finding
             got=f"{value:g}, which looks like its reciprocal",
             fix="store 1/value, or export again",
         )
+    elif value == PLACEHOLDER:
+        yield _implausible(tensor, "1, which no calibration gives")
+    elif not of_weight and value > E4M3_LARGEST * 6 / LEAST_INPUT:
+        yield _implausible(tensor, f"{value:g}, for inputs no larger than {E4M3_LARGEST * 6 / value:g}")
+
+
+def _input_scale(tensor: TensorInfo, value: float) -> Iterator[Finding]:
+    """A static scale of e4m3 or of integers, which reach 127."""
+    if value * E4M3_LARGEST > MOST_INPUT or value * E4M3_LARGEST < LEAST_INPUT:
+        yield _implausible(tensor, f"{value:g}, for inputs as large as {value * E4M3_LARGEST:g}")
+    elif value == PLACEHOLDER:
+        yield _implausible(tensor, "1, which no calibration gives")
 
 
 def _plausible(subject: Subject, unit: Unit, group: ConfigGroup) -> Iterator[Finding]:
@@ -114,7 +130,12 @@ def _plausible(subject: Subject, unit: Unit, group: ConfigGroup) -> Iterator[Fin
         if scale is None or scale.dtype not in BITS or not scale.num_bytes:
             continue
         numbers = _numbers(subject, scale)
+        if scale.dtype != "U8" and _is_mx(group):
+            continue
         largest[module] = float(numbers.max())
+        if numbers.size >= MANY and float(numbers.min()) == largest[module] and not _is_mx(group):
+            yield _implausible(scale, f"{numbers.size} times {largest[module]:g}")
+            continue
         typical = _typical(subject, group, leaves, float(np.median(numbers)))
         if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(subject, leaves):
             yield _implausible(scale, f"scales that make a typical weight {typical:.3g}")
@@ -143,7 +164,8 @@ def _typical(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorIn
     if args.num_bits == 4 or weight is None or weight.dtype != "F8_E4M3" or not weight.num_bytes:
         return scale * 6 / 4
     codes = np.frombuffer(subject.reader.raw(weight), np.uint8)[: 1 << 16]
-    return scale * float(np.nanmean(np.abs(_E4M3[codes])))
+    known = np.abs(_E4M3[codes[codes & 0x7F != NOT_FINITE["F8_E4M3"]]])
+    return scale * float(known.mean()) if known.size else scale
 
 
 def _is_empty(subject: Subject, leaves: Mapping[str, TensorInfo]) -> bool:
@@ -217,3 +239,8 @@ def _implausible(tensor: TensorInfo, got: str) -> Finding:
         got=got,
         fix="export again: these numbers are no scales of this layer, or upside down",
     )
+
+
+def _is_mx(group: ConfigGroup) -> bool:
+    """Whether scales are exponents in bytes."""
+    return group.weights.type == "float" and group.weights.strategy == "group"

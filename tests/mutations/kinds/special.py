@@ -119,7 +119,6 @@ def _kv_cache(sound: Sound) -> Iterator[tuple[str, Change]]:
         yield f"{leaf} under the projection", rename(f"{place}.{leaf}", f"{place}.{leaf[0]}_proj.{leaf}")
         yield f"{leaf} under a name unknown", rename(f"{place}.{leaf}", f"{place}.{leaf[0]}_cache.{leaf}")
     yield "k_scale and v_scale exchanged", swap(f"{place}.k_scale", f"{place}.v_scale")
-    yield "scales of the KV cache without its scheme", config(QUANTIZATION, kv_cache_scheme=None)
     yield "a scale of queries too", add(f"{place}.q_scale", torch.ones(1))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.mutations.edits import Change, element, every, put
+from tests.mutations.edits import Change, all_of, element, every, put
 from tests.mutations.good import Sound
 
 SINGLE = frozenset({"weight_global_scale", "input_global_scale", "input_scale"})
@@ -40,7 +40,11 @@ def _scale(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
     yield f"{leaf} of down_proj all zero", put(down, every(0.0))
     yield f"{leaf} of down_proj once zero", put(down, element(0.0))
     yield f"{leaf} of down_proj all one", put(down, every(1.0))
-    yield f"{leaf} of q_proj upside down", put(q, _inverse)
+    if leaf in SINGLE:
+        fused = (f"{sound.attention(projection)}.{leaf}" for projection in ("q", "k", "v"))
+        yield f"{leaf} of attention upside down", all_of(*(put(name, _inverse) for name in fused))
+    else:
+        yield f"{leaf} of q_proj upside down", put(q, _inverse)
     yield f"{leaf} of down_proj upside down", put(down, _inverse)
     yield f"{leaf} of down_proj times 10000", put(down, lambda scale: (scale.float() * 1e4).to(scale.dtype))
 
