@@ -1,5 +1,6 @@
 """What observers do besides their formulas: names, keywords, tokens, importance, activation ordering."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -238,3 +239,17 @@ def test_statistics_hold_no_copy_of_the_weight() -> None:
     observer(weight)
     weight.zero_()
     assert torch.equal(observer.get_qparams()["scale"], torch.full((64, 8), 0.125))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_mx_groups_that_are_not_finite_have_the_peers_scale(bad: float) -> None:
+    """Infinite, as compressed-tensors computes it; the other groups keep theirs."""
+    args = QuantArgs(num_bits=4, type="float", strategy="group", group_size=32, scale_dtype="torch.uint8")
+    weight = normal(1, 64)
+    weight[0, 40] = bad
+    observer = Observer.load_from_registry(
+        "memoryless_minmax", base_name="weight", args=args, numerics="reference"
+    )
+    first, second = observer(weight).get_qparams()["scale"].flatten().tolist()
+    assert first == 2.0 ** math.floor(math.log2(weight[0, :32].abs().max().item()) - 2)
+    assert second == torch.inf

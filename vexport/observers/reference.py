@@ -47,7 +47,9 @@ def scale_and_zero_point(
         scale = absmax / ((largest - smallest).to(absmax.dtype) / 2)
         zero_point = torch.zeros(scale.shape, dtype=low.dtype)
         if is_mx(args):
-            scale = mx_scale(absmax, args.num_bits).to(absmax.dtype).masked_fill(absmax.isinf(), torch.inf)
+            scale = (
+                mx_scale(absmax, args.num_bits).to(absmax.dtype).masked_fill(~absmax.isfinite(), torch.inf)
+            )
     else:
         scale = (high - low) / (largest - smallest).to(high.dtype)
         zero_point = torch.clamp(smallest - (low / scale), smallest, largest)
