@@ -8,8 +8,8 @@ from vexport.scenario import Scenario
 from vexport.sensitivity.promote import loss_of, next_promotions
 from vexport.types import Attempt, Outcome, Plan, Report
 
-# Five halve the predicted loss fifteen times over; with the last what failed is mostly kept in 16 bits.
-MOST_ROUNDS = 8
+# Five promotions leave a billionth of the predicted loss: what failed is then kept in 16 bits.
+MOST_ROUNDS = 6
 
 
 def require_promotable(scenario: Scenario) -> None:

@@ -12,11 +12,11 @@ def next_promotions(
 ) -> tuple[Promotion, ...]:
     """What to promote in round `number` (from 1), given the scheme of every group; none where all is kept.
 
-    The groups of most loss go up one step at a time until the predicted loss is 2^-number of what it was:
-    half, then a quarter of that, then an eighth, so that five rounds leave a thirty-thousandth.
+    The groups of most loss go up one step at a time until the predicted loss is 4^-number of what it was:
+    a quarter, then a sixteenth of that, then a 64th, so that three rounds leave a four-thousandth.
     """
     now = dict(schemes)
-    target = sum(loss_of(group, now[group.name]) for group in groups) * 0.5**number
+    target = sum(loss_of(group, now[group.name]) for group in groups) * 0.25**number
     while sum(loss_of(group, now[group.name]) for group in groups) > target:
         movable = [group for group in groups if now[group.name] != KEEP]
         guiltiest = max(movable, key=lambda group: loss_of(group, now[group.name]))
