@@ -111,7 +111,7 @@ TENSOR_MUTATIONS = [
     ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), "shapes", f"{DOWN}.weight"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
     ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t[:, :-1]), "shapes", f"{DOWN}.weight_scale"),
-    ("W4A16", put(f"{Q}.weight_packed", lambda t: t[:, :-16]), "shapes", "model.layers.1.self_attn.qkv_proj"),
+    ("W4A16", put(f"{Q}.weight_packed", lambda t: t[:, :-16]), "shapes", f"{Q}.weight_packed"),
     ("W4A16_ASYM", drop(f"{DOWN}.weight_zero_point"), "completeness", f"{DOWN}.weight_zero_point"),
     ("W4A16_ASYM", put(f"{DOWN}.weight_zero_point", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_zero_point"),
     ("FP8_BLOCK", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),

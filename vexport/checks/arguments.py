@@ -72,7 +72,7 @@ def parse_args(raw: Json) -> QuantArgs | str:
     except ValidationError as error:
         first = error.errors()[0]
         return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-    return next(_contradictions(args), args)
+    return args
 
 
 def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:
@@ -96,8 +96,8 @@ def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
     return present
 
 
-def _contradictions(args: QuantArgs) -> Iterator[str]:
-    """What `validate_model_after` refuses."""
+def contradictions(args: QuantArgs) -> Iterator[str]:
+    """What compressed-tensors refuses of arguments that it can read (`validate_model_after`)."""
     size, strategy = args.group_size, args.strategy
     if strategy in GROUPED and (size is None or size <= 0):
         yield f"strategy {strategy} with group_size {size}"

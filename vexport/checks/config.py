@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from vexport.checks.arguments import parse_group
+from vexport.checks.arguments import ConfigGroup, contradictions, parse_group
 from vexport.checks.scheme import scheme_of
 from vexport.checks.subject import Subject, error
 from vexport.types import Finding, Json
@@ -69,7 +69,7 @@ def _groups(subject: Subject) -> Iterator[Finding]:
             yield _finding(
                 subject, place, "no activation ordering, or actorder weight", got, "quantize again"
             )
-        found = scheme_of(group) if group.name in used else None
+        found = scheme_of(group) if group.name in used else _contradiction(group)
         if isinstance(found, str):
             yield _finding(
                 subject,
@@ -78,6 +78,12 @@ def _groups(subject: Subject) -> Iterator[Finding]:
                 found,
                 "correct them",
             )
+
+
+def _contradiction(group: ConfigGroup) -> str | None:
+    """What is refused even of a group that no layer gets."""
+    args = (group.weights, *([group.input_activations] if group.input_activations else []))
+    return next((reason for each in args for reason in contradictions(each)), None)
 
 
 def _sparsity(subject: Subject, config: Mapping[str, Json]) -> Iterator[Finding]:

@@ -55,8 +55,8 @@ def parameters_of(group: ConfigGroup, rows: int, columns: int) -> Mapping[str, E
         parameters["weight_global_scale"] = _single(GLOBAL_SCALES)
     if kind is SchemeKind.PACKED:
         parameters["weight_shape"] = _exact("I64", (2,), "I32")
-        if not group.weights.symmetric:
-            parameters["weight_zero_point"] = _zero_point(group, rows, columns)
+    if not group.weights.symmetric:
+        parameters["weight_zero_point"] = _zero_point(group, rows, columns)
     return {**parameters, **_inputs(group)}
 
 

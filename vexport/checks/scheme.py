@@ -6,7 +6,7 @@ in their order, on a device on which every scheme may run.
 
 from enum import Enum
 
-from vexport.checks.arguments import ConfigGroup
+from vexport.checks.arguments import ConfigGroup, contradictions
 from vexport.schemes.base import QuantArgs
 
 # Formats for which vLLM looks at schemes with quantized inputs (is_activation_quantization_format).
@@ -33,6 +33,9 @@ class SchemeKind(Enum):
 def scheme_of(group: ConfigGroup) -> SchemeKind | str:
     """The scheme of a group's layers, or why vLLM refuses the group."""
     weights, inputs = group.weights, group.input_activations
+    for args in (weights, inputs):
+        for reason in contradictions(args) if args is not None else ():
+            return reason
     if inputs is None and group.format in WITH_INPUTS and weights.type != "float":
         return f"format {group.format} for integers without input_activations"
     if _is_nvfp4(weights):

@@ -6,7 +6,7 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.arguments import ConfigGroup
 from vexport.checks.casts import survives
 from vexport.checks.decoder import Layout
-from vexport.checks.expected import Expected, layer_sides, parameters_of
+from vexport.checks.expected import INT32_BITS, Expected, layer_sides, parameters_of
 from vexport.checks.subject import Subject, Unit, error, warning
 from vexport.schemes import fp8
 from vexport.schemes.base import EXPERT, SchemeArgs, Share, is_head
@@ -37,7 +37,8 @@ def _quantized(subject: Subject, group: ConfigGroup, unit: Unit, right: frozense
         expected = parameters_of(group, *sides) if sides is not None else {}
         parts = [leaf for leaf, parameter in expected.items() if parameter.along and leaf in leaves]
         whole = all(leaves[leaf].shape != expected[leaf].shape for leaf in parts)
-        narrowing = not whole or module.rpartition(".")[2] in right
+        dense = INT32_BITS % group.weights.num_bits == 0
+        narrowing = dense and (not whole or module.rpartition(".")[2] in right)
         for leaf in expected.keys() & leaves.keys():
             yield from _dtype(subject, group, leaves[leaf], expected[leaf])
             yield from _shape(group, leaves[leaf], expected[leaf], cut, narrowing=narrowing)

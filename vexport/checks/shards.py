@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from vexport.checkpoint.index import INDEX_NAME, read_header, weight_files
+from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.subject import Subject, error, warning
 from vexport.files import read_json_object
@@ -21,7 +21,8 @@ def run(subject: Subject) -> Iterator[Finding]:
     root = subject.index.root
     indexed = (root / INDEX_NAME).is_file()
     places: dict[str, TensorInfo] = {}
-    for file in weight_files(root) if indexed else sorted(root.glob("*.safetensors")):
+    named = {tensor.file for tensor in subject.index.tensors.values()}
+    for file in sorted(named if indexed else root.glob("*.safetensors")):
         for name, tensor in read_header(file).items():
             other = places.setdefault(name, tensor)
             if other is not tensor:
