@@ -31,7 +31,7 @@ SHARED = {
         "tiles",
         "tokens",
     },
-    "checks": {"subject", "expected", "layers"},
+    "checks": {"subject", "expected", "layers", "target"},
     "compress": {"tiles"},
     "packing": {"base", "scales", "kv_cache"},
 }

@@ -60,7 +60,7 @@ def _layer_error(
     tensors = [written.tensors[spec.name] for spec in scheme.layout(member, tensor.dtype)]
     stored = {one.name.rpartition(".")[2]: read_tensor(new, one) for one in tensors}
     found = NONE
-    for rows in _runs(member):
+    for rows in row_runs(member.out_features, member.in_features):
         back = dequantize(scheme.name, rows_of(stored, scheme.args.weights, rows))
         found += noise_of(weight[rows], back)
     old.release([tensor])
@@ -68,11 +68,11 @@ def _layer_error(
     return found.decibels
 
 
-def _runs(member: LinearPlan) -> Iterator[slice]:
+def row_runs(out_features: int, in_features: int) -> Iterator[slice]:
     """Rows that are compared at once: whole blocks, and whole words of packed zero points."""
-    rows = max(1, RUN_ELEMENTS // max(1, member.in_features) // WHOLE_ROWS) * WHOLE_ROWS
-    for start in range(0, member.out_features, rows):
-        yield slice(start, min(start + rows, member.out_features))
+    rows = max(1, RUN_ELEMENTS // max(1, in_features) // WHOLE_ROWS) * WHOLE_ROWS
+    for start in range(0, out_features, rows):
+        yield slice(start, min(start + rows, out_features))
 
 
 def rows_of(stored: Mapping[str, torch.Tensor], args: QuantArgs, rows: slice) -> dict[str, torch.Tensor]:

@@ -9,12 +9,29 @@ from pathlib import Path
 
 from vexport.checkpoint.index import read_index, require_checkpoint
 from vexport.checkpoint.reader import Reader
-from vexport.checks import completeness, config, fusion, kv_cache, model, shapes, shards, targets, values
+from vexport.checks import (
+    completeness,
+    config,
+    devices,
+    fusion,
+    kv_cache,
+    model,
+    shapes,
+    shards,
+    targets,
+    values,
+    versions,
+)
 from vexport.checks.subject import Subject
+from vexport.checks.target import ANY, Target
 from vexport.errors import InputError, InputErrors
 from vexport.types import CheckReport, Finding
 
 FILES = "files"
+# The family that compares with the source; it needs torch and lives in `vexport.fidelity`.
+SOURCE = "source"
+COMPARED = "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
+Against = Callable[[Subject], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,21 +44,36 @@ class Check:
 
 CHECKS: Mapping[str, Check] = {
     module.NAME: Check(description=module.DESCRIPTION, run=module.run)
-    for module in (shards, model, config, targets, completeness, shapes, values, fusion, kv_cache)
+    for module in (
+        shards,
+        model,
+        config,
+        targets,
+        completeness,
+        shapes,
+        values,
+        fusion,
+        kv_cache,
+        devices,
+        versions,
+    )
 }
 
 
-def check_checkpoint(name: str) -> CheckReport:
+def check_checkpoint(name: str, target: Target = ANY, against: Against | None = None) -> CheckReport:
     """All findings on the checkpoint folder `name`, in the order of `CHECKS`.
 
-    Raises InputError where there is no checkpoint at all; broken files are findings.
+    `target` says what it is to be served with, `against` compares it with its source
+    (`vexport.fidelity.compare`). Raises InputError where there is no checkpoint at all; broken files are
+    findings.
     """
     root = Path(name)
     require_checkpoint(root)
     try:
         index = read_index(root)
         with Reader() as reader:
-            findings = tuple(_findings(Subject(index, reader)))
+            subject = Subject(index, reader, target)
+            findings = (*_findings(subject), *(against(subject) if against is not None else ()))
     except InputError as problem:
         findings = findings_of(problem)
     ok = not any(finding.severity == "error" for finding in findings)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from vexport.architectures import Architecture, FusedModules, architecture_table, resolve
 from vexport.architectures.fusion import fuse, moe_layer
+from vexport.architectures.history import ClassChanges, class_changes
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
@@ -15,6 +16,7 @@ from vexport.checks.arguments import parse_args as parse_args
 from vexport.checks.arguments import parse_group as parse_group
 from vexport.checks.decoder import Layout, layout_of
 from vexport.checks.expected import layer_sides
+from vexport.checks.target import ANY, PINNED, Target, said
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 
@@ -63,9 +65,10 @@ def quantized_leaves(leaves: Mapping[str, TensorInfo]) -> list[str]:
 class Subject:
     """One checkpoint under check; what is costly is computed once, when first asked for."""
 
-    def __init__(self, index: SourceIndex, reader: Reader) -> None:
+    def __init__(self, index: SourceIndex, reader: Reader, target: Target = ANY) -> None:
         self.index = index
         self.reader = reader
+        self.target = target
         self.config_path = str(index.root / "config.json")
 
     @cached_property
@@ -78,6 +81,10 @@ class Subject:
     @cached_property
     def architecture(self) -> Architecture:
         """What vLLM does with this class; one that fuses nothing for a class that is not in the table."""
+        if self.target.vllm != PINNED:
+            older = class_changes().get(said(self.target.vllm), ClassChanges())
+            if self.class_name in older.classes:
+                return older.classes[self.class_name]
         if self.class_name not in architecture_table().architectures:
             return Architecture()
         return resolve(self.class_name, self.index.config)[0]

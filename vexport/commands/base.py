@@ -1,6 +1,8 @@
 """What every command shares: its exit codes, its answer, and how findings and verdicts become a code."""
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import click
 
@@ -30,6 +32,14 @@ def command(name: str | None = None) -> Callable[[Callable[..., None]], click.Co
 def print_text(text: str) -> None:
     """The answer of a command, on stdout."""
     click.echo(text, nl=not text.endswith("\n"))
+
+
+def add_step_summary(markdown: str) -> None:
+    """Append to the summary of the step of GitHub Actions that runs this; nothing elsewhere."""
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if path:
+        with Path(path).open("a", encoding="utf-8") as stream:
+            stream.write(markdown)
 
 
 def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:

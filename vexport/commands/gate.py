@@ -1,31 +1,78 @@
 """Is a checkpoint sound, does vLLM load it, how is it mended, what differs."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from vexport.commands.base import command, print_text, require_ok
-from vexport.commands.options import PATH, device_options, engine_options, format_option, session_options
+from vexport.commands.base import add_step_summary, command, print_text, require_ok
+from vexport.commands.options import (
+    PATH,
+    device_options,
+    engine_options,
+    format_option,
+    session_options,
+    vllm_option,
+)
 from vexport.errors import CheckpointFailed
 from vexport.types import DryLoadReport, LoadReport
+
+if TYPE_CHECKING:
+    from vexport.checks import Against
+    from vexport.terminal import OnProgress
 
 
 @command()
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@click.option(
+    "--source",
+    metavar="SOURCE",
+    help="The unquantized checkpoint (folder or hub id) that each CHECKPOINT was made from: every weight is "
+    "dequantized and compared with it, all else must be the same.",
+)
+@device_options
+@vllm_option
 @format_option()
-def check(checkpoints: tuple[str, ...], format_: str, quiet: bool) -> None:
+def check(
+    checkpoints: tuple[str, ...],
+    source: str | None,
+    tp: tuple[int, ...] | None,
+    sm: tuple[int, ...] | None,
+    vllm: tuple[int, int],
+    format_: str,
+    quiet: bool,
+) -> None:
     """Is each CHECKPOINT one that vLLM loads as it was meant? Reads files only: no GPU, no vLLM.
 
-    Knows checkpoints of any producer. `vexport list checks` says what is looked at.
+    Knows checkpoints of any producer. `vexport list checks` says what is looked at. --tp and --sm ask whether
+    it runs on such devices, and as stored; --vllm what another version does otherwise.
     """
-    from vexport.checks import check_checkpoint
-    from vexport.reports import render_checks
+    from vexport.checks import CHECKS, FILES, check_checkpoint
+    from vexport.checks.target import Target
+    from vexport.reports import render_checks, summarize_checks
+    from vexport.terminal import progress_display
 
-    reports = [check_checkpoint(name) for name in checkpoints]
-    print_text(render_checks(reports, format_))
+    target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
+    with progress_display(quiet=quiet) as on_progress:
+        against = _against(source, on_progress)
+        reports = [check_checkpoint(name, target, against) for name in checkpoints]
+    print_text(render_checks(reports, format_, (FILES, *CHECKS)))
+    if format_ == "github":
+        add_step_summary(summarize_checks(reports))
     for report in reports:
         require_ok(report.checkpoint, report.ok, report.findings)
+
+
+def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":
+    """The comparison with a source, which alone needs torch."""
+    if source is None:
+        return None
+    from vexport.checkpoint.source import resolve_source
+    from vexport.fidelity.compare import against
+
+    return against(resolve_source(source), on_layer=partial(on_progress, "compare (layers)"))
 
 
 @command()

@@ -78,6 +78,27 @@ def device_options(function: Function) -> Function:
     )(function)
 
 
+def _version(text: str) -> tuple[int, int]:
+    """Major and minor number of a version. A type for click."""
+    major, _, rest = text.removeprefix("v").partition(".")
+    minor = rest.partition(".")[0]
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise click.BadParameter(f"{text!r} is not a version like 0.30.")
+    return int(major), int(minor)
+
+
+def vllm_option(function: Function) -> Function:
+    """For which vLLM the question is asked."""
+    return click.option(
+        "--vllm",
+        type=_version,
+        metavar="VERSION",
+        default="0.32",
+        show_default=True,
+        help="The vLLM that is to serve it: what it is known to do otherwise is judged by its rules.",
+    )(function)
+
+
 def plan_options(function: Function) -> Function:
     """What is quantized how."""
     function = click.option(

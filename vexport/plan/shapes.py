@@ -7,7 +7,7 @@ from vexport.architectures.fusion import moe_layer
 from vexport.plan.linears import Names
 from vexport.plan.reordered import reordered_misfit
 from vexport.schemes import get_scheme
-from vexport.schemes.base import Split
+from vexport.schemes.base import Scheme, Split, uneven
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
 KEY_VALUE = ("k_proj", "v_proj")
@@ -22,12 +22,9 @@ def misfit(
 ) -> Finding | None:
     """A refusal that names layers, sizes and rule, or None where vLLM runs the group on all these ranks."""
     scheme = get_scheme(group.scheme)
-    split = split_of(group, names)
-    parts = [part for member in group.members for part in _parts(member, text)]
     reordered = reordered_misfit(group, names.architecture, text)
     for count in ranks:
-        members = [_repeated(part, count, text) for part in parts]
-        reason = reordered or scheme.group_misfit(members, ranks=count, split=split)
+        reason = reordered or misfit_on(group, scheme, names, count, text)
         if reason:
             leaves = " and ".join(member.name.rpartition(".")[2] for member in group.members)
             return Finding(
@@ -39,6 +36,18 @@ def misfit(
                 fix=f"add a rule with scheme: keep for {leaves}, or use --on-misfit keep",
             )
     return None
+
+
+def misfit_on(
+    group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int, text: Mapping[str, Json]
+) -> str | None:
+    """Why vLLM could not run a group on so many ranks, None where it can; None as a scheme is unquantized."""
+    split = split_of(group, names)
+    parts = [part for member in group.members for part in _parts(member, text)]
+    members = [_repeated(part, ranks, text) for part in parts]
+    if scheme is None:
+        return uneven(members, ranks, split)
+    return scheme.group_misfit(members, ranks=ranks, split=split)
 
 
 def split_of(group: FusionGroup, names: Names) -> Split:

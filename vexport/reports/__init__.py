@@ -5,6 +5,7 @@ vexport.types alone, so that a report.json from elsewhere renders just as well.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from vexport.errors import InputError
@@ -52,9 +53,18 @@ def render(report: Report, format: str) -> str:
     return _renderer(FORMATS, format)(report)
 
 
-def render_checks(reports: Sequence[CheckReport], format: str) -> str:
-    """Check reports in one of CHECK_FORMATS, in order; JSON is always a list."""
-    return _renderer(CHECK_FORMATS, format)(reports)
+def render_checks(reports: Sequence[CheckReport], format: str, families: Sequence[str] = ()) -> str:
+    """Check reports in one of CHECK_FORMATS, in order; JSON is always a list.
+
+    `families` are the names of the checks that looked, of which JUnit shows those without a finding too.
+    """
+    formats = {**CHECK_FORMATS, "junit": partial(junit.checks, families=families)}
+    return _renderer(formats, format)(reports)
+
+
+def summarize_checks(reports: Sequence[CheckReport]) -> str:
+    """Check reports as a step summary in Markdown."""
+    return markdown.checks(reports)
 
 
 def render_loads(reports: Sequence[LoadReport], format: str) -> str:

@@ -51,6 +51,17 @@ def checkpoint_gate(name: str, report: CheckReport | LoadReport) -> Gate:
     return findings_gate(name, report.findings, ok=report.ok)
 
 
+def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...]:
+    """A gate for every family of checks, and for what else found something; without any the gate `check`."""
+    names = dict.fromkeys((*families, *(finding.check for finding in report.findings)))
+    if not families:
+        return (checkpoint_gate("check", report),)
+    return tuple(
+        findings_gate(name, [finding for finding in report.findings if finding.check == name])
+        for name in names
+    )
+
+
 def findings_gate(name: str, findings: Sequence[Finding], *, ok: bool = True) -> Gate:
     """FAIL with an error finding or where `ok` is off; the message is the first error or the counts."""
     ordered = by_severity(findings)

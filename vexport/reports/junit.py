@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from vexport.reports.escaping import visible
-from vexport.reports.gates import Gate, checkpoint_gate, report_gates, verdict_gates
+from vexport.reports.gates import Gate, check_gates, checkpoint_gate, report_gates, verdict_gates
 from vexport.types import CheckReport, LoadReport, Report, Verdict
 
 
@@ -20,9 +20,11 @@ def report(report: Report) -> str:
     return _document((_Suite(name=report.name, gates=report_gates(report)),), report.seconds)
 
 
-def checks(reports: Sequence[CheckReport]) -> str:
-    """One suite per checkpoint with the case `check`."""
-    return _document([_checkpoint_suite("check", report) for report in reports], {})
+def checks(reports: Sequence[CheckReport], families: Sequence[str] = ()) -> str:
+    """One suite per checkpoint with a case for every family of checks, or the case `check`."""
+    return _document(
+        [_Suite(name=report.checkpoint, gates=check_gates(report, families)) for report in reports], {}
+    )
 
 
 def loads(reports: Sequence[LoadReport]) -> str:

@@ -13,7 +13,7 @@ from vexport.reports.formatting import (
     percent_interval,
     plural,
 )
-from vexport.reports.gates import Gate, report_gates, staged_findings
+from vexport.reports.gates import Gate, checkpoint_gate, report_gates, staged_findings
 from vexport.reports.sentences import (
     agreement_line,
     engine_line,
@@ -25,9 +25,12 @@ from vexport.reports.sentences import (
     size_change,
     task_title,
 )
-from vexport.types import Comparison, Finding, LoadReport, Report, TaskVerdict, Verdict
+from vexport.types import CheckReport, Comparison, Finding, LoadReport, Report, TaskVerdict, Verdict
 
 MAX_FINDINGS = 20
+# GitHub refuses a step's summary above 1 MiB; other writers of the same step need room too.
+SUMMARY_BYTES = 1 << 19
+MAX_CHECKPOINTS = 100
 _MAX_CELL = 300
 _BESIDE = ("Also", "n", "Baseline", "Quantized", "Difference")
 _PUNCTUATION = re.compile(r"([\\`*_\[\]|~#{}!])")
@@ -49,6 +52,34 @@ def report(report: Report) -> str:
         f"total {duration(sum(report.seconds.values()))}</sub>",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def checks(reports: Sequence[CheckReport]) -> str:
+    """What `vexport check` found, checkpoint by checkpoint, as far as the summary's limit goes."""
+    shown = reports[:MAX_CHECKPOINTS]
+    parts = [_table(("Checkpoint", "Result", "Findings"), map(_check_row, shown))]
+    size, left_out = len(parts[0].encode()), len(reports) - len(shown)
+    for report in shown:
+        part = _checkpoint_part(report)
+        size += len(part.encode())
+        if size < SUMMARY_BYTES:
+            parts.append(part)
+        else:
+            left_out += 1
+    if left_out:
+        parts.append(f"{plural(left_out, 'more checkpoint')} with findings: see --format json")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _checkpoint_part(report: CheckReport) -> str:
+    found = [("check", finding) for finding in checkpoint_gate("check", report).findings]
+    table = _finding_table(found, "--format json")
+    return f"### {_safe(report.checkpoint)}\n\n{table}" if found else ""
+
+
+def _check_row(report: CheckReport) -> tuple[str, ...]:
+    gate = checkpoint_gate("check", report)
+    return (report.checkpoint, gate.status, gate.summary)
 
 
 def _gate_table(gates: Sequence[Gate]) -> str:
@@ -122,14 +153,17 @@ def _findings(report: Report) -> str:
     found = staged_findings(report)
     if not found:
         return ""
+    return f"### Findings\n\n{_finding_table(found, 'report.json')}"
+
+
+def _finding_table(found: Sequence[tuple[str, Finding]], everything: str) -> str:
+    """The gravest findings, and where all of them are."""
     table = _table(
         ("Severity", "Check", "Where", "Got", "Need", "Do"),
         (_finding_row(gate, finding) for gate, finding in found[:MAX_FINDINGS]),
     )
     more = len(found) - MAX_FINDINGS
-    return f"### Findings\n\n{table}" + (
-        f"\n\n{plural(more, 'more finding')} in report.json" if more > 0 else ""
-    )
+    return table + (f"\n\n{plural(more, 'more finding')} in {everything}" if more > 0 else "")
 
 
 def _finding_row(gate: str, finding: Finding) -> tuple[str, ...]:

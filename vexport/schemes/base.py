@@ -1,7 +1,7 @@
 """What a scheme is: quantization arguments in compressed-tensors' terms and a layout of tensors."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -122,18 +122,20 @@ class Scheme:
         """
         if ranks == 1 or split == "none":
             return self.family.misfit(self.args, _share(members, 1, "none"))
-        uneven = next(_uneven(members, ranks, split), None)
-        if uneven:
-            return uneven
+        refused = uneven(members, ranks, split)
+        if refused:
+            return refused
         misfit = self.family.misfit(self.args, _share(members, ranks, split))
         return misfit and f"{misfit} on each of {ranks} ranks"
 
 
-def _uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> Iterator[str]:
-    for member in members:
+def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | None:
+    """Why layers cannot be cut for so many ranks (`divide`, vllm/distributed/utils.py), or None."""
+    for member in members if split != "none" else ():
         size = member.out_features if split == "out" else member.in_features
         if size % ranks:
-            yield f"{split}_features {size} is not a multiple of {ranks} ranks"
+            return f"{split}_features {size} is not a multiple of {ranks} ranks"
+    return None
 
 
 def _share(members: Sequence[LinearPlan], ranks: int, split: Split) -> Share:

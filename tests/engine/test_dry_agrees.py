@@ -1,0 +1,48 @@
+"""The static answers of `vexport check --tp --sm` are those of vLLM's own loaders."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
+from vexport.checks import check_checkpoint
+from vexport.checks.target import Target
+from vexport.engine.dry.load import dry_loads
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TP = (1, 2, 4)
+SM = (75, 80, 89, 90, 100)
+SCHEMES = ("NVFP4", "MXFP4A16", "MXFP8", "FP8_BLOCK", "W8A8", "W4A8", "W4AFP8", "W4A16_ASYM")
+SKETCHES: Mapping[str, tuple[Mapping[str, object], str]] = {
+    "groups that ranks cut": ({**LLAMA, "intermediate_size": 384}, "W4A16"),
+    "small groups that ranks cut": ({**LLAMA, "intermediate_size": 336}, "NVFP4A16"),
+    "heads that ranks cut": (
+        {**LLAMA, "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 192},
+        "FP8_DYNAMIC",
+    ),
+    "few key heads": ({**LLAMA, "num_key_value_heads": 2}, "FP8_DYNAMIC"),
+    "experts": (QWEN3_MOE, "W4A16"),
+}
+
+
+def static(checkpoint: Path, tp: int, sm: int) -> str:
+    """What the check says of one cell."""
+    report = check_checkpoint(str(checkpoint), Target(tp=(tp,), sm=(sm,)))
+    severities = {finding.severity for finding in report.findings if finding.check == "devices"}
+    return "refused" if "error" in severities else "other precision" if "warning" in severities else "loads"
+
+
+def test_check_and_dry_load_agree(good: Callable[[str], Path], tmp_path: Path) -> None:
+    made = [sketch(tmp_path / name, config, preset, {}) for name, (config, preset) in SKETCHES.items()]
+    checkpoints = [*(good(scheme) for scheme in SCHEMES), *made]
+    reports = dry_loads(checkpoints, tp=TP, sm=SM)
+    differ = [
+        (checkpoint.name, cell.tp, cell.sm, cell.status, said, cell.reason)
+        for checkpoint, report in zip(checkpoints, reports, strict=True)
+        for cell in report.cells
+        if (said := static(checkpoint, cell.tp, cell.sm))
+        != ("refused" if cell.status == "faulty" else cell.status)
+    ]
+    assert differ == []

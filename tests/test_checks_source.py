@@ -1,0 +1,265 @@
+"""`vexport check --source`: what was quantized is like the source, all else is the source."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file
+
+from tests.command import vexport
+from tests.engine.fixtures import write_tokenizer
+from tests.models import save_llama
+from tests.mutations.edits import Change, Tensors, config, drop, file_bytes, put, spoiled, swap, tensors
+from vexport.types import Json
+
+SCHEMES = ("NVFP4A16", "MXFP4", "MXFP8", "FP8_BLOCK", "FP8", "W8A8", "W4A16", "W4A16_ASYM", "W3A16")
+DOWN = "model.layers.2.mlp.down_proj"
+PEER = Path(__file__).parent / "peer"
+Finding = dict[str, str]
+Report = dict[str, list[Finding]]
+
+
+def check(checkpoint: Path, source: Path) -> tuple[int, Report]:
+    """Exit code and report."""
+    ran = vexport("check", checkpoint, "--source", source, "--format", "json", "--quiet")
+    assert ran.stdout, ran.stderr
+    (report,) = json.loads(ran.stdout)
+    return ran.code, report
+
+
+def errors(report: Report) -> list[Finding]:
+    """Errors and warnings."""
+    return [finding for finding in report["findings"] if finding["severity"] != "info"]
+
+
+def notes(report: Report) -> list[Finding]:
+    return [finding for finding in report["findings"] if finding["severity"] == "info"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_sound_checkpoint_is_like_its_source(good: Callable[[str], Path], llama: Path, scheme: str) -> None:
+    code, report = check(good(scheme), llama)
+    assert (code, errors(report)) == (0, [])
+    kinds = [finding["where"] for finding in notes(report)]
+    assert len(kinds) == len(set(kinds)) == 7
+    assert all(" (3 in W" in kind for kind in kinds)
+
+
+def test_the_ratio_is_that_of_compressed_tensors(good: Callable[[str], Path], llama: Path) -> None:
+    _, report = check(good("W4A16"), llama)
+    raw = json.loads((good("W4A16") / "config.json").read_text())["quantization_config"]["config_groups"]
+    scheme = QuantizationScheme.model_validate(raw["group_0"])
+    written, exact = (load_file(folder / "model.safetensors") for folder in (good("W4A16"), llama))
+    ratios = []
+    for layer in range(3):
+        name = f"model.layers.{layer}.mlp.down_proj"
+        stored = {
+            key.removeprefix(f"{name}."): value for key, value in written.items() if key.startswith(name)
+        }
+        back = BaseCompressor.get_value_from_registry("pack-quantized").decompress(stored, scheme)["weight"]
+        weight = exact[f"{name}.weight"].double()
+        ratios.append(float(10 * torch.log10(weight.square().sum() / (back - weight).square().sum())))
+    (note,) = [finding for finding in notes(report) if "down_proj" in finding["where"]]
+    least, median, most = sorted(ratios)
+    assert note["got"].startswith(f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, ")
+
+
+def first_rows(factor: float, rows: int = 1) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Multiply the first value of some rows."""
+
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.to(torch.float32).clone()
+        changed[:rows, :1] *= factor
+        return changed.to(tensor.dtype)
+
+    return apply
+
+
+WRONG: list[tuple[str, str, Change, str]] = [
+    ("W4A16", "scales a tenth too large", put(f"{DOWN}.weight_scale", lambda t: t * 1.1), "times as large"),
+    (
+        "NVFP4A16",
+        "a divisor a tenth too small",
+        put(f"{DOWN}.weight_global_scale", lambda t: t * 0.9),
+        "times",
+    ),
+    ("FP8_BLOCK", "scales a tenth too small", put(f"{DOWN}.weight_scale", lambda t: t * 0.9), "dB"),
+    ("W8A8", "rows turned around", put(f"{DOWN}.weight", lambda t: t.flip(0)), "dB"),
+    ("W4A16", "words in another order", put(f"{DOWN}.weight_packed", lambda t: t.flip(1)), "dB"),
+    ("W4A16", "one scale doubled", put(f"{DOWN}.weight_scale", first_rows(2.0)), "1 of 1024 parts"),
+    (
+        "W4A16_ASYM",
+        "zero points of another layer",
+        put(f"{DOWN}.weight_zero_point", lambda t: t.flip(0)),
+        "dB",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "words"), [(one[0], *one[2:]) for one in WRONG], ids=[one[1] for one in WRONG]
+)
+def test_a_weight_that_is_not_the_sources_is_found(
+    good: Callable[[str], Path], llama: Path, tmp_path: Path, scheme: str, change: Change, words: str
+) -> None:
+    code, report = check(spoiled(good(scheme), tmp_path / "wrong", change), llama)
+    (finding,) = errors(report)
+    assert code == 1
+    assert (finding["check"], finding["where"]) == ("source", DOWN)
+    assert words in finding["got"]
+
+
+def test_kept_tensors_are_those_of_the_source(
+    good: Callable[[str], Path], llama: Path, tmp_path: Path
+) -> None:
+    def change(values: Tensors) -> None:
+        values["model.norm.weight"][3] += 0.5
+        values["model.embed_tokens.weight"] = values["model.embed_tokens.weight"].to(torch.float32)
+
+    code, report = check(spoiled(good("W8A8"), tmp_path / "wrong", tensors(change)), llama)
+    found = {finding["where"]: finding["severity"] for finding in errors(report)}
+    assert code == 1
+    assert found == {"model.norm.weight": "error", "model.embed_tokens.weight": "warning"}
+
+
+def test_exchanged_layers_are_found(good: Callable[[str], Path], llama: Path, tmp_path: Path) -> None:
+    one, other = (f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 1))
+    _, report = check(spoiled(good("W8A8"), tmp_path / "wrong", swap(one, other)), llama)
+    assert {f"{finding['where']}.weight" for finding in errors(report)} == {one, other}
+
+
+def test_a_tensor_of_the_source_that_is_nowhere_is_named(
+    good: Callable[[str], Path], llama: Path, tmp_path: Path
+) -> None:
+    source = spoiled(
+        llama, tmp_path / "source", tensors(lambda t: t.update({"model.extra.weight": torch.ones(3)}))
+    )
+    _, report = check(good("W8A8"), source)
+    assert [finding["where"] for finding in errors(report)] == ["model.extra.weight"]
+    broken = spoiled(good("W8A8"), tmp_path / "broken", drop("model.norm.weight"))
+    _, report = check(broken, llama)
+    assert ("source", "model.norm.weight") in {(one["check"], one["where"]) for one in errors(report)}
+
+
+def test_a_source_that_stores_layers_fused(good: Callable[[str], Path], llama: Path, tmp_path: Path) -> None:
+    """q/k/v and gate/up in one tensor each, as Phi-3 has them, against a checkpoint that has them apart."""
+
+    def fuse(values: Tensors) -> None:
+        for layer in range(3):
+            for block, fused, parts in (
+                ("self_attn", "qkv_proj", "qkv"),
+                ("mlp", "gate_up_proj", ("gate", "up")),
+            ):
+                names = [f"model.layers.{layer}.{block}.{part}_proj.weight" for part in parts]
+                joined = torch.cat([values.pop(name) for name in names])
+                values[f"model.layers.{layer}.{block}.{fused}.weight"] = joined
+
+    source = spoiled(llama, tmp_path / "source", tensors(fuse))
+    code, report = check(good("NVFP4A16"), source)
+    assert (code, errors(report)) == (0, [])
+
+
+def test_experts_that_are_not_quantized_alike_are_compared(tmp_path: Path) -> None:
+    """llm-compressor's own output: reported for what it is, and like its source in all else."""
+    code, report = check(PEER / "moe-NVFP4A16", PEER / "moe")
+    assert code == 1
+    assert {finding["check"] for finding in errors(report)} == {"fusion"}
+
+
+@pytest.fixture
+def pair(good: Callable[[str], Path], llama: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint and its source with a tokenizer, a chat template and a generation config."""
+    source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
+    copytree(llama, source)
+    copytree(good("W8A8"), checkpoint)
+    for folder in (source, checkpoint):
+        write_tokenizer(folder)
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6}))
+    return checkpoint, source
+
+
+def test_files_that_say_the_same_are_no_finding(pair: tuple[Path, Path]) -> None:
+    checkpoint, source = pair
+    (checkpoint / "chat_template.jinja").unlink()
+    settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    (checkpoint / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": "{{ messages }}"})
+    )
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    (checkpoint / "tokenizer.json").write_text(json.dumps({**tokenizer, "truncation": None}, indent=1))
+    (checkpoint / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2], "temperature": 0.6, "transformers_version": "5"})
+    )
+    code, report = check(checkpoint, source)
+    assert (code, errors(report)) == (0, [])
+
+
+def rewrite(name: str, change: Callable[[dict[str, Json]], object]) -> Change:
+    """Change an object in a JSON file."""
+
+    def apply(folder: Path) -> None:
+        value = json.loads((folder / name).read_text())
+        change(value)
+        (folder / name).write_text(json.dumps(value))
+
+    return apply
+
+
+FILES: list[tuple[Change, str]] = [
+    (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+    (rewrite("tokenizer.json", lambda t: t.update(pre_tokenizer=None)), "tokenizer.json: pre_tokenizer"),
+    (
+        rewrite("tokenizer_config.json", lambda t: t.update(eos_token="<s>")),
+        "tokenizer_config.json: eos_token",
+    ),
+    (lambda folder: (folder / "chat_template.jinja").unlink(), "chat_template.jinja"),
+    (file_bytes("chat_template.jinja", lambda old: b"x" + old), "chat_template.jinja"),
+    (
+        rewrite("generation_config.json", lambda t: t.pop("eos_token_id")),
+        "generation_config.json: eos_token_id",
+    ),
+    (lambda folder: (folder / "generation_config.json").unlink(), "generation_config.json: temperature"),
+    (config((), rms_norm_eps=0.1), "config.json: rms_norm_eps"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "where"), FILES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_file_that_says_something_else_is_an_error(
+    pair: tuple[Path, Path], change: Change, where: str
+) -> None:
+    checkpoint, source = pair
+    change(checkpoint)
+    code, report = check(checkpoint, source)
+    assert code == 1
+    assert any(finding["where"].endswith(where) for finding in errors(report)), errors(report)
+
+
+def test_a_quantized_source_is_refused(good: Callable[[str], Path]) -> None:
+    ran = vexport("check", good("W8A8"), "--source", good("W8A8"))
+    assert ran.code == 2
+    assert "need the unquantized one" in ran.errors[0]
+
+
+def test_a_source_of_another_shape_is_no_traceback(good: Callable[[str], Path], tmp_path: Path) -> None:
+    _, report = check(good("W8A8"), save_llama(tmp_path / "small", intermediate_size=256))
+    found = [finding for finding in errors(report) if finding["where"] == DOWN]
+    assert "do not fit a source of [256, 256]" in found[0]["got"]
+
+
+def test_values_that_are_no_numbers_are_found(
+    good: Callable[[str], Path], llama: Path, tmp_path: Path
+) -> None:
+    def change(values: Tensors) -> None:
+        values[f"{DOWN}.weight_scale"][0] = float("nan")
+
+    checkpoint = spoiled(good("W8A8"), tmp_path / "wrong", tensors(change))
+    _, report = check(checkpoint, llama)
+    assert ("source", DOWN) in {(one["check"], one["where"]) for one in errors(report)}

@@ -1,0 +1,206 @@
+"""Would vLLM run the checkpoint on so many ranks and on such GPUs, and in the precision that is stored?
+
+Asked by `--tp` and `--sm`. The rules of shapes by rank are those of the plan; the rest is vLLM's choice of
+kernels, as its dry load shows it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from vexport.checks.expected import layer_sides
+from vexport.checks.subject import ConfigGroup, Subject, Unit, error
+from vexport.plan.kv_cache import makes_keys
+from vexport.plan.linears import Names, names_of, text_config
+from vexport.plan.shapes import misfit_on
+from vexport.schemes import fp8, integer, mxfp, nvfp4
+from vexport.schemes.base import Family, Scheme, SchemeArgs
+from vexport.types import Finding, FusionGroup, LinearPlan, TensorInfo
+
+NAME = "devices"
+DESCRIPTION = "heads, groups and blocks fit the ranks (--tp), schemes run as stored on the GPUs (--sm)"
+INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# Widths of packed integers that vLLM's own kernels run (MarlinLinearKernel, MacheteLinearKernel).
+OWN_WIDTHS = (4, 8)
+WEIGHT_ONLY = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Where vLLM runs a scheme: the least capability, and bits of activations from `full_sm` on and below.
+
+    `only_sm` is the one capability that runs it, where there is only one; `package` what must be installed.
+    """
+
+    family: Family
+    least_sm: int
+    full_sm: int
+    full_bits: int
+    lower_bits: int = WEIGHT_ONLY
+    only_sm: int | None = None
+    package: str = ""
+
+    def refuses(self, sm: int) -> bool:
+        """Whether vLLM raises on such a GPU."""
+        return sm < self.least_sm or self.only_sm not in (None, sm)
+
+    def bits(self, sm: int) -> int:
+        """The bits of the activations that are multiplied."""
+        return self.full_bits if sm >= self.full_sm else self.lower_bits
+
+
+def runs_of(group: ConfigGroup) -> Runs:
+    """Source: `get_min_capability` of the schemes, the kernels of vllm/model_executor/kernels/linear and
+    compressed_tensors.py, which puts W8A16 in the place of W8A8 below SM 89."""
+    weights, inputs = group.weights, group.input_activations
+    if weights.strategy == "tensor_group":
+        return Runs(family=nvfp4.FAMILY, least_sm=75, full_sm=100, full_bits=4 if inputs else WEIGHT_ONLY)
+    if weights.type == "float" and weights.strategy == "group":
+        if weights.num_bits == 4:
+            return Runs(family=mxfp.MXFP4_FAMILY, least_sm=80, full_sm=100, full_bits=4)
+        return Runs(family=mxfp.MXFP8_FAMILY, least_sm=75, full_sm=100, full_bits=8)
+    if weights.type == "float":
+        full_sm = 90 if weights.strategy == "block" else 89
+        return Runs(family=fp8.FAMILY, least_sm=75, full_sm=full_sm, full_bits=8 if inputs else WEIGHT_ONLY)
+    if group.format != "pack-quantized":
+        return Runs(family=integer.W8A8_FAMILY, least_sm=75, full_sm=75, full_bits=8)
+    if inputs is not None and inputs.type == "float":
+        return Runs(family=integer.W4AFP8_FAMILY, least_sm=90, full_sm=90, full_bits=8, only_sm=90)
+    family = integer.W4A8_FAMILY if inputs else integer.WNA16_FAMILY
+    package = "" if weights.num_bits in OWN_WIDTHS else "humming-kernels"
+    return Runs(family=family, least_sm=75, full_sm=75, full_bits=WEIGHT_ONLY, package=package)
+
+
+def run(subject: Subject) -> Iterator[Finding]:
+    """Findings for the ranks and capabilities that were asked for."""
+    if subject.target.tp and subject.architecture.row_parallel:
+        yield from _ranks(subject)
+    for group, units in _by_group(subject):
+        yield from _capabilities(subject, group, units)
+
+
+def _ranks(subject: Subject) -> Iterator[Finding]:
+    names = names_of(subject.index, subject.architecture)
+    for ranks in subject.target.tp:
+        yield from _heads(subject, names, ranks)
+        yield from _shapes(subject, names, ranks)
+
+
+def _heads(subject: Subject, names: Names, ranks: int) -> Iterator[Finding]:
+    """Sources: ModelConfig.verify_with_parallel_config (vllm/config/model.py); the attention of every model
+    class, which asserts that key and value heads can be cut, or repeated."""
+    text = text_config(subject.index.config)
+    heads, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    if not isinstance(heads, int):
+        return
+    keyed = any(makes_keys(name, names) for unit in subject.units for name in unit.members)
+    if heads % ranks:
+        yield _refused(subject, f"{heads} attention heads", ranks)
+    elif keyed and isinstance(keys, int) and keys > 0 and keys % ranks and ranks % keys:
+        yield _refused(subject, f"{keys} key and value heads", ranks)
+
+
+def _refused(subject: Subject, got: str, ranks: int) -> Finding:
+    return error(
+        NAME,
+        f"{subject.config_path} (tp {ranks})",
+        expected=f"heads that {ranks} ranks can share, or of which each holds one",
+        got=got,
+        fix="serve it on another number of GPUs",
+    )
+
+
+def _shapes(subject: Subject, names: Names, ranks: int) -> Iterator[Finding]:
+    text = text_config(subject.index.config)
+    found: dict[tuple[str, str], int] = {}
+    for unit in subject.units:
+        group = subject.group_of(unit) if unit.is_quantized else None
+        layers = [_linear(name, leaves, group) for name, leaves in unit.members.items()]
+        members = tuple(layer for layer in layers if layer is not None)
+        if len(members) < len(layers) or not members:
+            continue
+        if group is None and any(names.place(member.name) != "decoder" for member in members):
+            continue
+        fused = FusionGroup(name=unit.name, scheme=NAME, observer="", members=members)
+        reason = misfit_on(fused, _scheme(group), names, ranks, text)
+        if reason:
+            key = (INDEX.sub("*", unit.name), reason)
+            found[key] = found.get(key, 0) + 1
+    for (kind, reason), count in found.items():
+        yield error(
+            NAME,
+            f"{kind} ({_layers(count)}, tp {ranks})",
+            expected="parts that each rank can hold and run",
+            got=reason,
+            fix="serve it on another number of GPUs, or quantize these layers otherwise",
+        )
+
+
+def _linear(name: str, leaves: Mapping[str, TensorInfo], group: ConfigGroup | None) -> LinearPlan | None:
+    """A layer with its sides; None where they cannot be told."""
+    weight = leaves.get("weight")
+    sides = layer_sides(group, leaves) if group else weight.shape if weight is not None else None
+    if sides is None or len(sides) != 2:
+        return None
+    return LinearPlan(name=name, weight=name, out_features=sides[0], in_features=sides[1])
+
+
+def _scheme(group: ConfigGroup | None) -> Scheme | None:
+    if group is None:
+        return None
+    args = SchemeArgs(weights=group.weights, input_activations=group.input_activations)
+    return Scheme(name=group.name, args=args, family=runs_of(group).family)
+
+
+def _by_group(subject: Subject) -> list[tuple[ConfigGroup, list[Unit]]]:
+    found: dict[str, tuple[ConfigGroup, list[Unit]]] = {}
+    for unit in subject.units if subject.target.sm else ():
+        group = subject.group_of(unit)
+        if group is not None and unit.is_quantized:
+            found.setdefault(group.name, (group, []))[1].append(unit)
+    return list(found.values())
+
+
+def _capabilities(subject: Subject, group: ConfigGroup, units: list[Unit]) -> Iterator[Finding]:
+    runs, capabilities = runs_of(group), subject.target.sm
+    stored = group.input_activations.num_bits if group.input_activations else WEIGHT_ONLY
+    weights = group.weights.num_bits
+    layers = f"{INDEX.sub('*', units[0].name)} and all of {group.name} ({_layers(len(units))}"
+    refusing = [sm for sm in capabilities if runs.refuses(sm)]
+    if refusing:
+        need = f"SM {runs.only_sm} and no other" if runs.only_sm else f"SM {runs.least_sm} or above"
+        yield error(
+            NAME,
+            f"{layers}, sm {_listed(refusing)})",
+            expected=f"{need} for W{weights}A{stored} ({group.format})",
+            got="a GPU on which vLLM refuses the scheme",
+            fix="serve it elsewhere, or quantize it otherwise",
+        )
+    running = [sm for sm in capabilities if not runs.refuses(sm)]
+    for bits in dict.fromkeys(runs.bits(sm) for sm in running):
+        if bits != stored:
+            yield _warning(
+                f"{layers}, sm {_listed([sm for sm in running if runs.bits(sm) == bits])})",
+                f"W{weights}A{stored}, as it is stored",
+                f"W{weights}A{bits}: vLLM has no kernel for the former there, and says nothing",
+                "measure accuracy and speed at that precision, or serve it elsewhere",
+            )
+    if running and runs.package:
+        yield _warning(
+            f"{layers}, sm {_listed(running)})",
+            "a width that vLLM's own kernels run (4 or 8 bits)",
+            f"{weights} bits, for which it needs the package {runs.package}",
+            f"install {runs.package} beside vLLM",
+        )
+
+
+def _warning(where: str, expected: str, got: str, fix: str) -> Finding:
+    return Finding(check=NAME, severity="warning", where=where, expected=expected, got=got, fix=fix)
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
+
+
+def _listed(capabilities: list[int]) -> str:
+    return "/".join(map(str, capabilities))

@@ -1,0 +1,202 @@
+"""What other versions of vLLM do otherwise with a checkpoint; the checks themselves know `PINNED`.
+
+The differences were read in the source of each version's wheel, in
+vllm/model_executor/layers/quantization/compressed_tensors and the registry of model classes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from vexport.architectures.history import class_changes
+from vexport.checks.subject import ConfigGroup, Subject, Unit
+from vexport.checks.target import PINNED, Version, said
+from vexport.schemes.base import EXPERT
+from vexport.types import Finding, Severity
+
+NAME = "version"
+DESCRIPTION = "the vLLM version asked for (--vllm) has the schemes, widths and model class that are needed"
+# Every version whose source was read.
+KNOWN: Sequence[Version] = tuple((0, minor) for minor in range(20, PINNED[1] + 1))
+ODD_WIDTHS = (3, 5, 6, 7)
+NARROW_WIDTHS = (2, *ODD_WIDTHS)
+ORDERED = ("group", "dynamic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What vLLM does from version `since` on, and did or does until `until`; None is from ever, or still."""
+
+    what: str
+    applies: Callable[[ConfigGroup, Unit], bool]
+    otherwise: str
+    severity: Severity = "error"
+    since: Version | None = None
+    until: Version | None = None
+    source: str
+
+    def holds_in(self, version: Version) -> bool:
+        """Whether that version does it."""
+        return (self.since is None or version >= self.since) and (self.until is None or version < self.until)
+
+
+def _is_packed(group: ConfigGroup) -> bool:
+    return group.weights.type == "int" and group.format == "pack-quantized"
+
+
+def _is_mxfp4(group: ConfigGroup) -> bool:
+    weights = group.weights
+    return (weights.type, weights.num_bits, weights.strategy) == ("float", 4, "group")
+
+
+def _inputs(group: ConfigGroup) -> tuple[str, int] | None:
+    inputs = group.input_activations
+    return (inputs.type, inputs.num_bits) if inputs else None
+
+
+def _is_routed(unit: Unit) -> bool:
+    return EXPERT.search(f"{next(iter(unit.members))}.") is not None
+
+
+DIFFERENCES: Sequence[Difference] = (
+    Difference(
+        what="packed integers of 3, 5, 6 and 7 bits, whose values cross the borders of words",
+        applies=lambda group, unit: _is_packed(group) and group.weights.num_bits in ODD_WIDTHS,
+        otherwise="refuses the width, or reads words of whole values",
+        since=(0, 25),
+        source="schemes/compressed_tensors_wNa16.py, WNA16_SUPPORTED_TYPES_MAP",
+    ),
+    Difference(
+        what="packed integers of 2 bits",
+        applies=lambda group, unit: _is_packed(group) and group.weights.num_bits == 2,
+        otherwise="refuses the width",
+        since=(0, 23),
+        source="compressed_tensors.py, _is_wNa8o8_int",
+    ),
+    Difference(
+        what="zero points for widths other than 4 and 8 bits",
+        applies=lambda group, unit: (
+            _is_packed(group) and not group.weights.symmetric and group.weights.num_bits in NARROW_WIDTHS
+        ),
+        otherwise="refuses asymmetric weights of that width",
+        since=(0, 31),
+        source="schemes/compressed_tensors_wNa16.py, WNA16_ZP_SUPPORTED_TYPES_MAP",
+    ),
+    Difference(
+        what="packed integers with integer inputs (W4A8)",
+        applies=lambda group, unit: _is_packed(group) and _inputs(group) in (("int", 8), ("int", 4)),
+        otherwise="finds no scheme for them",
+        since=(0, 26),
+        source="schemes/compressed_tensors_wNa8.py and _wNa4.py",
+    ),
+    Difference(
+        what="zero points of packed integers with integer inputs",
+        applies=lambda group, unit: (
+            _is_packed(group) and not group.weights.symmetric and _inputs(group) in (("int", 8), ("int", 4))
+        ),
+        otherwise="has no parameter for zero points",
+        since=(0, 31),
+        source="schemes/compressed_tensors_wNa8.py",
+    ),
+    Difference(
+        what="packed routed experts of other widths than 4 and 8 bits or with zero points",
+        applies=lambda group, unit: (
+            _is_packed(group)
+            and _is_routed(unit)
+            and (group.weights.num_bits not in (4, 8) or not group.weights.symmetric)
+        ),
+        otherwise="refuses them: only symmetric int4 and int8",
+        since=(0, 29),
+        source="compressed_tensors_moe/compressed_tensors_moe_wna16.py",
+    ),
+    Difference(
+        what="activation ordering by group",
+        applies=lambda group, unit: group.weights.actorder in ORDERED,
+        otherwise="no longer supports it",
+        until=(0, 30),
+        source="compressed_tensors.py, _quantization_scheme_map_from_config",
+    ),
+    Difference(
+        what="MXFP4 weights with FP8 inputs",
+        applies=lambda group, unit: _is_mxfp4(group) and _inputs(group) == ("float", 8),
+        otherwise="takes them for MXFP4 inputs: FP4 activations where it has FP4 kernels",
+        severity="warning",
+        since=(0, 32),
+        source="schemes/compressed_tensors_w4a8_mxfp4.py",
+    ),
+    Difference(
+        what="MXFP4 inputs",
+        applies=lambda group, unit: _is_mxfp4(group) and _inputs(group) == ("float", 4),
+        otherwise="runs MXFP4 weights with 16-bit activations on every GPU",
+        severity="warning",
+        since=(0, 22),
+        source="schemes/compressed_tensors_w4a4_mxfp4.py",
+    ),
+)
+
+
+def rules_of(version: Version) -> Version:
+    """The known version whose rules are used for one: itself, or the nearest before it, or the oldest."""
+    return max((known for known in KNOWN if known <= version), default=KNOWN[0])
+
+
+def run(subject: Subject) -> Iterator[Finding]:
+    """Findings on what the version that was asked for does otherwise than the pinned one."""
+    asked = subject.target.vllm
+    version = rules_of(asked)
+    if asked != version:
+        yield _unknown(asked, version)
+    if version == PINNED:
+        return
+    yield from _class(subject, version)
+    units = [(group, unit) for unit in subject.units if (group := subject.group_of(unit)) is not None]
+    for difference in DIFFERENCES:
+        names = [unit.name for group, unit in units if difference.applies(group, unit)]
+        if names and not difference.holds_in(version):
+            yield _differs(difference, names, version)
+
+
+def _class(subject: Subject, version: Version) -> Iterator[Finding]:
+    name, changes = subject.class_name, class_changes().get(said(version))
+    where = f"{subject.config_path}: architectures"
+    if changes is None:
+        yield Finding(
+            check=NAME,
+            severity="info",
+            where=where,
+            expected=f"a table of the model classes of vLLM {said(version)}",
+            got=f"none: {name} is judged as in vLLM {said(PINNED)}",
+            fix="load it in that version: vexport load --dry --vllm-python",
+        )
+    elif name in changes.absent:
+        yield Finding(
+            check=NAME,
+            severity="error",
+            where=where,
+            expected=f"a model class of vLLM {said(version)}",
+            got=f"{name}, which it does not have",
+            fix=f"serve it with vLLM {said(PINNED)}",
+        )
+
+
+def _differs(difference: Difference, names: Sequence[str], version: Version) -> Finding:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    border = f"from {said(difference.since)} on" if difference.since else "in older versions"
+    return Finding(
+        check=NAME,
+        severity=difference.severity,
+        where=f"{names[0]}{more}",
+        expected=f"a vLLM that has {difference.what} ({border})",
+        got=f"vLLM {said(version)}, which {difference.otherwise}",
+        fix="serve it with another version, or quantize it otherwise",
+    )
+
+
+def _unknown(asked: Version, used: Version) -> Finding:
+    return Finding(
+        check=NAME,
+        severity="warning",
+        where=f"vLLM {said(asked)}",
+        expected=f"one of the versions whose rules are known, {said(KNOWN[0])} to {said(KNOWN[-1])}",
+        got=f"another: the rules of {said(used)} are used",
+        fix="load it in that version: vexport load --dry --vllm-python",
+    )

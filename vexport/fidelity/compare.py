@@ -1,0 +1,116 @@
+"""How true a quantized checkpoint is to the one that it was made from."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from vexport.checkpoint.reader import Reader
+from vexport.checks import SOURCE, Against
+from vexport.checks.devices import INDEX
+from vexport.checks.layers import Layer, layers_of
+from vexport.checks.subject import Subject, error
+from vexport.errors import InputError
+from vexport.fidelity import files, tensors
+from vexport.fidelity.counterparts import Counterparts
+from vexport.fidelity.source import Source
+from vexport.fidelity.weights import Likeness, likeness
+from vexport.types import Finding
+
+OnLayer = Callable[[int, int], None]
+
+
+def against(root: Path, *, on_layer: OnLayer) -> Against:
+    """The comparison with the unquantized checkpoint `root`; InputError where that is none.
+
+    Every quantized weight is dequantized by compressed-tensors' own code, some rows at a time; all other
+    tensors must be the same bytes, and the files beside the weights say the same.
+    """
+    with Reader() as reader:
+        _require_plain(Source(root, reader))
+
+    def compare(subject: Subject) -> Iterator[Finding]:
+        with Reader() as source_reader:
+            yield from _compared(subject, Source(root, source_reader), source_reader, on_layer)
+
+    return compare
+
+
+def _compared(subject: Subject, source: Source, reader: Reader, on_layer: OnLayer) -> Iterator[Finding]:
+    places = Counterparts(subject, source, reader)
+    quantized = [layer for layer in layers_of(subject).values() if layer.is_quantized]
+    ratios: dict[str, float] = {}
+    for number, layer in enumerate(quantized):
+        found = _likeness(subject, places, layer)
+        if isinstance(found, Finding):
+            yield found
+        else:
+            ratios[layer.name] = found.snr_db
+            yield from _judged(layer, found)
+        places.release()
+        on_layer(number + 1, len(quantized))
+    yield from tensors.changed(subject, reader, places, {layer.name for layer in quantized})
+    yield from files.changed(subject.index, source.index)
+    yield from _summary(subject, ratios)
+
+
+def _likeness(subject: Subject, places: Counterparts, layer: Layer) -> Likeness | Finding:
+    pieces = places.weight(layer)
+    if not pieces:
+        return _incomparable(
+            layer, "no weight of this layer", "give the checkpoint that this one was made from"
+        )
+    found = likeness(subject, layer, pieces) if layer.group else None
+    if found is None:
+        sizes = f"a source of {[sum(len(piece) for piece in pieces), pieces[0].shape[1]]}"
+        return _incomparable(layer, f"tensors that do not fit {sizes}", "export the checkpoint again")
+    return found
+
+
+def _judged(layer: Layer, found: Likeness) -> Iterator[Finding]:
+    if found.faults:
+        yield error(
+            SOURCE,
+            layer.name,
+            expected=f"the source's weight, about as rounding to {_precision(layer)} leaves it "
+            f"({found.rounding_db:.1f} dB)",
+            got="; ".join(found.faults),
+            fix="export it again; for weights that were smoothed or rotated, name the source after that",
+        )
+
+
+def _summary(subject: Subject, ratios: Mapping[str, float]) -> Iterator[Finding]:
+    """What was measured, in one line for each kind of layer."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name in ratios:
+        kinds.setdefault((INDEX.sub("*", name), _precision(layers_of(subject)[name])), []).append(name)
+    for (kind, precision), names in kinds.items():
+        names.sort(key=ratios.__getitem__)
+        least, median, most = (ratios[names[place]] for place in (0, len(names) // 2, -1))
+        yield Finding(
+            check=SOURCE,
+            severity="info",
+            where=f"{kind} ({len(names)} in {precision})",
+            expected="the source's weight but for rounding",
+            got=f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in {names[0]}",
+            fix="nothing; `vexport diff` has every layer",
+        )
+
+
+def _incomparable(layer: Layer, got: str, fix: str) -> Finding:
+    return error(SOURCE, layer.name, expected="the source's weight in quantized form", got=got, fix=fix)
+
+
+def _precision(layer: Layer) -> str:
+    """Bits of weight and activation: W4A16."""
+    assert layer.group is not None
+    inputs = layer.group.input_activations
+    return f"W{layer.group.weights.num_bits}A{inputs.num_bits if inputs else 16}"
+
+
+def _require_plain(source: Source) -> None:
+    if "quantization_config" in source.index.config:
+        raise InputError(
+            str(source.index.root),
+            got="a quantized checkpoint",
+            need="the unquantized one that the checkpoint was made from",
+            fix="name that with --source",
+        )

@@ -1,0 +1,90 @@
+"""Where a checkpoint's tensors are in its source, also where the two store what vLLM fuses differently."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from vexport.checkpoint.reader import Reader
+from vexport.checks.expected import layer_sides
+from vexport.checks.layers import Layer, layers_of
+from vexport.checks.subject import Subject
+from vexport.fidelity.source import Source
+from vexport.plan.linears import names_of
+from vexport.types import LinearPlan, TensorInfo
+
+# A weight (out, in) as the source has it: views of its files, whose rows follow each other.
+Pieces = Sequence[torch.Tensor]
+
+
+class Counterparts:
+    """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes them."""
+
+    def __init__(self, subject: Subject, source: Source, reader: Reader) -> None:
+        self._subject, self._source, self._reader = subject, source, reader
+        self._names = names_of(subject.index, subject.architecture)
+        self._linears = {self._names.vllm_name(name): linear for name, linear in source.linears.items()}
+        self._tensors = {self._vllm_tensor(name): tensor for name, tensor in source.index.tensors.items()}
+        self._found: set[str] = set()
+        self._read_since: dict[str, TensorInfo] = {}
+
+    def weight(self, layer: Layer) -> Pieces:
+        """A layer's weight in the source; nothing where it has none."""
+        linear = self._linear(layer.name)
+        if linear is not None:
+            return (self._read(linear),)
+        return self._sliced(layer) or self._joined(layer)
+
+    def tensor(self, name: str) -> TensorInfo | None:
+        """The source's tensor for one that the checkpoint holds unquantized."""
+        tensor = self._source.index.tensors.get(name) or self._tensors.get(self._vllm_tensor(name))
+        if tensor is not None:
+            self._found.add(tensor.name)
+        return tensor
+
+    def missing(self) -> Iterator[TensorInfo]:
+        """The source's tensors of which nothing was asked."""
+        yield from (
+            tensor for tensor in self._source.index.tensors.values() if tensor.name not in self._found
+        )
+
+    def release(self) -> None:
+        """Give back the pages of the weights that were read since the last call."""
+        self._reader.release(self._read_since.values())
+        self._read_since.clear()
+
+    def _vllm_tensor(self, name: str) -> str:
+        module, dot, leaf = name.rpartition(".")
+        return f"{self._names.vllm_name(module)}{dot}{leaf}"
+
+    def _linear(self, name: str) -> LinearPlan | None:
+        return self._source.linears.get(name) or self._linears.get(self._names.vllm_name(name))
+
+    def _read(self, linear: LinearPlan) -> torch.Tensor:
+        self._found.add(linear.weight)
+        self._read_since[linear.weight] = self._source.index.tensors[linear.weight]
+        weight = self._source.weight(linear.name)
+        assert weight is not None
+        return weight
+
+    def _sliced(self, layer: Layer) -> Pieces:
+        """Rows of a layer that the source stores fused (q/k/v in one weight), in vLLM's order."""
+        linear = self._linear(layer.unit.name) if len(layer.unit.members) > 1 else None
+        rows = [self._rows(name) for name in layer.unit.members]
+        if linear is None or sum(rows) != linear.out_features:
+            return ()
+        position = list(layer.unit.members).index(layer.name)
+        start = sum(rows[:position])
+        return (self._read(linear)[start : start + rows[position]],)
+
+    def _rows(self, name: str) -> int:
+        layer = layers_of(self._subject)[name]
+        sides = layer_sides(layer.group, layer.leaves) if layer.group else None
+        if sides is None and (weight := layer.leaves.get("weight")) is not None:
+            return weight.shape[0]
+        return sides[0] if sides else 0
+
+    def _joined(self, layer: Layer) -> Pieces:
+        """The parts of a layer that the checkpoint stores fused and the source one by one."""
+        prefix, dot, leaf = layer.name.rpartition(".")
+        parts = [self._linear(f"{prefix}{dot}{part}") for part in self._subject.fused.get(leaf, ())]
+        return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()

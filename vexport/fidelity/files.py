@@ -1,0 +1,174 @@
+"""Do the files beside the weights say what the source's say: config, tokenizer, chat template, generation?
+
+Severity follows vLLM: an error where it would refuse, or would answer otherwise without a word.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from vexport.checkpoint.index import SourceIndex
+from vexport.checks import SOURCE
+from vexport.errors import InputError
+from vexport.files import read_json
+from vexport.types import Finding, Json, Severity
+
+# What a prompt's token ids follow from (tokenizers' own file format); the rest of the file is settings of
+# the call (truncation, padding) or its version.
+TOKENIZER_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+# Keys of tokenizer_config.json that change token ids or where an answer ends.
+TOKENIZER_KEYS = ("bos_token", "eos_token", "add_bos_token", "add_eos_token", "add_prefix_space")
+# What vLLM takes from generation_config.json by default: ModelConfig.get_diff_sampling_param
+# (vllm/config/model.py) and SamplingParams.update_from_generation_config (vllm/sampling_params.py).
+GENERATION_KEYS = (
+    "eos_token_id",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_new_tokens",
+)
+# Keys of config.json that describe the file, the way it is stored or training, not the model.
+ABOUT_THE_FILE = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "compression_config",
+        "dtype",
+        "quantization_config",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+def changed(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
+    """Findings on files that differ in what vLLM takes from them."""
+    yield from _config(index, source)
+    yield from _tokenizer(index.root, source.root)
+    yield from _template(index.root, source.root)
+    yield from _generation(index.root, source.root)
+    for name in PREPROCESSORS:
+        if (source.root / name).is_file() and not (index.root / name).is_file():
+            yield _finding("error", index.root / name, "the source's file", "none", "copy it from the source")
+
+
+def _config(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
+    for place, old, new in _different(source.config, index.config):
+        where = f"{index.root / 'config.json'}: {place}"
+        yield _finding("error", where, f"{old!r}, as in the source", repr(new), "copy the source's value")
+
+
+def _different(
+    old: Mapping[str, Json], new: Mapping[str, Json], prefix: str = ""
+) -> Iterator[tuple[str, Json, Json]]:
+    """Keys that both have with other values: what only one has is a default of the other's version."""
+    for key in sorted(old.keys() & new.keys() - ABOUT_THE_FILE):
+        one, other = old[key], new[key]
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _different(one, other, f"{prefix}{key}.")
+        elif None not in (one, other) and one != other:
+            yield f"{prefix}{key}", one, other
+
+
+def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
+    had = [name for name in VOCABULARIES if (source / name).is_file()]
+    if had and not any((root / name).is_file() for name in VOCABULARIES):
+        yield _finding("error", root / had[0], "the source's tokenizer", "none: vLLM refuses to start")
+        return
+    old, new = _object(source / "tokenizer.json"), _object(root / "tokenizer.json")
+    for part in TOKENIZER_PARTS if old and new else ():
+        if _plain(old.get(part)) != _plain(new.get(part)):
+            where = f"{root / 'tokenizer.json'}: {part}"
+            yield _finding("error", where, "that of the source", "another: other token ids for the same text")
+    for name in VOCABULARIES[1:]:
+        if _differ(source / name, root / name):
+            yield _finding("error", root / name, "the bytes of the source", "other bytes")
+    old, new = _object(source / "tokenizer_config.json"), _object(root / "tokenizer_config.json")
+    yield from _keys(root / "tokenizer_config.json", old, new, TOKENIZER_KEYS)
+
+
+def _plain(value: Json) -> Json:
+    """A part of tokenizer.json in one form: merges are pairs or, in older files, pairs in one string."""
+    merges = value.get("merges") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(merges, list):
+        return value
+    return {**value, "merges": [_pair(merge) for merge in merges]}
+
+
+def _pair(merge: Json) -> Json:
+    return [*merge.split(" ", 1)] if isinstance(merge, str) else merge
+
+
+def _template(root: Path, source: Path) -> Iterator[Finding]:
+    old, new = _chat_template(source), _chat_template(root)
+    where = root / TEMPLATES[0]
+    if old is not None and new is None:
+        yield _finding("error", where, "the source's chat template", "none: vLLM refuses chats")
+    elif old is not None and old != new:
+        yield _finding("error", where, "the source's chat template", "another: chats become other prompts")
+    elif old is None and new is not None:
+        yield _finding(
+            "warning", where, "no chat template, as in the source", "one", "nothing, if it is meant"
+        )
+
+
+def _chat_template(root: Path) -> Json:
+    """The template that transformers would use: a file of its own wins."""
+    if (root / TEMPLATES[0]).is_file():
+        return (root / TEMPLATES[0]).read_text(encoding="utf-8").rstrip("\n")
+    for name in (TEMPLATES[1], "tokenizer_config.json"):
+        template = _object(root / name).get("chat_template")
+        if template is not None:
+            return template.rstrip("\n") if isinstance(template, str) else template
+    return None
+
+
+def _generation(root: Path, source: Path) -> Iterator[Finding]:
+    name = "generation_config.json"
+    yield from _keys(root / name, _object(source / name), _object(root / name), GENERATION_KEYS)
+
+
+def _keys(
+    path: Path, old: Mapping[str, Json], new: Mapping[str, Json], keys: Iterable[str]
+) -> Iterator[Finding]:
+    for key in keys:
+        one, other = _token(old.get(key)), _token(new.get(key))
+        if one != other and one is not None:
+            got = "none" if other is None else repr(other)
+            yield _finding("error", f"{path}: {key}", f"{one!r}, as in the source", got)
+        elif one != other and path.name.startswith("generation"):
+            yield _finding("warning", f"{path}: {key}", "no such key, as in the source", repr(other))
+
+
+def _token(value: Json) -> Json:
+    """A special token's text, and one id for a list of one."""
+    if isinstance(value, dict):
+        return value.get("content")
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _object(path: Path) -> Mapping[str, Json]:
+    """A JSON object, empty where there is none to read."""
+    try:
+        value = read_json(path)
+    except InputError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _differ(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.read_bytes() != other.read_bytes()
+
+
+def _finding(
+    severity: Severity, where: Path | str, expected: str, got: str, fix: str = "copy the source's file"
+) -> Finding:
+    return Finding(check=SOURCE, severity=severity, where=str(where), expected=expected, got=got, fix=fix)

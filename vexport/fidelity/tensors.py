@@ -1,0 +1,110 @@
+"""Are the tensors that are not quantized those of the source, and is none of the source's missing?"""
+
+import re
+from collections.abc import Iterator, Set
+
+import torch
+
+from vexport.checkpoint.reader import Reader, same_bytes
+from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
+from vexport.checks import SOURCE
+from vexport.checks.layers import layers_of
+from vexport.checks.subject import Subject, error
+from vexport.fidelity.counterparts import Counterparts
+from vexport.plan.linears import PREDICTION, text_config
+from vexport.types import Finding, Severity, TensorInfo
+
+# What vLLM computes itself and skips when it loads (AutoWeightsLoader and the load_weights of its models).
+COMPUTED = re.compile(r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$")
+# Scales that a checkpoint has and its source does not: of the KV cache and of the queries.
+ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
+TIED = ("lm_head.weight", "embed_out.weight")
+
+
+def changed(subject: Subject, reader: Reader, places: Counterparts, quantized: Set[str]) -> Iterator[Finding]:
+    """Findings on tensors that are kept, changed without a need, new or lost."""
+    for name, tensor in subject.index.tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if ADDED.match(name) or (module in quantized and leaf != "bias"):
+            continue
+        yield from _kept(subject, reader, places, tensor)
+    places.release()
+    for tensor in places.missing():
+        yield from _lost(subject, tensor)
+
+
+def _kept(subject: Subject, reader: Reader, places: Counterparts, tensor: TensorInfo) -> Iterator[Finding]:
+    origin = places.tensor(tensor.name)
+    if origin is None:
+        yield from _regrouped(subject, places, tensor)
+        return
+    if same_bytes(reader, origin, subject.reader, tensor):
+        return
+    if origin.shape == tensor.shape and _same_values(reader, origin, subject.reader, tensor):
+        yield _finding("warning", tensor.name, f"dtype {origin.dtype}", f"the same values in {tensor.dtype}")
+        return
+    got = "other values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
+    yield error(
+        SOURCE,
+        tensor.name,
+        expected=f"the bytes of the source ({origin.dtype} {list(origin.shape)})",
+        got=got,
+        fix="export it again; for weights that were smoothed or rotated, name the source after that",
+    )
+
+
+def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
+    """Whether the source's values in the checkpoint's dtype are the checkpoint's."""
+    if origin.dtype == tensor.dtype or origin.dtype not in TORCH_DTYPES or tensor.dtype not in TORCH_DTYPES:
+        return False
+    values = read_tensor(new, tensor)
+    return torch.equal(read_tensor(old, origin).to(values.dtype), values)
+
+
+def _regrouped(subject: Subject, places: Counterparts, tensor: TensorInfo) -> Iterator[Finding]:
+    """A kept weight that the source stores together with others, or apart."""
+    layer = layers_of(subject).get(tensor.name.removesuffix(".weight"))
+    pieces = places.weight(layer) if layer is not None else ()
+    if not pieces:
+        yield _finding("warning", tensor.name, "a tensor of the source's", "none there of this name")
+        return
+    values, start = read_tensor(subject.reader, tensor), 0
+    same = values.shape[0] == sum(len(piece) for piece in pieces)
+    for piece in pieces if same else ():
+        same = same and torch.equal(values[start : start + len(piece)], piece.to(values.dtype))
+        start += len(piece)
+    if not same:
+        yield error(
+            SOURCE,
+            tensor.name,
+            expected="the weight of the source",
+            got="other values",
+            fix="export the checkpoint again",
+        )
+
+
+def _lost(subject: Subject, tensor: TensorInfo) -> Iterator[Finding]:
+    tied = text_config(subject.index.config).get("tie_word_embeddings", False)
+    if COMPUTED.match(tensor.name) or (tied and tensor.name.endswith(TIED)):
+        return
+    if PREDICTION.search(tensor.name):
+        yield _finding("warning", tensor.name, "the source's tensor", "none: vLLM could not draft with it")
+        return
+    yield error(
+        SOURCE,
+        tensor.name,
+        expected="the source's tensor, as it is or quantized",
+        got="none: vLLM would read uninitialized memory",
+        fix="export the checkpoint again",
+    )
+
+
+def _finding(severity: Severity, where: str, expected: str, got: str) -> Finding:
+    return Finding(
+        check=SOURCE,
+        severity=severity,
+        where=where,
+        expected=expected,
+        got=got,
+        fix="nothing, if it is meant",
+    )
