@@ -31,7 +31,7 @@ SHARED = {
         "tiles",
         "tokens",
     },
-    "checks": {"subject", "expected", "layers", "target"},
+    "checks": {"arguments", "casts", "decoder", "expected", "layers", "scheme", "subject", "target"},
     "compress": {"tiles"},
     "packing": {"base", "scales", "kv_cache"},
 }
