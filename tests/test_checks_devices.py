@@ -19,7 +19,7 @@ def findings(checkpoint: Path, *options: object) -> list[Finding]:
     assert ran.stdout, ran.stderr
     (report,) = json.loads(ran.stdout)
     assert ran.code == (0 if report["ok"] else 1)
-    return [finding for finding in report["findings"] if finding["check"] in ("devices", "version")]
+    return [finding for finding in report["findings"] if finding["check"] in ("devices", "versions")]
 
 
 def errors(found: list[Finding]) -> list[str]:

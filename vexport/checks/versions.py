@@ -13,7 +13,7 @@ from vexport.checks.target import PINNED, Version, said
 from vexport.schemes.base import EXPERT
 from vexport.types import Finding, Severity
 
-NAME = "version"
+NAME = "versions"
 DESCRIPTION = "the vLLM version asked for (--vllm) has the schemes, widths and model class that are needed"
 # Every version whose source was read.
 KNOWN: Sequence[Version] = tuple((0, minor) for minor in range(20, PINNED[1] + 1))
