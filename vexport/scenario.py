@@ -126,13 +126,22 @@ class Calibration(_Strict):
 
 
 class Serve(_Strict):
-    """Where the checkpoint is meant to run."""
+    """Where the checkpoint is meant to run.
+
+    `compute` has `cpu` and compute capabilities of GPUs (`sm90`). Each capability is loaded dry for every
+    size of `tensor_parallel`; what runs is the device that is there.
+    """
 
     tensor_parallel: tuple[Annotated[int, Gt(0)], ...] = (1,)
-    compute: tuple[str, ...] = ("cpu",)
+    compute: tuple[Annotated[str, Field(pattern=r"^(cpu|sm[1-9][0-9]{1,2})$")], ...] = ("cpu",)
     max_model_len: Annotated[int, Gt(0)] | None = None
     enforce_eager: bool = True
     timeout: Annotated[int, Gt(0)] = 3600
+
+    @property
+    def capabilities(self) -> tuple[int, ...]:
+        """The GPUs of `compute`: 90 for sm90."""
+        return tuple(int(name.removeprefix("sm")) for name in self.compute if name != "cpu")
 
 
 class Evaluate(_Strict):

@@ -12,7 +12,8 @@ import pytest
 
 from tests.reports import sample
 from vexport.reports import render
-from vexport.reports.charts import MAX_DOTS, forests, layer_chart, layer_kind
+from vexport.reports.charts.forest import forests
+from vexport.reports.charts.layers import MAX_DOTS, layer_chart, layer_kind
 from vexport.types import LayerError, Report
 
 CHROMIUM = shutil.which("chromium")

@@ -6,7 +6,16 @@ from typing import Literal
 
 from vexport.reports.formatting import count, plural
 from vexport.reports.sentences import scale_of, task_title
-from vexport.types import CheckReport, Finding, LoadReport, Report, Severity, TaskVerdict, Verdict
+from vexport.types import (
+    CheckReport,
+    DryLoadReport,
+    Finding,
+    LoadReport,
+    Report,
+    Severity,
+    TaskVerdict,
+    Verdict,
+)
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
 _NOT_RUN = "not run: an earlier gate failed"
@@ -29,10 +38,11 @@ class Gate:
 
 
 def report_gates(report: Report) -> tuple[Gate, ...]:
-    """plan, check, load of both models, every task, and the answer; a stage not reached is SKIPPED."""
+    """plan, check, dry load, load of both models, every task, the answer; a stage not reached is SKIPPED."""
     return (
         findings_gate("plan", report.plan.refusals),
         checkpoint_gate("check", report.check),
+        *((checkpoint_gate("dry load", report.dry_load),) if report.dry_load else ()),
         _load_gate("load baseline", report.baseline_load),
         _load_gate("load", report.load),
         *_evaluation_gates(report),
@@ -46,7 +56,7 @@ def verdict_gates(verdict: Verdict) -> tuple[Gate, ...]:
     return (*tasks, Gate(name="overall", status=verdict.outcome, message=verdict.reason))
 
 
-def checkpoint_gate(name: str, report: CheckReport | LoadReport) -> Gate:
+def checkpoint_gate(name: str, report: CheckReport | DryLoadReport | LoadReport) -> Gate:
     """The findings on one checkpoint; FAIL where the report is not ok, whatever the findings say."""
     return findings_gate(name, report.findings, ok=report.ok)
 

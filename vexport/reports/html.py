@@ -7,7 +7,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vexport.reports import formatting, sentences
-from vexport.reports.charts import forests, layer_chart
+from vexport.reports.charts.forest import forests
+from vexport.reports.charts.layers import layer_chart
 from vexport.reports.coverage import coverage_lines
 from vexport.reports.escaping import clip, visible
 from vexport.reports.gates import Gate, finding_counts, report_gates, staged_findings

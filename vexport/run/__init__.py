@@ -18,7 +18,7 @@ from vexport.run.stages import Stages
 from vexport.run.weights import Weights
 from vexport.scenario import Scenario
 from vexport.serving import EngineOptions, require_tasks
-from vexport.types import CheckReport, Outcome, Report, Verdict
+from vexport.types import CheckReport, DryLoadReport, Outcome, Report, Verdict
 from vexport.version import __version__
 
 REPORT = "report.json"
@@ -74,9 +74,11 @@ def _report(stages: Stages, choices: Choices) -> Report:
     plan = weights.planned[1]
     require_accepted(plan)
     checked = weights.checked
-    loads = sessions.loads if checked.ok else Loads(baseline=NOT_RUN, candidate=NOT_RUN)
-    verdict = sessions.verdict if checked.ok and loads.candidate.ok and scenario.evaluate else None
-    outcome, reason = conclude(checked, loads, verdict)
+    dry = sessions.dry_load if checked.ok else None
+    loadable = checked.ok and (dry is None or dry.ok)
+    loads = sessions.loads if loadable else Loads(baseline=NOT_RUN, candidate=NOT_RUN)
+    verdict = sessions.verdict if loads.candidate.ok and scenario.evaluate else None
+    outcome, reason = conclude(checked, dry, loads, verdict)
     calibration = weights.calibration
     return Report(
         name=scenario.name,
@@ -93,6 +95,7 @@ def _report(stages: Stages, choices: Choices) -> Report:
         calibration_digest=calibration.digest if calibration else None,
         experts=expert_coverage(calibration) if calibration else (),
         check=checked,
+        dry_load=dry,
         baseline_load=loads.baseline,
         load=loads.candidate,
         verdict=verdict,
@@ -105,10 +108,12 @@ def _report(stages: Stages, choices: Choices) -> Report:
     )
 
 
-def conclude(checked: CheckReport, loads: Loads, verdict: Verdict | None) -> tuple[Outcome, str]:
+def conclude(
+    checked: CheckReport, dry: DryLoadReport | None, loads: Loads, verdict: Verdict | None
+) -> tuple[Outcome, str]:
     """The run's outcome and the sentence that justifies it: the first stage that failed decides."""
-    for stage, report in (("check", checked), ("load", loads.candidate)):
-        if not report.ok:
+    for stage, report in (("check", checked), ("dry load", dry), ("load", loads.candidate)):
+        if report is not None and not report.ok:
             first = next(finding for finding in report.findings if finding.severity == "error")
             return "FAIL", f"{stage}: {first}"
     if verdict is None:

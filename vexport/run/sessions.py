@@ -13,8 +13,16 @@ from vexport.files import from_json, to_json, write_text
 from vexport.run.stages import Stages
 from vexport.run.weights import Weights
 from vexport.rundir import Digests, checkpoint_digest, path_digest, value_digest
-from vexport.serving import BASELINE, CANDIDATE, Served, require_served, scored_pair, serve_model
-from vexport.types import Attribution, Drift, LoadReport, Outcome, Verdict
+from vexport.serving import (
+    BASELINE,
+    CANDIDATE,
+    Served,
+    dry_load_checkpoints,
+    require_served,
+    scored_pair,
+    serve_model,
+)
+from vexport.types import Attribution, Drift, DryLoadReport, LoadReport, Outcome, Verdict
 from vexport.verdict import decide
 
 PROMPTS = 6
@@ -40,6 +48,27 @@ class Sessions:
         self.scenario = stages.scenario
         self.folder = stages.folder
         self.options = stages.options
+
+    @cached_property
+    def dry_load(self) -> DryLoadReport | None:
+        """Where else the checkpoint would load: each GPU of the scenario, for each tensor parallel size.
+
+        None where it names none.
+        """
+        serve = self.scenario.serve
+        if not serve.capabilities:
+            return None
+        file = self.folder / "dry-load.json"
+
+        def make() -> None:
+            (report,) = dry_load_checkpoints(
+                [str(self.weights.checkpoint)], serve.tensor_parallel, serve.capabilities, self.options
+            )
+            write_text(file, to_json(report))
+
+        devices = value_digest([serve.tensor_parallel, serve.compute])
+        self.stages.once("dry load", {**self.weights.made_from, "serve devices": devices}, make)
+        return from_json(DryLoadReport, file)
 
     @cached_property
     def loads(self) -> Loads:

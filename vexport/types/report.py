@@ -7,7 +7,7 @@ from typing import Literal
 from vexport.types.accuracy import Verdict
 from vexport.types.calibration import ExpertCoverage
 from vexport.types.findings import CheckReport
-from vexport.types.loading import LoadReport
+from vexport.types.loading import DryLoadReport, LoadReport
 from vexport.types.plan import Plan
 from vexport.types.sensitivity import Attempt, MixedScheme, Sensitivity
 from vexport.types.signals import Attribution, Drift
@@ -49,6 +49,7 @@ class Report:
     calibration_digest: str | None
     experts: tuple[ExpertCoverage, ...] = ()
     check: CheckReport
+    dry_load: DryLoadReport | None = None
     baseline_load: LoadReport
     load: LoadReport
     verdict: Verdict | None
