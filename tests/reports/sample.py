@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from tests.reports import parts
 from vexport.types import (
     Canary,
     CheckReport,
@@ -299,6 +300,23 @@ def report(outcome: Outcome = "PASS") -> Report:
     )
 
 
+def full(outcome: Outcome = "PASS") -> Report:
+    """A run with everything that a run can have."""
+    base = report(outcome)
+    assert base.verdict is not None
+    return replace(
+        base,
+        source_card={"license": "apache-2.0", "language": ("en",)},
+        verdict=replace(base.verdict, looks=parts.looks()),
+        drift=parts.drift(),
+        attribution=parts.attribution(),
+        sensitivity=parts.sensitivity(),
+        mixed=parts.mixed(),
+        attempts=parts.attempts(),
+        dry_load=parts.dry_load(),
+    )
+
+
 def unloaded() -> Report:
     """A run that ended at the check: the engine never started with the checkpoint, no verdict on accuracy."""
     error = finding("error", where="model.layers.0.self_attn.qkv_proj")
@@ -315,7 +333,7 @@ def unloaded() -> Report:
 
 def hostile() -> Report:
     """HOSTILE wherever a checkpoint, a model or a data set has a say."""
-    base = report("FAIL")
+    base = full("FAIL")
     bad = Finding(check=HOSTILE, severity="error", where=HOSTILE, expected=HOSTILE, got=HOSTILE, fix=HOSTILE)
     flip = Flip(
         doc_id=1,
@@ -358,7 +376,19 @@ def hostile() -> Report:
         check=CheckReport(checkpoint=HOSTILE, ok=False, findings=(bad,)),
         baseline_load=spoiled,
         load=spoiled,
-        verdict=replace(judged, reason=HOSTILE, method=HOSTILE, tasks=tasks, warnings=(HOSTILE,)),
+        verdict=replace(
+            judged,
+            reason=HOSTILE,
+            method=HOSTILE,
+            tasks=tasks,
+            warnings=(HOSTILE,),
+            looks=parts.looks(HOSTILE),
+        ),
+        source_card={"license": HOSTILE, "language": (HOSTILE,)},
+        drift=parts.drift(HOSTILE),
+        attribution=parts.attribution(HOSTILE),
+        attempts=parts.attempts(HOSTILE),
+        dry_load=parts.dry_load(HOSTILE),
     )
 
 

@@ -30,8 +30,11 @@ FLAGS = (
     "--window-size=1280,900",
     "--hide-scrollbars",
 )
-VOID = {"meta", "br"}
-SAMPLES: tuple[Callable[[], Report], ...] = (sample.report, sample.unloaded, sample.hostile)
+VOID = {"meta", "br", "input"}
+MEASURE = """
+  const root = page.documentElement;
+  document.title = root.clientWidth + " " + root.scrollWidth;"""
+SAMPLES: tuple[Callable[[], Report], ...] = (sample.report, sample.full, sample.unloaded, sample.hostile)
 
 
 class Page(HTMLParser):
@@ -153,29 +156,50 @@ def test_layers_without_noise_draw_no_chart() -> None:
 def test_the_page_fits_the_width_and_the_console_is_silent(
     build: Callable[[], Report], width: int, tmp_path: Path
 ) -> None:
-    outer = tmp_path / "outer.html"
-    outer.write_text(_framed(render(build(), "html"), width), encoding="utf-8")
-    done = subprocess.run(
-        [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", outer.as_uri()],
+    done = _browse(_framed(render(build(), "html"), width, MEASURE), tmp_path)
+    assert _title(done.stdout) == f"{width} {width}"
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
+@pytest.mark.parametrize(("choice", "lost", "gained"), [("all", 2, 2), ("lost", 2, 0), ("gained", 0, 2)])
+def test_flips_are_filtered(choice: str, lost: int, gained: int, tmp_path: Path) -> None:
+    script = f"""
+  page.querySelector('[name=flips][value={choice}]').click();
+  const shown = kind => [...page.querySelectorAll(kind)].filter(one => one.checkVisibility()).length;
+  document.title = shown(".pair.lost") + " " + shown(".pair.gained");"""
+    done = _browse(_framed(render(sample.report("FAIL"), "html"), 1280, script), tmp_path)
+    assert _title(done.stdout) == f"{lost} {gained}"
+
+
+def _browse(page: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The document after its scripts ran, and what the console said."""
+    outer = folder / "outer.html"
+    outer.write_text(page, encoding="utf-8")
+    return subprocess.run(
+        [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", outer.as_uri()],
         capture_output=True,
         text=True,
         timeout=90,
         check=True,
     )
-    measured = re.search(r"<title>(\d+) (\d+)</title>", done.stdout)
-    assert measured is not None
-    assert measured.groups() == (str(width), str(width))
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
 
 
-def _framed(page: str, width: int) -> str:
-    """The page in a frame, since a window is never narrower than 500 px; the title is the result."""
+def _title(dom: str) -> str:
+    found = re.search(r"<title>([^<]*)</title>", dom)
+    assert found is not None
+    return found[1]
+
+
+def _framed(page: str, width: int, script: str) -> str:
+    """The page in a frame, since a window is never narrower than 500 px; the title is the script's result."""
     source = json.dumps(page).replace("<", "\\u003c")
     return f"""<!DOCTYPE html><iframe style="border:0;width:{width}px;height:800px"></iframe><script>
 const frame = document.querySelector("iframe");
 frame.onload = () => {{
-  const root = frame.contentDocument.documentElement;
-  document.title = root.clientWidth + " " + root.scrollWidth;
+  const page = frame.contentDocument;
+{script}
 }};
 frame.srcdoc = {source};
 </script>"""

@@ -7,7 +7,7 @@ import click
 from vexport.commands.base import command, conclude, print_text
 from vexport.commands.options import FORMATS, PATH, engine_options, format_option
 
-REPORT_FORMATS = (*FORMATS, "html", "markdown")
+REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 
 
 @command()
@@ -57,13 +57,18 @@ def run(
 
 
 @command()
-@click.argument("run_dir", type=PATH)
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=PATH)
 @format_option(REPORT_FORMATS)
-def report(run_dir: Path, format_: str, quiet: bool) -> None:
-    """The report of a finished RUN_DIR in another form; its outcome is the exit code."""
-    from vexport.reports import render
+def report(run_dirs: tuple[Path, ...], format_: str, quiet: bool) -> None:
+    """The report of a finished RUN_DIR in another form; its outcome is the exit code.
+
+    Of several it shows the trend of scores, size and speed, and what each scheme loses; the newest decides.
+    `--format card` is a model card for the checkpoint's README.md.
+    """
+    from vexport.reports import render, render_history
     from vexport.run import read_report
 
-    read = read_report(run_dir)
-    print_text(render(read, format_))
-    conclude(read.outcome, read.name, read.reason)
+    reports = [read_report(folder) for folder in run_dirs]
+    print_text(render(reports[0], format_) if len(reports) == 1 else render_history(reports, format_))
+    newest = max(reports, key=lambda one: one.created)
+    conclude(newest.outcome, newest.name, newest.reason)

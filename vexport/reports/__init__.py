@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from vexport.errors import InputError
-from vexport.reports import github, html, json, junit, markdown, matrix, text
+from vexport.reports import card, github, history, html, json, junit, markdown, matrix, text
 from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, Verdict
 
 T = TypeVar("T")
@@ -19,6 +19,7 @@ FORMATS: dict[str, Callable[[Report], str]] = {
     "json": json.report,
     "html": html.report,
     "markdown": markdown.report,
+    "card": card.report,
     "junit": junit.report,
     "github": github.report,
 }
@@ -39,6 +40,12 @@ DRY_LOAD_FORMATS: dict[str, Callable[[Sequence[DryLoadReport]], str]] = {
     "json": matrix.json,
     "junit": matrix.junit,
     "github": matrix.github,
+}
+HISTORY_FORMATS: dict[str, Callable[[Sequence[Report]], str]] = {
+    "text": history.text,
+    "json": history.json,
+    "html": history.html,
+    "markdown": history.markdown,
 }
 VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
     "text": text.verdict,
@@ -75,6 +82,11 @@ def render_loads(reports: Sequence[LoadReport], format: str) -> str:
 def render_dry_loads(reports: Sequence[DryLoadReport], format: str) -> str:
     """Dry load reports in one of DRY_LOAD_FORMATS, in order; JSON is always a list."""
     return _renderer(DRY_LOAD_FORMATS, format)(reports)
+
+
+def render_history(reports: Sequence[Report], format: str) -> str:
+    """Several runs in one of HISTORY_FORMATS, the oldest first."""
+    return _renderer(HISTORY_FORMATS, format)(reports)
 
 
 def render_verdict(verdict: Verdict, format: str) -> str:

@@ -9,12 +9,15 @@ from markupsafe import Markup
 from vexport.reports import formatting, sentences
 from vexport.reports.charts.forest import forests
 from vexport.reports.charts.layers import layer_chart
+from vexport.reports.charts.losses import loss_bars, loss_rows
+from vexport.reports.charts.plane import looks_charts, tradeoff_chart
 from vexport.reports.coverage import coverage_lines
 from vexport.reports.escaping import clip, visible
 from vexport.reports.gates import Gate, finding_counts, report_gates, staged_findings
+from vexport.reports.matrix import matrix_tables
 from vexport.types import Canary, Flip, LayerError, LoadReport, Report, TaskVerdict
 
-MAX_FLIPS = 12
+MAX_FLIPS = 100
 MAX_LAYERS = 400
 MAX_FINDINGS = 200
 MAX_TEXT = 2000
@@ -33,22 +36,29 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
 def report(report: Report) -> str:
     """The page; the same report gives the same bytes."""
     *gates, _ = report_gates(report)
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            report=report,
-            gates=gates,
-            problems=[gate for gate in gates if gate.findings and _adds_to(report.reason, gate)],
-            findings=staged_findings(report)[:MAX_FINDINGS],
-            all_findings=len(staged_findings(report)),
-            counts=finding_counts([finding for _, finding in staged_findings(report)]),
-            forests=forests(report.verdict) if report.verdict else (),
-            chart=layer_chart(report.layers),
-            layers=_worst_layers(report.layers),
-            canaries=_paired_canaries(report.baseline_load, report.load),
-        )
-    )
+    context = {
+        "report": report,
+        "gates": gates,
+        "problems": [gate for gate in gates if gate.findings and _adds_to(report.reason, gate)],
+        "findings": staged_findings(report)[:MAX_FINDINGS],
+        "all_findings": len(staged_findings(report)),
+        "counts": finding_counts([finding for _, finding in staged_findings(report)]),
+        "forests": forests(report.verdict) if report.verdict else (),
+        "looks": looks_charts(report.verdict) if report.verdict else (),
+        "chart": layer_chart(report.layers),
+        "layers": _worst_layers(report.layers),
+        "sensitivity": report.sensitivity,
+        "bars": loss_bars(report.sensitivity, report.mixed) if report.sensitivity else (),
+        "losses": loss_rows(report.sensitivity, report.mixed, MAX_LAYERS) if report.sensitivity else (),
+        "tradeoff": tradeoff_chart(report.mixed) if report.mixed else None,
+        "canaries": _paired_canaries(report.baseline_load, report.load),
+    }
+    return render("report.html", context)
+
+
+def render(template: str, context: Mapping[str, object]) -> str:
+    """A page from a template of vexport/reports/templates; every value is escaped."""
+    return _environment().get_template(template).render(context)
 
 
 def _environment() -> Environment:
@@ -63,8 +73,12 @@ def _environment() -> Environment:
     )
     environment.filters.update(_FILTERS)
     environment.globals.update(
+        attribution_line=sentences.attribution_line,
+        budget_of=sentences.budget_of,
         clip=_clip,
         coverage_lines=coverage_lines,
+        heat=_heat,
+        matrix_tables=matrix_tables,
         percent_interval=formatting.percent_interval,
         accepted_loss=sentences.accepted_loss,
         scale_of=sentences.scale_of,
@@ -84,8 +98,13 @@ def _finalize(value: object) -> object:
     return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def _clip(text: str) -> str:
-    return clip(text, MAX_TEXT)
+def _clip(text: str, limit: int = MAX_TEXT) -> str:
+    return clip(text, limit)
+
+
+def _heat(kl: float, limit: float) -> int:
+    """How dark a token is drawn: 0 up to the limit, a step for each power of ten above it, at most 3."""
+    return min(3, math.ceil(math.log10(kl / limit))) if kl > limit > 0 else 0
 
 
 def _shown_flips(task: TaskVerdict) -> Sequence[Flip]:

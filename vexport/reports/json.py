@@ -17,6 +17,11 @@ def report(report: Report) -> str:
     return _dumps(Report, report)
 
 
+def reports(reports: Sequence[Report]) -> str:
+    """Several runs, in order."""
+    return _dumps(list[Report], list(reports))
+
+
 def checks(reports: Sequence[CheckReport]) -> str:
     """Always a list, in the order of the command line (check.schema.json)."""
     return _dumps(list[CheckReport], list(reports))

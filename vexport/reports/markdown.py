@@ -40,15 +40,15 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "://": "&#58;
 def report(report: Report) -> str:
     """The whole summary; answers and layers are left to the HTML report."""
     parts = [
-        f"## {report.outcome}: {_safe(report.name)}",
-        _safe(report.reason),
+        f"## {report.outcome}: {safe(report.name)}",
+        safe(report.reason),
         _gate_table(report_gates(report)[:-1]),
         _size_line(report),
         _coverage(report),
         _tasks(report.verdict) if report.verdict else "",
         _load(report.load),
         _findings(report),
-        f"<sub>vexport {_safe(report.vexport)}, {_safe(report.created)}, source {_safe(report.source)}, "
+        f"<sub>vexport {safe(report.vexport)}, {safe(report.created)}, source {safe(report.source)}, "
         f"total {duration(sum(report.seconds.values()))}</sub>",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -57,7 +57,7 @@ def report(report: Report) -> str:
 def checks(reports: Sequence[CheckReport]) -> str:
     """What `vexport check` found, checkpoint by checkpoint, as far as the summary's limit goes."""
     shown = reports[:MAX_CHECKPOINTS]
-    parts = [_table(("Checkpoint", "Result", "Findings"), map(_check_row, shown))]
+    parts = [table(("Checkpoint", "Result", "Findings"), map(_check_row, shown))]
     size, left_out = len(parts[0].encode()), len(reports) - len(shown)
     for report in shown:
         part = _checkpoint_part(report)
@@ -73,8 +73,8 @@ def checks(reports: Sequence[CheckReport]) -> str:
 
 def _checkpoint_part(report: CheckReport) -> str:
     found = [("check", finding) for finding in checkpoint_gate("check", report).findings]
-    table = _finding_table(found, "--format json")
-    return f"### {_safe(report.checkpoint)}\n\n{table}" if found else ""
+    rows = _finding_table(found, "--format json")
+    return f"### {safe(report.checkpoint)}\n\n{rows}" if found else ""
 
 
 def _check_row(report: CheckReport) -> tuple[str, ...]:
@@ -83,15 +83,15 @@ def _check_row(report: CheckReport) -> tuple[str, ...]:
 
 
 def _gate_table(gates: Sequence[Gate]) -> str:
-    return _table(("Gate", "Result", "Why"), ((gate.name, gate.status, gate.summary) for gate in gates))
+    return table(("Gate", "Result", "Why"), ((gate.name, gate.status, gate.summary) for gate in gates))
 
 
 def _size_line(report: Report) -> str:
-    return f"**Size** {_safe(size_change(report.plan))}, {_safe(schemes_in_use(report.plan))}"
+    return f"**Size** {safe(size_change(report.plan))}, {safe(schemes_in_use(report.plan))}"
 
 
 def _coverage(report: Report) -> str:
-    return "\n".join(f"- {_safe(line)}" for line in coverage_lines(report.experts))
+    return "\n".join(f"- {safe(line)}" for line in coverage_lines(report.experts))
 
 
 def _tasks(verdict: Verdict) -> str:
@@ -106,10 +106,10 @@ def _tasks(verdict: Verdict) -> str:
         "Flips",
         "McNemar p",
     )
-    parts = [f"### Accuracy\n\n{_table(header, map(_task_row, verdict.tasks))}", _safe(method_line(verdict))]
+    parts = [f"### Accuracy\n\n{table(header, map(_task_row, verdict.tasks))}", safe(method_line(verdict))]
     if beside := shown_comparisons(verdict):
-        parts.append("Shown beside, decides nothing:\n\n" + _table(_BESIDE, map(_comparison_row, beside)))
-    return "\n\n".join([*parts, *(f"**Warning** {_safe(warning)}" for warning in verdict.warnings)])
+        parts.append("Shown beside, decides nothing:\n\n" + table(_BESIDE, map(_comparison_row, beside)))
+    return "\n\n".join([*parts, *(f"**Warning** {safe(warning)}" for warning in verdict.warnings)])
 
 
 def _comparison_row(one: Comparison) -> tuple[str, ...]:
@@ -142,10 +142,10 @@ def _task_row(task: TaskVerdict) -> tuple[str, ...]:
 def _load(load: LoadReport) -> str:
     lines = ["### Load in vLLM"]
     if load.engine:
-        lines.append(f"- vLLM {_safe(engine_line(load.engine))}")
-        lines += [f"- Not shown here: {_safe(spot)}" for spot in load.engine.blind_spots]
+        lines.append(f"- vLLM {safe(engine_line(load.engine))}")
+        lines += [f"- Not shown here: {safe(spot)}" for spot in load.engine.blind_spots]
     if load.logprobs:
-        lines.append(f"- Log-probabilities: {_safe(agreement_line(load.logprobs))}")
+        lines.append(f"- Log-probabilities: {safe(agreement_line(load.logprobs))}")
     return "\n".join(lines) if len(lines) > 1 else ""
 
 
@@ -158,12 +158,12 @@ def _findings(report: Report) -> str:
 
 def _finding_table(found: Sequence[tuple[str, Finding]], everything: str) -> str:
     """The gravest findings, and where all of them are."""
-    table = _table(
+    rows = table(
         ("Severity", "Check", "Where", "Got", "Need", "Do"),
         (_finding_row(gate, finding) for gate, finding in found[:MAX_FINDINGS]),
     )
     more = len(found) - MAX_FINDINGS
-    return table + (f"\n\n{plural(more, 'more finding')} in {everything}" if more > 0 else "")
+    return rows + (f"\n\n{plural(more, 'more finding')} in {everything}" if more > 0 else "")
 
 
 def _finding_row(gate: str, finding: Finding) -> tuple[str, ...]:
@@ -177,12 +177,13 @@ def _finding_row(gate: str, finding: Finding) -> tuple[str, ...]:
     )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *([_safe(cell) for cell in row] for row in rows)]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose rows, not its header, come from outside."""
+    lines = [header, ["---"] * len(header), *([safe(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _safe(text: str) -> str:
+def safe(text: str) -> str:
     """`text` as itself in Markdown: no markup, HTML, link, mention or table cell of its own."""
     escaped = _PUNCTUATION.sub(r"\\\1", visible(clip(text, _MAX_CELL)))
     for plain, entity in _ENTITIES.items():

@@ -3,6 +3,7 @@
 import io
 import json as standard_json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 from rich import box
@@ -17,6 +18,13 @@ from vexport.reports.escaping import visible
 from vexport.types import CellStatus, DryLoadReport, LoadReport, MatrixCell, MatrixRow
 
 _WHOLE = "whole checkpoint"
+_TONE: dict[CellStatus, str] = {
+    "loads": "pass",
+    "other precision": "warning",
+    "faulty": "fail",
+    "refused": "fail",
+    "not shown": "skipped",
+}
 _SHORT: dict[CellStatus, str] = {
     "loads": "loads",
     "other precision": "loads",
@@ -24,6 +32,32 @@ _SHORT: dict[CellStatus, str] = {
     "refused": "REFUSED",
     "not shown": "not shown",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableCell:
+    """A cell in few words, and how good that is: pass, warning, fail or skipped."""
+
+    text: str
+    tone: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRow:
+    """Kinds of layers that are stored alike and do alike."""
+
+    name: str
+    stored: str
+    cells: tuple[TableCell, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixTable:
+    """The tensor parallel sizes (`1, 2, 4`) whose columns, one for each capability, say the same."""
+
+    sizes: str
+    columns: tuple[str, ...]
+    rows: tuple[TableRow, ...]
 
 
 def text(reports: Sequence[DryLoadReport]) -> str:
@@ -51,8 +85,13 @@ def _as_load(report: DryLoadReport) -> LoadReport:
     return LoadReport(checkpoint=report.checkpoint, ok=report.ok, findings=report.findings)
 
 
+def matrix_tables(report: DryLoadReport) -> tuple[MatrixTable, ...]:
+    """The matrix without repetition; the first row of each table is the whole checkpoint."""
+    return tuple(_table(report, sizes) for sizes in _alike(report))
+
+
 def _matrix(report: DryLoadReport) -> str:
-    """A table for each run of tensor parallel sizes whose columns are alike, and what it does not show."""
+    """The tables and what they do not show."""
     console = Console(
         file=io.StringIO(),
         width=text_format.WIDTH,
@@ -61,12 +100,23 @@ def _matrix(report: DryLoadReport) -> str:
         legacy_windows=False,
     )
     with console.capture() as capture:
-        for sizes in _alike(report):
-            console.print(_table(report, sizes))
+        for table in matrix_tables(report):
+            console.print(_drawn(table))
         console.print(f"vLLM {report.vllm}, model class and loaders on headers alone")
         for spot in report.blind_spots:
             console.print(f"not shown: {spot}")
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def _drawn(table: MatrixTable) -> Table:
+    drawn = Table(box=box.SIMPLE_HEAD, title=f"tp {table.sizes}", title_justify="left", pad_edge=False)
+    drawn.add_column("layers")
+    drawn.add_column("stored")
+    for column in table.columns:
+        drawn.add_column(column, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(Text(visible(row.name)), row.stored, *(cell.text for cell in row.cells))
+    return drawn
 
 
 def _alike(report: DryLoadReport) -> list[tuple[int, ...]]:
@@ -79,29 +129,31 @@ def _alike(report: DryLoadReport) -> list[tuple[int, ...]]:
     return [tuple(sizes) for sizes in found.values()]
 
 
-def _table(report: DryLoadReport, sizes: tuple[int, ...]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, title=f"tp {', '.join(map(str, sizes))}", title_justify="left", pad_edge=False
-    )
-    table.add_column("layers")
-    table.add_column("stored")
+def _table(report: DryLoadReport, sizes: tuple[int, ...]) -> MatrixTable:
     columns = [cell for cell in report.cells if cell.tp == sizes[0]]
-    for cell in columns:
-        table.add_column(f"SM {cell.sm}", overflow="fold")
-    table.add_row(_WHOLE, "", *(_say(cell) for cell in columns))
+    rows = [TableRow(name=_WHOLE, stored="", cells=_cells(columns))]
     if any(cell.status not in ("refused", "not shown") for cell in columns):
-        for (stored, *said), rows in _equal_rows(report, sizes[0]).items():
-            table.add_row(Text(visible(_names(rows))), stored, *said)
-    return table
+        rows += [
+            TableRow(name=_names(alike), stored=stored, cells=cells)
+            for (stored, cells), alike in _equal_rows(report, sizes[0]).items()
+        ]
+    return MatrixTable(
+        sizes=", ".join(map(str, sizes)),
+        columns=tuple(f"SM {cell.sm}" for cell in columns),
+        rows=tuple(rows),
+    )
 
 
-def _equal_rows(report: DryLoadReport, tp: int) -> dict[tuple[str, ...], list[MatrixRow]]:
+def _equal_rows(report: DryLoadReport, tp: int) -> dict[tuple[str, tuple[TableCell, ...]], list[MatrixRow]]:
     """The kinds of layers that are stored alike and do alike, together."""
-    found: dict[tuple[str, ...], list[MatrixRow]] = {}
+    found: dict[tuple[str, tuple[TableCell, ...]], list[MatrixRow]] = {}
     for row in report.rows:
-        said = tuple(_say(cell) for cell in row.cells if cell.tp == tp)
-        found.setdefault((row.stored, *said), []).append(row)
+        found.setdefault((row.stored, _cells([c for c in row.cells if c.tp == tp])), []).append(row)
     return found
+
+
+def _cells(cells: Sequence[MatrixCell]) -> tuple[TableCell, ...]:
+    return tuple(TableCell(text=_say(cell), tone=_TONE[cell.status]) for cell in cells)
 
 
 def _names(rows: Sequence[MatrixRow]) -> str:

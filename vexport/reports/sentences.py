@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 
 from vexport.reports.formatting import Scale, bits_per_weight, percent, ratio, size, small
-from vexport.types import Comparison, EngineInfo, LogprobAgreement, Plan, TaskVerdict, Verdict
+from vexport.types import (
+    Attribution,
+    Comparison,
+    Drift,
+    EngineInfo,
+    LogprobAgreement,
+    MixedScheme,
+    Plan,
+    TaskVerdict,
+    Verdict,
+)
 
 MAX_BESIDE = 8
 """Comparisons shown for each task besides its gate; JSON has all."""
@@ -44,6 +54,38 @@ def scale_of(task: TaskVerdict) -> Scale:
 def scale_of_comparison(one: Comparison) -> Scale:
     """As `scale_of`, for what is shown beside."""
     return Scale(max(one.baseline, one.candidate) <= 1)
+
+
+def budget_of(mixed: MixedScheme) -> str:
+    """What the mixed scheme had to stay within."""
+    limits = {
+        "bits": f"{mixed.limit:g} bits per weight",
+        "bytes": size(round(mixed.limit)),
+        "share": f"{percent(mixed.limit, 0)} of the source's bytes",
+        "loss": f"{small(mixed.limit)} nats per token",
+    }
+    return limits[mixed.budget]
+
+
+def looks_scale(verdict: Verdict, task: str) -> Scale:
+    """The scale of the task that was looked at while it was read; shares where no task has that name."""
+    return next((scale_of(one) for one in verdict.tasks if one.task == task), Scale(True))
+
+
+def drift_line(drift: Drift) -> str:
+    """How far the quantized model's log-probabilities are from the baseline's, against the limits."""
+    rise = drift.candidate_nll - drift.baseline_nll
+    return (
+        f"mean KL {small(drift.mean_kl)} nats per token (limit {small(drift.kl_limit)}), NLL {rise:+.3g} "
+        f"(limit {drift.nll_limit:+.3g}), first choice agrees {percent(drift.top1_agreement)} over "
+        f"{drift.positions} positions"
+    )
+
+
+def attribution_line(attribution: Attribution) -> str:
+    """Whose fault a loss is, and why."""
+    guilty = "no part stands out" if attribution.guilty == "none" else f"the {attribution.guilty}"
+    return f"{guilty}: {attribution.reason}"
 
 
 def shown_comparisons(verdict: Verdict) -> tuple[Comparison, ...]:

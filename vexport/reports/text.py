@@ -84,25 +84,26 @@ def verdict_summary(verdict: Verdict) -> RenderableType:
 
 def report(report: Report) -> str:
     """`summary` without colour, 100 columns wide."""
-    return _plain(summary(report))
+    return plain(summary(report))
 
 
 def checks(reports: Sequence[CheckReport]) -> str:
     """`checks_summary` without colour."""
-    return _plain(checks_summary(reports))
+    return plain(checks_summary(reports))
 
 
 def loads(reports: Sequence[LoadReport]) -> str:
     """`loads_summary` without colour."""
-    return _plain(loads_summary(reports))
+    return plain(loads_summary(reports))
 
 
 def verdict(verdict: Verdict) -> str:
     """`verdict_summary` without colour."""
-    return _plain(verdict_summary(verdict))
+    return plain(verdict_summary(verdict))
 
 
-def _plain(content: RenderableType) -> str:
+def plain(content: RenderableType) -> str:
+    """Without colour, WIDTH columns wide."""
     console = Console(
         file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False
     )
@@ -115,35 +116,39 @@ def _spaced(parts: Iterable[RenderableType]) -> RenderableType:
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
-def _text(text: str, style: str = "") -> Text:
+def harmless(text: str, style: str = "") -> Text:
     """Text from outside: no console markup, no escape sequence, a bounded length."""
     return Text(visible(clip(text, _MAX_TEXT)), style=style, overflow="fold")
 
 
 def _headline(status: Status, name: str, reason: str) -> RenderableType:
-    return Text.assemble((status, _STATUS_STYLE[status]), "  ", _text(name, "bold"), "\n", _text(reason))
+    return Text.assemble(
+        (status, _STATUS_STYLE[status]), "  ", harmless(name, "bold"), "\n", harmless(reason)
+    )
 
 
 def _gates(gates: Iterable[Gate]) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for gate in gates:
-        table.add_row(_text(gate.name), Text(gate.status, _STATUS_STYLE[gate.status]), _text(gate.summary))
+        table.add_row(
+            harmless(gate.name), Text(gate.status, _STATUS_STYLE[gate.status]), harmless(gate.summary)
+        )
     return table
 
 
 def _facts(report: Report) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row("size", _text(size_change(report.plan)))
-    table.add_row("schemes", _text(schemes_in_use(report.plan)))
+    table.add_row("size", harmless(size_change(report.plan)))
+    table.add_row("schemes", harmless(schemes_in_use(report.plan)))
     if report.mixed:
-        table.add_row("auto", _text(mixed_line(report.mixed)))
+        table.add_row("auto", harmless(mixed_line(report.mixed)))
     for attempt in report.attempts:
-        table.add_row(f"round {attempt.number}", _text(attempt_line(attempt)))
+        table.add_row(f"round {attempt.number}", harmless(attempt_line(attempt)))
     for line in coverage_lines(report.experts):
-        table.add_row("experts", _text(line))
+        table.add_row("experts", harmless(line))
     for row in _engine_rows(report.load):
         table.add_row(*row)
-    table.add_row("time", _text(duration(sum(report.seconds.values()))))
+    table.add_row("time", harmless(duration(sum(report.seconds.values()))))
     return table
 
 
@@ -157,17 +162,17 @@ def _engine(report: LoadReport) -> list[RenderableType]:
 def _engine_rows(load: LoadReport) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     if load.engine:
-        rows.append(("vLLM", _text(engine_line(load.engine))))
-        rows += [("not shown", _text(spot)) for spot in load.engine.blind_spots]
+        rows.append(("vLLM", harmless(engine_line(load.engine))))
+        rows += [("not shown", harmless(spot)) for spot in load.engine.blind_spots]
     if load.logprobs:
-        rows.append(("log-probs", _text(agreement_line(load.logprobs))))
+        rows.append(("log-probs", harmless(agreement_line(load.logprobs))))
     return rows
 
 
 def _accuracy(verdict: Verdict) -> list[RenderableType]:
     """The tasks, what is shown beside their gates, and what weakens the answer."""
     beside = shown_comparisons(verdict)
-    warnings = [_text(f"warning  {warning}", "yellow") for warning in verdict.warnings]
+    warnings = [harmless(f"warning  {warning}", "yellow") for warning in verdict.warnings]
     return [_tasks(verdict), *([_comparisons(beside)] if beside else []), *warnings]
 
 
@@ -176,7 +181,7 @@ def _comparisons(comparisons: Sequence[Comparison]) -> RenderableType:
     for one in comparisons:
         scale = scale_of_comparison(one)
         table.add_row(
-            _text(task_title(one)),
+            harmless(task_title(one)),
             f"{count(one.documents)} documents",
             f"{scale.value(one.baseline)} -> {scale.value(one.candidate)}",
             f"{scale.change(one.difference)} ({scale.changes(one.low, one.high)})",
@@ -186,7 +191,7 @@ def _comparisons(comparisons: Sequence[Comparison]) -> RenderableType:
 
 def _tasks(verdict: Verdict) -> RenderableType:
     table = Table(
-        box=box.SIMPLE_HEAD, caption=_text(method_line(verdict)), caption_justify="left", pad_edge=False
+        box=box.SIMPLE_HEAD, caption=harmless(method_line(verdict)), caption_justify="left", pad_edge=False
     )
     table.add_column("task", overflow="fold")
     for name in ("n", "baseline", "quantized", "difference", "recovery", "lost", "gained", "p"):
@@ -194,7 +199,7 @@ def _tasks(verdict: Verdict) -> RenderableType:
     for task in verdict.tasks:
         scale = scale_of(task)
         table.add_row(
-            _text(task_title(task)),
+            harmless(task_title(task)),
             count(task.documents),
             scale.value(task.baseline.value),
             scale.value(task.candidate.value),
@@ -228,11 +233,11 @@ def _finding(finding: Finding) -> RenderableType:
     head = Text.assemble(
         (finding.severity, _SEVERITY_STYLE[finding.severity]),
         "  ",
-        _text(finding.where, "bold"),
+        harmless(finding.where, "bold"),
         "  ",
-        _text(f"[{finding.check}]", "dim"),
+        harmless(f"[{finding.check}]", "dim"),
     )
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
     for label, text in (("got", finding.got), ("need", finding.expected), ("do", finding.fix)):
-        table.add_row(Text(label, "dim"), _text(text))
+        table.add_row(Text(label, "dim"), harmless(text))
     return Group(head, table)

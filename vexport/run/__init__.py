@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vexport.calibration.coverage import expert_coverage
+from vexport.checkpoint.card import inherited_card
 from vexport.engine.session import require_vllm
 from vexport.errors import InputError
 from vexport.files import from_json, write_text
@@ -22,7 +23,7 @@ from vexport.types import CheckReport, DryLoadReport, Outcome, Report, Verdict
 from vexport.version import __version__
 
 REPORT = "report.json"
-REPORT_FILES = {"report.html": "html", "report.md": "markdown", "junit.xml": "junit"}
+REPORT_FILES = {"report.html": "html", "report.md": "markdown", "junit.xml": "junit", "model-card.md": "card"}
 
 
 def run_scenario(
@@ -86,6 +87,7 @@ def _report(stages: Stages, choices: Choices) -> Report:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join(["vexport", *sys.argv[1:]]),
         source=scenario.source,
+        source_card=inherited_card(weights.planned[0].root),
         baseline=str(sessions.baseline),
         outcome=outcome,
         reason=reason,

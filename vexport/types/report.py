@@ -40,6 +40,7 @@ class Report:
     created: str
     command: str
     source: str
+    source_card: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     baseline: str
     outcome: Outcome
     reason: str

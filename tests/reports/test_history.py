@@ -1,0 +1,92 @@
+"""Several runs beside each other: order, what they share, what one lacks."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.reports import parts, sample
+from vexport.errors import InputError
+from vexport.evaluation.ladder import ladder
+from vexport.reports import render_history
+from vexport.reports.charts.plane import ladder_chart, looks_charts, tradeoff_chart
+from vexport.reports.charts.trend import trend
+from vexport.types import Report
+
+
+def runs() -> list[Report]:
+    """Three runs, the newest named first; the last one ended at the check."""
+    base = sample.full()
+    assert base.drift is not None
+    return [
+        replace(sample.unloaded(), name="third", created="2025-03-16T00:00:00Z"),
+        replace(base, name="first", created="2025-03-14T00:00:00Z"),
+        replace(
+            base,
+            name="second",
+            created="2025-03-15T00:00:00Z",
+            plan=replace(base.plan, output_bytes=2_000_000),
+            drift=replace(base.drift, mean_kl=0.001),
+        ),
+    ]
+
+
+def test_text_has_the_oldest_first_and_a_gap_where_nothing_was_measured() -> None:
+    lines = render_history(runs(), "text").splitlines()
+    names = [line.split()[0] for line in lines if line.strip().startswith(("first", "second", "third"))]
+    assert names == ["first", "second", "third"]
+    (addition,) = [line for line in lines if "addition" in line]
+    assert addition.split()[-3:] == ["98.9%", "98.9%", "n/a"]
+
+
+def test_json_has_every_report_in_order() -> None:
+    assert [one["name"] for one in json.loads(render_history(runs(), "json"))] == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("format_", ["html", "markdown"])
+def test_hostile_names_are_text(format_: str) -> None:
+    text = render_history([sample.hostile(), *runs()], format_)
+    assert "<script>alert" not in text
+
+
+def test_a_format_of_one_run_is_refused() -> None:
+    with pytest.raises(InputError, match="junit"):
+        render_history(runs(), "junit")
+
+
+def test_the_ladder_has_a_point_for_each_run_with_a_kl() -> None:
+    chart = ladder_chart(ladder(runs()))
+    assert chart is not None
+    larger, smaller = chart.points
+    assert larger.x > smaller.x
+    assert larger.y > smaller.y  # less loss stands lower, and `y` counts from the top
+    assert ladder_chart(ladder(runs()[:2])) is None
+
+
+def test_the_interval_narrows_to_the_decision() -> None:
+    judged = replace(sample.verdict("FAIL"), looks=parts.looks())
+    (chart,) = looks_charts(judged)
+    assert "FAIL after 600 of 2,000 documents" in chart.title
+    corners = [tuple(map(float, pair.split(","))) for pair in chart.area.split()]
+    heights = [low[1] - high[1] for high, low in zip(corners[:6], reversed(corners[6:]), strict=True)]
+    assert heights == sorted(heights, reverse=True)
+    assert corners[5][0] == 30
+    assert chart.zero is not None
+    assert chart.margin is not None
+    assert chart.zero < chart.margin < corners[5][1]
+
+
+def test_the_chosen_mixture_lies_on_the_axes() -> None:
+    chart = tradeoff_chart(parts.mixed())
+    assert chart is not None
+    (chosen,) = chart.points
+    assert 0 < chosen.x < 100
+    assert 0 < chosen.y < 100
+    assert tradeoff_chart(replace(parts.mixed(), frontier=())) is None
+
+
+def test_a_trend_leaves_out_what_a_run_lacks() -> None:
+    chart = trend("KL", "nats", ["a", "b", "c"], ["PASS", "FAIL", "PASS"], [0.1, None, 0.3], "{:.1f}".format)
+    assert chart is not None
+    assert [point.label for point in chart.points] == ["a: 0.1", "c: 0.3"]
+    assert trend("KL", "nats", ["a", "b"], ["PASS", "PASS"], [0.1, None], "{:.1f}".format) is None

@@ -1,0 +1,31 @@
+"""The front matter of a model card: what a quantized model inherits from its source."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+# What stays true of a quantized model (https://huggingface.co/docs/hub/model-cards).
+INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_FENCE = "---"
+
+
+def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
+    """The keys of INHERITED in the folder's README.md; none where there is no card, or no valid one."""
+    try:
+        text = (root / "README.md").read_text(encoding="utf-8")
+        first, *rest = text.split(f"\n{_FENCE}", 1)
+        content = yaml.safe_load(first.removeprefix(_FENCE)) if rest and first.startswith(_FENCE) else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    found = {key: _plain(content.get(key)) for key in INHERITED}
+    return {key: value for key, value in found.items() if value}
+
+
+def _plain(value: object) -> str | tuple[str, ...]:
+    """A word, or words; nothing where it is something else."""
+    if isinstance(value, list):
+        return tuple(value) if all(isinstance(one, str) for one in value) else ()
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,138 @@
+"""Points and lines over two axes: documents against a difference, bytes or bits against a loss."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vexport.reports.charts.axis import Axis, Tick, padded, signed
+from vexport.reports.formatting import count, size, small
+from vexport.reports.sentences import looks_scale
+from vexport.types import Look, MixedScheme, Outcome, Rung, Verdict
+
+# What a loss of zero is drawn as, below the least positive one.
+_BELOW = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A labelled place, in per cent from the left and from the top."""
+
+    x: float
+    y: float
+    label: str
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """A chart: `line` and `area` are the points of SVG shapes in a box of 100 x 100."""
+
+    title: str
+    x_unit: str
+    y_unit: str
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    points: tuple[Point, ...] = ()
+    line: str = ""
+    area: str = ""
+    zero: float | None = None
+    margin: float | None = None
+
+
+def looks_charts(verdict: Verdict) -> tuple[Plane, ...]:
+    """For each task that was read until it was decided: its interval narrowing against the accepted loss."""
+    by_task: dict[str, list[Look]] = {}
+    for look in verdict.looks:
+        by_task.setdefault(look.task, []).append(look)
+    return tuple(_looks(task, looks, verdict) for task, looks in by_task.items())
+
+
+def tradeoff_chart(mixed: MixedScheme) -> Plane | None:
+    """The least loss at every size, and the mixture that was chosen; None where there is no choice."""
+    if len(mixed.frontier) < 2:
+        return None
+    across = padded([one.output_bytes for one in mixed.frontier])
+    up = _log_axis([one.loss for one in mixed.frontier])
+    line = " ".join(
+        f"{across.at(one.output_bytes)},{_height(up, one.loss)}" for one in mixed.frontier if one.loss > 0
+    )
+    chosen = Point(
+        x=across.at(mixed.output_bytes),
+        y=_height(up, mixed.loss),
+        label=f"chosen: {size(mixed.output_bytes)}, {small(mixed.loss)} nats per token",
+    )
+    return Plane(
+        title="Least loss at every size",
+        x_unit="size of the checkpoint",
+        y_unit="nats per token",
+        x_ticks=tuple(Tick(across.at(value), size(round(value))) for value in across.values()),
+        y_ticks=_log_ticks(up),
+        points=(chosen,),
+        line=line,
+    )
+
+
+def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
+    """Bits per weight against KL, a point for each run that has both; None with fewer than two."""
+    known = [(rung, rung.mean_kl) for rung in rungs if rung.mean_kl is not None]
+    if len(known) < 2:
+        return None
+    across = padded([rung.bits_per_weight for rung, _ in known])
+    up = _log_axis([loss for _, loss in known])
+    points = tuple(
+        Point(
+            x=across.at(rung.bits_per_weight),
+            y=_height(up, loss),
+            label=f"{rung.name}: {rung.bits_per_weight:.2f} bits, KL {small(loss)}",
+            outcome=rung.outcome,
+        )
+        for rung, loss in known
+    )
+    return Plane(
+        title="KL against bits per weight",
+        x_unit="bits per quantized weight, scales included",
+        y_unit="KL, nats per token",
+        x_ticks=tuple(Tick(across.at(value), f"{value:g}") for value in across.values()),
+        y_ticks=_log_ticks(up),
+        points=points,
+    )
+
+
+def _looks(task: str, looks: Sequence[Look], verdict: Verdict) -> Plane:
+    scale = looks_scale(verdict, task)
+    factor = 100 if scale.shares else 1
+    across = Axis(0, max(look.of for look in looks))
+    # The first looks know next to nothing: the axis belongs to what decides.
+    near = [look for look in looks if look.high - look.low < 20 * verdict.margin] or looks[-1:]
+    up = padded([end for look in near for end in (look.low, look.high)] + [-verdict.margin, 0.0])
+    upper = [f"{across.at(look.read)},{100 - up.at(look.high)}" for look in looks]
+    lower = [f"{across.at(look.read)},{100 - up.at(look.low)}" for look in looks]
+    last = looks[-1]
+    return Plane(
+        title=f"{task}: {last.outcome} after {count(last.read)} of {count(last.of)} documents",
+        x_unit="documents read",
+        y_unit=f"difference, {'percentage points' if scale.shares else scale.unit}",
+        x_ticks=tuple(Tick(across.at(value), count(round(value))) for value in across.values()),
+        y_ticks=tuple(Tick(round(100 - up.at(value), 2), signed(factor * value)) for value in up.values()),
+        area=" ".join([*upper, *reversed(lower)]),
+        zero=round(100 - up.at(0.0), 2),
+        margin=round(100 - up.at(-verdict.margin), 2),
+    )
+
+
+def _log_axis(losses: Sequence[float]) -> Axis:
+    """An axis of decimal logarithms; what lost nothing stands below the least loss."""
+    positive = [loss for loss in losses if loss > 0] or [1.0]
+    room = [min(positive) / _BELOW] if len(positive) < len(losses) else []
+    return padded([math.log10(loss) for loss in [*positive, *room]])
+
+
+def _height(axis: Axis, loss: float) -> float:
+    """From the top, in per cent."""
+    return round(100 - (axis.at(math.log10(loss)) if loss > 0 else 0.0), 2)
+
+
+def _log_ticks(axis: Axis) -> tuple[Tick, ...]:
+    """Whole powers of ten, or what is round between them where there is none."""
+    whole = [value for value in axis.values() if value == round(value)]
+    return tuple(Tick(round(100 - axis.at(value), 2), f"{10**value:.1g}") for value in whole or axis.values())
