@@ -72,7 +72,7 @@ def swap(one: str, two: str) -> Change:
     return tensors(lambda values: values.update({one: values[two], two: values[one]}))
 
 
-def config(place: tuple[str, ...], **changes: object) -> Change:
+def config(place: tuple[str, ...], **changes: Json) -> Change:
     """Set keys of config.json at a place in it."""
 
     return json_config(lambda whole: node(whole, place).update(changes))

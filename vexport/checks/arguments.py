@@ -83,7 +83,7 @@ def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
-    present = {key: value for key, value in raw.items() if value is not None}
+    present: dict[str, Json] = {key: value for key, value in raw.items() if value is not None}
     for key in LOWERED:
         value = present.get(key)
         if isinstance(value, str):

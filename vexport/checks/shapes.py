@@ -160,8 +160,8 @@ def _unquantized(subject: Subject, layout: Layout) -> Iterator[Finding]:
     for module, shape in layout.tables.items():
         if module not in quantized:
             yield from _plain(subject, f"{module}.weight", Expected(dtypes=FLOATING, shape=shape), None)
-    for name, shape in layout.parameters.items():
-        yield from _plain(subject, name, Expected(dtypes=FLOATING, shape=shape), None)
+    for name, sides in layout.parameters.items():
+        yield from _plain(subject, name, Expected(dtypes=FLOATING, shape=sides), None)
 
 
 def _plain(subject: Subject, name: str, expected: Expected, cut: int | None) -> Iterator[Finding]:

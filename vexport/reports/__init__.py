@@ -65,7 +65,10 @@ def render_checks(reports: Sequence[CheckReport], format: str, families: Sequenc
 
     `families` are the names of the checks that looked, of which JUnit shows those without a finding too.
     """
-    formats = {**CHECK_FORMATS, "junit": partial(junit.checks, families=families)}
+    formats: dict[str, Callable[[Sequence[CheckReport]], str]] = {
+        **CHECK_FORMATS,
+        "junit": partial(junit.checks, families=families),
+    }
     return _renderer(formats, format)(reports)
 
 

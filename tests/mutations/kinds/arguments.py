@@ -19,7 +19,13 @@ from tests.mutations.good import Sound
 from vexport.types import Json
 
 LISTED = ("lm_head",)
-KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+KV_SCHEME: dict[str, Json] = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:

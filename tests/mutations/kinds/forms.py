@@ -79,7 +79,7 @@ def _weight(sound: Sound) -> Iterator[tuple[str, Change]]:
         yield f"{weight} as {_name(dtype)}", put(name, _as(dtype))
     yield f"{weight} as float8_e5m2", put(name, lambda value: value.float().to(torch.float8_e5m2))
     for dtype in (torch.uint8, torch.int8):
-        yield f"{weight}'s bits as {_name(dtype)}", put(name, lambda value, dtype=dtype: value.view(dtype))
+        yield f"{weight}'s bits as {_name(dtype)}", put(name, _viewed(dtype))
     yield f"{weight} transposed", put(name, lambda value: value.T)
     yield f"{weight} of q_proj transposed", put(fused, lambda value: value.T)
     yield f"{weight} flat", put(name, lambda value: value.reshape(-1))
@@ -142,6 +142,10 @@ def _halve(values: Tensors, module: str, leaves: list[str]) -> None:
 
 def _as(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda value: value.to(torch.float64).to(dtype)
+
+
+def _viewed(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda value: value.view(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
