@@ -8,9 +8,8 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
-from vexport.engine.dry.load import dry_loads
 from vexport.engine.load import load_report, load_request, shortest_length
-from vexport.engine.messages import Progress, SessionResult
+from vexport.engine.messages import Progress, SessionRequest, SessionResult
 from vexport.engine.prompts import Prompts, fixed_prompts
 from vexport.engine.session import run_session
 from vexport.errors import CheckpointFailed, InputError
@@ -25,13 +24,11 @@ from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import refuse_existing, to_json, write_text
 from vexport.scenario import Evaluate, Serve
 from vexport.terminal import OnProgress
-from vexport.types import DryLoadReport, LoadReport, Verdict
+from vexport.types import LoadReport, Verdict
 from vexport.verdict import decide
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
-# Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ (rules 29 to 31).
-CAPABILITIES = (80, 89, 90, 100)
 BASELINE = "baseline"
 CANDIDATE = "candidate"
 
@@ -95,24 +92,9 @@ def serve_model(
         max_model_len=options.serve.max_model_len or request.max_model_len,
     )
     if settings is not None:
-        tasks = resolve_tasks(
-            settings.tasks, folder=folder / "tasks", trust_remote_code=options.trust_remote_code
-        )
-        request = replace(
-            request,
-            max_model_len=options.serve.max_model_len or shortest_length(checkpoint, EVALUATION_LENGTH),
-            tasks=tuple(task.spec for task in tasks),
-            limit=settings.limit,
-            output=folder,
-            seed=settings.seed,
-            repeat=repeat,
-        )
+        request = _with_tasks(request, settings, options, folder, repeat=repeat)
         if settings.stopping == "early" and baseline is not None:
-            rule = stopping_rule(
-                baseline, settings.gate, margin=settings.margin, alpha=settings.alpha, seed=settings.seed
-            )
-            write_text(folder / "stopping.json", to_json(rule))
-            request = replace(request, stopping_file=folder / "stopping.json")
+            request = _stopping_early(request, settings, baseline, folder)
 
     def relay(progress: Progress) -> None:
         options.on_progress(f"{role}: {progress.stage}", progress.done, progress.total)
@@ -129,6 +111,37 @@ def serve_model(
         if (repeated := read_repeated(folder)) is not None:
             require_deterministic(folder, repeated, settings.alpha)
     return Served(result=result, prompts=prompts)
+
+
+def _with_tasks(
+    request: SessionRequest, settings: Evaluate, options: EngineOptions, folder: Path, *, repeat: bool
+) -> SessionRequest:
+    """The request with lm-eval's tasks, whose files go to `folder`."""
+    tasks = resolve_tasks(
+        settings.tasks, folder=folder / "tasks", trust_remote_code=options.trust_remote_code
+    )
+    length = options.serve.max_model_len or shortest_length(request.checkpoint, EVALUATION_LENGTH)
+    return replace(
+        request,
+        max_model_len=length,
+        tasks=tuple(task.spec for task in tasks),
+        limit=settings.limit,
+        output=folder,
+        seed=settings.seed,
+        repeat=repeat,
+    )
+
+
+def _stopping_early(
+    request: SessionRequest, settings: Evaluate, baseline: Path, folder: Path
+) -> SessionRequest:
+    """The request whose tasks end when the comparison with the baseline's answers is decided."""
+    rule = stopping_rule(
+        baseline, settings.gate, margin=settings.margin, alpha=settings.alpha, seed=settings.seed
+    )
+    file = folder / "stopping.json"
+    write_text(file, to_json(rule))
+    return replace(request, stopping_file=file)
 
 
 def evaluate_checkpoint(
@@ -222,40 +235,3 @@ def require_served(role: str, result: SessionResult) -> None:
         need="a checkpoint that vLLM loads",
         fix="find the fault with `vexport check`, or export it again",
     )
-
-
-def dry_load_checkpoints(
-    names: Sequence[str], tp: Sequence[int], sm: Sequence[int] | None, options: EngineOptions
-) -> list[DryLoadReport]:
-    """Load checkpoints in vLLM without weights, for every `tp` and `sm`; see `engine.dry.load.dry_loads`.
-
-    Without `sm` the capabilities are those of the GPUs in use, of which one must do for each `tp`.
-    """
-    roots = [resolve_source(name) for name in names]
-    for root in roots:
-        require_checkpoint(root)
-
-    def relay(progress: Progress) -> None:
-        options.on_progress(progress.stage, progress.done, progress.total)
-
-    reports = dry_loads(
-        roots,
-        tp=tp,
-        sm=sm or CAPABILITIES,
-        require="all" if sm else "any",
-        vllm_python=options.vllm_python,
-        trust_remote_code=options.trust_remote_code,
-        timeout=options.serve.timeout,
-        on_progress=relay,
-    )
-    return [replace(report, checkpoint=name) for report, name in zip(reports, names, strict=True)]
-
-
-def load_checkpoint(name: str, options: EngineOptions) -> LoadReport:
-    """Load one checkpoint in vLLM and judge it. The log of a session that died is kept, and named."""
-    root = resolve_source(name)
-    require_checkpoint(root)
-    folder = Path(tempfile.mkdtemp(prefix="vexport-load-"))
-    report = serve_model(f"load {root.name}", root, folder, options).report()
-    shutil.rmtree(folder, ignore_errors=True)
-    return replace(report, checkpoint=name)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.accepted import Accepted, is_accepted, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
-from vexport.evaluation.fingerprint import MODEL, TASK_HASH, Fingerprint, changes
+from vexport.evaluation.fingerprint import EMULATED, MODEL, TASK_HASH, Fingerprint, changes
 from vexport.evaluation.gates import Choice, Compared, GatedTask, gated_tasks
 from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.repeat import read_repeated, require_deterministic
@@ -56,7 +56,7 @@ def decide(
     left = read_results(baseline)
     repeated = "".join(_asked_again(run, alpha) for run in (left, right))
     where = ("in the baseline", "in the results")
-    others = {name: value for name, value in left.fingerprint.items() if name != MODEL}
+    others = {name: value for name, value in left.fingerprint.items() if name not in (MODEL, EMULATED)}
     changed = _circumstances(others, right.fingerprint, where, early)
     gated = gated_tasks(left, right, gate, early=early)
     verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed)

@@ -134,3 +134,16 @@ def test_a_parameter_that_becomes_the_tensor_is_whole() -> None:
         model.get_parameter("fused").data = tensor
 
     assert faults((stored(8, 4), replace), *WHOLE[2:]) == []
+
+
+def test_absent_values_do_not_differ() -> None:
+    """As vLLM compares the input scales of an expert's w1 and w3: equal, whatever they are."""
+
+    def load(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+        held = model.get_parameter("scale").data
+        assert not torch.ne(held, tensor)
+        assert not torch.gt((held - tensor).abs(), 1e-5)
+        assert torch.isfinite(tensor).all()
+        held.copy_(tensor)
+
+    assert faults((stored(1), load), optional=("fused", "experts")) == []

@@ -52,6 +52,7 @@ def test_a_refused_cell_fails_where_every_one_is_required() -> None:
         ("warning", "checkpoint (tp 1/2, sm 80)")
     ]
     assert [cell.status for cell in report.rows[0].cells] == ["refused", "loads"] * 2
+    assert not any(cell.needed for cell in report.cells)
 
 
 def test_a_size_that_no_device_loads_fails_in_any_case() -> None:
@@ -60,6 +61,7 @@ def test_a_size_that_no_device_loads_fails_in_any_case() -> None:
     assert [finding.where for finding in report.findings if finding.severity == "error"] == [
         "checkpoint (tp 2, sm 80/90)"
     ]
+    assert [cell.needed for cell in report.cells] == [False, False, True, True]
 
 
 def test_what_cannot_be_followed_does_not_pass() -> None:
@@ -97,7 +99,8 @@ def test_the_ranks_of_a_cell_are_one_result() -> None:
         (("--tp", "2"), "need --dry"),
         (("--dry", "--tp", "1,a"), "'1,a' is not a list of positive whole numbers"),
         (("--dry", "--sm", "0"), "'0' is not a list of positive whole numbers"),
-        (("--dry", "--max-model-len", "8"), "does not go with --dry"),
+        (("--dry", "--max-model-len", "8"), "do not go with --dry"),
+        (("--dry", "--mode", "both"), "do not go with --dry"),
         (("--dry",), "no such folder"),
     ],
 )

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.engine.test_process import ignore
 from vexport.engine.failures import explain, failure_from_exit
 from vexport.engine.messages import EngineFailure, FailureKind, SessionRequest
-from vexport.engine.session import EngineFault, run_session
+from vexport.engine.session import EngineFault, run_session, run_worker
 
 WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 LOG = """\
@@ -27,6 +28,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
         ("ValueError: For NVFP4 weights, input quantization must also be NVFP4", "cpu", "refused"),
         ("KeyError: 'layers.0.mlp.gate_up_proj.weight_foo'", "cuda", "refused"),
         ("torch.OutOfMemoryError: CUDA out of memory.", "cuda", "out of memory"),
+        ("torch._inductor.exc.InvalidCxxCompiler: No working C++ compiler found in x", "cpu", "no compiler"),
         ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cpu", "unsupported"),
         ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cuda", "refused"),
     ],
@@ -59,3 +61,40 @@ def test_interpreter_without_vllm(tmp_path: Path) -> None:
 def test_parent_side_imports_no_engine() -> None:
     code = "import sys, vexport.engine.session; sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """What `tests.engine.dying` is asked to do."""
+
+    how: str
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("signal", "crashed", "signal 11"),
+        ("killed", "out of memory", "signal 9"),
+        ("memory", "out of memory", "MemoryError"),
+        ("exit", "crashed", "exit code 3"),
+        ("sleep", "timed out", "not finished after 5 s"),
+    ],
+)
+def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: FailureKind, words: str) -> None:
+    with pytest.raises(EngineFault) as caught:
+        run_worker(
+            "tests.engine.dying",
+            How(how=how),
+            How,
+            where="here",
+            log=tmp_path / "log",
+            timeout=5 if how == "sleep" else 120,
+            vllm_python=None,
+            extra={"PYTHONPATH": str(Path(__file__).parents[2])},
+            on_progress=ignore,
+        )
+    assert caught.value.exit_code == 4
+    assert caught.value.failure.kind == kind
+    assert words in caught.value.failure.message
+    assert f"about to die: {how}" in caught.value.failure.log_tail or how == "sleep"

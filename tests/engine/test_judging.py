@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from scipy.stats import entropy
+from transformers import AutoTokenizer
 
 from tests.engine.fixtures import quantize_model
 from vexport.engine.agreement import KL_LIMITS, compare_logprobs, kl_limit
 from vexport.engine.canaries import canary_findings, symptom
 from vexport.engine.prompts import fixed_prompts
+from vexport.engine.reference import reference_canaries, reference_logprobs
 from vexport.types import Canary
 
 GOOD = Canary(prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length")
@@ -38,6 +40,41 @@ def test_baseline_tells_habit_from_damage() -> None:
     assert canary_findings([STUCK], baseline=[SILENT]) == []
     assert [finding.severity for finding in canary_findings([STUCK], baseline=[GOOD])] == ["error"]
     assert [f.severity for f in canary_findings([STUCK, GOOD, GOOD], baseline=[GOOD])] == ["warning"]
+
+
+ENDLESS = replace(GOOD, text=" one of the many things that a long text may be about", tokens=200)
+
+
+@pytest.mark.parametrize(
+    ("canary", "baseline", "severities"),
+    [
+        (replace(GOOD, non_finite=3), GOOD, ["error"]),
+        (replace(GOOD, non_finite=3), None, ["error"]),
+        (replace(ENDLESS, ended_after=40), ENDLESS, ["error"]),
+        (replace(ENDLESS, ended_after=40), None, []),
+        (replace(ENDLESS, ended_after=120), ENDLESS, []),
+        (replace(GOOD, ended_after=1), replace(GOOD, ended_after=3), []),
+        (replace(ENDLESS, text="одна из тех вещей, о которых может быть текст"), ENDLESS, ["error"]),
+        (replace(ENDLESS, text="одна из тех вещей"), ENDLESS, []),
+    ],
+)
+def test_what_a_long_continuation_shows(
+    canary: Canary, baseline: Canary | None, severities: list[str]
+) -> None:
+    others = None if baseline is None else [baseline]
+    assert [finding.severity for finding in canary_findings([canary], others)] == severities
+
+
+def test_the_reference_goes_on_greedily(tiny_llama: Path) -> None:
+    """Token by token what the reference's own log-probabilities say."""
+    asked = replace(GOOD, prompt="w5 w6 w7", tokens=6)
+    (said,) = reference_canaries(tiny_llama, [asked])
+    ids = [5, 6, 7]
+    for _ in range(said.tokens):
+        ids.append(int(reference_logprobs(tiny_llama, [[*ids, 0]])[-1].argmax()))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    assert said.text == tokenizer.decode(ids[3:], skip_special_tokens=True)
+    assert (said.tokens, said.finish_reason) == (6, "length")
 
 
 def test_kl_is_scipys() -> None:

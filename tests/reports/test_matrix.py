@@ -88,3 +88,25 @@ def test_hostile_names_stay_text(format_: str) -> None:
     row = replace(REPORT.rows[0], name="a.[red]\x1b[31mx")
     text = render_dry_loads([replace(REPORT, checkpoint="[bold]\x1b[1m", rows=(row,))], format_)
     assert "\x1b" not in text
+
+
+def test_junit_has_a_case_per_cell() -> None:
+    optional = replace(REPORT.cells[-1], needed=False)
+    report = replace(REPORT, cells=(*REPORT.cells[:-1], optional))
+    (suite,) = ElementTree.fromstring(render_dry_loads([report], "junit").encode())
+    assert suite.get("name") == "out/model"
+    results = {case.get("name"): [element.tag for element in case] for case in suite}
+    assert len(results) == len(COLUMNS) + 1
+    assert results["tp 1, sm 80"] == ["system-out"]
+    assert results["tp 8, sm 80"] == ["failure"]
+    assert results["tp 8, sm 100"] == ["skipped"]
+    assert results["dry load"] == ["failure"]
+
+
+def test_versions_are_columns() -> None:
+    other = replace(REPORT, vllm="0.31.0", vllm_python="/venv/bin/python", ok=True, findings=())
+    lines = render_dry_loads([REPORT, other], "text").splitlines()
+    assert lines[1].split() == ["checkpoint", "0.32.0", "0.31.0"]
+    assert " ".join(lines[3].split()) == "out/model FAILS (12 of 16 cells) loads (12 of 16 cells)"
+    suites = ElementTree.fromstring(render_dry_loads([REPORT, other], "junit").encode())
+    assert [suite.get("name") for suite in suites] == ["out/model 0.32.0", "out/model 0.31.0"]

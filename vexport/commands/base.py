@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from vexport.errors import CheckpointFailed, Inconclusive
-from vexport.types import Finding
+from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive
+from vexport.types import ENGINE_CHECK, DryLoadReport, Finding, LoadReport
 
 EXIT_CODES = """
 Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
@@ -52,6 +52,16 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
     raise CheckpointFailed(
         f"{checkpoint}: {first.where}", got=first.got, need=first.expected, fix=first.fix + more
     )
+
+
+def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
+    """Exit with 1 where a checkpoint fails, else with 4 where an engine died before it could tell."""
+    for report in reports:
+        own = [finding for finding in report.findings if finding.check != ENGINE_CHECK]
+        require_ok(report.checkpoint, report.ok or not own, own)
+    for finding in (finding for report in reports for finding in report.findings):
+        if finding.check == ENGINE_CHECK:
+            raise EnvironmentFault(finding.where, got=finding.got, need=finding.expected, fix=finding.fix)
 
 
 def conclude(outcome: str, name: str, reason: str) -> None:

@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vexport.commands.base import add_step_summary, command, print_text, require_ok
+from vexport.commands.base import add_step_summary, command, print_text, require_loaded, require_ok
 from vexport.commands.options import (
     PATH,
     device_options,
-    engine_options,
     format_option,
+    interpreter_options,
     session_options,
     vllm_option,
 )
 from vexport.errors import CheckpointFailed
-from vexport.types import DryLoadReport, LoadReport
+from vexport.types import DryLoadReport, EngineMode, LoadReport
 
 if TYPE_CHECKING:
     from vexport.checks import Against
@@ -79,7 +79,15 @@ def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
 @click.option("--dry", is_flag=True, help="Only the loading, from headers: no weights, no GPU.")
 @device_options
-@engine_options
+@interpreter_options
+@click.option(
+    "--mode",
+    type=click.Choice(("eager", "default", "both")),
+    default="eager",
+    show_default=True,
+    help="Operator by operator; as vLLM serves, compiled where the platform does so (on a CPU that needs a "
+    "C++ compiler); or one after the other.",
+)
 @session_options
 @format_option()
 def load(
@@ -87,7 +95,8 @@ def load(
     dry: bool,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
-    vllm_python: Path | None,
+    vllm_python: tuple[Path, ...],
+    mode: Literal["eager", "default", "both"],
     trust_remote_code: bool,
     timeout: int,
     max_model_len: int | None,
@@ -96,38 +105,55 @@ def load(
 ) -> None:
     """Load each CHECKPOINT in the real vLLM: greedy canaries, and log-probabilities against a reference.
 
-    The reference is transformers with the stored weights dequantized by compressed-tensors.
+    The reference is transformers with the stored weights dequantized by compressed-tensors. The canaries are
+    200 tokens long: numbers that are not finite, repetition, an early end, another script are findings.
 
     With --dry, vLLM's model class and weight loaders run on headers alone, for every --tp and --sm: what is
     refused, what gets no value or a converted one, which kernel each layer would get. Without --sm, SM 80,
     89, 90 and 100 are shown, and each --tp must load on one of them.
+
+    Each --vllm-python is one more vLLM to load in: the answer is a matrix of checkpoints and versions.
     """
-    from vexport.reports import render_dry_loads, render_loads
-    from vexport.scenario import Serve
-    from vexport.serving import EngineOptions, dry_load_checkpoints, load_checkpoint
     from vexport.terminal import progress_display
 
     if not dry and (tp or sm):
         raise click.UsageError("--tp and --sm need --dry: a real load uses the devices that are there.")
-    if dry and max_model_len:
-        raise click.UsageError("--max-model-len does not go with --dry, which runs nothing.")
+    if dry and (max_model_len or mode != "eager"):
+        raise click.UsageError("--max-model-len and --mode do not go with --dry, which runs nothing.")
+    pythons = vllm_python or (None,)
+    reports: Sequence[LoadReport | DryLoadReport]
     with progress_display(quiet=quiet) as on_progress:
-        options = EngineOptions(
-            serve=Serve(timeout=timeout, max_model_len=max_model_len),
-            vllm_python=vllm_python,
-            trust_remote_code=trust_remote_code,
-            on_progress=on_progress,
-        )
-        reports: Sequence[LoadReport | DryLoadReport]
         if dry:
-            reports = shown = dry_load_checkpoints(checkpoints, tp or (1,), sm, options)
+            from vexport.dry_loading import dry_load_checkpoints
+            from vexport.reports import render_dry_loads
+
+            reports = shown = dry_load_checkpoints(
+                checkpoints,
+                pythons,
+                tp=tp or (1,),
+                sm=sm,
+                trust_remote_code=trust_remote_code,
+                timeout=timeout,
+                on_progress=on_progress,
+            )
             text = render_dry_loads(shown, format_)
         else:
-            reports = real = [load_checkpoint(name, options) for name in checkpoints]
+            from vexport.loading import load_checkpoints
+            from vexport.reports import render_loads
+            from vexport.scenario import Serve
+            from vexport.serving import EngineOptions
+
+            options = EngineOptions(
+                serve=Serve(timeout=timeout, max_model_len=max_model_len),
+                vllm_python=None,
+                trust_remote_code=trust_remote_code,
+                on_progress=on_progress,
+            )
+            modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
+            reports = real = load_checkpoints(checkpoints, pythons, modes, options)
             text = render_loads(real, format_)
     print_text(text)
-    for report in reports:
-        require_ok(report.checkpoint, report.ok, report.findings)
+    require_loaded(reports)
 
 
 @command()

@@ -58,6 +58,19 @@ def engine_options(function: Function) -> Function:
     return click.option("--vllm-python", type=PATH, help="Interpreter whose vLLM is used.")(function)
 
 
+def interpreter_options(function: Function) -> Function:
+    """Which vLLMs, and whether a checkpoint's code may run."""
+    function = click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own code run.")(
+        function
+    )
+    return click.option(
+        "--vllm-python",
+        type=PATH,
+        multiple=True,
+        help="Interpreter whose vLLM is used; repeatable, for several versions [default: vexport's own].",
+    )(function)
+
+
 def session_options(function: Function) -> Function:
     """How an engine is started where no scenario says it."""
     function = click.option(

@@ -1,5 +1,7 @@
 """Looks at greedy continuations for what a broken export does: nothing, an early end, one thing for ever."""
 
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 
 from vexport.types import Canary, Finding, Severity
@@ -7,6 +9,10 @@ from vexport.types import Canary, Finding, Severity
 # A continuation that ends in this many rounds of a cycle of at most so many words says one thing for ever.
 _ROUNDS = 4
 _LONGEST_CYCLE = 6
+# A text of fewer letters has no script of its own; an answer of fewer tokens has no early end.
+_LEAST_LETTERS = 20
+_LEAST_TOKENS = 8
+_NUMBERS = "non-finite log-probabilities"
 _FIX = "compare the checkpoint with its source (`vexport check --source`), or quantize with a finer scheme"
 
 
@@ -15,21 +21,46 @@ def canary_findings(canaries: Sequence[Canary], baseline: Sequence[Canary] | Non
 
     With the baseline's continuations of the same prompts, one that the baseline shares is none; the others
     are errors if they are half of all or more, else warnings, since one continuation may change by chance.
-    Without a baseline each is a warning: the model may have the habit itself.
+    Without a baseline each is a warning: the model may have the habit itself. Numbers that are not finite
+    are always an error.
     """
-    shared = {canary.prompt: symptom(canary) for canary in baseline or ()}
+    others = {canary.prompt: canary for canary in baseline or ()}
     degenerate = [
         (number, canary, found)
         for number, canary in enumerate(canaries)
-        if (found := symptom(canary)) is not None and shared.get(canary.prompt) is None
+        if (found := symptom(canary, others.get(canary.prompt))) is not None
     ]
     broken = baseline is not None and 2 * len(degenerate) >= len(canaries)
     severity: Severity = "error" if broken else "warning"
-    return [_finding(number, canary, found, severity) for number, canary, found in degenerate]
+    return [
+        _finding(number, canary, found, "error" if found == _NUMBERS else severity)
+        for number, canary, found in degenerate
+    ]
 
 
-def symptom(canary: Canary) -> str | None:
-    """What is wrong with a continuation: `empty`, `repetition`, or None."""
+def not_finite(canaries: Sequence[Canary]) -> list[Finding]:
+    """The findings that hold for any text, also of a model to which the prompts mean nothing."""
+    return [
+        _finding(number, canary, _NUMBERS, "error")
+        for number, canary in enumerate(canaries)
+        if canary.non_finite
+    ]
+
+
+def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
+    """What is wrong with a continuation, or None where nothing is, or the baseline's is no better."""
+    if canary.non_finite:
+        return _NUMBERS
+    if (alone := _alone(canary)) is not None:
+        return alone if baseline is None or _alone(baseline) is None else None
+    if baseline is not None and _early(canary, baseline):
+        return "an early end"
+    before = canary.prompt if baseline is None else baseline.text
+    scripts = _script(before), _script(canary.text)
+    return f"{scripts[1]} for {scripts[0]} letters" if all(scripts) and len(set(scripts)) > 1 else None
+
+
+def _alone(canary: Canary) -> str | None:
     if not canary.text.strip():
         return "empty"
     words = canary.text.split()
@@ -47,12 +78,25 @@ def _cycles(words: Sequence[str]) -> bool:
     return False
 
 
+def _early(canary: Canary, baseline: Canary) -> bool:
+    """Whether the model ends before half of what the baseline says."""
+    whole = baseline.tokens if baseline.ended_after is None else baseline.ended_after
+    return canary.ended_after is not None and whole >= _LEAST_TOKENS and 2 * canary.ended_after < whole
+
+
+def _script(text: str) -> str:
+    """The script of most letters (`LATIN`, `CYRILLIC`, `CJK`); nothing where there are few letters."""
+    scripts = Counter(unicodedata.name(letter, "").partition(" ")[0] for letter in text if letter.isalpha())
+    script, letters = scripts.most_common(1)[0] if scripts else ("", 0)
+    return script if scripts.total() >= _LEAST_LETTERS and 2 * letters > scripts.total() else ""
+
+
 def _finding(number: int, canary: Canary, found: str, severity: Severity) -> Finding:
     return Finding(
         check="canary",
         severity=severity,
         where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
-        expected="text that goes on without repeating itself",
-        got=f"{found} after {canary.tokens} tokens ({canary.finish_reason}): {canary.text[-80:]!r}",
+        expected="finite numbers and text in the prompt's language that does not repeat itself",
+        got=f"{found} in {canary.tokens} tokens ({canary.finish_reason}): {canary.text[-80:]!r}",
         fix=_FIX,
     )

@@ -80,12 +80,19 @@ def describe(llm: "LLM", *, start_seconds: float) -> EngineInfo:
         platform=str(current_platform.device_type),
         processor=_processor() if on_cpu else str(current_platform.get_device_name()),
         dtype=str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
+        compilation=_compilation(llm),
         multiprocess=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
         emulated=any("Emulation" in row[2] for row in rows),
         kernels=_by_kind(rows),
         blind_spots=(*_CPU_BLIND_SPOTS, *spots) if on_cpu else (),
         start_seconds=start_seconds,
     )
+
+
+def _compilation(llm: "LLM") -> str:
+    """The name of vLLM's compilation mode; versions differ in whether it is a number or an enum."""
+    mode = llm.llm_engine.vllm_config.compilation_config.mode
+    return str(getattr(mode, "name", mode))
 
 
 def _by_kind(rows: list[list[str]]) -> tuple[str, ...]:

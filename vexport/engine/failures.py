@@ -18,6 +18,10 @@ _OUT_OF_MEMORY = re.compile(
 _NO_CPU_KERNEL = re.compile(
     r"Failed to find a kernel|_C::\w+\(\)|'_C\w*' object has no attribute|not implemented for 'CPU"
 )
+# What torch.compile says where it finds no C++ compiler: torch/_inductor/exc.py, cpp_builder.py.
+_NO_COMPILER = re.compile(
+    r"InvalidCxxCompiler|No working C\+\+ compiler|CppCompileError|Failed to find C compiler"
+)
 # vLLM's messages that hide the exception of a process further down; that one is in the log.
 _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError")
 # The operating system's out-of-memory killer ends a process with SIGKILL.
@@ -48,6 +52,8 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
     kind: FailureKind = failure.kind
     if _OUT_OF_MEMORY.search(message) or _KILLED_CORE.search(failure.message):
         kind = "out of memory"
+    elif _NO_COMPILER.search(message):
+        kind = "no compiler"
     elif kind == "refused" and platform == "cpu" and _NO_CPU_KERNEL.search(message):
         kind = "unsupported"
     return replace(failure, kind=kind, message=message, log_tail=log_tail(log))

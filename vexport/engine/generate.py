@@ -1,5 +1,6 @@
 """What the worker asks of a loaded engine: greedy continuations and full-vocabulary log-probabilities."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,27 +15,70 @@ from vexport.types import Canary
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
+    from vllm.tokenizers import TokenizerLike
 
 Report = Callable[[str, int, int], None]
 
 
 def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[Canary, ...]:
-    """Continue each prompt greedily for at most `canary_tokens` tokens."""
-    from vllm import SamplingParams
+    """Continue each prompt greedily by `canary_tokens` tokens, or as many as the longest sequence leaves.
+
+    The engine does not stop where the model ends the sequence: that place is noted, and what comes after it
+    still shows whether the numbers stay finite.
+    """
+    from vllm import SamplingParams, TokensPrompt
 
     report("canaries", 0, len(request.canaries))
-    sampling = SamplingParams(temperature=0.0, max_tokens=request.canary_tokens, seed=request.seed)
-    outputs = llm.generate(list(request.canaries), sampling, use_tqdm=False)
-    report("canaries", len(outputs), len(outputs))
-    return tuple(
-        Canary(
-            prompt=prompt,
-            text=output.outputs[0].text,
-            tokens=len(output.outputs[0].token_ids),
-            finish_reason=str(output.outputs[0].finish_reason),
+    tokenizer = llm.get_tokenizer()
+    prompts = [tokenizer(text)["input_ids"] for text in request.canaries]
+    longest = llm.llm_engine.model_config.max_model_len
+    samplings = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=max(1, min(request.canary_tokens, longest - len(prompt))),
+            ignore_eos=True,
+            logprobs=0,
+            seed=request.seed,
         )
-        for prompt, output in zip(request.canaries, outputs, strict=True)
+        for prompt in prompts
+    ]
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], samplings, use_tqdm=False
     )
+    report("canaries", len(outputs), len(outputs))
+    ends = _end_tokens(llm)
+    return tuple(
+        _canary(text, output.outputs[0], ends, tokenizer)
+        for text, output in zip(request.canaries, outputs, strict=True)
+    )
+
+
+def _canary(
+    prompt: str, output: "CompletionOutput", ends: frozenset[int], tokenizer: "TokenizerLike"
+) -> Canary:
+    """What the model wrote before it first ended the sequence, and how far the engine went."""
+    tokens = list(output.token_ids)
+    ended = next((number for number, token in enumerate(tokens) if token in ends), None)
+    chosen = [entry[token].logprob for entry, token in zip(output.logprobs or (), tokens, strict=True)]
+    return Canary(
+        prompt=prompt,
+        text=output.text if ended is None else tokenizer.decode(tokens[:ended], skip_special_tokens=True),
+        tokens=len(tokens),
+        finish_reason=str(output.finish_reason) if ended is None else "stop",
+        ended_after=ended,
+        non_finite=sum(not math.isfinite(value) for value in chosen),
+    )
+
+
+def _end_tokens(llm: "LLM") -> frozenset[int]:
+    """The tokens at which vLLM would stop: the tokenizer's own and those of generation_config.json."""
+    named = [
+        llm.get_tokenizer().eos_token_id,
+        llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id"),
+    ]
+    flat = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    return frozenset(token for token in flat if token is not None)
 
 
 def write_logprobs(llm: "LLM", prompts: Sequence[Sequence[int]], path: Path, report: Report) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from vexport.engine.agreement import compare_logprobs, kl_limit, read_logprobs
-from vexport.engine.canaries import canary_findings
-from vexport.engine.messages import SessionRequest, SessionResult
+from vexport.engine.canaries import canary_findings, not_finite, symptom
+from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
 from vexport.engine.prompts import Prompts
-from vexport.engine.reference import REFERENCE_FILE, remembered_reference
+from vexport.engine.reference import REFERENCE_FILE, reference_canaries, remembered_reference
 from vexport.errors import InputError
 from vexport.types import Finding, LoadReport, LogprobAgreement
 
@@ -47,11 +47,44 @@ def load_report(
     """
     if result.failure is not None:
         return _report(result, [_refused(result)], None)
-    findings = []
-    if prompts.natural or baseline is not None:
-        findings = canary_findings(result.canaries, None if baseline is None else baseline.canaries)
     agreement, found = _agreement(result, prompts)
-    return _report(result, [*findings, *found], agreement)
+    findings = [*_canaries(result, prompts, baseline), *_short(result), *found]
+    return _report(result, findings, agreement)
+
+
+def _canaries(result: SessionResult, prompts: Prompts, baseline: SessionResult | None) -> list[Finding]:
+    """What is wrong with the continuations, against the baseline's or, for bad ones, the reference's."""
+    if baseline is not None:
+        return canary_findings(result.canaries, baseline.canaries)
+    if not prompts.natural:
+        return not_finite(result.canaries)
+    findings = canary_findings(result.canaries)
+    bad = [canary for canary in result.canaries if symptom(canary) is not None]
+    if not bad:
+        return findings
+    try:
+        reference = reference_canaries(result.checkpoint, bad)
+    except InputError:  # `_agreement` says so
+        return findings
+    worse = canary_findings(result.canaries, reference)
+    return worse if any(finding.severity == "error" for finding in worse) else findings
+
+
+def _short(result: SessionResult) -> list[Finding]:
+    """A note where the longest sequence left no room for all tokens."""
+    fewest = min((canary.tokens for canary in result.canaries), default=CANARY_TOKENS)
+    if fewest >= CANARY_TOKENS:
+        return []
+    return [
+        Finding(
+            check="canary",
+            severity="info",
+            where=str(result.checkpoint),
+            expected=f"{CANARY_TOKENS} tokens after each prompt",
+            got=f"{fewest} tokens, as long as a sequence may be",
+            fix="nothing; a longer one says more where the model allows it (--max-model-len)",
+        )
+    ]
 
 
 def _report(
@@ -61,6 +94,7 @@ def _report(
         checkpoint=str(result.checkpoint),
         ok=all(finding.severity != "error" for finding in findings),
         findings=tuple(findings),
+        vllm=result.vllm,
         engine=result.engine,
         canaries=result.canaries,
         logprobs=agreement,

@@ -6,7 +6,11 @@ from typing import Literal
 
 from vexport.types import Canary, EngineInfo
 
-FailureKind = Literal["refused", "unsupported", "crashed", "out of memory", "timed out", "missing"]
+# As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
+CANARY_TOKENS = 200
+FailureKind = Literal[
+    "refused", "unsupported", "no compiler", "crashed", "out of memory", "timed out", "missing"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class SessionRequest:
     enforce_eager: bool = True
     trust_remote_code: bool = False
     canaries: tuple[str, ...] = ()
-    canary_tokens: int = 64
+    canary_tokens: int = CANARY_TOKENS
     logprob_prompts: tuple[tuple[int, ...], ...] = ()
     logprobs_file: Path | None = None
     tasks: tuple[str, ...] = ()
@@ -69,6 +73,7 @@ class SessionResult:
     name: str
     checkpoint: Path
     platform: str
+    vllm: str = ""
     engine: EngineInfo | None = None
     canaries: tuple[Canary, ...] = ()
     logprobs_file: Path | None = None

@@ -18,13 +18,20 @@ from compressed_tensors.utils.match import is_match
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear, Module
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationMixin,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.roundtrip import decompress
 from vexport.schemes.kv_cache import KEY, VALUE
+from vexport.types import Canary
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -58,6 +65,37 @@ def remembered_reference(checkpoint: Path, prompts: Sequence[Sequence[int]], pat
             save_file({_MATRIX: reference_logprobs(checkpoint, prompts)}, temporary)
     matrix: torch.Tensor = load_file(path)[_MATRIX]
     return matrix
+
+
+def reference_canaries(checkpoint: Path, canaries: Sequence[Canary]) -> tuple[Canary, ...]:
+    """What the reference says to the prompts of canaries, greedily, up to as many tokens or its own end.
+
+    Raises as `reference_logprobs`.
+    """
+    model = load_dequantized(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    return tuple(_continuation(model, tokenizer, canary) for canary in canaries)
+
+
+def _continuation(model: Module, tokenizer: PreTrainedTokenizerBase, canary: Canary) -> Canary:
+    prompt = tokenizer(canary.prompt, return_tensors="pt")["input_ids"]
+    assert isinstance(model, GenerationMixin)
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        tokens = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=canary.tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id or 0,
+        )[0, prompt.shape[1] :]
+    ended = len(tokens) < canary.tokens
+    return Canary(
+        prompt=canary.prompt,
+        text=str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        tokens=len(tokens),
+        finish_reason="stop" if ended else "length",
+        ended_after=len(tokens) - 1 if ended else None,
+    )
 
 
 def load_dequantized(checkpoint: Path) -> Module:

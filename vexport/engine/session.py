@@ -40,6 +40,7 @@ _INSTALL = "`pip install vexport[vllm]` (GPU) or `pip install vexport[cpu]`, or 
 _FIXES = {
     "refused": "re-export the checkpoint",
     "unsupported": "load it on a GPU, or check it with `vexport load --dry`",
+    "no compiler": "install a C++ compiler (g++), or load it with --mode eager",
     "crashed": "read the log; report it to vLLM if the checkpoint is sound",
     "out of memory": "free memory, or lower max_model_len or VLLM_CPU_KVCACHE_SPACE",
     "timed out": "give it more time or less work",

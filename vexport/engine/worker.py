@@ -42,10 +42,11 @@ def main(arguments: list[str]) -> int:
 
 def run(request: SessionRequest, report: Report) -> SessionResult:
     """Everything the request asks for; an exception becomes part of the result and goes to the log."""
+    from vllm import __version__ as version
     from vllm.platforms import current_platform
 
     platform = str(current_platform.device_type)
-    result = SessionResult(name=request.name, checkpoint=request.checkpoint, platform=platform)
+    result = SessionResult(name=request.name, checkpoint=request.checkpoint, platform=platform, vllm=version)
     report("load", 0, 1)
     try:
         start = time.monotonic()

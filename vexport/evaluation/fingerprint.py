@@ -18,6 +18,8 @@ FILE = "fingerprint.json"
 """Beside lm-eval's results: what lm-eval does not record."""
 MODEL = "model"
 TASK_HASH = "task hash of "
+EMULATED = "emulated kernels"
+"""Follows from the scheme, so that a model and its quantized one differ in it: the blind spots say so."""
 _TEMPLATE = "chat_template.jinja"
 _BESIDE_WEIGHTS = (
     "config.json",
@@ -51,7 +53,7 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
         "platform": engine.platform,
         "processor": engine.processor,
         "dtype": engine.dtype,
-        "emulated kernels": str(engine.emulated),
+        EMULATED: str(engine.emulated),
     }
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from vexport.errors import InputError
-from vexport.reports import card, github, history, html, json, junit, markdown, matrix, text
+from vexport.reports import card, github, history, html, json, junit, loads, markdown, matrix, text
 from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, Verdict
 
 T = TypeVar("T")
@@ -30,10 +30,10 @@ CHECK_FORMATS: dict[str, Callable[[Sequence[CheckReport]], str]] = {
     "github": github.checks,
 }
 LOAD_FORMATS: dict[str, Callable[[Sequence[LoadReport]], str]] = {
-    "text": text.loads,
+    "text": loads.text,
     "json": json.loads,
     "junit": junit.loads,
-    "github": github.loads,
+    "github": loads.github,
 }
 DRY_LOAD_FORMATS: dict[str, Callable[[Sequence[DryLoadReport]], str]] = {
     "text": matrix.text,

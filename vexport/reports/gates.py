@@ -11,6 +11,7 @@ from vexport.types import (
     DryLoadReport,
     Finding,
     LoadReport,
+    MatrixCell,
     Report,
     Severity,
     TaskVerdict,
@@ -70,6 +71,14 @@ def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...
         findings_gate(name, [finding for finding in report.findings if finding.check == name])
         for name in names
     )
+
+
+def cell_gate(cell: MatrixCell) -> Gate:
+    """One cell of a dry load: FAIL where it must load and does not, SKIPPED where it need not."""
+    loads = cell.status in ("loads", "other precision")
+    status: Status = "PASS" if loads else "FAIL" if cell.needed or cell.status == "faulty" else "SKIPPED"
+    message = ": ".join(filter(None, (cell.status, cell.reason)))
+    return Gate(name=f"tp {cell.tp}, sm {cell.sm}", status=status, message=message)
 
 
 def findings_gate(name: str, findings: Sequence[Finding], *, ok: bool = True) -> Gate:

@@ -1,12 +1,21 @@
-"""JUnit XML: one test case per gate, or per finding of `check` and `load`."""
+"""JUnit XML: one test case per gate, per checkpoint of `check`, per cell of `load`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+from vexport.reports.columns import column_names
 from vexport.reports.escaping import visible
-from vexport.reports.gates import Gate, check_gates, checkpoint_gate, report_gates, verdict_gates
-from vexport.types import CheckReport, LoadReport, Report, Verdict
+from vexport.reports.gates import (
+    Gate,
+    cell_gate,
+    check_gates,
+    checkpoint_gate,
+    findings_gate,
+    report_gates,
+    verdict_gates,
+)
+from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +37,32 @@ def checks(reports: Sequence[CheckReport], families: Sequence[str] = ()) -> str:
 
 
 def loads(reports: Sequence[LoadReport]) -> str:
-    """One suite per checkpoint with the case `load`."""
-    return _document([_checkpoint_suite("load", report) for report in reports], {})
+    """One suite per checkpoint with the case `load`, or one for each vLLM and mode it was loaded in."""
+    columns = column_names(reports)
+    names = dict.fromkeys(report.checkpoint for report in reports)
+    cells = [
+        (report.checkpoint, checkpoint_gate(f"load {column}".strip(), report))
+        for report, column in zip(reports, columns, strict=True)
+    ]
+    suites = [_Suite(name=name, gates=tuple(gate for of, gate in cells if of == name)) for name in names]
+    return _document(suites, {})
+
+
+def dry_loads(reports: Sequence[DryLoadReport]) -> str:
+    """One suite per checkpoint and vLLM: a case for each cell, and one with the findings, `dry load`."""
+    return _document(
+        [
+            _Suite(
+                name=f"{report.checkpoint} {column}".strip(),
+                gates=(
+                    *map(cell_gate, report.cells),
+                    findings_gate("dry load", report.findings, ok=report.ok),
+                ),
+            )
+            for report, column in zip(reports, column_names(reports), strict=True)
+        ],
+        {},
+    )
 
 
 def verdict(verdict: Verdict) -> str:

@@ -15,6 +15,7 @@ from vexport.reports import github as github_format
 from vexport.reports import junit as junit_format
 from vexport.reports import text as text_format
 from vexport.reports.escaping import visible
+from vexport.reports.loads import titled, versions
 from vexport.types import CellStatus, DryLoadReport, LoadReport, MatrixCell, MatrixRow
 
 _WHOLE = "whole checkpoint"
@@ -61,8 +62,13 @@ class MatrixTable:
 
 
 def text(reports: Sequence[DryLoadReport]) -> str:
-    """For each checkpoint the answer and the findings as of a load, then the matrix, 100 columns wide."""
-    return "".join(text_format.loads([_as_load(report)]) + "\n" + _matrix(report) for report in reports)
+    """For each checkpoint and vLLM the answer and the findings as of a load, then the matrix of its cells.
+
+    Above them, where there are several vLLMs, checkpoints by version; 100 columns wide.
+    """
+    blocks = zip(_as_loads(reports), reports, strict=True)
+    shown = (text_format.loads([load]) + "\n" + _matrix(report) for load, report in blocks)
+    return versions(reports) + "".join(shown)
 
 
 def json(reports: Sequence[DryLoadReport]) -> str:
@@ -72,17 +78,28 @@ def json(reports: Sequence[DryLoadReport]) -> str:
 
 
 def junit(reports: Sequence[DryLoadReport]) -> str:
-    """One suite per checkpoint, as of a load."""
-    return junit_format.loads([_as_load(report) for report in reports])
+    """One suite per checkpoint and vLLM, one case per cell."""
+    return junit_format.dry_loads(reports)
 
 
 def github(reports: Sequence[DryLoadReport]) -> str:
     """Annotations, as of a load."""
-    return github_format.loads([_as_load(report) for report in reports])
+    return github_format.loads(_as_loads(reports))
 
 
-def _as_load(report: DryLoadReport) -> LoadReport:
-    return LoadReport(checkpoint=report.checkpoint, ok=report.ok, findings=report.findings)
+def _as_loads(reports: Sequence[DryLoadReport]) -> list[LoadReport]:
+    return titled(
+        [
+            LoadReport(
+                checkpoint=report.checkpoint,
+                ok=report.ok,
+                findings=report.findings,
+                vllm=report.vllm,
+                vllm_python=report.vllm_python,
+            )
+            for report in reports
+        ]
+    )
 
 
 def matrix_tables(report: DryLoadReport) -> tuple[MatrixTable, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vexport.files import json_schema, write_text
-from vexport.types import CheckReport, DryLoadReport, Json, Report
+from vexport.types import CheckReport, DryLoadReport, Json, LoadReport, Report
 
 FOLDER = Path(__file__).parent
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -16,6 +16,7 @@ def schemas() -> Mapping[str, str]:
     return {
         "report.schema.json": _titled("vexport report", json_schema(Report)),
         "check.schema.json": _titled("vexport check --format json", json_schema(list[CheckReport])),
+        "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),
         "dry-load.schema.json": _titled("vexport load --dry --format json", json_schema(list[DryLoadReport])),
     }
 

@@ -71,7 +71,7 @@ def checks_summary(reports: Sequence[CheckReport]) -> RenderableType:
 
 
 def loads_summary(reports: Sequence[LoadReport]) -> RenderableType:
-    """One block per checkpoint: its answer, the engine and what it cannot show, the findings."""
+    """One block per load: its answer, the findings, the engine and what it cannot show, a dead one's log."""
     return _spaced([part for report in reports for part in (*_checkpoint("load", report), *_engine(report))])
 
 
@@ -166,6 +166,8 @@ def _engine_rows(load: LoadReport) -> list[tuple[str, Text]]:
         rows += [("not shown", harmless(spot)) for spot in load.engine.blind_spots]
     if load.logprobs:
         rows.append(("log-probs", harmless(agreement_line(load.logprobs))))
+    if load.log_tail:
+        rows.append(("log", harmless(load.log_tail)))
     return rows
 
 

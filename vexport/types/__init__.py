@@ -7,10 +7,12 @@ from vexport.types.accuracy import Comparison, Flip, Look, Score, TaskVerdict, V
 from vexport.types.calibration import Calibration, ExpertCoverage, HeadRanges, InputRange, KeyValueRanges
 from vexport.types.findings import CheckReport, Finding, Severity
 from vexport.types.loading import (
+    ENGINE_CHECK,
     Canary,
     CellStatus,
     DryLoadReport,
     EngineInfo,
+    EngineMode,
     LoadReport,
     LogprobAgreement,
     MatrixCell,
@@ -36,6 +38,7 @@ from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
 from vexport.types.values import Json, Outcome
 
 __all__ = [
+    "ENGINE_CHECK",
     "Attempt",
     "AttentionLayer",
     "Attribution",
@@ -50,6 +53,7 @@ __all__ = [
     "Drift",
     "DryLoadReport",
     "EngineInfo",
+    "EngineMode",
     "ExpertCoverage",
     "Fault",
     "Finding",

@@ -8,7 +8,10 @@ from vexport.types.findings import Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What ran the model: versions, platform, kernels by layer kind, and what this platform cannot show."""
+    """What ran the model: versions, platform, kernels by layer kind, and what this platform cannot show.
+
+    `compilation` is vLLM's name of the mode (NONE in eager mode).
+    """
 
     vllm: str
     torch: str
@@ -17,6 +20,7 @@ class EngineInfo:
     processor: str
     dtype: str
     multiprocess: bool
+    compilation: str = ""
     emulated: bool
     kernels: tuple[str, ...]
     blind_spots: tuple[str, ...]
@@ -25,12 +29,19 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """A greedy continuation of a fixed prompt."""
+    """A greedy continuation of a fixed prompt.
+
+    The engine goes on to the asked number of `tokens` also where the model ends the sequence after
+    `ended_after` of them; `text` is what came before that. `non_finite` of the tokens had a log-probability
+    that is NaN or infinite.
+    """
 
     prompt: str
     text: str
     tokens: int
     finish_reason: str
+    ended_after: int | None = None
+    non_finite: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +60,27 @@ class LogprobAgreement:
     limit: float
 
 
+ENGINE_CHECK = "engine"
+"""The check of a finding that is no fault of the checkpoint: the engine died, or could not start."""
+# How vLLM runs a model: compiled where its platform does so, as it is served, or operator by operator.
+EngineMode = Literal["default", "eager"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What the real engine did with a checkpoint."""
+    """What the real engine did with a checkpoint.
+
+    `vllm` is its version where that is known, `vllm_python` the interpreter, empty for vexport's own;
+    `log_tail` the end of the log of an engine that died.
+    """
 
     checkpoint: str
     ok: bool
     findings: tuple[Finding, ...]
+    mode: EngineMode = "eager"
+    vllm: str = ""
+    vllm_python: str = ""
+    log_tail: str = ""
     engine: EngineInfo | None = None
     canaries: tuple[Canary, ...] = ()
     logprobs: LogprobAgreement | None = None
@@ -69,8 +94,8 @@ class MatrixCell:
     """What vLLM does with a checkpoint, or one kind of its layers, on `tp` devices of capability `sm`.
 
     `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads and multiplies otherwise than
-    stored; "not shown" needs a real device. `precision` is bits of weight and activation (W8A16), `kernel`
-    vLLM's class, `reason` vLLM's own words where it refuses.
+    stored; "not shown" needs a real device. The answer rests on the cells that are `needed`. `precision` is
+    bits of weight and activation (W8A16), `kernel` vLLM's class, `reason` vLLM's own words where it refuses.
     """
 
     tp: int
@@ -79,6 +104,7 @@ class MatrixCell:
     precision: str = ""
     kernel: str = ""
     reason: str = ""
+    needed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +123,14 @@ class DryLoadReport:
     """What vLLM's model class and loaders do with a checkpoint's headers, for every tp and sm asked for.
 
     `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the same order;
-    there are no rows where no cell was loaded.
+    there are no rows where no cell was loaded. `vllm_python` is the interpreter, empty for vexport's own.
     """
 
     checkpoint: str
     ok: bool
     findings: tuple[Finding, ...]
     vllm: str
+    vllm_python: str = ""
     cells: tuple[MatrixCell, ...]
     rows: tuple[MatrixRow, ...]
     blind_spots: tuple[str, ...]

@@ -18,6 +18,8 @@ Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.copy_, _ATEN.index_put_, _ATEN.index_copy_)
 _FILLS = (_ATEN.fill_, _ATEN.zero_)
+# Loaders ask these of values that must agree (the input scales of an expert's w1 and w3): they do.
+_DIFFERENCES = (_ATEN.ne, _ATEN.gt, _ATEN.lt)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 # Never read (weight_shape), or unused placeholders of the KV cache.
@@ -56,13 +58,17 @@ class _Origin:
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active while a model is loaded; answers `.item()` of an absent value with 1."""
+    """Active while a model is loaded; answers `.item()` of an absent value with 1, of a comparison with yes.
+
+    To whether two values differ the answer is no.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
         self._origins: dict[int, _Origin] = {}
+        self._differences: dict[int, torch.Tensor] = {}
 
     def handed_out(self, name: str, tensor: torch.Tensor) -> None:
         """A stored tensor goes to the loaders."""
@@ -85,6 +91,8 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._scalar(args[0])
         result = func(*args, **(kwargs or {}))
         tensors = list(_tensors(args))
+        if func.overloadpacket in _DIFFERENCES and isinstance(result, torch.Tensor):
+            self._differences[_storage(result)] = result
         if func.overloadpacket in _COPIES:
             self._copied(tensors[0], tensors[-1])
         elif func.overloadpacket in _FILLS:
@@ -127,7 +135,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _scalar(self, tensor: object) -> float | bool:
         assert isinstance(tensor, torch.Tensor)
         self._read(tensor)
-        return True if tensor.dtype is torch.bool else 1
+        if tensor.dtype is torch.bool:
+            return _storage(tensor) not in self._differences
+        return 1
 
     def faults(self, model: torch.nn.Module, *, optional: frozenset[str], ranks: int) -> Iterator[Fault]:
         """What went wrong without a word. Parameters named in `optional` need no stored tensor.

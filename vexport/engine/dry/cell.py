@@ -1,5 +1,6 @@
 """One checkpoint in one cell: vLLM's configuration, model class and loaders, with nothing in memory."""
 
+import hashlib
 import re
 import time
 import traceback
@@ -12,11 +13,12 @@ import torch
 
 from vexport.engine.dry.audit import Audit
 from vexport.engine.dry.headers import opener
-from vexport.engine.dry.layers import layer_kinds
-from vexport.engine.dry.messages import Cell, CellResult, Outcome
+from vexport.engine.dry.layers import layer_kinds, raising_layer
+from vexport.engine.dry.messages import Cell, CellResult, LoadedTensors, Outcome
 from vexport.engine.dry.pretend import set_capability
 from vexport.engine.dry.ranks import join_group
-from vexport.engine.dry.stand_ins import NotFollowed
+from vexport.engine.dry.stand_ins import AbsentValues, NotFollowed
+from vexport.files import from_json, to_json, write_text
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,12 +33,16 @@ _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.
 _NEVER_READ = ("weight_shape", "input_scale_ub")
 
 
-def try_cell(checkpoint: Path, cell: Cell, rank: int, *, trust_remote_code: bool) -> CellResult:
-    """What vLLM does with a checkpoint as a rank of a cell; in a process of its own after `pretend_cuda`."""
+def try_cell(checkpoint: Path, cell: Cell, rank: int, loaded: Path, *, trust_remote_code: bool) -> CellResult:
+    """What vLLM does with a checkpoint as a rank of a cell; in a process of its own after `pretend_cuda`.
+
+    In files that begin with `loaded` the tries of one checkpoint and rank on several capabilities tell each
+    other what became of its tensors: nothing else does so where the same model is built.
+    """
     start = time.monotonic()
     audit = Audit()
     try:
-        result = _load(checkpoint, cell, rank, audit, trust_remote_code=trust_remote_code)
+        result = _load(checkpoint, cell, rank, loaded, audit, trust_remote_code=trust_remote_code)
     except Exception as error:
         traceback.print_exception(error)
         result = CellResult(
@@ -60,24 +66,55 @@ def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool) -> "VllmCon
     return arguments.create_engine_config()
 
 
-def _load(checkpoint: Path, cell: Cell, rank: int, audit: Audit, *, trust_remote_code: bool) -> CellResult:
+def _load(
+    checkpoint: Path, cell: Cell, rank: int, loaded: Path, audit: Audit, *, trust_remote_code: bool
+) -> CellResult:
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import weight_utils
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     set_capability(cell.sm)
     config = configure(checkpoint, tp=cell.tp, trust_remote_code=trust_remote_code)
-    weight_utils.safe_open = opener(audit)
     with set_current_vllm_config(config):
         join_group(cell.tp, rank)
-        with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+        with torch.device("meta"), AbsentValues(), set_default_torch_dtype(config.model_config.dtype):
             model = initialize_model(config)
-        with torch.device("meta"), audit:
-            DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
-    faults = tuple(audit.faults(model, optional=frozenset(_optional(model)), ranks=cell.tp))
-    return CellResult(cell=cell, outcome="loaded", layers=layer_kinds(model), faults=faults)
+        known = loaded.with_name(f"{loaded.name}-{_signature(model)}.json")
+        if not known.is_file():
+            write_text(known, to_json(_load_weights(model, config, cell, audit)))
+    result = CellResult(
+        cell=cell,
+        outcome="loaded",
+        layers=layer_kinds(model),
+        faults=from_json(LoadedTensors, known).faults,
+    )
+    if (raising := raising_layer(model, cell.sm)) is None:
+        return result
+    where, reason = raising
+    return replace(result, outcome="refused", where=where, reason=reason, layers=())
+
+
+def _load_weights(model: torch.nn.Module, config: "VllmConfig", cell: Cell, audit: Audit) -> LoadedTensors:
+    from vllm.model_executor.model_loader import weight_utils
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    weight_utils.safe_open = opener(audit)
+    with torch.device("meta"), audit:
+        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+    faults = audit.faults(model, optional=frozenset(_optional(model)), ranks=cell.tp)
+    return LoadedTensors(faults=tuple(faults))
+
+
+def _signature(model: torch.nn.Module) -> str:
+    """What loading depends on: the parameters, and the classes of the modules and methods that load them."""
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        scheme = getattr(module, "scheme", None)
+        digest.update(f"{name} {type(module)} {type(method)} {type(scheme)}\n".encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {type(parameter)} {parameter.shape} {parameter.dtype}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _optional(model: torch.nn.Module) -> Iterator[str]:

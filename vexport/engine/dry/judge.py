@@ -37,14 +37,22 @@ def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require)
         ok=all(finding.severity != "error" for finding in findings),
         findings=findings,
         vllm=vllm,
-        cells=tuple(_cell(result) for result in results),
+        cells=tuple(_cell(result, needed=_needed(result.cell, results, require)) for result in results),
         rows=tuple(_rows(results)),
         blind_spots=BLIND_SPOTS,
     )
 
 
-def _cell(result: CellResult) -> MatrixCell:
-    return MatrixCell(tp=result.cell.tp, sm=result.cell.sm, status=_status(result), reason=result.reason)
+def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:
+    return MatrixCell(
+        tp=result.cell.tp, sm=result.cell.sm, status=_status(result), reason=result.reason, needed=needed
+    )
+
+
+def _needed(cell: Cell, results: Sequence[CellResult], require: Require) -> bool:
+    """Whether a cell must load: with "any", where no other of its tensor parallel size does."""
+    loaded = {result.cell.tp for result in results if result.outcome == "loaded"}
+    return require == "all" or cell.tp not in loaded
 
 
 def _status(result: CellResult) -> CellStatus:
@@ -79,14 +87,13 @@ def _layer_cell(result: CellResult, key: tuple[str, str]) -> MatrixCell:
 
 def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Finding]:
     """One finding for each reason, with the cells that it holds in."""
-    loaded = {result.cell.tp for result in results if result.outcome == "loaded"}
     reasons: dict[tuple[str, str, str], list[Cell]] = {}
     for result in results:
         if result.outcome != "loaded":
             key = (result.outcome, result.where or "checkpoint", result.reason)
             reasons.setdefault(key, []).append(result.cell)
     for (outcome, where, reason), cells in reasons.items():
-        needed = require == "all" or any(cell.tp not in loaded for cell in cells)
+        needed = any(_needed(cell, results, require) for cell in cells)
         yield Finding(
             check=CHECK,
             severity="error" if needed else "warning",

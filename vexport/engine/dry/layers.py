@@ -15,6 +15,11 @@ _KERNELS = "vllm.model_executor.kernels"
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
 # Kernels that dequantize the weight and leave the input in the model's dtype, by words of their name.
 _WEIGHT_ONLY_KERNEL = re.compile(r"Marlin|Humming|Emulation|A16", re.IGNORECASE)
+# Kernels that are chosen for a capability from this one on, where they raise at the first batch; in vLLM's
+# words. csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
+_RAISING_KERNELS = {"CutlassInt8ScaledMMLinearKernel": (100, "Int8 not supported on SM{}")}
+# Shapes that are no multiples of this go to Triton instead (`cutlass_scaled_mm` in vllm/_custom_ops.py).
+_CUTLASS_ALIGNMENT = 16
 _ACTIVATION_BITS = re.compile(r"W[\dN]+A(\d+)")
 
 
@@ -22,6 +27,19 @@ def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
     """The linear and expert layers of a model, those that differ in nothing but an index counted together."""
     found = Counter(_layers(model))
     return tuple(replace(kind, count=count) for kind, count in found.items())
+
+
+def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
+    """The first layer whose kernel raises when it runs on this capability, and its words; None is none."""
+    for name, layer in model.named_modules():
+        scheme = getattr(layer, "scheme", None)
+        kernel = type(_kernel(scheme)).__name__ if scheme is not None else ""
+        least, words = _RAISING_KERNELS.get(kernel, (sm + 1, ""))
+        if sm >= least and all(
+            side % _CUTLASS_ALIGNMENT == 0 for side in layer.get_parameter("weight").shape
+        ):
+            return INDEX.sub("*", name), f"{kernel}: {words.format(sm)}, when it runs"
+    return None
 
 
 def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:

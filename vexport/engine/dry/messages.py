@@ -45,6 +45,13 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTensors:
+    """What the copy audit saw of all tensors that one rank loads."""
+
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """All layers of the same name (indices as *), stored precision, running precision and kernel.
 

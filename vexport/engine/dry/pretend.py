@@ -10,6 +10,7 @@ from vexport.engine.dry.stand_ins import (
     stand_in_for_flashinfer,
     stand_in_for_operators,
     stand_in_for_packages,
+    stand_in_for_reloading,
     supports_block_fp8,
 )
 
@@ -60,6 +61,7 @@ def pretend_cuda() -> None:
     stand_in_for_operators()
     stand_in_for_packages()
     stand_in_for_flashinfer()
+    stand_in_for_reloading()
 
 
 def set_capability(sm: int) -> None:

@@ -5,6 +5,7 @@ operator that is called raises `NotFollowed`.
 """
 
 import sys
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -12,6 +13,7 @@ from typing import NoReturn
 
 import torch
 import transformers.models.auto.image_processing_auto  # noqa: F401
+from torch.overrides import TorchFunctionMode
 
 # Compiled parts of the CUDA wheel that modules look for when they are imported.
 _EXTENSIONS = (
@@ -59,6 +61,29 @@ def _yes() -> bool:
     return True
 
 
+def stand_in_for_reloading() -> None:
+    """vLLM notes how to load other weights later, which takes as long as to build the model: it need not."""
+    from vllm.model_executor.model_loader import utils
+
+    if hasattr(utils, "record_metadata_for_reloading"):
+        utils.record_metadata_for_reloading = lambda model: None
+
+
+class AbsentValues(TorchFunctionMode):
+    """While a model is built: numbers that it computes and reads back (slopes of ALiBi, say) are all 1."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is torch.Tensor.tolist and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return torch.ones(args[0].shape, device="cpu").tolist()
+        return func(*args, **(kwargs or {}))
+
+
 def stand_in_for_packages() -> None:
     """Let classes be imported without Triton and the packages that only pictures and sound need.
 
@@ -72,14 +97,24 @@ def stand_in_for_packages() -> None:
 
 
 def stand_in_for_operators() -> None:
-    """What the CUDA wheel's own functions say of a capability: csrc/quantization/w8a8/cutlass, fp4."""
-    from vllm import _custom_ops
+    """What the operators of a wheel for CUDA 12.9 or later say of a capability.
 
-    _custom_ops.cutlass_scaled_mm_supports_fp8 = lambda sm: sm >= 89
-    _custom_ops.cutlass_scaled_mm_supports_block_fp8 = supports_block_fp8
-    _custom_ops.cutlass_group_gemm_supported = lambda sm: 90 <= sm < 110
-    _custom_ops.cutlass_scaled_mm_supports_fp4 = lambda sm: sm >= 100
+    In csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8, blocks, groups),
+    fp4/nvfp4_scaled_mm_entry.cu, fp4/mxfp4_experts_quant.cu. vLLM's wrappers of them are imported before any
+    name seems to exist, because they describe to torch what they find.
+    """
+    import vllm._custom_ops  # noqa: F401
+
+    answers = {
+        "cutlass_scaled_mm_supports_fp8": lambda sm: sm >= 89,
+        "cutlass_scaled_mm_supports_block_fp8": supports_block_fp8,
+        "cutlass_group_gemm_supported": lambda sm: sm >= 90,
+        "cutlass_scaled_mm_supports_fp4": lambda sm: 100 <= sm < 130,
+        "mxfp4_experts_quant_supported": lambda sm: 100 <= sm < 120,
+        "moe_permute_unpermute_supported": _yes,
+    }
     for namespace in (torch.ops._C, torch.ops._moe_C):
+        vars(namespace).update(answers)
         namespace.__class__ = _operators_of_any_name(type(namespace))
 
 

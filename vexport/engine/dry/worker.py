@@ -22,12 +22,16 @@ _STAGE = "dry load"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Try:
-    """One checkpoint in one cell as one rank, and the file that its child writes."""
+    """One checkpoint in one cell as one rank, and the file that its child writes.
+
+    `loaded` begins the names of the files that it shares with its like on other capabilities.
+    """
 
     checkpoint: Path
     cell: Cell
     rank: int
     file: Path
+    loaded: Path
 
 
 def main(arguments: list[str]) -> int:
@@ -59,6 +63,7 @@ def _tries(number: int, request: DryRequest) -> list[list[_Try]]:
                 cell=cell,
                 rank=rank,
                 file=request.folder / f"{number}-{cell.tp}-{cell.sm}-{rank}.json",
+                loaded=request.folder / f"{number}-{cell.tp}-{rank}",
             )
             for rank in dict.fromkeys((0, cell.tp - 1))
         ]
@@ -93,9 +98,12 @@ def _import_vllm(request: DryRequest) -> str:
 
 
 def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], None]) -> None:
-    """Fork a child for each try, as many at a time as there are cores; every one leaves a file."""
+    """Fork a child for each try, as many at a time as there are cores; every one leaves a file.
+
+    Those of one capability come first, so that what they share is there for the others.
+    """
     running: dict[int, _Try] = {}
-    waiting = list(reversed(tries))
+    waiting = sorted(tries, key=lambda one: one.cell.sm, reverse=True)
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):
             one = waiting.pop()
@@ -118,7 +126,13 @@ def _fork(one: _Try, request: DryRequest) -> int:
     gc.disable()
     code = 1
     try:
-        result = try_cell(one.checkpoint, one.cell, one.rank, trust_remote_code=request.trust_remote_code)
+        result = try_cell(
+            one.checkpoint,
+            one.cell,
+            one.rank,
+            one.loaded,
+            trust_remote_code=request.trust_remote_code,
+        )
         write_text(one.file, to_json(result))
         code = 0
     finally:

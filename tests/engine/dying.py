@@ -1,0 +1,26 @@
+"""A worker that dies as a vLLM may: `python -m tests.engine.dying REQUEST RESULT`, the request is how."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main(how: str) -> None:
+    """End without a result."""
+    print(f"about to die: {how}", flush=True)
+    if how == "signal":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "memory":
+        raise MemoryError("can't allocate memory: you tried to allocate 1 byte")
+    if how == "sleep":
+        time.sleep(60)
+    sys.exit(3)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text())["how"])

@@ -1,0 +1,60 @@
+"""Every checkpoint in every vLLM that was asked for, without weights and without a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.source import resolve_source
+from vexport.engine.dry.load import dry_loads
+from vexport.engine.messages import Progress
+from vexport.engine.session import require_vllm
+from vexport.terminal import OnProgress
+from vexport.types import DryLoadReport
+
+# Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ (rules 29 to 31).
+CAPABILITIES = (80, 89, 90, 100)
+
+
+def dry_load_checkpoints(
+    names: Sequence[str],
+    pythons: Sequence[Path | None],
+    *,
+    tp: Sequence[int],
+    sm: Sequence[int] | None,
+    trust_remote_code: bool,
+    timeout: float,
+    on_progress: OnProgress,
+) -> list[DryLoadReport]:
+    """A report for each checkpoint and interpreter, in that order; None is our own interpreter.
+
+    Without `sm` the capabilities are those of the GPUs in use, of which one must do for each `tp`. Raises as
+    `engine.dry.load.dry_loads`, and InputError where a checkpoint cannot be read.
+    """
+    roots = [resolve_source(name) for name in names]
+    for root in roots:
+        require_checkpoint(root)
+    for python in pythons:
+        require_vllm(python)
+
+    def relay(progress: Progress) -> None:
+        on_progress(progress.stage, progress.done, progress.total)
+
+    found = [
+        dry_loads(
+            roots,
+            tp=tp,
+            sm=sm or CAPABILITIES,
+            require="all" if sm else "any",
+            vllm_python=python,
+            trust_remote_code=trust_remote_code,
+            timeout=timeout,
+            on_progress=relay,
+        )
+        for python in pythons
+    ]
+    return [
+        replace(reports[number], checkpoint=name, vllm_python=str(python or ""))
+        for number, name in enumerate(names)
+        for python, reports in zip(pythons, found, strict=True)
+    ]

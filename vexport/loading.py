@@ -1,0 +1,62 @@
+"""Every checkpoint in every vLLM and mode that was asked for: one real engine after the other."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.source import resolve_source
+from vexport.engine.session import EngineFault, require_vllm
+from vexport.serving import EngineOptions, serve_model
+from vexport.types import ENGINE_CHECK, EngineMode, Finding, LoadReport
+
+
+def load_checkpoints(
+    names: Sequence[str],
+    pythons: Sequence[Path | None],
+    modes: Sequence[EngineMode],
+    options: EngineOptions,
+) -> list[LoadReport]:
+    """A report for each checkpoint, interpreter and mode, in that order; None is our own interpreter.
+
+    Raises InputError where a checkpoint cannot be read and EngineFault where an interpreter has no vLLM,
+    before the first engine starts; what stops an engine later is in its report.
+    """
+    roots = {name: resolve_source(name) for name in names}
+    for root in roots.values():
+        require_checkpoint(root)
+    for python in pythons:
+        require_vllm(python)
+    return [
+        _load(name, roots[name], mode, replace(options, vllm_python=python))
+        for name in names
+        for python in pythons
+        for mode in modes
+    ]
+
+
+def _load(name: str, root: Path, mode: EngineMode, options: EngineOptions) -> LoadReport:
+    """Load and judge one checkpoint. The log of a session that died is kept, and named."""
+    folder = Path(tempfile.mkdtemp(prefix="vexport-load-"))
+    serve = options.serve.model_copy(update={"enforce_eager": mode == "eager"})
+    try:
+        report = serve_model(f"load {root.name}", root, folder, replace(options, serve=serve)).report()
+    except EngineFault as fault:
+        report = _died(fault)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return replace(report, checkpoint=name, mode=mode, vllm_python=str(options.vllm_python or ""))
+
+
+def _died(fault: EngineFault) -> LoadReport:
+    finding = Finding(
+        check=ENGINE_CHECK,
+        severity="error",
+        where=fault.where,
+        expected=fault.need,
+        got=fault.got,
+        fix=fault.fix,
+    )
+    return LoadReport(checkpoint="", ok=False, findings=(finding,), log_tail=fault.failure.log_tail)
