@@ -117,7 +117,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         names = tuple(dict.fromkeys(name for tensor in inputs for name in self._read(tensor)))
         self._origins[_storage(result)] = _Origin(names=names, tensor=result)
-        if len(inputs) == 1:
+        if len(inputs) == 1 and result.dtype is not torch.bool:  # a comparison is no cast
             for name in names:
                 self._sources[name].casts[inputs[0].dtype, result.dtype] = None
 
