@@ -14,6 +14,9 @@ from vexport.engine.messages import EngineFailure, FailureKind, SessionRequest
 from vexport.engine.session import EngineFault, run_session, run_worker
 
 WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+NO_COMPILER = (
+    "torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found in ('g++',)"
+)
 LOG = """\
 (EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512] Traceback (most recent call last):
 (EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512]     raise ValueError(
@@ -28,7 +31,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
         ("ValueError: For NVFP4 weights, input quantization must also be NVFP4", "cpu", "refused"),
         ("KeyError: 'layers.0.mlp.gate_up_proj.weight_foo'", "cuda", "refused"),
         ("torch.OutOfMemoryError: CUDA out of memory.", "cuda", "out of memory"),
-        ("torch._inductor.exc.InvalidCxxCompiler: No working C++ compiler found in x", "cpu", "no compiler"),
+        (NO_COMPILER, "cpu", "no compiler"),
         ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cpu", "unsupported"),
         ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cuda", "refused"),
     ],
