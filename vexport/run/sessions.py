@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vexport.calibration.data import parse_rows
 from vexport.checkpoint.source import resolve_source
+from vexport.dry_loading import dry_load_checkpoints
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, drift_warnings, measure_drift
 from vexport.files import from_json, to_json, write_text
@@ -17,7 +18,6 @@ from vexport.serving import (
     BASELINE,
     CANDIDATE,
     Served,
-    dry_load_checkpoints,
     require_served,
     scored_pair,
     serve_model,
@@ -62,7 +62,13 @@ class Sessions:
 
         def make() -> None:
             (report,) = dry_load_checkpoints(
-                [str(self.weights.checkpoint)], serve.tensor_parallel, serve.capabilities, self.options
+                [str(self.weights.checkpoint)],
+                [self.options.vllm_python],
+                tp=serve.tensor_parallel,
+                sm=serve.capabilities,
+                trust_remote_code=self.options.trust_remote_code,
+                timeout=serve.timeout,
+                on_progress=self.options.on_progress,
             )
             write_text(file, to_json(report))
 
