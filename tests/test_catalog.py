@@ -70,7 +70,7 @@ def test_every_observer_is_listed() -> None:
 
 
 def test_every_report_format_is_listed() -> None:
-    assert set(reports.FORMATS) == {"text", "json", "html", "markdown", "junit", "github"}
+    assert set(reports.FORMATS) == {"text", "json", "html", "markdown", "junit", "github", "card"}
 
 
 def test_presets_are_those_of_compressed_tensors() -> None:
