@@ -1,7 +1,7 @@
 """Would vLLM run the checkpoint on so many ranks and on such GPUs, and in the precision that is stored?
 
 Asked by `--tp` and `--sm`. The rules of shapes by rank are those of the plan; the rest is vLLM's choice of
-kernels, as its dry load shows it.
+kernels, as its dry load shows it; sides that are too small for a kernel are not known here.
 """
 
 import re
