@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from vexport.kernels.arithmetic import power, power_6_5
+from vexport.kernels.arithmetic import BFLOAT16, FLOAT16, power, power_6_5
 from vexport.observers.kernels import (
     E2M1,
     E4M3,
@@ -53,16 +53,23 @@ FLOATS: Mapping[Format, Callable[[Doubles], Doubles]] = {
 }
 
 
+def as_stored(scale: np.float32, form: Format) -> np.float32:
+    """The scale as it comes back from its dtype."""
+    dtypes = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
+    stored = torch.tensor(float(scale), dtype=dtypes.get(form.scale_storage, torch.float32))
+    return np.float32(stored.float().item())
+
+
 def errors_of_range(values: Doubles, low: np.float32, high: np.float32, form: Format) -> Doubles:
     """|q - x| of every value with the float32 scale and zero point of a range."""
     low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
     least, most = float(form.low), float(form.high)
     zero = 0.0
     if form.zero_points:
-        scale = np.float32(np.float32(high - low) / np.float32(most - least))
+        scale = as_stored(np.float32(np.float32(high - low) / np.float32(most - least)), form)
         zero = float(np.clip(np.rint(np.float32(least) - low / scale), least, most))
     else:
-        scale = np.float32(max(abs(low), abs(high)) / np.float32((most - least) / 2))
+        scale = as_stored(np.float32(max(abs(low), abs(high)) / np.float32((most - least) / 2)), form)
     step = float(scale) or 2.0**-23
     scaled = values / step + zero
     rounded = FLOATS[form](scaled) if form in FLOATS else np.clip(np.rint(scaled), least, most)
@@ -118,6 +125,15 @@ def test_the_error_is_the_least_of_all_candidates(size: int, form: Format, dtype
 
 def test_a_range_may_be_expanded() -> None:
     assert_least_error(heavy_tailed(64, 128, torch.bfloat16), INT4, expand=1.8)
+
+
+@pytest.mark.parametrize("storage", [BFLOAT16, FLOAT16])
+@pytest.mark.parametrize("form", [INT4, INT4_ASYMMETRIC, INT8])
+def test_the_error_is_that_of_the_scale_as_it_is_stored(form: Format, storage: int) -> None:
+    """Scales of the smaller weight are subnormal in float16."""
+    for unit in (1.0, 2.0**-9):
+        weight = heavy_tailed(24, 128, torch.float32) * unit
+        assert_least_error(weight, form._replace(scale_storage=storage))
 
 
 @pytest.mark.parametrize("period", [1, 3, 12])

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,9 @@ from vexport.packing import Scales
 from vexport.packing.base import not_finite
 from vexport.schemes import get_scheme
 from vexport.types import Calibration, FusionGroup, LinearPlan
+
+# The format whose scales have the weight's dtype: searches see them rounded to that.
+SCALES_AS_WEIGHTS = "pack-quantized"
 
 
 def search_scales(
@@ -44,13 +48,16 @@ def observe_weight(
 
     `importance` is what calibration gathered for this layer, where the observer asks for it.
     """
-    observer = load_observer(group.observer, "weight", get_scheme(group.scheme).args.weights)
+    scheme = get_scheme(group.scheme)
+    args = scheme.args.weights
+    if scheme.family.format == SCALES_AS_WEIGHTS:
+        args = replace(args, scale_dtype=str(weight.dtype))
+    observer = load_observer(group.observer, "weight", args)
     if importance is not None and isinstance(observer, IMatrixMSEObserver):
         means = torch.frombuffer(bytearray(base64.b64decode(importance)), dtype=torch.float32)
         observer.gathered = Importance(means.to(weight.device), tokens=1)
     observer.forward(weight)
-    low, high = observer.range()
-    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+    if not all(bool(torch.isfinite(end)) for end in observer.extremes()):
         raise not_finite(member)
     return observer
 

@@ -13,10 +13,12 @@ every observer and scheme.
 
 import argparse
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,6 +41,14 @@ class Case:
 SCHEMES: Mapping[str, Mapping[str, object]] = {
     "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
     "int4 group 128": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+    "int4 group 32": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+    "int4 group 32 asymmetric": {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": False,
+    },
     "int8 channel": {"num_bits": 8, "type": "int", "strategy": "channel"},
     "fp8 channel": {"num_bits": 8, "type": "float", "strategy": "channel"},
     "fp8 block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
@@ -130,19 +140,27 @@ def extra_memory(case: Case, weight: torch.Tensor) -> float | None:
     return _status_mb("VmHWM") - before - float(results / MB)
 
 
+def memory_of(case: Case, rows: int, columns: int) -> float | None:
+    """`extra_memory` on a weight of that size; equal rows take as much as others and are sooner made."""
+    weight = heavy_tailed(min(rows, 256), columns).repeat(-(-rows // 256), 1)[:rows]
+    return extra_memory(case, weight)
+
+
 def memory_in_fresh_process(case: Case, rows: int, columns: int) -> float | None:
-    """`extra_memory` in a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--memory-of", case.observer, case.scheme]
-    sizes = ["--rows", str(rows), "--columns", str(columns)]
-    answer = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True).stdout
-    measured: float | None = json.loads(answer.splitlines()[-1])
-    return measured
+    """`memory_of` in a process of its own, which has nothing but the imports."""
+    fresh = multiprocessing.get_context("forkserver")
+    fresh.set_forkserver_preload(["compressed_tensors.quantization", "vexport.observers"])
+    with ProcessPoolExecutor(1, mp_context=fresh) as process:
+        return process.submit(memory_of, case, rows, columns).result()
 
 
-def all_memory(rows: int, columns: int) -> list[dict[str, object]]:
+def all_memory(rows: int, columns: int) -> Iterator[dict[str, object]]:
     """Extra memory of every observer on every scheme."""
-    cases = [Case(observer=name, scheme=scheme, goal=64) for name in OBSERVERS for scheme in SCHEMES]
-    return [{**asdict(case), "memory": memory_in_fresh_process(case, rows, columns)} for case in cases]
+    for scheme in SCHEMES:
+        for name in OBSERVERS:
+            case = Case(observer=name, scheme=scheme, goal=64)
+            print(f"{name} {scheme}", file=sys.stderr, flush=True)
+            yield {**asdict(case), "memory": memory_in_fresh_process(case, rows, columns)}
 
 
 def _status_mb(field: str) -> float:
@@ -236,17 +254,11 @@ def main() -> int:
     parser.add_argument(
         "--memory", action="store_true", help="measure memory only, of all observers and schemes"
     )
-    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.memory_of:
-        observer, scheme = options.memory_of
-        case = Case(observer=observer, scheme=scheme, goal=0)
-        print(json.dumps(extra_memory(case, heavy_tailed(options.rows, options.columns))))
-        return 0
     if options.worker:
         work(options.rows, options.columns, options.repeats, peer=options.worker == "peer")
         return 0
-    found = all_memory(options.rows, options.columns) if options.memory else compare(options)
+    found = list(all_memory(options.rows, options.columns)) if options.memory else compare(options)
     print(json.dumps(found, indent=2) if options.json else table(found))
     return 0
 

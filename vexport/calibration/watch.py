@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from vexport import observer_names
 from vexport.calibration.attention import CachedStates, watching_attention
 from vexport.calibration.capture import Forward, replaced_forwards
 from vexport.calibration.experts import ExpertLayers, runner_of
@@ -21,7 +22,6 @@ from vexport.observers import (
     StaticMinMaxObserver,
     load_observer,
 )
-from vexport.observers.importance import IMPORTANCE_OBSERVER
 from vexport.schemes import get_scheme
 from vexport.types import LinearPlan, Plan
 
@@ -116,7 +116,7 @@ def watched_by(plan: Plan, *, all_experts: bool = True) -> Watched:
     importance = {
         member.name: Importance.zeros(member.in_features)
         for group in plan.groups
-        if group.observer == IMPORTANCE_OBSERVER
+        if group.observer == observer_names.IMPORTANCE
         for member in group.members
     }
     layers: dict[str, tuple[LinearPlan, ...]] = {}

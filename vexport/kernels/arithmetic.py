@@ -1,4 +1,4 @@
-"""Float32 building blocks of the searches: widening, rounding to a format, powers, sums of errors.
+"""Float32 building blocks of the kernels: widening, rounding to a format, powers.
 
 Everything is branch-free inside its loop, so that the compiler turns each loop into vector code. Values are
 deterministic: `contract` only lets a multiply-add be one instruction, `reassoc` only lets a sum be kept in
@@ -27,8 +27,6 @@ Floats = npt.NDArray[np.float32]
 
 # How a weight is stored; what `widen` is told.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-# Errors are added up in float32 over this many values, in float64 beyond.
-CHUNK = 1024
 EXPONENT_MASK = 0x7F800000
 # ulp(1.5 * 2**23) == 1: adding and subtracting it rounds to an integer, ties to even.
 ROUNDER = (23 << 23) | 0x400000
@@ -39,7 +37,8 @@ class Format(NamedTuple):
 
     `low` and `high` are its ends. `mask` and `floor` say how the exponent of a value becomes that of its
     step (an integer ignores the exponent, e4m3 and e2m1 have a smallest one), `rounder` turns that into
-    the number whose addition rounds. `zero_points` is whether the range is mapped onto both ends.
+    the number whose addition rounds. `zero_points` is whether the range is mapped onto both ends;
+    `scale_storage` is the dtype that scales are stored in.
     """
 
     low: np.float32
@@ -48,19 +47,20 @@ class Format(NamedTuple):
     floor: np.int32
     rounder: np.int32
     zero_points: bool
+    scale_storage: int
 
 
 def integer_format(bits: int, *, symmetric: bool = True) -> Format:
     """Signed integers of that many bits."""
     high = 2 ** (bits - 1) - 1
-    return Format(F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), not symmetric)
+    return Format(F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), not symmetric, FLOAT32)
 
 
 def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> Format:
     """A float with subnormals below 2**smallest_exponent; values beyond `largest` saturate."""
     floor = (127 + smallest_exponent) << 23
     rounder = ROUNDER - (mantissa_bits << 23)
-    return Format(F32(-largest), F32(largest), I32(EXPONENT_MASK), I32(floor), I32(rounder), False)
+    return Format(F32(-largest), F32(largest), I32(EXPONENT_MASK), I32(floor), I32(rounder), False, FLOAT32)
 
 
 E4M3 = float_format(448.0, -6, 3)
@@ -182,28 +182,19 @@ def power_of_two_below(value: np.float32) -> np.float32:
     return as_float(as_bits(value) & I32(EXPONENT_MASK))
 
 
-class Steps(NamedTuple):
-    """A scale, its inverse and its zero point."""
-
-    scale: np.float32
-    inverse: np.float32
-    zero: np.float32
-
-
-@compiled(inline=True, fastmath=MULTIPLY_ADD)
-def difference(value: np.float32, steps: Steps, form: Format) -> np.float32:
-    """x - q, exact to float32 where a multiply-add is one instruction."""
-    scaled = F32(value * steps.inverse + steps.zero)
-    rounded = round_to(min(max(scaled, form.low), form.high), form)
-    return F32(value - F32(rounded - steps.zero) * steps.scale)
-
-
-@compiled(inline=True, fastmath=MULTIPLY_ADD)
-def integer_difference(value: np.float32, steps: Steps, form: Format) -> np.float32:
-    """The same for integers, in fewer instructions."""
-    scaled = F32(value * steps.inverse + steps.zero)
-    rounded = nearest(min(max(scaled, form.low), form.high))
-    return F32(value - F32(rounded - steps.zero) * steps.scale)
+@compiled(inline=True)
+def as_stored(scale: np.float32, storage: int) -> np.float32:
+    """A positive scale as it comes back from the dtype that it is stored in."""
+    bits = as_bits(scale)
+    if storage == BFLOAT16:
+        half = I32(I32(0x7FFF) + I32(I32(bits >> I32(16)) & I32(1)))
+        return as_float(I32(I32(bits + half) & I32(-65536)))
+    if storage == FLOAT16:
+        # Ten bits of mantissa, in a binade of at least 2**-14.
+        rounder = as_float(I32(max(I32(bits & I32(EXPONENT_MASK)), I32(113 << 23)) + I32(13 << 23)))
+        rounded = F32(F32(scale + rounder) - rounder)
+        return rounded if rounded < F32(65520.0) else F32(np.inf)
+    return scale
 
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
@@ -253,35 +244,3 @@ def power(x: np.float32, exponent: np.float32) -> np.float32:
     q = F32(f * q + F32(0.6931469670620369))
     q = F32(f * q + F32(1.000000071655433))
     return as_float(as_bits(q) + I32(I32(near) << I32(23)))
-
-
-@compiled(inline=True, fastmath=LANES)
-def add(total: np.float32, term: np.float32) -> np.float32:
-    """A sum whose terms may be added in lanes."""
-    return F32(total + term)
-
-
-@compiled(inline=True, fastmath=MULTIPLY_ADD)
-def chunk_error(
-    values: Floats, importance: Floats, steps: Steps, form: Format, norm: np.float32
-) -> np.float32:
-    """sum(importance * |q - x|**norm) of at most CHUNK values; the scale should not be far from one."""
-    wide_vectors()
-    total = F32(0.0)
-    if norm == F32(2.4) and form.mask == 0:
-        for i in range(values.size):
-            d = integer_difference(values[i], steps, form)
-            total = add(total, F32(importance[i] * power_6_5(F32(d * d))))
-    elif norm == F32(2.4):
-        for i in range(values.size):
-            d = difference(values[i], steps, form)
-            total = add(total, F32(importance[i] * power_6_5(F32(d * d))))
-    elif norm == F32(3.0):
-        for i in range(values.size):
-            d = abs(difference(values[i], steps, form))
-            total = add(total, F32(importance[i] * F32(F32(d * d) * d)))
-    else:
-        for i in range(values.size):
-            d = abs(difference(values[i], steps, form))
-            total = add(total, F32(importance[i] * power(d, norm)))
-    return total

@@ -110,6 +110,22 @@ def e4m3_code(value: np.float32, step: np.float32) -> np.uint8:
 
 
 @kernel
+def e2m1_codes(values: Floats, steps: Floats, codes: Bytes) -> None:
+    """The e2m1 code of each value in units of its step."""
+    wide_vectors()
+    for i in range(codes.size):
+        codes[i] = e2m1_code(values[i], steps[i])
+
+
+@kernel
+def e4m3_codes(values: Floats, steps: Floats, codes: Bytes) -> None:
+    """The e4m3 code of each value in units of its step."""
+    wide_vectors()
+    for i in range(codes.size):
+        codes[i] = e4m3_code(values[i], steps[i])
+
+
+@kernel
 def e4m3_value(code: np.uint8) -> np.float32:
     """The number of an e4m3 code without a sign, below 0x7F."""
     if code < 8:

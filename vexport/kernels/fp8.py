@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from vexport.kernels.arithmetic import E4M3, F32, Bits, Floats, wide_vectors, widen
-from vexport.kernels.codes import FLOAT32_EPS, SPAN, Bytes, e4m3_code, kernel, largest_magnitude, spread
+from vexport.kernels.arithmetic import E4M3, F32, Bits, Floats, widen
+from vexport.kernels.codes import FLOAT32_EPS, SPAN, Bytes, e4m3_codes, kernel, largest_magnitude, spread
 
 
 @kernel
@@ -16,14 +16,6 @@ def find_scales(weight: Bits, storage: int, wide: int, scales: Floats) -> None:
             most = max(most, largest_magnitude(part, storage))
         scale = F32(most / E4M3.high)
         scales[block] = scale if scale else F32(FLOAT32_EPS)
-
-
-@kernel
-def quantize(values: Floats, steps: Floats, codes: Bytes) -> None:
-    """The e4m3 code of each value in units of its step."""
-    wide_vectors()
-    for i in range(codes.size):
-        codes[i] = e4m3_code(values[i], steps[i])
 
 
 @kernel
@@ -43,4 +35,4 @@ def pack(weight: Bits, storage: int, high: int, wide: int, scales: Floats, given
         for start in range(0, columns, SPAN):
             end = min(start + SPAN, columns)
             widen(values[: end - start], weight[row, start:end], storage)
-            quantize(values[: end - start], steps[start:end], codes[row, start:end])
+            e4m3_codes(values[: end - start], steps[start:end], codes[row, start:end])

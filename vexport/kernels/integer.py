@@ -5,15 +5,11 @@ from typing import NamedTuple
 import numpy as np
 
 from vexport.kernels.arithmetic import (
-    BFLOAT16,
-    EXPONENT_MASK,
     F32,
-    FLOAT16,
     I32,
     Bits,
     Floats,
-    as_bits,
-    as_float,
+    as_stored,
     value_range,
     wide_vectors,
     widen,
@@ -32,21 +28,6 @@ class Integers(NamedTuple):
     base: int
     symmetric: bool
     scale_storage: int
-
-
-@kernel
-def as_stored(scale: np.float32, storage: int) -> np.float32:
-    """A positive scale as it comes back from the dtype that it is stored in."""
-    bits = as_bits(scale)
-    if storage == BFLOAT16:
-        half = I32(I32(0x7FFF) + I32(I32(bits >> I32(16)) & I32(1)))
-        return as_float(I32(I32(bits + half) & I32(-65536)))
-    if storage == FLOAT16:
-        # Ten bits of mantissa, in a binade of at least 2**-14.
-        rounder = as_float(I32(max(I32(bits & I32(EXPONENT_MASK)), I32(113 << 23)) + I32(13 << 23)))
-        rounded = F32(F32(scale + rounder) - rounder)
-        return rounded if rounded < F32(65520.0) else F32(np.inf)
-    return scale
 
 
 @kernel

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from vexport.kernels.arithmetic import F32, I32, Bits, Floats, as_float, wide_vectors, widen
+from vexport.kernels.arithmetic import F32, I32, Bits, Floats, as_float, widen
 from vexport.kernels.codes import (
     FLOAT32_MANTISSA,
     MAGNITUDE,
     SPAN,
     Bytes,
-    e2m1_code,
-    e4m3_code,
+    e2m1_codes,
+    e4m3_codes,
     kernel,
     pack_bits,
 )
@@ -48,18 +48,6 @@ def find_steps(scales: Bytes, steps: Floats) -> None:
 
 
 @kernel
-def quantize(values: Floats, steps: Floats, bits: int, codes: Bytes) -> None:
-    """The e2m1 or e4m3 code of each value in units of its step."""
-    wide_vectors()
-    if bits == 4:
-        for i in range(codes.size):
-            codes[i] = e2m1_code(values[i], steps[i])
-    else:
-        for i in range(codes.size):
-            codes[i] = e4m3_code(values[i], steps[i])
-
-
-@kernel
 def pack(weight: Bits, storage: int, bits: int, scales: Bytes, given: bool, packed: Bytes) -> None:
     """Quantize a flat weight in groups of 32 to floats of 4 or 8 bits.
 
@@ -74,5 +62,8 @@ def pack(weight: Bits, storage: int, bits: int, scales: Bytes, given: bool, pack
         if not given:
             find_scales(values, bits, groups)
         find_steps(groups, steps)
-        quantize(values, steps, bits, codes[: end - start])
+        if bits == 4:
+            e2m1_codes(values, steps, codes[: end - start])
+        else:
+            e4m3_codes(values, steps, codes[: end - start])
         pack_bits(codes[: end - start], bits, packed[start * bits // 8 : end * bits // 8])

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from vexport.kernels.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, wide_vectors, widen
+from vexport.kernels.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, widen
 from vexport.kernels.codes import (
     MAGNITUDE,
     SPAN,
     Bytes,
-    e2m1_code,
+    e2m1_codes,
     e4m3_code,
     e4m3_value,
     kernel,
@@ -41,14 +41,6 @@ def find_steps(scales: Bytes, global_scale: np.float32, steps: Floats) -> None:
 
 
 @kernel
-def quantize(values: Floats, steps: Floats, codes: Bytes) -> None:
-    """The e2m1 code of each value in units of its step."""
-    wide_vectors()
-    for i in range(codes.size):
-        codes[i] = e2m1_code(values[i], steps[i])
-
-
-@kernel
 def pack(
     weight: Bits, storage: int, global_scale: np.float32, scales: Bytes, given: bool, packed: Bytes
 ) -> None:
@@ -65,7 +57,7 @@ def pack(
         if not given:
             find_scales(values, global_scale, groups)
         find_steps(groups, global_scale, steps)
-        quantize(values, steps, codes[: end - start])
+        e2m1_codes(values, steps, codes[: end - start])
         pack_nibbles(codes[: end - start], packed[start // 2 : end // 2])
 
 

@@ -10,9 +10,10 @@ from vexport.observers import ranks, reference
 from vexport.observers.args import ObserverArgs, OptionValue, is_nvfp4, strategy_of
 from vexport.observers.flatten import WEIGHT, flatten_for_calibration, permutation, require_layout
 from vexport.observers.fusion import SharedRange
+from vexport.observers.group_scales import scales_of_rows
 from vexport.observers.options import Options, OptionsT, read_options
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
-from vexport.observers.search import extremes_of, minmax_nvfp4, range_of
+from vexport.observers.search import extremes_of, range_of, ranges_of_rows
 from vexport.observers.tiles import Tiles, tiles_of, tiles_of_observations
 from vexport.observers.tokens import tokens_in
 
@@ -38,8 +39,9 @@ class Observer(torch.nn.Module):
     A subclass says what range it makes of an observation (`find_range`, `find_reference_range`) and how that
     is combined with what was seen before (`combine`). A weight is not combined: only the last one counts.
 
-    The block scales of an NVFP4 weight are found when qparams are asked, so after `fuse`, relative to the
-    shared global scale; until then the observer refers to the weight and keeps only its extremes.
+    The scales of a weight that has many are found when qparams are asked, a tile at a time, so that of large
+    weights nothing but these is in memory, and those of NVFP4 are relative to the global scale that `fuse`
+    shares. Until then the observer refers to the weight.
     """
 
     registry_name: ClassVar[str] = ""
@@ -58,7 +60,7 @@ class Observer(torch.nn.Module):
         self.tokens = 0
         self._shared: SharedRange | None = None
         self._seat = 0
-        self._deferred: Tiles | None = None
+        self._weight: Tiles | None = None
 
     @staticmethod
     def load_from_registry(
@@ -83,7 +85,7 @@ class Observer(torch.nn.Module):
     @property
     def has_statistics(self) -> bool:
         """Whether anything was observed yet."""
-        return self.low is not None
+        return self.low is not None or self._weight is not None
 
     @property
     def strategy(self) -> str:
@@ -124,6 +126,9 @@ class Observer(torch.nn.Module):
         else:
             self._update(tiles_of_observations(observed))
 
+    def prepare(self, tiles: Tiles) -> None:  # noqa: B027
+        """Take in what else is needed to find the ranges of these observations, now or later."""
+
     def find_range(self, tiles: Tiles) -> Range:
         """The range to keep of one observation: float32, shape qparam_shape."""
         return range_of(tiles)
@@ -144,7 +149,19 @@ class Observer(torch.nn.Module):
 
         Raises ValueError when nothing was seen.
         """
-        return self._statistics() if self._deferred is None else range_of(self._deferred)
+        if self._weight is None:
+            return self._statistics()
+        return range_of(self._weight) if is_nvfp4(self.args) else self.find_range(self._weight)
+
+    def extremes(self) -> Range:
+        """The smallest and the largest value seen, float32, of no dimension; not finite where one is not.
+
+        Of what is averaged or searched at once, those of the ranges. Raises ValueError when nothing was seen.
+        """
+        if self._weight is not None and self.low is None:
+            return extremes_of(self._weight)
+        low, high = self._statistics()
+        return low.amin(), high.amax()
 
     def global_scale(self) -> torch.Tensor | None:
         """The divisor that fused observers share, float32 (1,); None for strategies without one."""
@@ -156,32 +173,22 @@ class Observer(torch.nn.Module):
     @torch.no_grad()
     def get_qparams(self) -> QParamsDict:
         """Scale, zero point and global scale of what was observed; ValueError when nothing was."""
-        low, high = self._statistics()
-        if self.strategy == "tensor" and self._shared is not None:
-            low, high = (end.expand(low.shape) for end in self._shared.union())
         global_scale = self.global_scale()
-        scale, zero_point = self.scales(low, high, global_scale)
+        scale, zero_point = self._scales(global_scale)
         return QParamsDict(scale=scale, zero_point=zero_point, global_scale=global_scale)
 
-    def scales(
-        self, low: torch.Tensor, high: torch.Tensor, global_scale: torch.Tensor | None
+    def weight_scales(
+        self, tiles: Tiles, global_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero point of the ranges, given the global scale that will be stored."""
-        if self._deferred is not None and global_scale is not None:
-            scale = self.block_scales(self._deferred, global_scale)
-            return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
-        if self.is_reference:
-            stored = reference.dtype_named(self.args.scale_dtype)
-            return reference.scale_and_zero_point(low, high, self.args, global_scale, stored)
-        return scale_and_zero_point(low, high, self.args, global_scale)
+        """Scale (float32) and zero point (int32) of each group of a weight, given the stored global scale.
 
-    def block_scales(self, tiles: Tiles, global_scale: torch.Tensor) -> torch.Tensor:
-        """The block scales of an NVFP4 weight: float32 holding e4m3 values, shape qparam_shape."""
-        return minmax_nvfp4(tiles, self.args, global_scale)
+        NVFP4 scales hold e4m3 values.
+        """
+        return scales_of_rows(ranges_of_rows(tiles), tiles, self.args, global_scale)
 
     def reset(self) -> None:
         """Forget everything seen, the token count and with whom a scale is shared."""
-        self.low = self.high = self._deferred = None
+        self.low = self.high = self._weight = None
         self.tokens = 0
         if self._shared is not None:
             self._shared.leave(self._seat)
@@ -236,10 +243,26 @@ class Observer(torch.nn.Module):
             )
         return self.low, self.high
 
+    def _scales(self, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._weight is not None:
+            return self.weight_scales(self._weight, global_scale)
+        low, high = self._statistics()
+        if self.strategy == "tensor" and self._shared is not None:
+            low, high = (end.expand(low.shape) for end in self._shared.union())
+        if self.is_reference:
+            stored = reference.dtype_named(self.args.scale_dtype)
+            return reference.scale_and_zero_point(low, high, self.args, global_scale, stored)
+        return scale_and_zero_point(low, high, self.args, global_scale)
+
     def _update(self, tiles: Tiles) -> None:
-        defers = self.base_name == WEIGHT and is_nvfp4(self.args)
-        self._deferred = tiles if defers else None
-        self._combine(*(extremes_of(tiles) if defers else self.find_range(tiles)))
+        self.prepare(tiles)
+        many = self.strategy in ("channel", "group", "block") or is_nvfp4(self.args)
+        if self.base_name != WEIGHT or not many:
+            self._combine(*self.find_range(tiles))
+            return
+        self._weight = tiles
+        if is_nvfp4(self.args):
+            self._combine(*extremes_of(tiles))
 
     def _combine(self, low: torch.Tensor, high: torch.Tensor) -> None:
         if self.low is not None and self.high is not None and self.base_name != WEIGHT:

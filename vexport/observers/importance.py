@@ -4,11 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vexport import observer_names
-
-# The observer, by registry name, whose search weighs errors by importance.
-IMPORTANCE_OBSERVER = observer_names.IMPORTANCE
-
 
 @dataclass(slots=True)
 class Importance:

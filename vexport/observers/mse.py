@@ -6,11 +6,13 @@ from typing import ClassVar
 import torch
 
 from vexport.observers import ranks, reference
-from vexport.observers.args import OptionValue
+from vexport.observers.args import OptionValue, is_nvfp4
 from vexport.observers.base import Observer, Range
+from vexport.observers.block_scales import search_nvfp4
+from vexport.observers.group_scales import scales_of_rows
 from vexport.observers.minmax import moving_average
 from vexport.observers.options import AverageSearchOptions, SearchOptions
-from vexport.observers.search import Search, search_grid, search_nvfp4
+from vexport.observers.search import Search, search_grid, search_rows
 from vexport.observers.tiles import Tiles
 
 
@@ -27,6 +29,7 @@ class MemorylessMSEObserver(Observer):
         """Read the keywords of the search."""
         self.options = self.read(self.defaults, given)
         self.numerics = self.options.numerics
+        self._importance: torch.Tensor | None = None
 
     @property
     def search(self) -> Search:
@@ -37,9 +40,13 @@ class MemorylessMSEObserver(Observer):
         """The weight of each error, broadcasting to observations; None weights all alike."""
         return None
 
+    def prepare(self, tiles: Tiles) -> None:
+        """Take in the importance of what is searched."""
+        self._importance = self.importance(tiles.shape[-1] * tiles.shape[-2], tiles.order)
+
     def find_range(self, tiles: Tiles) -> Range:
         """Search."""
-        return search_grid(tiles, self.args, self.search, self._importance_for(tiles))
+        return search_grid(tiles, self.args, self.search, self._importance)
 
     def find_reference_range(self, observations: torch.Tensor, order: torch.Tensor | None) -> Range:
         """Search in the observations' dtype, without the global scale and without e4m3 scales."""
@@ -47,13 +54,15 @@ class MemorylessMSEObserver(Observer):
         search = replace(self.search, patience=max(1, self.search.patience))
         return reference.grid_search(observations, self.args, search, None, float32_error=False)
 
-    def block_scales(self, tiles: Tiles, global_scale: torch.Tensor) -> torch.Tensor:
+    def weight_scales(
+        self, tiles: Tiles, global_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Search, now that the global scale is known."""
-        return search_nvfp4(tiles, global_scale, self.search, self._importance_for(tiles))
-
-    def _importance_for(self, tiles: Tiles) -> torch.Tensor | None:
-        tile = next(iter(tiles))
-        return self.importance(tile.shape[-1] * tile.shape[-2], tiles.order)
+        if is_nvfp4(self.args) and global_scale is not None:
+            scale = search_nvfp4(tiles, global_scale, self.search, self._importance)
+            return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
+        ranges = search_rows(tiles, self.args, self.search, self._importance)
+        return scales_of_rows(ranges, tiles, self.args, global_scale)
 
 
 class MovingAverageMSEObserver(MemorylessMSEObserver):

@@ -6,7 +6,7 @@ Symmetric scales are absmax / (range / 2): FP4 /6, FP8 /448, INT4 /7.5, INT8 /12
 
 import torch
 
-from vexport.observers.args import ObserverArgs, is_float, is_mx
+from vexport.observers.args import ObserverArgs, is_float, is_mx, plain
 
 FP4_MAX = 6.0
 FP8_MAX = 448.0
@@ -20,8 +20,8 @@ FLOAT32_EPS = float(torch.finfo(torch.float32).eps)
 # (compressed_tensors/quantization/utils/mxfp_utils.py).
 E8M0_BIAS = 127
 MX_OFFSET = {4: 2, 8: 8}
-# Ranges of a weight in groups that are turned into scales at once: a few temporaries of 4 MiB.
-RANGES_AT_ONCE = 1 << 20
+# Dtypes of fewer bits that scales are stored in; all others are float32's or kinds of their own (NVFP4, MX).
+STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def quantized_range(args: ObserverArgs) -> tuple[float, float]:
@@ -32,6 +32,11 @@ def quantized_range(args: ObserverArgs) -> tuple[float, float]:
     if largest is None:
         raise ValueError(f"float with {args.num_bits} bits: need 4 (e2m1) or 8 (e4m3)")
     return -largest, largest
+
+
+def stored_dtype(args: ObserverArgs) -> torch.dtype:
+    """The dtype that scales have when they are read again: `scale_dtype` where it is a float of 16 bits."""
+    return STORED.get(plain(args.scale_dtype), torch.float32)
 
 
 def global_scale_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -47,23 +52,8 @@ def scale_and_zero_point(
     """Scales (float32, shape of `low`) and zero points (int32) for the ranges [low, high].
 
     With a global scale, block scales are what NVFP4 stores: relative to it and rounded to e4m3. MX scales
-    are powers of two.
+    are powers of two. Others are rounded to `stored_dtype`; a zero point belongs to the rounded scale.
     """
-    if low.numel() <= RANGES_AT_ONCE or not low.is_contiguous() or not high.is_contiguous():
-        return _scale_and_zero_point(low, high, args, global_scale)
-    scale = torch.empty(low.shape, dtype=torch.float32, device=low.device)
-    zero_point = torch.empty(low.shape, dtype=torch.int32, device=low.device)
-    flat = [torch.split(tensor.view(-1), RANGES_AT_ONCE) for tensor in (low, high, scale, zero_point)]
-    for lows, highs, scales, zero_points in zip(*flat, strict=True):
-        found = _scale_and_zero_point(lows, highs, args, global_scale)
-        scales.copy_(found[0])
-        zero_points.copy_(found[1])
-    return scale, zero_point
-
-
-def _scale_and_zero_point(
-    low: torch.Tensor, high: torch.Tensor, args: ObserverArgs, global_scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
     low = torch.minimum(low.to(torch.float32), torch.zeros((), device=low.device))
     high = torch.maximum(high.to(torch.float32), torch.zeros((), device=high.device))
     smallest, largest = quantized_range(args)
@@ -75,6 +65,8 @@ def _scale_and_zero_point(
         scale = (high - low) / (largest - smallest)
     if global_scale is not None:
         scale = (scale * global_scale).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    elif not is_mx(args):
+        scale = scale.to(stored_dtype(args)).to(torch.float32)
     scale = torch.where(scale == 0, E4M3_EPS if global_scale is not None else FLOAT32_EPS, scale)
     if args.symmetric:
         return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)

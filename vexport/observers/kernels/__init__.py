@@ -35,6 +35,8 @@ from vexport.observers.kernels.nvfp4 import GROUP_SIZE, NVFP4Search, search_bloc
 
 # Each thread that counts has half a megabyte of its own.
 COUNTING_TASKS = 16
+# Lanes of the widest vectors.
+VECTOR = 16
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
@@ -72,12 +74,13 @@ def search_grid_groups(
     lows, highs = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
     steps = np.empty(count, dtype=np.int64)
     improved = np.zeros((min(count, -(-bits.size // TASK_VALUES)), factors.size), dtype=np.bool_)
+    whole_vectors = np.pad(factors, (0, -factors.size % VECTOR), mode="edge")
     search_groups(
         bits,
         storage,
         importance_rows(importance, size),
         np.float32(expand),
-        factors,
+        whole_vectors,
         form,
         np.float32(norm),
         lows,
@@ -178,6 +181,7 @@ def importance_rows(importance: torch.Tensor | None, size: int) -> Floats:
 __all__ = [
     "E2M1",
     "E4M3",
+    "STORAGES",
     "Format",
     "GroupChoices",
     "distinct_values",

@@ -10,18 +10,15 @@ import numpy.typing as npt
 from numba import prange
 
 from vexport.kernels.arithmetic import (
-    CHUNK,
     F32,
     I32,
     MULTIPLY_ADD,
     Bits,
     Floats,
     Format,
-    Steps,
     as_float,
-    chunk_error,
+    as_stored,
     compiled,
-    difference,
     nearest,
     power,
     power_of_two_below,
@@ -29,8 +26,15 @@ from vexport.kernels.arithmetic import (
     wide_vectors,
     widen,
 )
+from vexport.observers.kernels.errors import (
+    CHUNK,
+    Doubles,
+    Steps,
+    chunk_error,
+    difference,
+    group_error,
+)
 
-Doubles = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 
@@ -44,7 +48,7 @@ TENSOR_CHUNK = 1 << 16
 
 
 class Candidates(NamedTuple):
-    """Steps of every shrink and what the error is at least, each (shrinks,)."""
+    """Steps of every shrink and what the error is at least, each (shrinks,), filled up to whole vectors."""
 
     scales: Floats
     inverses: Floats
@@ -60,12 +64,14 @@ class Ends(NamedTuple):
 
 
 @compiled(inline=True)
-def steps_of(low: np.float32, high: np.float32, form: Format) -> Steps:
-    """The scale and zero point of a range (formulas of vexport.observers.qparams)."""
+def steps_of(low: np.float32, high: np.float32, form: Format, unit: np.float32) -> Steps:
+    """The scale and zero point of a range (formulas of vexport.observers.qparams), of values times `unit`."""
     low, high = min(low, F32(0.0)), max(high, F32(0.0))
     span = F32(form.high - form.low)
     scale = F32(F32(high - low) / span) if form.zero_points else F32(max(-low, high) / F32(span / F32(2.0)))
-    scale = ZERO_SCALE if scale == 0 else scale
+    # Where a dtype has a smallest number, rounding depends on the unit.
+    scale = F32(as_stored(F32(scale / unit), form.scale_storage) * unit)
+    scale = F32(ZERO_SCALE * unit) if scale == 0 else scale
     zero = min(max(nearest(F32(form.low - F32(low / scale))), form.low), form.high)
     return Steps(scale, F32(F32(1.0) / scale), zero if form.zero_points else F32(0.0))
 
@@ -77,27 +83,12 @@ def unit_of(low: np.float32, high: np.float32) -> np.float32:
     return F32(F32(UNIT) / power_of_two_below(largest))
 
 
-@compiled(fastmath=MULTIPLY_ADD)
-def part_error(
-    values: Floats, importance: Floats, steps: Steps, form: Format, norm: np.float32
-) -> np.float32:
-    """`chunk_error` as a call of its own."""
-    wide_vectors()
-    return chunk_error(values, importance, steps, form, norm)
-
-
 @compiled()
-def group_error(
-    values: Floats, importance: Floats, steps: Steps, form: Format, norm: np.float32, limit: float
-) -> float:
-    """sum(importance * |q - x|**norm) of any number of values; a part of it once that is above `limit`."""
-    total = 0.0
-    for start in range(0, values.size, CHUNK):
-        part = slice(start, min(start + CHUNK, values.size))
-        total += float(part_error(values[part], importance[part], steps, form, norm))
-        if total > limit:
-            break
-    return total
+def multiply(values: Floats, unit: np.float32) -> None:
+    """Multiply all values in place."""
+    wide_vectors()
+    for i in range(values.size):
+        values[i] = F32(values[i] * unit)
 
 
 @compiled()
@@ -116,16 +107,22 @@ def weight_of_ends(values: Floats, importance: Floats, ends: Ends) -> np.float32
 
 @compiled(fastmath=MULTIPLY_ADD)
 def prepare(
-    ends: Ends, weight: np.float32, shrinks: Floats, form: Format, norm: np.float32, candidates: Candidates
+    ends: Ends,
+    unit: np.float32,
+    weight: np.float32,
+    shrinks: Floats,
+    form: Format,
+    norm: np.float32,
+    candidates: Candidates,
 ) -> None:
-    """Write the steps of every shrink of the range `ends`, and what its error is at least.
+    """Write the steps of every shrink of the range `ends`, in that unit, and what its error is at least.
 
     That is the error of the smallest or the largest value alone, lowered by more than float32 rounds.
     """
     wide_vectors()
     scales, inverses, zeros, bounds = candidates
     for step in range(shrinks.size):
-        steps = steps_of(F32(ends.low * shrinks[step]), F32(ends.high * shrinks[step]), form)
+        steps = steps_of(F32(ends.low * shrinks[step]), F32(ends.high * shrinks[step]), form, unit)
         scales[step], inverses[step], zeros[step] = steps.scale, steps.inverse, steps.zero
         farther = max(abs(difference(ends.low, steps, form)), abs(difference(ends.high, steps, form)))
         bounds[step] = F32(F32(weight * power(farther, norm)) * F32(1.0 - 1e-4))
@@ -160,7 +157,7 @@ def write_errors(
 def first_least(errors: Doubles, improved: Flags) -> int:
     """The first step with the smallest error; sets `improved` for every step that was the best so far."""
     best, least = 0, np.inf
-    for step in range(errors.size):
+    for step in range(improved.size):
         if errors[step] < least:
             best, least = step, errors[step]
             improved[step] = True
@@ -184,7 +181,8 @@ def search_groups(
     """Write the range of every row of `groups`, times `expand`, and which shrink of it is best.
 
     Row i has the importance of row i modulo the rows of `importance`. `improved` (tasks,
-    shrinks) starts false; a flag says that a step was some group's best so far.
+    shrinks) starts false; a flag says that a step was some group's best so far. `shrinks` may be more than
+    that, so that they fill whole vectors: what is beyond is not searched.
     """
     count, size = groups.shape
     tasks = improved.shape[0]
@@ -192,16 +190,16 @@ def search_groups(
         values = np.empty(size, dtype=F32)
         parts = np.empty((4, shrinks.size), dtype=F32)
         candidates = Candidates(parts[0], parts[1], parts[2], parts[3])
-        errors = np.empty(shrinks.size)
+        errors = np.empty(improved.shape[1])
         for group in range(task * count // tasks, (task + 1) * count // tasks):
             widen(values, groups[group], storage)
             low, high = value_range(values)
             low, high = F32(low * expand), F32(high * expand)
             unit = unit_of(low, high)
-            values *= unit
+            multiply(values, unit)
             ends = Ends(F32(low * unit), F32(high * unit))
             weights = importance[group % importance.shape[0]]
-            prepare(ends, weight_of_ends(values, weights, ends), shrinks, form, norm, candidates)
+            prepare(ends, unit, weight_of_ends(values, weights, ends), shrinks, form, norm, candidates)
             write_errors(values, weights, candidates, form, norm, errors)
             steps[group] = first_least(errors, improved[task])
             lows[group], highs[group] = low, high
@@ -250,9 +248,9 @@ def tensor_errors(
         part = weight[start : min(start + TENSOR_CHUNK, weight.size)]
         values = np.empty(part.size, dtype=F32)
         widen(values, part, storage)
-        values *= unit
+        multiply(values, unit)
         ones = np.ones(part.size, dtype=F32)
         for step in range(shrinks.size):
             shrink = F32(shrinks[step] * unit)
-            candidate = steps_of(F32(low * shrink), F32(high * shrink), form)
-            errors[chunk, step] = group_error(values, ones, candidate, form, norm, np.inf)
+            steps = steps_of(F32(low * shrink), F32(high * shrink), form, unit)
+            errors[chunk, step] = group_error(values, ones, steps, form, norm, np.inf)

@@ -9,6 +9,7 @@ from vexport.observers.args import ObserverArgs, is_float, is_mx
 from vexport.observers.kernels import (
     E2M1,
     E4M3,
+    STORAGES,
     Format,
     distinct_values,
     integer_format,
@@ -21,57 +22,58 @@ from vexport.observers.kernels import (
 )
 from vexport.observers.kernels.counts import PATTERNS
 from vexport.observers.kernels.nvfp4 import GROUP_SIZE
+from vexport.observers.qparams import stored_dtype
 from vexport.observers.tiles import Tiles
 
 
-class Factors(NamedTuple):
-    """Range before shrinking (float32) and best step, shape qparam_shape; whether each step improved any."""
+class Found(NamedTuple):
+    """Range before shrinking and best factor, float32, qparam_shape; whether each factor improved any."""
 
     low: torch.Tensor
     high: torch.Tensor
-    step: torch.Tensor
+    factor: torch.Tensor
     improved: list[bool]
 
 
-def serves_grid(tiles: Tiles, args: ObserverArgs, importance: torch.Tensor | None) -> bool:
-    """Whether `search_tiles` does this search: on the CPU, a weight in groups or values of one group."""
-    tile = next(iter(tiles))
-    one_group = tile.shape[1:-1].numel() == 1 and importance is None
-    known = not is_mx(args) and (args.symmetric or not is_float(args))
-    return known and serves(tile) and (one_group if tiles.shared else tile.shape[0] == 1)
+def serves_grid(tile: torch.Tensor, args: ObserverArgs) -> bool:
+    """Whether `search_tile` and `search_one_group` do this search."""
+    return serves(tile) and not is_mx(args) and (args.symmetric or not is_float(args))
 
 
-def search_tiles(
-    tiles: Tiles,
+def search_tile(
+    tile: torch.Tensor,
     args: ObserverArgs,
     factors: Sequence[float],
     *,
     expand: float,
     norm: float,
     importance: torch.Tensor | None,
-) -> Factors:
-    """The best of `factors` for the range, times `expand`, of each group."""
-    form = format_of(args)
-    if tiles.shared:
-        return _search_one_group(tiles, form, factors, expand, norm)
-    lows, highs, steps, improved = [], [], [], [False] * len(factors)
-    for tile in tiles:
-        rows = tile.reshape(-1, tile.shape[-1])
-        part = search_grid_groups(rows, form, factors, norm=norm, expand=expand, importance=importance)
-        shape = tile.shape[1:-1]
-        lows.append(part.low.reshape(shape))
-        highs.append(part.high.reshape(shape))
-        # There are at most some hundred factors, and as many steps as groups.
-        steps.append(part.step.reshape(shape).to(torch.int16))
-        improved = [a or b for a, b in zip(improved, part.improved, strict=True)]
-    return Factors(low=joined(lows), high=joined(highs), step=joined(steps), improved=improved)
+) -> Found:
+    """The best factor of the range, times `expand`, of each group of a tile (1, *qparam_shape, size)."""
+    rows, shape = tile.reshape(-1, tile.shape[-1]), tile.shape[1:-1]
+    best = search_grid_groups(rows, format_of(args), factors, norm=norm, expand=expand, importance=importance)
+    chosen = torch.tensor(factors)[best.step]
+    return Found(best.low.view(shape), best.high.view(shape), chosen.view(shape), best.improved)
 
 
-def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The parts one after another; `parts` is emptied, so that nothing stays in memory twice."""
-    whole = torch.cat(parts)
-    parts.clear()
-    return whole
+def search_one_group(
+    tiles: Tiles, args: ObserverArgs, factors: Sequence[float], *, expand: float, norm: float
+) -> Found:
+    """The best of `factors` for all values of all tiles."""
+    form, first = format_of(args), next(iter(tiles))
+    if first.dtype.itemsize == 2 and first.numel() >= PATTERNS:
+        values, counts = distinct_values(tiles, first.dtype)
+        one = search_grid_groups(
+            values.unsqueeze(0), form, factors, norm=norm, expand=expand, importance=counts.unsqueeze(0)
+        )
+        return _found_for(tiles, one.low, one.high, torch.tensor(factors)[one.step], one.improved)
+    ranges = torch.tensor([range_of_values(tile) for tile in tiles]) * expand
+    low, high = ranges[:, 0].amin(), ranges[:, 1].amax()
+    ends = float(low), float(high)
+    errors = torch.stack([shrink_errors(tile, ends, form, factors, norm=norm) for tile in tiles]).sum(0)
+    best_so_far = torch.cat([torch.tensor([torch.inf], dtype=errors.dtype), errors.cummin(0).values[:-1]])
+    chosen = torch.tensor(factors)[errors.argmin()]
+    return _found_for(tiles, low, high, chosen, (errors < best_so_far).tolist())
 
 
 def range_of_tile(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,10 +93,11 @@ def extremes_of_tile(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def format_of(args: ObserverArgs) -> Format:
-    """What values are rounded to."""
+    """What values are rounded to, with scales as they are stored."""
+    form = integer_format(args.num_bits, symmetric=args.symmetric)
     if is_float(args):
-        return E2M1 if args.num_bits == 4 else E4M3
-    return integer_format(args.num_bits, symmetric=args.symmetric)
+        form = E2M1 if args.num_bits == 4 else E4M3
+    return form._replace(scale_storage=STORAGES[stored_dtype(args)])
 
 
 def serves_nvfp4(tile: torch.Tensor) -> bool:
@@ -123,21 +126,8 @@ def nvfp4_scales_of_tile(
     )
 
 
-def _search_one_group(
-    tiles: Tiles, form: Format, factors: Sequence[float], expand: float, norm: float
-) -> Factors:
-    first = next(iter(tiles))
-    shape = first.shape[1:-1]
-    if first.dtype.itemsize == 2 and first.numel() >= PATTERNS:
-        values, counts = distinct_values(tiles, first.dtype)
-        one = search_grid_groups(
-            values.unsqueeze(0), form, factors, norm=norm, expand=expand, importance=counts.unsqueeze(0)
-        )
-        return Factors(one.low.expand(shape), one.high.expand(shape), one.step.expand(shape), one.improved)
-    ranges = torch.tensor([range_of_values(tile) for tile in tiles]) * expand
-    low, high = ranges[:, 0].amin(), ranges[:, 1].amax()
-    ends = float(low), float(high)
-    errors = torch.stack([shrink_errors(tile, ends, form, factors, norm=norm) for tile in tiles]).sum(0)
-    best_so_far = torch.cat([torch.tensor([torch.inf], dtype=errors.dtype), errors.cummin(0).values[:-1]])
-    step = errors.argmin().expand(shape)
-    return Factors(low.expand(shape), high.expand(shape), step, (errors < best_so_far).tolist())
+def _found_for(
+    tiles: Tiles, low: torch.Tensor, high: torch.Tensor, factor: torch.Tensor, improved: list[bool]
+) -> Found:
+    shape = tiles.groups
+    return Found(low.expand(shape), high.expand(shape), factor.expand(shape), improved)
