@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,12 +36,12 @@ def test_a_load_in_two_versions(tiny_llama: Path, tmp_path: Path) -> None:
     assert all(0 < report["logprobs"]["mean_kl"] < 0.003 for report in reports)
 
 
-def loads(checkpoint: Path, *options: object) -> list[dict[str, object]]:
+def loads(checkpoint: Path, *options: object) -> list[dict[str, Any]]:
     """The reports of our own vLLM and the other one, which must be of different versions."""
     pythons = ("--vllm-python", sys.executable, "--vllm-python", OTHER)
     ran = vexport("load", checkpoint, *pythons, *options, "--format", "json", "--quiet")
     assert ran.code == 0, ran.stderr
-    reports: list[dict[str, object]] = json.loads(ran.stdout)
+    reports: list[dict[str, Any]] = json.loads(ran.stdout)
     assert [report["vllm_python"] for report in reports] == [sys.executable, OTHER]
     assert len({report["vllm"] for report in reports}) == 2
     return reports

@@ -31,7 +31,7 @@ def titled(reports: Sequence[LoadReport]) -> list[LoadReport]:
     ]
 
 
-def versions(reports: Sequence[LoadReport] | Sequence[DryLoadReport]) -> str:
+def versions(reports: Sequence[LoadReport | DryLoadReport]) -> str:
     """Rows checkpoints, columns vLLM and mode; nothing where there is one column."""
     columns = column_names(reports)
     names = list(dict.fromkeys(columns))
