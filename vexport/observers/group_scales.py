@@ -21,7 +21,6 @@ def scales_of_rows(
     The ranges of all groups together are never in memory.
     """
     scale = torch.empty(tiles.groups, device=tiles.device)
-    # Zeros that nobody writes take no memory.
     zero_point = torch.zeros(tiles.groups, dtype=torch.int32, device=tiles.device)
     for rows, (low, high) in ranges:
         scale[rows], zeros = scale_and_zero_point(low, high, args, global_scale)
