@@ -15,6 +15,7 @@ from vexport.reports.coverage import coverage_lines
 from vexport.reports.escaping import clip, visible
 from vexport.reports.gates import Gate, finding_counts, report_gates, staged_findings
 from vexport.reports.matrix import matrix_tables
+from vexport.reports.mixing import budget_of
 from vexport.types import Canary, Flip, LayerError, LoadReport, Report, TaskVerdict
 
 MAX_FLIPS = 100
@@ -74,7 +75,7 @@ def _environment() -> Environment:
     environment.filters.update(_FILTERS)
     environment.globals.update(
         attribution_line=sentences.attribution_line,
-        budget_of=sentences.budget_of,
+        budget_of=budget_of,
         clip=_clip,
         coverage_lines=coverage_lines,
         heat=_heat,

@@ -14,6 +14,7 @@ from vexport.reports.formatting import (
     plural,
 )
 from vexport.reports.gates import Gate, checkpoint_gate, report_gates, staged_findings
+from vexport.reports.mixing import attempt_line, mixed_line
 from vexport.reports.sentences import (
     agreement_line,
     engine_line,
@@ -22,6 +23,7 @@ from vexport.reports.sentences import (
     scale_of_comparison,
     schemes_in_use,
     shown_comparisons,
+    signal_lines,
     size_change,
     task_title,
 )
@@ -47,6 +49,7 @@ def report(report: Report) -> str:
         _coverage(report),
         _tasks(report.verdict) if report.verdict else "",
         _load(report.load),
+        _signals(report),
         _findings(report),
         f"<sub>vexport {safe(report.vexport)}, {safe(report.created)}, source {safe(report.source)}, "
         f"total {duration(sum(report.seconds.values()))}</sub>",
@@ -88,6 +91,14 @@ def _gate_table(gates: Sequence[Gate]) -> str:
 
 def _size_line(report: Report) -> str:
     return f"**Size** {safe(size_change(report.plan))}, {safe(schemes_in_use(report.plan))}"
+
+
+def _signals(report: Report) -> str:
+    lines = [f"- **{label}** {safe(line)}" for label, line in signal_lines(report)]
+    if report.mixed:
+        lines.append(f"- **auto** {safe(mixed_line(report.mixed))}")
+    lines += [f"- **round {one.number}** {safe(attempt_line(one))}" for one in report.attempts]
+    return "\n".join(lines)
 
 
 def _coverage(report: Report) -> str:

@@ -9,8 +9,8 @@ from vexport.types import (
     Drift,
     EngineInfo,
     LogprobAgreement,
-    MixedScheme,
     Plan,
+    Report,
     TaskVerdict,
     Verdict,
 )
@@ -56,17 +56,6 @@ def scale_of_comparison(one: Comparison) -> Scale:
     return Scale(max(one.baseline, one.candidate) <= 1)
 
 
-def budget_of(mixed: MixedScheme) -> str:
-    """What the mixed scheme had to stay within."""
-    limits = {
-        "bits": f"{mixed.limit:g} bits per weight",
-        "bytes": size(round(mixed.limit)),
-        "share": f"{percent(mixed.limit, 0)} of the source's bytes",
-        "loss": f"{small(mixed.limit)} nats per token",
-    }
-    return limits[mixed.budget]
-
-
 def looks_scale(verdict: Verdict, task: str) -> Scale:
     """The scale of the task that was looked at while it was read; shares where no task has that name."""
     return next((scale_of(one) for one in verdict.tasks if one.task == task), Scale(True))
@@ -86,6 +75,16 @@ def attribution_line(attribution: Attribution) -> str:
     """Whose fault a loss is, and why."""
     guilty = "no part stands out" if attribution.guilty == "none" else f"the {attribution.guilty}"
     return f"{guilty}: {attribution.reason}"
+
+
+def signal_lines(report: Report) -> Sequence[tuple[str, str]]:
+    """What the log-probabilities of both models say, each with its label."""
+    lines = []
+    if report.drift:
+        lines.append(("drift", drift_line(report.drift)))
+    if report.attribution:
+        lines.append(("whose fault", attribution_line(report.attribution)))
+    return lines
 
 
 def shown_comparisons(verdict: Verdict) -> tuple[Comparison, ...]:

@@ -36,6 +36,7 @@ from vexport.reports.sentences import (
     scale_of_comparison,
     schemes_in_use,
     shown_comparisons,
+    signal_lines,
     size_change,
     task_title,
 )
@@ -148,6 +149,8 @@ def _facts(report: Report) -> RenderableType:
         table.add_row("experts", harmless(line))
     for row in _engine_rows(report.load):
         table.add_row(*row)
+    for label, line in signal_lines(report):
+        table.add_row(label, harmless(line))
     table.add_row("time", harmless(duration(sum(report.seconds.values()))))
     return table
 

@@ -90,7 +90,7 @@ def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
     )
     return Plane(
         title="KL against bits per weight",
-        x_unit="bits per quantized weight, scales included",
+        x_unit="bits per weight, everything stored",
         y_unit="KL, nats per token",
         x_ticks=tuple(Tick(across.at(value), f"{value:g}") for value in across.values()),
         y_ticks=_log_ticks(up),
