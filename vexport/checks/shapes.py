@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.arguments import ConfigGroup
-from vexport.checks.casts import survives
+from vexport.checks.casts import rounded, survives
 from vexport.checks.decoder import Layout
 from vexport.checks.expected import INT32_BITS, Expected, layer_sides, parameters_of
 from vexport.checks.subject import Subject, Unit, error, warning
@@ -138,8 +140,8 @@ def _rounded_scales(subject: Subject) -> Iterator[Finding]:
     for (_, leaf), dtypes in stored.items():
         if "F32" in dtypes:
             for dtype in ("BF16", "F16"):
-                rounded = dtypes.get(dtype, [])
-                for name in rounded if len(rounded) < len(dtypes["F32"]) else ():
+                few = dtypes.get(dtype, [])
+                for name in few if len(few) < len(dtypes["F32"]) else ():
                     yield error(
                         NAME,
                         name,
@@ -176,6 +178,14 @@ def _plain(subject: Subject, name: str, expected: Expected, cut: int | None) -> 
             got=tensor.dtype,
             fix="export it again: vLLM would cast the values without a word",
         )
+    elif _loses_in_bfloat16(subject, tensor):
+        yield error(
+            NAME,
+            name,
+            expected="dtype BF16, as the model has",
+            got="F16 with digits that BF16 does not hold: vLLM drops them, or its bits are no F16",
+            fix="export it again",
+        )
     if tensor.shape != expected.shape:
         narrowed = cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut)
         yield error(
@@ -185,6 +195,17 @@ def _plain(subject: Subject, name: str, expected: Expected, cut: int | None) -> 
             got=f"{list(tensor.shape)}{', of which vLLM drops the end without a word' if narrowed else ''}",
             fix="export it again, or correct config.json",
         )
+
+
+def _loses_in_bfloat16(subject: Subject, tensor: TensorInfo) -> bool:
+    """Whether a tensor of float16 stands alone in a model of bfloat16 and does not fit into it."""
+    config, tensors = subject.index.config, subject.index.tensors.values()
+    if tensor.dtype != "F16" or config.get("dtype", config.get("torch_dtype")) != "bfloat16":
+        return False
+    if all(other.dtype != "BF16" for other in tensors):
+        return False
+    values = np.asarray(subject.reader.array(tensor), dtype=np.float64)
+    return not np.array_equal(values, rounded(values, "BF16"))
 
 
 def _fit_together(subject: Subject, group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
