@@ -52,7 +52,7 @@ def plan_for(
         groups.append(FusionGroup(name=name, scheme=scheme, observer=observer, members=(linear,)))
     plan = Plan(
         source=str(folder),
-        architecture="",
+        architecture="LlamaForCausalLM",
         groups=tuple(groups),
         kept=(),
         kept_linears=(),
