@@ -19,8 +19,10 @@ SHARED = {
     "observers": {
         "args",
         "base",
+        "block_scales",
         "flatten",
         "fusion",
+        "group_scales",
         "importance",
         "options",
         "qparams",
