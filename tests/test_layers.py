@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # From the bottom to the top: a module may import from its own layer's package and from layers below.
 LAYERS = (
-    {"version", "errors", "types", "observer_names"},
+    {"version", "errors", "observer_names"},
+    {"types"},
     {"files", "noise"},
     {"checkpoint", "architectures"},
     {"schemes", "kernels"},

@@ -6,14 +6,11 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import CAPABILITIES, dry_loads
 from vexport.engine.messages import Progress
 from vexport.engine.session import require_vllm
 from vexport.terminal import OnProgress
 from vexport.types import DryLoadReport
-
-# Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ (rules 29 to 31).
-CAPABILITIES = (80, 89, 90, 100)
 
 
 def dry_load_checkpoints(

@@ -51,12 +51,5 @@ def _load(name: str, root: Path, mode: EngineMode, options: EngineOptions) -> Lo
 
 
 def _died(fault: EngineFault) -> LoadReport:
-    finding = Finding(
-        check=ENGINE_CHECK,
-        severity="error",
-        where=fault.where,
-        expected=fault.need,
-        got=fault.got,
-        fix=fault.fix,
-    )
+    finding = Finding.of(fault, check=ENGINE_CHECK, severity="error")
     return LoadReport(checkpoint="", ok=False, findings=(finding,), log_tail=fault.failure.log_tail)

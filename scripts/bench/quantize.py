@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -199,7 +200,9 @@ def timed(command: Sequence[object]) -> Ran:
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=log)
         assert process.stdout is not None
-        text = process.stdout.read().decode()
+        with ThreadPoolExecutor(1) as other:
+            peak = other.submit(largest_resident, process.pid)
+            text = process.stdout.read().decode()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
@@ -208,9 +211,21 @@ def timed(command: Sequence[object]) -> Ran:
     return Ran(
         seconds=time.perf_counter() - start,
         cpu=usage.ru_utime + usage.ru_stime,
-        megabytes=usage.ru_maxrss / 1000,
+        megabytes=peak.result(),
         text=text,
     )
+
+
+def largest_resident(pid: int) -> float:
+    """The largest resident set of a process, MB, once it has ended; that of wait4 counts its parent's too."""
+    found = 0.0
+    while True:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+        peak = [float(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM:")]
+        if not peak:
+            return found
+        found = max(found, *peak)
+        time.sleep(0.005)
 
 
 def copied(source: Path, scratch: Path) -> float:

@@ -228,13 +228,19 @@ def test_experts_without_a_gate(all_tokens: bool) -> None:
     weights = torch.rand(9, 2, generator=generator)
     with torch.no_grad():
         own = module(hidden, chosen, weights)
-        output, sent = runner_of(module, "experts")(
-            module, module.forward, (hidden, chosen), {"top_k_weights": weights}, all_tokens
+        saw: list[tuple[torch.Tensor, torch.Tensor]] = []
+        output, counts = runner_of(module, "experts")(
+            module,
+            module.forward,
+            (hidden, chosen),
+            {"top_k_weights": weights},
+            lambda _, tokens, made: saw.append((tokens, made)),
+            all_tokens=all_tokens,
         )
         assert isinstance(output, torch.Tensor)
         assert torch.equal(output, own)
-        assert sent.counts.tolist() == torch.bincount(chosen.flatten(), minlength=4).tolist()
-        for expert, (tokens, made) in enumerate(sent.inputs):
+        assert counts.tolist() == torch.bincount(chosen.flatten(), minlength=4).tolist()
+        for expert, (tokens, made) in enumerate(saw):
             expected = hidden if all_tokens else hidden[(chosen == expert).any(1)]
             assert torch.equal(tokens, expected)
             up = torch.relu(expected @ module.get_parameter("up_proj")[expert].T).square()

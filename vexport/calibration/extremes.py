@@ -5,6 +5,8 @@ may see them in place of the activation. torch reduces 16-bit floats over tokens
 than the integers that they are stored as, and over groups of 16 channels fifty times.
 """
 
+from collections import deque
+
 import torch
 
 SIGN = -(2**15)
@@ -30,22 +32,24 @@ def channel_extremes(value: torch.Tensor) -> torch.Tensor:
 
 
 class Extremes:
-    """The extremes of the activation last seen: layers that share an input (q, k and v) share the work.
+    """The extremes of the activations last seen: layers that share an input (q, k and v) share the work.
 
-    `not_finite` names the first layer whose input was not.
+    Two are remembered: of experts, what enters all comes in turn with what each makes of it. `not_finite`
+    names the first layer whose input was not.
     """
 
     def __init__(self) -> None:
         self.not_finite: str | None = None
-        self._value: torch.Tensor | None = None
-        self._version = -1
-        self._rows = torch.empty(0)
+        self._last: deque[tuple[torch.Tensor, int, torch.Tensor]] = deque(maxlen=2)
 
     def of(self, value: torch.Tensor, layer: str) -> torch.Tensor:
-        """`channel_extremes` of a layer's input, from memory if the last call had that tensor, unchanged."""
-        if value is not self._value or value._version != self._version:
-            self._rows = channel_extremes(value)
-            self._value, self._version = value, value._version
-            if self.not_finite is None and not bool(torch.isfinite(self._rows).all()):
-                self.not_finite = layer
-        return self._rows
+        """`channel_extremes` of a layer's input, from memory if it was seen just before, unchanged."""
+        for place, (seen, version, rows) in enumerate(self._last):
+            if value is seen and value._version == version:
+                self._last.rotate(-1 - place)  # to the end, as the last one seen
+                return rows
+        rows = channel_extremes(value)
+        self._last.append((value, value._version, rows))
+        if self.not_finite is None and not bool(torch.isfinite(rows).all()):
+            self.not_finite = layer
+        return rows

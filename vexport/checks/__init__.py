@@ -88,14 +88,4 @@ def _findings(subject: Subject) -> Iterator[Finding]:
 def findings_of(error: InputError) -> tuple[Finding, ...]:
     """What is said of files that cannot be read: a finding for each problem."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
-    return tuple(
-        Finding(
-            check=FILES,
-            severity="error",
-            where=problem.where,
-            expected=problem.need,
-            got=problem.got,
-            fix=problem.fix,
-        )
-        for problem in problems
-    )
+    return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from vexport.checks.expected import layer_sides
-from vexport.checks.subject import ConfigGroup, Subject, Unit, error
+from vexport.checks.subject import ConfigGroup, Subject, Unit, error, warning
 from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import Names, names_of, text_config
 from vexport.plan.shapes import misfit_on
@@ -29,7 +29,7 @@ WEIGHT_ONLY = 16
 class Runs:
     """Where vLLM runs a scheme: the least capability, and bits of activations from `full_sm` on and below.
 
-    `only_sm` is the one capability that runs it, where there is only one; `package` what must be installed.
+    `below_sm` is the first capability that no longer runs it; `package` what must be installed.
     """
 
     family: Family
@@ -37,12 +37,12 @@ class Runs:
     full_sm: int
     full_bits: int
     lower_bits: int = WEIGHT_ONLY
-    only_sm: int | None = None
+    below_sm: int | None = None
     package: str = ""
 
     def refuses(self, sm: int) -> bool:
         """Whether vLLM raises on such a GPU."""
-        return sm < self.least_sm or self.only_sm not in (None, sm)
+        return sm < self.least_sm or (self.below_sm is not None and sm >= self.below_sm)
 
     def bits(self, sm: int) -> int:
         """The bits of the activations that are multiplied."""
@@ -51,7 +51,8 @@ class Runs:
 
 def runs_of(group: ConfigGroup) -> Runs:
     """Source: `get_min_capability` of the schemes, the kernels of vllm/model_executor/kernels/linear and
-    compressed_tensors.py, which puts W8A16 in the place of W8A8 below SM 89."""
+    compressed_tensors.py, which puts W8A16 in the place of W8A8 below SM 89. CUTLASS's INT8 is chosen from
+    SM 100 on too, where it raises when it runs (scaled_mm_helper.hpp)."""
     weights, inputs = group.weights, group.input_activations
     if weights.strategy == "tensor_group":
         return Runs(family=nvfp4.FAMILY, least_sm=75, full_sm=100, full_bits=4 if inputs else WEIGHT_ONLY)
@@ -63,9 +64,9 @@ def runs_of(group: ConfigGroup) -> Runs:
         full_sm = 90 if weights.strategy == "block" else 89
         return Runs(family=fp8.FAMILY, least_sm=75, full_sm=full_sm, full_bits=8 if inputs else WEIGHT_ONLY)
     if group.format != "pack-quantized":
-        return Runs(family=integer.W8A8_FAMILY, least_sm=75, full_sm=75, full_bits=8)
+        return Runs(family=integer.W8A8_FAMILY, least_sm=75, full_sm=75, full_bits=8, below_sm=100)
     if inputs is not None and inputs.type == "float":
-        return Runs(family=integer.W4AFP8_FAMILY, least_sm=90, full_sm=90, full_bits=8, only_sm=90)
+        return Runs(family=integer.W4AFP8_FAMILY, least_sm=90, full_sm=90, full_bits=8, below_sm=100)
     family = integer.W4A8_FAMILY if inputs else integer.WNA16_FAMILY
     package = "" if weights.num_bits in OWN_WIDTHS else "humming-kernels"
     return Runs(family=family, least_sm=75, full_sm=75, full_bits=WEIGHT_ONLY, package=package)
@@ -168,7 +169,7 @@ def _capabilities(subject: Subject, group: ConfigGroup, units: list[Unit]) -> It
     layers = f"{INDEX.sub('*', units[0].name)} and all of {group.name} ({_layers(len(units))}"
     refusing = [sm for sm in capabilities if runs.refuses(sm)]
     if refusing:
-        need = f"SM {runs.only_sm} and no other" if runs.only_sm else f"SM {runs.least_sm} or above"
+        need = f"SM {runs.least_sm} " + (f"to below {runs.below_sm}" if runs.below_sm else "or above")
         yield error(
             NAME,
             f"{layers}, sm {_listed(refusing)})",
@@ -179,23 +180,21 @@ def _capabilities(subject: Subject, group: ConfigGroup, units: list[Unit]) -> It
     running = [sm for sm in capabilities if not runs.refuses(sm)]
     for bits in dict.fromkeys(runs.bits(sm) for sm in running):
         if bits != stored:
-            yield _warning(
+            yield warning(
+                NAME,
                 f"{layers}, sm {_listed([sm for sm in running if runs.bits(sm) == bits])})",
-                f"W{weights}A{stored}, as it is stored",
-                f"W{weights}A{bits}: vLLM has no kernel for the former there, and says nothing",
-                "measure accuracy and speed at that precision, or serve it elsewhere",
+                expected=f"W{weights}A{stored}, as it is stored",
+                got=f"W{weights}A{bits}: vLLM has no kernel for the former there, and says nothing",
+                fix="measure accuracy and speed at that precision, or serve it elsewhere",
             )
     if running and runs.package:
-        yield _warning(
+        yield warning(
+            NAME,
             f"{layers}, sm {_listed(running)})",
-            "a width that vLLM's own kernels run (4 or 8 bits)",
-            f"{weights} bits, for which it needs the package {runs.package}",
-            f"install {runs.package} beside vLLM",
+            expected="a width that vLLM's own kernels run (4 or 8 bits)",
+            got=f"{weights} bits, for which it needs the package {runs.package}",
+            fix=f"install {runs.package} beside vLLM",
         )
-
-
-def _warning(where: str, expected: str, got: str, fix: str) -> Finding:
-    return Finding(check=NAME, severity="warning", where=where, expected=expected, got=got, fix=fix)
 
 
 def _layers(count: int) -> str:

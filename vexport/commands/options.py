@@ -50,19 +50,20 @@ def format_option(formats: tuple[str, ...] = FORMATS) -> Callable[[Function], Fu
     )
 
 
+trust_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run."
+)
+
+
 def engine_options(function: Function) -> Function:
     """Which vLLM, and whether a checkpoint's code may run."""
-    function = click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own code run.")(
-        function
-    )
+    function = trust_option(function)
     return click.option("--vllm-python", type=PATH, help="Interpreter whose vLLM is used.")(function)
 
 
 def interpreter_options(function: Function) -> Function:
     """Which vLLMs, and whether a checkpoint's code may run."""
-    function = click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own code run.")(
-        function
-    )
+    function = trust_option(function)
     return click.option(
         "--vllm-python",
         type=PATH,

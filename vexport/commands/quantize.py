@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from vexport.commands.base import command, print_text
-from vexport.commands.options import PATH, POSITIVE, ByteSize, format_option, plan_options
+from vexport.commands.options import PATH, POSITIVE, ByteSize, format_option, plan_options, trust_option
 from vexport.types import KvCache, OnMisfit
 
 
@@ -88,7 +88,7 @@ def plan(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of weights."
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run.")
+@trust_option
 def quantize(
     source: str,
     out: Path,

@@ -111,7 +111,7 @@ def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreemen
         kept = result.logprobs_file.with_name(REFERENCE_FILE)
         reference = remembered_reference(result.checkpoint, prompts.tokens, kept)
     except InputError as error:
-        return None, [_no_reference(error)]
+        return None, [Finding.of(error, check="logprobs", severity="info")]
     agreement = compare_logprobs(
         reference,
         measured,
@@ -143,17 +143,6 @@ def _not_finite(result: SessionResult, measured: torch.Tensor) -> Finding:
         expected="finite log-probabilities",
         got=f"NaN at {bad} of {len(measured)} positions",
         fix="look for scales that are zero, infinite or missing with `vexport check`",
-    )
-
-
-def _no_reference(error: InputError) -> Finding:
-    return Finding(
-        check="logprobs",
-        severity="info",
-        where=error.where,
-        expected=error.need,
-        got=error.got,
-        fix=error.fix,
     )
 
 

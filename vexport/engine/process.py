@@ -53,17 +53,16 @@ def run_group(
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, then kill what is left of it."""
+    """Ask the group to end, then kill what is left of it and see it gone."""
     if process.stdin is not None:
         process.stdin.close()
-    deadline = time.monotonic() + _GRACE_SECONDS
     try:
         _signal(process.pid, signal.SIGTERM)
-        while _alive(process) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _await_end(process)
     finally:
         _signal(process.pid, signal.SIGKILL)
         process.wait()
+    _await_end(process)
 
 
 def _relay(
@@ -93,6 +92,13 @@ def _relay(
 def _progress(line: bytes) -> Progress:
     stage, done, total = json.loads(line)
     return Progress(stage=stage, done=done, total=total)
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait until no process of the group is left, but not for long."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while _alive(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _alive(process: subprocess.Popen[bytes]) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from vexport.checks import check_checkpoint
 from vexport.engine.agreement import KL_LIMITS, kl_divergence, kl_limit, read_logprobs
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import CAPABILITIES, dry_loads
 from vexport.engine.reference import REFERENCE_FILE, remembered_reference
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.drift import Scored
@@ -27,7 +27,6 @@ noise floor; nearer to it, both models compute the same, and what asks and reads
 NOTHING_IN_COMMON = 100.0
 """Nats that a position with a NaN counts as: JSON has no infinity, and no sane pair comes near."""
 _EVIDENCE = 3
-_CAPABILITIES = (80, 90, 100)
 
 NAMES = {
     1: "transformers, baseline",
@@ -153,7 +152,7 @@ def _loader_evidence(candidate: Scored, vllm_python: Path | None) -> tuple[str, 
     """
     findings = list(check_checkpoint(str(candidate.checkpoint)).findings)
     with suppress(EnvironmentFault):
-        (dry,) = dry_loads([candidate.checkpoint], sm=_CAPABILITIES, require="any", vllm_python=vllm_python)
+        (dry,) = dry_loads([candidate.checkpoint], sm=CAPABILITIES, require="any", vllm_python=vllm_python)
         findings += dry.findings
     errors = [finding for finding in findings if finding.severity == "error"]
     return tuple(str(finding) for finding in errors[:_EVIDENCE])

@@ -8,6 +8,7 @@ tile at a time and in float32. The error of a group is `sum(importance * |dequan
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 
@@ -45,7 +46,7 @@ def range_of(tiles: Tiles) -> Range:
     if not tiles.shared:
         return _together(ranges_of_rows(tiles), tiles)
     lows, highs = zip(*map(range_of_tile, tiles), strict=True)
-    return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+    return reduce(torch.minimum, lows), reduce(torch.maximum, highs)
 
 
 def ranges_of_rows(tiles: Tiles) -> Iterator[tuple[slice, Range]]:

@@ -70,10 +70,6 @@ def verdict(verdict: Verdict) -> str:
     return _document((_Suite(name="verdict", gates=verdict_gates(verdict)),), {})
 
 
-def _checkpoint_suite(name: str, report: CheckReport | LoadReport) -> _Suite:
-    return _Suite(name=report.checkpoint, gates=(checkpoint_gate(name, report),))
-
-
 def _document(suites: Sequence[_Suite], seconds: Mapping[str, float]) -> str:
     gates = [gate for suite in suites for gate in suite.gates]
     root = ElementTree.Element("testsuites", {"name": "vexport", **_totals(gates, seconds)})

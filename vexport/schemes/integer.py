@@ -22,7 +22,7 @@ class W8A8Family:
 
     format: str = "int-quantized"
     least_sm: int = 75
-    sm_note: str = ""
+    sm_note: str = "not from 100 on"
     cpu: str = "native"
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:

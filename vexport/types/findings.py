@@ -1,7 +1,9 @@
 """What a check or a load found."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
+
+from vexport.errors import VexportError
 
 Severity = Literal["error", "warning", "info"]
 
@@ -16,6 +18,18 @@ class Finding:
     expected: str
     got: str
     fix: str
+
+    @classmethod
+    def of(cls, error: VexportError, *, check: str, severity: Severity) -> Self:
+        """What an error says, as a finding."""
+        return cls(
+            check=check,
+            severity=severity,
+            where=error.where,
+            expected=error.need,
+            got=error.got,
+            fix=error.fix,
+        )
 
     def __str__(self) -> str:
         return f"{self.where}: got {self.got}, need {self.expected}; {self.fix} [{self.check}]"

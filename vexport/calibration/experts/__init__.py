@@ -12,7 +12,7 @@ import torch
 
 from vexport.calibration.capture import Forward
 from vexport.calibration.experts import grouped, llama4
-from vexport.calibration.experts.sent import Run, Sent
+from vexport.calibration.experts.run import Run, Saw
 from vexport.errors import InputError
 from vexport.types import LinearPlan
 
@@ -72,7 +72,7 @@ class ExpertLayers:
 
     def forward(
         self,
-        run: Callable[[Sequence[object], Mapping[str, object]], tuple[object, Sent]],
+        run: Callable[[Sequence[object], Mapping[str, object], Saw], tuple[object, torch.Tensor]],
         see: See,
         routed: dict[str, torch.Tensor],
     ) -> Forward:
@@ -81,14 +81,15 @@ class ExpertLayers:
         The number of tokens routed to each expert is added to `routed`.
         """
 
+        def saw(expert: int, tokens: torch.Tensor, between: torch.Tensor) -> None:
+            for layer in self.first[expert]:
+                see(layer, tokens)
+            for layer in self.second[expert]:
+                see(layer, between)
+
         def forward(*args: object, **kwargs: object) -> object:
-            output, sent = run(args, kwargs)
-            routed[self.name] = routed.get(self.name, 0) + sent.counts.cpu()
-            for first, second, (tokens, between) in zip(self.first, self.second, sent.inputs, strict=True):
-                for layer in first:
-                    see(layer, tokens)
-                for layer in second:
-                    see(layer, between)
+            output, counts = run(args, kwargs, saw)
+            routed[self.name] = routed.get(self.name, 0) + counts.cpu()
             return output
 
         return forward

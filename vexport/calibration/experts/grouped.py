@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from vexport.calibration.capture import Forward
-from vexport.calibration.experts.sent import Sent
+from vexport.calibration.experts.run import Saw
 
 # What says how the parameters of a module of experts are laid out.
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
@@ -37,30 +37,43 @@ def run(
     own: Forward,
     args: Sequence[object],
     kwargs: Mapping[str, object],
+    saw: Saw,
+    *,
     all_tokens: bool,
-) -> tuple[object, Sent]:
-    """See `Run`. Inputs of routed tokens are those of the model's own grouped products; nothing is
-    computed twice."""
+) -> tuple[object, torch.Tensor]:
+    """See `Run`. No product is made twice."""
     hidden, chosen, weights = inspect.signature(own).bind(*args, **kwargs).arguments.values()
     assert isinstance(hidden, torch.Tensor)
     assert isinstance(chosen, torch.Tensor)
-    experts = module.get_parameter("down_proj").shape[0]
-    counts = torch.bincount(chosen.flatten(), minlength=experts)
+    assert isinstance(weights, torch.Tensor)
+    counts = torch.bincount(chosen.flatten(), minlength=module.get_parameter("down_proj").shape[0])
     if all_tokens:
-        return own(hidden, chosen, weights), Sent(counts, _of_all(cast(Experts, module), hidden, experts))
+        return _run_all(cast(Experts, module), hidden, chosen, weights, saw), counts
     with _activation(module) as made:
         output = grouped_mm_experts_forward(module, hidden, chosen, weights)
     order = chosen.flatten().argsort(stable=True) // chosen.shape[-1]
     parts = counts.tolist()
-    return output, Sent(
-        counts, zip(torch.split(hidden[order], parts), torch.split(made[0], parts), strict=True)
-    )
+    inputs = zip(torch.split(hidden[order], parts), torch.split(made[0], parts), strict=True)
+    for expert, (tokens, between) in enumerate(inputs):
+        saw(expert, tokens, between)
+    return output, counts
 
 
-def _of_all(
-    module: Experts, tokens: torch.Tensor, experts: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return ((tokens, activation(module, expert, tokens)) for expert in range(experts))
+def _run_all(
+    module: Experts, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, saw: Saw
+) -> torch.Tensor:
+    """The arithmetic of `grouped_mm_experts_forward`, expert by expert: first layers take all tokens, down
+    projections those that are routed to them."""
+    routes, shares = chosen.flatten(), weights.flatten().unsqueeze(-1)
+    dtype = torch.promote_types(hidden.dtype, weights.dtype)
+    parts = torch.empty(len(routes), hidden.shape[-1], dtype=dtype, device=hidden.device)
+    for expert in range(len(module.get_parameter("down_proj"))):
+        made = activation(module, expert, hidden)
+        saw(expert, hidden, made)
+        here = (routes == expert).nonzero().squeeze(-1)
+        sent = made[here // chosen.shape[-1]]
+        parts[here] = _product(module, "down_proj", expert, sent) * shares[here]
+    return parts.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
 
 @contextmanager
@@ -91,9 +104,14 @@ def _activation(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 def activation(experts: Experts, expert: int, tokens: torch.Tensor) -> torch.Tensor:
     """What enters an expert's down projection, (tokens, intermediate size), for tokens (tokens, hidden)."""
-    leaf = "gate_up_proj" if experts.has_gate else "up_proj"
+    made = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", expert, tokens)
+    return experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)
+
+
+def _product(experts: Experts, leaf: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+    """What a layer of an expert makes of tokens."""
     weight = experts.get_parameter(leaf)[expert]
     made = torch.nn.functional.linear(tokens, weight.T if experts.is_transposed else weight)
     if experts.has_bias:
         made += experts.get_parameter(f"{leaf}_bias")[expert]
-    return experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)
+    return made

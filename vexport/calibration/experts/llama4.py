@@ -5,12 +5,12 @@ Source: Llama4TextMoe of transformers; vLLM does the same before it quantizes an
 for each expert, zeros where the token is not routed to it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from vexport.calibration.capture import Forward
-from vexport.calibration.experts.sent import Sent
+from vexport.calibration.experts.run import Saw
 
 
 def serves(module: torch.nn.Module) -> bool:
@@ -23,8 +23,10 @@ def run(
     own: Forward,
     args: Sequence[object],
     kwargs: Mapping[str, object],
+    saw: Saw,
+    *,
     all_tokens: bool,
-) -> tuple[object, Sent]:
+) -> tuple[object, torch.Tensor]:
     """See `Run`. All tokens of an expert are scaled by the weight of the expert that they are routed to."""
     scaled = args[0] if args else kwargs["hidden_states"]
     assert isinstance(scaled, torch.Tensor)
@@ -33,16 +35,13 @@ def run(
     between = activation(module, torch.bmm(tokens, first))
     output = torch.bmm(between, down).view(-1, tokens.shape[-1])
     routed = (tokens != 0).any(-1)
-    if all_tokens:
-        return output, Sent(routed.sum(-1), _of_all(module, tokens[routed], first))
-    of_routed = ((one[here], made[here]) for one, made, here in zip(tokens, between, routed, strict=True))
-    return output, Sent(routed.sum(-1), of_routed)
-
-
-def _of_all(
-    module: torch.nn.Module, tokens: torch.Tensor, weights: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return ((tokens, activation(module, tokens @ weight)) for weight in weights)
+    everything = tokens[routed]
+    for expert, (weight, here) in enumerate(zip(first, routed, strict=True)):
+        if all_tokens:
+            saw(expert, everything, activation(module, everything @ weight))
+        else:
+            saw(expert, tokens[expert, here], between[expert, here])
+    return output, routed.sum(-1)
 
 
 def activation(module: torch.nn.Module, gate_up: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ from vexport.engine.messages import Progress
 from vexport.engine.session import run_worker
 from vexport.types import DryLoadReport
 
+# Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ.
+CAPABILITIES = (80, 89, 90, 100)
 _SECONDS = 600.0
 
 
