@@ -8,6 +8,7 @@ import pytest
 
 from tests.command import vexport
 from vexport.evaluation.accepted import accept_results
+from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,9 @@ from vexport.evaluation.accepted import accept_results
         (("--baseline", "b", "--against", "a.json"), "Give --baseline SOURCE or --against FILE"),
         (("--accept", "a.json", "--stopping", "early"), "--stopping early needs a baseline"),
         (("--baseline", "b", "--accept", "x", "--stopping", "early"), "leaves too little to --accept"),
+        (("--against", "a.json", "--kl-limit", "0.2"), "--kl-limit and --nll-limit need --baseline"),
+        (("--accept", "a.json", "--nll-limit", "0.2"), "--kl-limit and --nll-limit need --baseline"),
+        (("--baseline", "b", "--kl-limit", "0"), "Invalid value for '--kl-limit'"),
         (("--baseline", "b", "--gate", "gsm8k="), "is not [TASK=]METRIC[,FILTER]"),
         (("--baseline", "b", "--gate", "acc", "--gate", "f1"), "or its task is given twice"),
     ],
@@ -29,6 +33,12 @@ def test_options_that_do_not_fit_are_refused(
     assert done.code == 2
     assert message in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_the_help_names_the_limits_of_a_scenario() -> None:
+    shown = " ".join(vexport("eval", "--help").stdout.split())
+    assert f"in nats a token [default: {DEFAULT_KL_LIMIT:g}]" in shown
+    assert f"in nats a token [default: {DEFAULT_NLL_LIMIT:g}]" in shown
 
 
 def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) -> None:

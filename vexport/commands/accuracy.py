@@ -9,6 +9,7 @@ from vexport.commands.base import command, conclude, print_text
 from vexport.commands.options import (
     PATH,
     POSITIVE,
+    drift_options,
     engine_options,
     format_option,
     session_options,
@@ -32,6 +33,7 @@ from vexport.commands.options import (
     "--task", "tasks", multiple=True, required=True, metavar="NAME_OR_YAML", help="lm-eval task; repeatable."
 )
 @verdict_options
+@drift_options
 @click.option(
     "--stopping",
     type=click.Choice(("fixed", "early")),
@@ -54,6 +56,8 @@ def evaluate(
     margin: float,
     alpha: float,
     gate: dict[str, str],
+    kl_limit: float | None,
+    nll_limit: float | None,
     stopping: Literal["fixed", "early"],
     limit: int | None,
     output: Path | None,
@@ -78,7 +82,7 @@ def evaluate(
         require_writable,
     )
     from vexport.reports import render_verdict
-    from vexport.scenario import Evaluate, Serve
+    from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, Serve
     from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
     from vexport.terminal import progress_display
 
@@ -88,6 +92,10 @@ def evaluate(
         require_writable(accept)
     if stopping == "early" and (accept or not (baseline or against)):
         raise click.UsageError("--stopping early needs a baseline, and leaves too little to --accept.")
+    if not baseline and (kl_limit or nll_limit):
+        raise click.UsageError(
+            "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
+        )
     settings = Evaluate(
         tasks=tasks,
         margin=margin,
@@ -96,6 +104,8 @@ def evaluate(
         stopping=stopping,
         limit=limit,
         baseline=baseline,
+        kl_limit=kl_limit or DEFAULT_KL_LIMIT,
+        nll_limit=nll_limit or DEFAULT_NLL_LIMIT,
     )
     folder = output or Path("runs") / f"eval-{Path(checkpoint).name}"
     with progress_display(quiet=quiet) as on_progress:

@@ -180,3 +180,19 @@ def verdict_options(function: Function) -> Function:
         show_default=True,
         help="Acceptable loss: 0.02 is 2 points.",
     )(function)
+
+
+def drift_options(function: Function) -> Function:
+    """Beyond which drift of the log-probabilities a verdict warns."""
+    function = click.option(
+        "--nll-limit",
+        type=click.FloatRange(0, min_open=True),
+        metavar="NATS",
+        help="Warn where the NLL rises by more, in nats a token [default: 0.05].",
+    )(function)
+    return click.option(
+        "--kl-limit",
+        type=click.FloatRange(0, min_open=True),
+        metavar="NATS",
+        help="Warn where the mean KL to the baseline is more, in nats a token [default: 0.1].",
+    )(function)
