@@ -24,6 +24,7 @@ DEFAULT_ALPHA = 0.05
 # Q4_K); a rise of 0.05 in the NLL is 5 % of perplexity.
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
+DEFAULT_KL_PROMPTS = 16
 DEFAULT_OBSERVER = "memoryless_minmax"
 # The scheme of a rule that leaves the choice to measured losses and a budget.
 AUTO = "auto"
@@ -150,7 +151,8 @@ class Evaluate(_Strict):
     `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the metric
     that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists). With
     `stopping: early` the checkpoint is read no further than the answer needs. `kl_limit` bounds the mean KL
-    to the baseline and `nll_limit` the rise of the NLL, in nats a token: beyond them is a warning.
+    to the baseline and `nll_limit` the rise of the NLL, in nats a token, over `kl_prompts` prompts at most:
+    beyond them is a warning.
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -163,6 +165,7 @@ class Evaluate(_Strict):
     seed: int = 0
     kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
     nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
+    kl_prompts: Annotated[int, Gt(0)] = DEFAULT_KL_PROMPTS
 
 
 class Scenario(_Strict):

@@ -10,7 +10,7 @@ from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import Progress, SessionRequest, SessionResult
-from vexport.engine.prompts import Prompts, fixed_prompts
+from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
 from vexport.engine.session import run_session
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.accepted import read_accepted
@@ -82,7 +82,7 @@ def serve_model(
     with `repeat` a part of them is asked again, and an engine that wavers is an EnvironmentFault.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    prompts = fixed_prompts(checkpoint, texts=texts)
+    prompts = fixed_prompts(checkpoint, texts=texts, count=settings.kl_prompts if settings else CONTINUED)
     request = load_request(checkpoint, prompts, logprobs_file=folder / "logprobs.safetensors")
     request = replace(
         request,

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from tests.engine.fixtures import quantize_model
 from vexport.engine.agreement import KL_LIMITS, compare_logprobs, kl_limit
 from vexport.engine.canaries import canary_findings, symptom
-from vexport.engine.prompts import fixed_prompts
+from vexport.engine.prompts import CONTINUED, fixed_prompts
 from vexport.engine.reference import reference_canaries, reference_logprobs
 from vexport.types import Canary
 
@@ -106,6 +106,12 @@ def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
     assert seeded == fixed_prompts(tiny_llama)
     assert len(seeded.tokens) <= 8
     assert all(tokens[0] == 1 and min(tokens[1:]) > 3 and len(tokens) <= 64 for tokens in seeded.tokens)
+    more = fixed_prompts(tiny_llama, count=16)
+    assert len(more.tokens) == 16
+    assert more.tokens[: len(seeded.tokens)] == seeded.tokens
+    assert more.texts == seeded.texts
     given = fixed_prompts(tiny_llama, texts=["w5 w6 w7", "what is this"])
     assert given.natural
     assert (given.texts, given.tokens) == (("w5 w6 w7",), ((5, 6, 7),))
+    many = fixed_prompts(tiny_llama, texts=[f"w{n} w{n}" for n in range(5, 25)], count=2)
+    assert (len(many.texts), many.tokens) == (CONTINUED, ((5, 5), (6, 6)))

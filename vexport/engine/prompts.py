@@ -14,9 +14,21 @@ TEXTS = (
     "Once upon a time, in a small village at the edge of the forest, there lived an old clockmaker who",
     "Question: If a train travels 60 miles in one hour, how far does it travel in three hours?\nAnswer:",
     "The three primary colours are red, yellow and",
+    "SELECT name, price FROM products WHERE price > 100 ORDER BY price DESC LIMIT 10; returns at most ten",
+    "Le chat dort sur le canap\u00e9 pendant que les enfants jouent dans le jardin. Il fait beau et",
+    "Der Zug nach Berlin f\u00e4hrt um acht Uhr von Gleis sieben ab. Die Fahrt dauert etwa vier",
+    "To make bread you need flour, water, salt and yeast. Mix them, knead the dough for ten minutes, let it",
+    'The response of the server was {"status": "ok", "count": 3, "items": ["apple", "banana", "cherry"]}, so',
+    "The theory of evolution by natural selection was first set out by Charles Darwin in his book On the",
+    "User: My laptop does not turn on any more. What should I try first?\nAssistant: Check that the",
+    "Let x be a real number with 2x + 3 = 11. Subtracting 3 from both sides gives 2x = 8, and therefore x =",
+    "The committee met on Tuesday to discuss the budget. After a long debate the members agreed that the",
+    "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n        printf(",
 )
 # More unknown tokens than this and the tokenizer was not made for English text.
 _MOST_UNKNOWN = 0.2
+# Each is continued by 200 tokens, which costs more than its log-probabilities.
+CONTINUED = 6
 _SEED = 20240229
 _SEEDED_TOKENS = 48
 
@@ -34,19 +46,22 @@ class Prompts:
 
 
 def fixed_prompts(
-    checkpoint: Path, *, texts: Sequence[str] = (), count: int = 6, length: int = 64
+    checkpoint: Path, *, texts: Sequence[str] = (), count: int = CONTINUED, length: int = 64
 ) -> Prompts:
     """At most `count` prompts of at most `length` tokens, the same for every export of a model.
 
-    `texts` come first where given (rows of the calibration data, say); the built-in English otherwise. A
-    tokenizer that does not know the texts gets sequences of its own tokens, from a fixed seed.
+    The first `CONTINUED` texts are continued. `texts` come first where given (rows of the calibration data,
+    say); the built-in ones otherwise. A tokenizer that does not know the texts gets sequences of its own
+    tokens, from a fixed seed.
     """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    known = [text for text in (texts or TEXTS) if _knows(tokenizer, text)][:count]
+    known = [text for text in (texts or TEXTS) if _knows(tokenizer, text)]
     if not known:
         return _seeded(tokenizer, count, min(length, _SEEDED_TOKENS))
-    tokens = [tuple(tokenizer(text)["input_ids"][:length]) for text in known]
-    return Prompts(natural=True, texts=tuple(known), tokens=tuple(ids for ids in tokens if len(ids) > 1))
+    tokens = [tuple(tokenizer(text)["input_ids"][:length]) for text in known[:count]]
+    return Prompts(
+        natural=True, texts=tuple(known[:CONTINUED]), tokens=tuple(ids for ids in tokens if len(ids) > 1)
+    )
 
 
 def _knows(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
@@ -61,6 +76,7 @@ def _seeded(tokenizer: PreTrainedTokenizerBase, count: int, length: int) -> Prom
     ordinary = sorted(id_ for id_ in tokenizer.get_vocab().values() if id_ not in special)
     source = random.Random(_SEED)
     start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    tokens = [start + tuple(source.choices(ordinary, k=length - len(start))) for _ in range(count)]
-    texts = tuple(tokenizer.decode(ids[1:9]) for ids in tokens)
-    return Prompts(natural=False, texts=texts, tokens=tuple(tokens))
+    most = max(count, CONTINUED)
+    tokens = [start + tuple(source.choices(ordinary, k=length - len(start))) for _ in range(most)]
+    texts = tuple(tokenizer.decode(ids[1:9]) for ids in tokens[:CONTINUED])
+    return Prompts(natural=False, texts=texts, tokens=tuple(tokens[:count]))

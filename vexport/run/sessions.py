@@ -8,6 +8,7 @@ from pathlib import Path
 from vexport.calibration.data import parse_rows
 from vexport.checkpoint.source import resolve_source
 from vexport.dry_loading import dry_load_checkpoints
+from vexport.engine.prompts import CONTINUED
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, drift_warnings, measure_drift
 from vexport.files import from_json, to_json, write_text
@@ -25,7 +26,6 @@ from vexport.serving import (
 from vexport.types import Attribution, Drift, DryLoadReport, LoadReport, Outcome, Verdict
 from vexport.verdict import decide
 
-PROMPTS = 6
 # Settings that a session does not depend on.
 _WARN = {"kl_limit", "nll_limit"}
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
@@ -195,7 +195,8 @@ class Sessions:
     @cached_property
     def _texts(self) -> tuple[str, ...]:
         """The first halves of calibration texts as prompts: the model knows their kind and can go on."""
-        settings = self.scenario.calibration
+        settings, evaluate = self.scenario.calibration, self.scenario.evaluate
+        most = max(CONTINUED, evaluate.kl_prompts if evaluate else 0)
         rows = parse_rows(settings.data).values() if settings else ()
-        texts = [text for row in rows if isinstance(text := row.get("text"), str)][:PROMPTS]
+        texts = [text for row in rows if isinstance(text := row.get("text"), str)][:most]
         return tuple(text[: text.rfind(" ", 0, len(text) // 2 + 1)] for text in texts if " " in text)
