@@ -33,8 +33,12 @@ def runs() -> list[Report]:
 
 def test_text_has_the_oldest_first_and_a_gap_where_nothing_was_measured() -> None:
     lines = render_history(runs(), "text").splitlines()
-    names = [line.split()[0] for line in lines if line.strip().startswith(("first", "second", "third"))]
-    assert names == ["first", "second", "third"]
+    rows = [line.split()[:4] for line in lines if "2025-03" in line]
+    assert rows == [
+        ["1", "first", "2025-03-14", "00:00"],
+        ["2", "second", "2025-03-15", "00:00"],
+        ["3", "third", "2025-03-16", "00:00"],
+    ]
     (addition,) = [line for line in lines if "addition" in line]
     assert addition.split()[-3:] == ["98.9%", "98.9%", "n/a"]
 
@@ -60,7 +64,19 @@ def test_the_ladder_has_a_point_for_each_run_with_a_kl() -> None:
     larger, smaller = chart.points
     assert larger.x > smaller.x
     assert larger.y > smaller.y  # less loss stands lower, and `y` counts from the top
+    assert [point.label[:8] for point in chart.points] == ["3 second", "2 first:"]
+    assert [point.mark for point in chart.points] == ["3", "2"]
+    assert [line.count(",") for line in chart.lines] == [2]  # both are of one source
     assert ladder_chart(ladder(runs()[:2])) is None
+
+
+def test_runs_that_lie_on_each_other_share_a_mark() -> None:
+    _, first, second = runs()
+    other = replace(first, name="other", source="elsewhere")
+    chart = ladder_chart(ladder([first, second, other]))
+    assert chart is not None
+    assert [point.mark for point in chart.points] == ["2", "1, 3", ""]
+    assert len(chart.lines) == 1
 
 
 def test_the_interval_narrows_to_the_decision() -> None:

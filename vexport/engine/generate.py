@@ -1,6 +1,7 @@
 """What the worker asks of a loaded engine: greedy continuations and full-vocabulary log-probabilities."""
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,7 +111,9 @@ def dense(flat: "FlatLogprobs") -> torch.Tensor:
     """
     rows = []
     for start, end in zip(flat.start_indices[1:], flat.end_indices[1:], strict=True):
-        tokens = torch.tensor(flat.token_ids[start:end])
+        # An array reads a list some ten times as fast as torch does: a position has the whole vocabulary.
+        tokens = torch.frombuffer(array("q", flat.token_ids[start:end]), dtype=torch.int64)
+        values = torch.frombuffer(array("f", flat.logprobs[start:end]), dtype=torch.float32)
         row = torch.full((int(tokens.max()) + 1,), float("-inf"))
-        rows.append(row.scatter_(0, tokens, torch.tensor(flat.logprobs[start:end])))
+        rows.append(row.scatter_(0, tokens, values))
     return torch.stack(rows)

@@ -7,14 +7,15 @@ from vexport.types import Comparison, Report, Rung, TaskVerdict, Verdict
 
 def ladder(reports: Sequence[Report]) -> tuple[Rung, ...]:
     """A rung for each run, from the largest checkpoint to the smallest."""
-    rungs = [_rung(report) for report in reports]
+    rungs = [_rung(number, report) for number, report in enumerate(reports, 1)]
     return tuple(sorted(rungs, key=lambda rung: (-rung.bits_per_weight, rung.name)))
 
 
-def _rung(report: Report) -> Rung:
+def _rung(number: int, report: Report) -> Rung:
     plan, drift = report.plan, report.drift
     loss = _loss(report.verdict) if report.verdict else None
     return Rung(
+        number=number,
         name=report.name,
         source=report.source,
         schemes=plan.schemes,

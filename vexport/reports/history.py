@@ -17,7 +17,7 @@ from vexport.reports.formatting import NOT_AVAILABLE, bits_per_weight, duration,
 from vexport.reports.sentences import scale_of, schemes_in_use, task_title
 from vexport.types import Report, TaskVerdict
 
-_HEADER = ("Run", "Made", "Result", "Schemes", "Size", "Bits", "Time", "KL")
+_HEADER = ("Run", "Made (UTC)", "Result", "Schemes", "Size", "Bits", "Time", "KL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,7 @@ def html(reports: Sequence[Report]) -> str:
     found = history(reports)
     context = {
         "runs": found.runs,
+        "made": (_made(found.runs[0].created), _made(found.runs[-1].created)),
         "header": _HEADER,
         "rows": _rows(found),
         "ladder": ladder_chart(ladder(found.runs)),
@@ -83,8 +84,8 @@ def html(reports: Sequence[Report]) -> str:
 def _rows(found: History) -> list[tuple[str, ...]]:
     return [
         (
-            run.name,
-            run.created,
+            f"{number} {run.name}",
+            _made(run.created),
             run.outcome,
             schemes_in_use(run.plan),
             size(run.plan.output_bytes),
@@ -92,8 +93,13 @@ def _rows(found: History) -> list[tuple[str, ...]]:
             duration(sum(run.seconds.values())),
             small(run.drift.mean_kl) if run.drift else NOT_AVAILABLE,
         )
-        for run in found.runs
+        for number, run in enumerate(found.runs, 1)
     ]
+
+
+def _made(created: str) -> str:
+    """A report's time to the minute: `2026-11-21T20:02:30+00:00` is `2026-11-21 20:02`."""
+    return created[:16].replace("T", " ")
 
 
 def _scores(found: History, title: str) -> list[str]:

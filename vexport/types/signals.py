@@ -91,12 +91,14 @@ class Attribution:
 class Rung:
     """One run of a ladder over schemes: what it stores, what that loses.
 
+    `number` is the run's place among those that were given, from 1.
     `stored_bytes` and `bits_per_weight` are of the whole checkpoint, scales and kept layers included.
     `mean_kl` and `nll_rise` (candidate - baseline) are in nats per token, None without log-probabilities;
     `difference` with its bounds is of the pooled tasks, else of the task with the lowest bound, None without
     a verdict.
     """
 
+    number: int
     name: str
     source: str
     schemes: tuple[str, ...]

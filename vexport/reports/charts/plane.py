@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vexport.reports.charts.axis import Axis, Tick, padded, signed
 from vexport.reports.formatting import count, size, small
@@ -11,21 +11,24 @@ from vexport.types import Look, MixedScheme, Outcome, Rung, Verdict
 
 # What a loss of zero is drawn as, below the least positive one.
 _BELOW = 3.0
+# Per cent of the chart: what is nearer than this has its marks on each other.
+_SAME_PLACE = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A labelled place, in per cent from the left and from the top."""
+    """A labelled place, in per cent from the left and from the top; `mark` is written beside it."""
 
     x: float
     y: float
     label: str
     outcome: Outcome | None = None
+    mark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
-    """A chart: `line` and `area` are the points of SVG shapes in a box of 100 x 100."""
+    """A chart: `lines` and `area` are the points of SVG shapes in a box of 100 x 100."""
 
     title: str
     x_unit: str
@@ -33,7 +36,7 @@ class Plane:
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     points: tuple[Point, ...] = ()
-    line: str = ""
+    lines: tuple[str, ...] = ()
     area: str = ""
     zero: float | None = None
     margin: float | None = None
@@ -68,12 +71,15 @@ def tradeoff_chart(mixed: MixedScheme) -> Plane | None:
         x_ticks=tuple(Tick(across.at(value), size(round(value))) for value in across.values()),
         y_ticks=_log_ticks(up),
         points=(chosen,),
-        line=line,
+        lines=(line,),
     )
 
 
 def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
-    """Bits per weight against KL, a point for each run that has both; None with fewer than two."""
+    """Bits per weight against KL, a point for each run that has both; None with fewer than two.
+
+    A line joins the rungs of one source.
+    """
     known = [(rung, rung.mean_kl) for rung in rungs if rung.mean_kl is not None]
     if len(known) < 2:
         return None
@@ -83,7 +89,7 @@ def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
         Point(
             x=across.at(rung.bits_per_weight),
             y=_height(up, loss),
-            label=f"{rung.name}: {rung.bits_per_weight:.2f} bits, KL {small(loss)}",
+            label=f"{rung.number} {rung.name}: {rung.bits_per_weight:.2f} bits, KL {small(loss)}",
             outcome=rung.outcome,
         )
         for rung, loss in known
@@ -94,8 +100,30 @@ def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
         y_unit="KL, nats per token",
         x_ticks=tuple(Tick(across.at(value), f"{value:g}") for value in across.values()),
         y_ticks=_log_ticks(up),
-        points=points,
+        points=_marked(points, [str(rung.number) for rung, _ in known]),
+        lines=_by_source([rung for rung, _ in known], points),
     )
+
+
+def _by_source(rungs: Sequence[Rung], points: Sequence[Point]) -> tuple[str, ...]:
+    """A line for each source that has rungs of different sizes."""
+    lines: dict[str, list[str]] = {}
+    for rung, point in zip(rungs, points, strict=True):
+        lines.setdefault(rung.source, []).append(f"{point.x},{point.y}")
+    return tuple(" ".join(line) for line in lines.values() if len({at.split(",")[0] for at in line}) > 1)
+
+
+def _marked(points: Sequence[Point], marks: Sequence[str]) -> tuple[Point, ...]:
+    """The points with their marks; the first of those that lie on each other has the marks of all."""
+    joined: dict[int, list[str]] = {}
+    for point, mark in zip(points, marks, strict=True):
+        first = next(
+            index
+            for index, other in enumerate(points)
+            if abs(other.x - point.x) < _SAME_PLACE and abs(other.y - point.y) < _SAME_PLACE
+        )
+        joined.setdefault(first, []).append(mark)
+    return tuple(replace(point, mark=", ".join(joined.get(index, ()))) for index, point in enumerate(points))
 
 
 def _looks(task: str, looks: Sequence[Look], verdict: Verdict) -> Plane:

@@ -35,22 +35,23 @@ def trend(
 
     upper = [place(index, high) for index, (_, high) in ends.items()]
     lower = [place(index, low) for index, (low, _) in ends.items()]
-    labels = names if len(names) <= MAX_NAMES else [str(index + 1) for index in range(len(names))]
+    numbers = [str(index + 1) for index in range(len(names))]
+    named = len(names) <= MAX_NAMES
     return Plane(
         title=title,
         x_unit="runs, the oldest first",
         y_unit=unit,
-        x_ticks=tuple(Tick(at, label) for at, label in zip(across, labels, strict=True)),
+        x_ticks=tuple(Tick(at, label) for at, label in zip(across, names if named else numbers, strict=True)),
         y_ticks=tuple(Tick(round(100 - up.at(value), 2), shown(value)) for value in up.values()),
         points=tuple(
             Point(
                 x=across[index],
                 y=round(100 - up.at(value), 2),
-                label=f"{names[index]}: {shown(value)}",
+                label=f"{'' if named else numbers[index] + ' '}{names[index]}: {shown(value)}",
                 outcome=outcomes[index],
             )
             for index, value in known
         ),
-        line=" ".join(place(index, value) for index, value in known),
+        lines=(" ".join(place(index, value) for index, value in known),),
         area=" ".join([*upper, *reversed(lower)]),
     )
