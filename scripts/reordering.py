@@ -20,7 +20,7 @@ REORDERS: Mapping[tuple[str, str], Mapping[str, str]] = {
 }
 # Cut what is never quantized (sinks, convolutions, gates, embeddings, classes' own experts), a tensor of all
 # experts, which is written one by one, tensors of other formats (Mistral's own, MXFP4, AITER's joined shared
-# experts), or no tensor but a pair of name and tensor.
+# experts), what every rank gets whole, or no tensor but a pair of name and tensor.
 HARMLESS = frozenset(
     {
         ("AXK1Model", "load_weights"),
@@ -66,6 +66,8 @@ HARMLESS = frozenset(
         ("Qwen2MoeForCausalLM", "load_weights"),
         ("Step3TextModel", "load_weights"),
         ("Step3p5Model", "load_weights"),
+        ("_KimiGDNMergedColumnParallelLinear", "weight_loader"),
+        ("_KimiGDNMergedColumnParallelLinear", "weight_loader_v2"),
     }
 )
 RESHAPES = frozenset(

@@ -234,6 +234,21 @@ def test_the_reference_of_a_load_has_dequantized_experts(family: str, tmp_path: 
         assert noise <= exact.square().mean() * 10 ** (-LEAST_DB["FP8_DYNAMIC"] / 10), name
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_the_reference_of_a_load_has_layers_of_other_kinds(family: str, tmp_path: Path) -> None:
+    """Transposed weights, and a head that is the embeddings and has no weight of its own."""
+    source = save_family(family, tmp_path / "model")
+    assert vexport("quantize", source, tmp_path / "out", "--scheme", "W4A16", "--quiet").code == 0
+    reference = dict(load_dequantized(tmp_path / "out").named_parameters())
+    original = dict(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).named_parameters())
+    changed = {name for name, weight in original.items() if not torch.equal(weight, reference[name])}
+    assert changed == {f"{m.name}.weight" for g in plan_of(source, "W4A16").groups for m in g.members}
+    for name in changed:
+        exact = original[name].to(torch.float32)
+        noise = (reference[name].to(torch.float32) - exact).square().mean()
+        assert noise <= exact.square().mean() * 10 ** (-LEAST_DB["W4A16"] / 10), name
+
+
 def test_a_reference_with_random_experts_is_refused(tmp_path: Path) -> None:
     """transformers joins no single experts for this class: they would be made up."""
     source = save_family("granite-moe", tmp_path / "model")

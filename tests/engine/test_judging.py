@@ -1,5 +1,7 @@
 """Continuations, log-probabilities and prompts are judged as they should be."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +13,39 @@ from transformers import AutoTokenizer
 from tests.engine.fixtures import quantize_model
 from vexport.engine.agreement import KL_LIMITS, compare_logprobs, kl_limit
 from vexport.engine.canaries import canary_findings, symptom
+from vexport.engine.load import shortest_length
 from vexport.engine.prompts import CONTINUED, fixed_prompts
 from vexport.engine.reference import reference_canaries, reference_logprobs
+from vexport.errors import InputError
 from vexport.types import Canary
 
 GOOD = Canary(prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length")
 STUCK = replace(GOOD, text=" is the the the the")
 SILENT = replace(GOOD, text="", tokens=1, finish_reason="stop")
+
+
+def test_a_checkpoint_without_a_tokenizer_is_bad_input(tiny_llama: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(tiny_llama / name, tmp_path / name)
+    with pytest.raises(InputError, match="no tokenizer .* copy the tokenizer's files"):
+        fixed_prompts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 4096}, 512),
+        ({"max_position_embeddings": 256}, 256),
+        ({"n_positions": 128}, 128),
+        ({"text_config": {"max_position_embeddings": 64}, "n_positions": 32}, 64),
+        ({}, 512),
+    ],
+)
+def test_sequences_are_no_longer_than_the_model_allows(
+    config: dict[str, object], length: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert shortest_length(tmp_path) == length
 
 
 @pytest.mark.parametrize(

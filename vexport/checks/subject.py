@@ -18,6 +18,7 @@ from vexport.checks.decoder import Layout, layout_of
 from vexport.checks.expected import layer_sides
 from vexport.checks.target import ANY, PINNED, Target, said
 from vexport.plan import is_embedding
+from vexport.schemes.base import is_head
 from vexport.types import Finding, Json, TensorInfo
 
 # Parameters of a linear layer that compressed-tensors stores beside or instead of its weight.
@@ -37,7 +38,6 @@ QUANTIZED_LEAVES = frozenset(
 HEAD_CLASS = "ParallelLMHead"
 # Routed experts are no linear layer, but a target Linear is taken for them too.
 EXPERTS_CLASS = "RoutedExperts, Linear"
-HEADS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class Subject:
     def _class_of(self, unit: Unit) -> str:
         """The name of vLLM's class of a layer, as far as its name tells."""
         leaf = unit.name.rpartition(".")[2]
-        if leaf in HEADS:
+        if is_head(leaf):
             return HEAD_CLASS
         if moe_layer(next(iter(unit.members))) is not None:
             return EXPERTS_CLASS

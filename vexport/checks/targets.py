@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from vexport.checks.subject import HEADS, Subject, Unit, error, matches_any, quantized_leaves
+from vexport.checks.subject import Subject, Unit, error, matches_any, quantized_leaves
+from vexport.schemes.base import is_head
 from vexport.types import Finding
 
 NAME = "targets"
@@ -32,7 +33,7 @@ def _agreement(subject: Subject, unit: Unit) -> Iterator[Finding]:
     for module, leaves in unit.members.items():
         stored = quantized_leaves(leaves)
         if group is None and stored:
-            head = unit.name.rpartition(".")[2] in HEADS
+            head = is_head(unit.name)
             yield error(
                 NAME,
                 module,

@@ -16,6 +16,17 @@ from vexport.types import Finding, LoadReport, LogprobAgreement
 
 REFERENCE = "transformers with dequantized weights"
 _MAX_LENGTH = 512
+# How configs name the longest sequence (vllm/transformers_utils/model_arch_config_convertor.py).
+_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
 
 
 def load_request(checkpoint: Path, prompts: Prompts, *, logprobs_file: Path) -> SessionRequest:
@@ -33,8 +44,8 @@ def load_request(checkpoint: Path, prompts: Prompts, *, logprobs_file: Path) -> 
 def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
     """`length`, or the model's own limit where that is less: what vLLM reserves its cache for."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    own = (config.get("text_config") or config).get("max_position_embeddings")
-    return min(length, own) if isinstance(own, int) else length
+    text = config.get("text_config") or config
+    return min([length, *(own for key in _LENGTHS if isinstance(own := text.get(key), int))])
 
 
 def load_report(

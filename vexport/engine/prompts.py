@@ -7,6 +7,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from vexport.errors import InputError
+
 TEXTS = (
     "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is",
     "Water boils at one hundred degrees Celsius at sea level, and it freezes at",
@@ -52,15 +54,34 @@ def fixed_prompts(
 
     The first `CONTINUED` texts are continued. `texts` come first where given (rows of the calibration data,
     say); the built-in ones otherwise. A tokenizer that does not know the texts gets sequences of its own
-    tokens, from a fixed seed.
+    tokens, from a fixed seed. InputError where there is none.
     """
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = _tokenizer(checkpoint)
     known = [text for text in (texts or TEXTS) if _knows(tokenizer, text)]
     if not known:
         return _seeded(tokenizer, count, min(length, _SEEDED_TOKENS))
     tokens = [tuple(tokenizer(text)["input_ids"][:length]) for text in known[:count]]
     return Prompts(
         natural=True, texts=tuple(known[:CONTINUED]), tokens=tuple(ids for ids in tokens if len(ids) > 1)
+    )
+
+
+def _tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError, KeyError) as error:
+        raise _no_tokenizer(checkpoint, str(error).partition("\n")[0]) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where no file is found
+        raise _no_tokenizer(checkpoint, "no vocabulary")
+    return tokenizer
+
+
+def _no_tokenizer(checkpoint: Path, got: str) -> InputError:
+    return InputError(
+        str(checkpoint),
+        got=f"no tokenizer that transformers reads ({got})",
+        need="tokenizer.json, or the files of the model's own tokenizer",
+        fix="copy the tokenizer's files from the source beside the weights",
     )
 
 

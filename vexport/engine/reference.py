@@ -25,6 +25,7 @@ from transformers import (
     GenerationMixin,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from vexport.errors import InputError
@@ -109,10 +110,19 @@ def load_dequantized(checkpoint: Path) -> Module:
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
     logging.disable_progress_bar()
     tensors = _read(checkpoint)
-    linears = {name: module for name, module in skeleton.named_modules() if isinstance(module, Linear)}
-    experts = dict.fromkeys(_experts(tensors), Linear(1, 1, device="meta"))
+    stored = {key.rpartition(".")[0] for key in tensors}
+    linear = Linear(1, 1, device="meta")
+    linears = {
+        name: linear
+        for name, module in skeleton.named_modules()
+        if isinstance(module, Linear | Conv1D) and name in stored
+    }
+    experts = dict.fromkeys(_experts(tensors), linear)
     schemes = _schemes({**linears, **experts}, raw.get("quantization_config"), checkpoint)
     inputs = {name: _dequantize(name, scheme, tensors, dtype) for name, scheme in schemes.items()}
+    for name in schemes:
+        if name not in experts and isinstance(skeleton.get_submodule(name), Conv1D):
+            tensors[f"{name}.weight"] = tensors[f"{name}.weight"].T.contiguous()
     loaded: tuple[Module, dict[str, Iterable[str]]] = type(skeleton).from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
     )

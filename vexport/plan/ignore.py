@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from vexport.architectures.fusion import moe_layer
 from vexport.plan.linears import STACK, Names
+from vexport.schemes.base import HEADS, is_head
 
 
 def ignored(
@@ -22,6 +23,8 @@ def ignored(
     - What lies beside the decoder layers may lie deeper in vLLM, by renames of the inner model that the
       quantization config does not see (Gemma3nModel.hf_to_vllm_mapper): a pattern finds it there too.
     - A fused module that vLLM's quantization config does not take apart is named itself as well.
+    - A head that is not stored, being the embeddings, is a linear layer for transformers, which would look
+      for its scales.
     """
     linears = [member for members in modules.values() for member in members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
@@ -33,6 +36,8 @@ def ignored(
             lost = beside is None or any(re.search(beside, other) for other in quantized)
             found.update(dict.fromkeys(_patterns(name, members, names) if lost else (f"re:.*{beside}",)))
     found.update(dict.fromkeys(map(_unknown, opaque)))
+    if not any(is_head(member) for member in linears):
+        found[f"re:.*{HEADS[0]}"] = None
     return tuple(found)
 
 

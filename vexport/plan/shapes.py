@@ -7,14 +7,13 @@ from vexport.architectures.fusion import moe_layer
 from vexport.plan.linears import Names
 from vexport.plan.reordered import reordered_misfit
 from vexport.schemes import get_scheme
-from vexport.schemes.base import Scheme, Split, uneven
+from vexport.schemes.base import Scheme, Split, is_head, uneven
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
 KEY_VALUE = ("k_proj", "v_proj")
 # Stored as one weight what vLLM treats as parts of a merged layer.
 GATE_AND_UP = ("gate_up_proj", "dense_h_to_4h")
 QUERY_KEY_VALUE = ("qkv_proj", "query_key_value", "Wqkv", "W_pack")
-HEADS = ("lm_head", "embed_out")
 
 
 def misfit(
@@ -58,7 +57,7 @@ def split_of(group: FusionGroup, names: Names) -> Split:
         return "in" if leaf == architecture.experts[1] else "out"
     if leaf in architecture.row_parallel:
         return "in"
-    return "none" if leaf in architecture.replicated or leaf in HEADS else "out"
+    return "none" if leaf in architecture.replicated or is_head(leaf) else "out"
 
 
 def _parts(member: LinearPlan, text: Mapping[str, Json]) -> tuple[LinearPlan, ...]:
