@@ -68,6 +68,11 @@ def test_the_same_model_does_not_drift(tmp_path: Path, prompts: Prompts) -> None
     assert drift is not None
     assert (drift.mean_kl, drift.max_kl, drift.top1_agreement) == (0, 0, 1)
     assert drift_warnings(drift) == ()
+    fewer = replace(prompts, tokens=prompts.tokens[:2])
+    short = scored(tmp_path / "b", fewer, logits(fewer))
+    part = measure_drift(short, short, limits=Limits())
+    assert part is not None
+    assert part.digest != drift.digest
 
 
 def test_each_limit_warns_by_its_name(tmp_path: Path, prompts: Prompts) -> None:

@@ -79,6 +79,18 @@ def test_runs_that_lie_on_each_other_share_a_mark() -> None:
     assert len(chart.lines) == 1
 
 
+def test_the_ladder_says_where_the_prompts_differ() -> None:
+    _, first, second = runs()
+    assert second.drift is not None
+    other = replace(second, drift=replace(second.drift, digest="other tokens"))
+    alike, differing = ladder_chart(ladder([first, second])), ladder_chart(ladder([first, other]))
+    assert alike is not None
+    assert differing is not None
+    assert (alike.title, len(alike.lines)) == ("KL against bits per weight", 1)
+    assert differing.title.endswith("not all on the same prompts")
+    assert differing.lines == ()
+
+
 def test_the_interval_narrows_to_the_decision() -> None:
     judged = replace(sample.verdict("FAIL"), looks=parts.looks())
     (chart,) = looks_charts(judged)

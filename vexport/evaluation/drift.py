@@ -16,11 +16,13 @@ from transformers import AutoTokenizer
 
 from vexport.engine.agreement import kl_divergence
 from vexport.engine.prompts import Prompts
+from vexport.files import digest_bytes
 from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
 from vexport.types import Drift, PromptDrift, TokenDrift
 
 WORST = 3
 """Prompts shown: each takes a screen in the report."""
+_DIGITS = 16
 
 
 class Limits(NamedTuple):
@@ -64,6 +66,7 @@ def measure_drift(baseline: Scored, candidate: Scored, *, limits: Limits) -> Dri
         candidate_nll=_mean([token.candidate_nll for token in tokens]),
         kl_limit=limits.kl,
         nll_limit=limits.nll,
+        digest=digest_bytes(repr(baseline.prompts.tokens).encode())[:_DIGITS],
         worst=tuple(sorted(prompts, key=lambda prompt: prompt.kl, reverse=True)[:WORST]),
     )
 

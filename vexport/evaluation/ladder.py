@@ -15,6 +15,7 @@ def _rung(number: int, report: Report) -> Rung:
     plan, drift = report.plan, report.drift
     loss = _loss(report.verdict) if report.verdict else None
     return Rung(
+        digest=drift.digest if drift else "",
         number=number,
         name=report.name,
         source=report.source,

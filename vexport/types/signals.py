@@ -37,7 +37,8 @@ class Drift:
 
     `kl_limit` bounds `mean_kl`, `nll_limit` the rise of the mean NLL; beyond either is a warning and never
     decides. `top1_agreement` is the share of positions with the same likeliest token. `worst` are the
-    prompts of largest KL, the worst first.
+    prompts of largest KL, the worst first. Two drifts can be compared where `digest`, that of the token ids,
+    is the same.
     """
 
     prompts: int
@@ -50,6 +51,7 @@ class Drift:
     kl_limit: float
     nll_limit: float
     worst: tuple[PromptDrift, ...]
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,8 @@ class Rung:
 
     `number` is the run's place among those that were given, from 1.
     `stored_bytes` and `bits_per_weight` are of the whole checkpoint, scales and kept layers included.
-    `mean_kl` and `nll_rise` (candidate - baseline) are in nats per token, None without log-probabilities;
+    `mean_kl` and `nll_rise` (candidate - baseline) are in nats per token over the tokens of `digest`, None
+    without log-probabilities;
     `difference` with its bounds is of the pooled tasks, else of the task with the lowest bound, None without
     a verdict.
     """
@@ -106,6 +109,7 @@ class Rung:
     bits_per_weight: float
     mean_kl: float | None
     nll_rise: float | None
+    digest: str
     difference: float | None
     low: float | None
     high: float | None

@@ -78,7 +78,7 @@ def tradeoff_chart(mixed: MixedScheme) -> Plane | None:
 def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
     """Bits per weight against KL, a point for each run that has both; None with fewer than two.
 
-    A line joins the rungs of one source.
+    A line joins the rungs of one source on the same tokens; the title says where not all have the same.
     """
     known = [(rung, rung.mean_kl) for rung in rungs if rung.mean_kl is not None]
     if len(known) < 2:
@@ -94,8 +94,9 @@ def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
         )
         for rung, loss in known
     )
+    alike = len({rung.digest for rung, _ in known}) == 1
     return Plane(
-        title="KL against bits per weight",
+        title="KL against bits per weight" + ("" if alike else ": not all on the same prompts"),
         x_unit="bits per weight, everything stored",
         y_unit="KL, nats per token",
         x_ticks=tuple(Tick(across.at(value), f"{value:g}") for value in across.values()),
@@ -106,10 +107,10 @@ def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
 
 
 def _by_source(rungs: Sequence[Rung], points: Sequence[Point]) -> tuple[str, ...]:
-    """A line for each source that has rungs of different sizes."""
-    lines: dict[str, list[str]] = {}
+    """A line for each source and its tokens that has rungs of different sizes."""
+    lines: dict[tuple[str, str], list[str]] = {}
     for rung, point in zip(rungs, points, strict=True):
-        lines.setdefault(rung.source, []).append(f"{point.x},{point.y}")
+        lines.setdefault((rung.source, rung.digest), []).append(f"{point.x},{point.y}")
     return tuple(" ".join(line) for line in lines.values() if len({at.split(",")[0] for at in line}) > 1)
 
 
