@@ -1,6 +1,7 @@
 """A scenario: one complete run as YAML, validated as a whole before anything starts."""
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -298,19 +299,21 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
     """Resolve what names a file; a source, baseline or task that is no file stays a hub id or task name."""
     folder = folder.resolve()
 
+    def absolute(name: str | Path) -> str:
+        return os.path.normpath(folder / name)  # without `..`; links stay what they are
+
     def local(name: str) -> str:
-        return str(folder / name) if (folder / name).exists() else name
+        return absolute(name) if (folder / name).exists() else name
 
     changes: dict[str, object] = {"source": local(scenario.source)}
     if scenario.calibration:
         changes["calibration"] = scenario.calibration.model_copy(
-            update={"data": folder / scenario.calibration.data}
+            update={"data": Path(absolute(scenario.calibration.data))}
         )
     if scenario.evaluate:
         baseline = local(scenario.evaluate.baseline) if scenario.evaluate.baseline else None
         tasks = tuple(
-            str(folder / task) if task.endswith((".yaml", ".yml")) else task
-            for task in scenario.evaluate.tasks
+            absolute(task) if task.endswith((".yaml", ".yml")) else task for task in scenario.evaluate.tasks
         )
         changes["evaluate"] = scenario.evaluate.model_copy(update={"tasks": tasks, "baseline": baseline})
     return scenario.model_copy(update=changes)

@@ -28,6 +28,8 @@ def test_a_local_source_is_no_base_model() -> None:
     report = replace(sample.full(), source="/models/llama")
     data: Any = ModelCard(render(report, "card")).data
     assert "base_model" not in data.to_dict()
+    assert "NVFP4 of llama: " in render(report, "card")
+    assert "/models" not in render(report, "card")
 
 
 def test_recovery_stands_with_its_interval() -> None:

@@ -29,10 +29,11 @@ _RECOVERY = ("Task", "Documents", "Baseline", "Quantized", "Recovery", "Answer")
 def report(report: Report) -> str:
     """The card; copy it into the checkpoint as README.md before it is uploaded."""
     front = yaml.safe_dump(_front_matter(report), sort_keys=False, allow_unicode=False)
+    made_of = f"{schemes_in_use(report.plan)} of {_source_name(report.source)}"
     parts = [
         f"---\n{front}---",
         f"# {safe(report.name)}",
-        f"{safe(schemes_in_use(report.plan))} of {safe(report.source)}: {safe(size_change(report.plan))}.",
+        f"{safe(made_of)}: {safe(size_change(report.plan))}.",
         f"**{report.outcome}**: {safe(report.reason)}",
         "## Use\n\n```sh\nvllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT\n```",
         _accuracy(report.verdict) if report.verdict else "",
@@ -56,6 +57,11 @@ def _front_matter(report: Report) -> dict[str, Json]:
         results: list[Json] = [_result(task) for task in report.verdict.tasks]
         front["model-index"] = [{"name": report.name, "results": results}]
     return front
+
+
+def _source_name(source: str) -> str:
+    """A name on the hub as it is; of a local path its last part, since a card is for others."""
+    return source if _HUB_ID.fullmatch(source) else source.rstrip("/").rpartition("/")[2]
 
 
 def _result(task: TaskVerdict) -> Json:
