@@ -72,9 +72,10 @@ def test_the_ladder_has_a_point_for_each_run_with_a_kl() -> None:
 
 def test_runs_that_lie_on_each_other_share_a_mark() -> None:
     _, first, second = runs()
-    other = replace(first, name="other", source="elsewhere")
+    other = replace(first, name="a twin", source="elsewhere")
     chart = ladder_chart(ladder([first, second, other]))
     assert chart is not None
+    assert [point.label[0] for point in chart.points] == ["2", "3", "1"]
     assert [point.mark for point in chart.points] == ["2", "1, 3", ""]
     assert len(chart.lines) == 1
 

@@ -101,7 +101,7 @@ def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
         y_unit="KL, nats per token",
         x_ticks=tuple(Tick(across.at(value), f"{value:g}") for value in across.values()),
         y_ticks=_log_ticks(up),
-        points=_marked(points, [str(rung.number) for rung, _ in known]),
+        points=_marked(points, [rung.number for rung, _ in known]),
         lines=_by_source([rung for rung, _ in known], points),
     )
 
@@ -114,17 +114,20 @@ def _by_source(rungs: Sequence[Rung], points: Sequence[Point]) -> tuple[str, ...
     return tuple(" ".join(line) for line in lines.values() if len({at.split(",")[0] for at in line}) > 1)
 
 
-def _marked(points: Sequence[Point], marks: Sequence[str]) -> tuple[Point, ...]:
-    """The points with their marks; the first of those that lie on each other has the marks of all."""
-    joined: dict[int, list[str]] = {}
-    for point, mark in zip(points, marks, strict=True):
+def _marked(points: Sequence[Point], numbers: Sequence[int]) -> tuple[Point, ...]:
+    """The points with their numbers; the first of those that lie on each other has those of all."""
+    joined: dict[int, list[int]] = {}
+    for point, number in zip(points, numbers, strict=True):
         first = next(
             index
             for index, other in enumerate(points)
             if abs(other.x - point.x) < _SAME_PLACE and abs(other.y - point.y) < _SAME_PLACE
         )
-        joined.setdefault(first, []).append(mark)
-    return tuple(replace(point, mark=", ".join(joined.get(index, ()))) for index, point in enumerate(points))
+        joined.setdefault(first, []).append(number)
+    return tuple(
+        replace(point, mark=", ".join(map(str, sorted(joined.get(index, ())))))
+        for index, point in enumerate(points)
+    )
 
 
 def _looks(task: str, looks: Sequence[Look], verdict: Verdict) -> Plane:
