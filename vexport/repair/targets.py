@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from vexport.checks.layers import fits, layers_of
-from vexport.checks.subject import HEADS, ConfigGroup, Subject, Unit, matches_any
+from vexport.checks.subject import ConfigGroup, Subject, Unit, matches_any
 from vexport.fidelity.source import Source
 from vexport.plan.ignore import ignored
 from vexport.plan.linears import names_of
 from vexport.repair.mends import LOSSLESS, Changes, Mend
+from vexport.schemes.base import is_head
 from vexport.schemes.config import targets_of
 from vexport.types import FusionGroup, Json, LinearPlan
 
@@ -81,7 +82,7 @@ def _unquantized(subject: Subject) -> Iterator[str]:
 
 
 def _is_head(unit: Unit) -> bool:
-    return unit.name.rpartition(".")[2] in HEADS
+    return is_head(unit.name)
 
 
 def _groups(units: Sequence[Unit]) -> list[FusionGroup]:
