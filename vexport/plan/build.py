@@ -8,7 +8,7 @@ from vexport.architectures.fusion import fuse, moe_layer
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.plan.blocks import output_bytes
-from vexport.plan.ignore import ignored
+from vexport.plan.ignore import ignored, ignored_head
 from vexport.plan.kv_cache import attention_layers, refused_caches
 from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of, text_config
 from vexport.plan.rules import Treatment, choose_rule, require_matching_rules
@@ -63,7 +63,7 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
         groups=tuple(groups),
         kept=tuple(name for name in index.tensors if name not in weights),
         kept_linears=kept,
-        ignore=ignored(modules, set(kept), opaque, names),
+        ignore=(*ignored(modules, set(kept), opaque, names), *ignored_head(linears)),
         source_bytes=index.num_bytes,
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,

@@ -23,8 +23,6 @@ def ignored(
     - What lies beside the decoder layers may lie deeper in vLLM, by renames of the inner model that the
       quantization config does not see (Gemma3nModel.hf_to_vllm_mapper): a pattern finds it there too.
     - A fused module that vLLM's quantization config does not take apart is named itself as well.
-    - A head that is not stored, being the embeddings, is a linear layer for transformers, which would look
-      for its scales.
     """
     linears = [member for members in modules.values() for member in members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
@@ -36,9 +34,13 @@ def ignored(
             lost = beside is None or any(re.search(beside, other) for other in quantized)
             found.update(dict.fromkeys(_patterns(name, members, names) if lost else (f"re:.*{beside}",)))
     found.update(dict.fromkeys(map(_unknown, opaque)))
-    if not any(is_head(member) for member in linears):
-        found[f"re:.*{HEADS[0]}"] = None
     return tuple(found)
+
+
+def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
+    """What names the head that a checkpoint does not store, it being the embeddings: transformers, for which
+    it is a linear layer, would look for its scales."""
+    return () if any(map(is_head, linears)) else (f"re:.*{HEADS[0]}",)
 
 
 def _patterns(name: str, members: Sequence[str], names: Names) -> Iterator[str]:
