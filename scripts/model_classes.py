@@ -1,0 +1,185 @@
+"""The model classes of vLLM as they are written: the source of each and of the classes that it is made of."""
+
+import ast
+import importlib
+import importlib.abc
+import importlib.machinery
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from functools import cache
+from types import ModuleType
+
+from torch import nn
+from vllm.model_executor.models import registry
+
+MODELS = ("vllm.model_executor.models", "vllm.models", "vllm.model_executor.layers.mamba")
+# Imported by multimodal classes for pictures and sound only; may be missing where the table is generated.
+OPTIONAL_PACKAGES = ("torchvision", "torchaudio")
+
+
+class AnyName(type):
+    """The type of a class that has any attribute: another such class."""
+
+    def __getattr__(cls, name: str) -> "AnyName":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return AnyName(name, (), {})
+
+
+class Absent(ModuleType):
+    """Stands for an optional package that is not installed: any name in it is an empty class."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> AnyName:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return AnyName(name, (), {})
+
+
+class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the optional packages, after everything that is installed."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        wanted = fullname.partition(".")[0] in OPTIONAL_PACKAGES
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if wanted else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""
+
+
+def find_absent_packages() -> None:
+    """Let models be imported that use optional packages, without these."""
+    sys.meta_path.append(AbsentFinder())
+
+
+def load_class(module: str, name: str) -> type:
+    """A registered class; modules are named relative to vLLM's models unless they have a dot."""
+    loaded: type = getattr(
+        importlib.import_module(module if "." in module else f"{MODELS[0]}.{module}"), name
+    )
+    return loaded
+
+
+def parts_of(model: type) -> list[type]:
+    """The classes that a model, of a multimodal one its language model, is made of."""
+    _, inner = language_models(model)
+    return list(dict.fromkeys(part for root in (inner or [model]) for part in reachable(root)))
+
+
+def sources(classes: Iterable[type]) -> dict[str, ast.Module]:
+    """The syntax trees of classes by name."""
+    return {part.__name__: tree(part) for part in classes}
+
+
+@cache
+def source(model: type) -> str:
+    """The text of a class; empty where it has none."""
+    try:
+        return textwrap.dedent(inspect.getsource(model))
+    except (OSError, TypeError):
+        return ""
+
+
+@cache
+def tree(model: type) -> ast.Module:
+    """The syntax tree of a class."""
+    return ast.parse(source(model))
+
+
+def namespace(model: type) -> ModuleType:
+    """The module that a class is written in."""
+    return importlib.import_module(model.__module__)
+
+
+@cache
+def reachable(model: type) -> tuple[type, ...]:
+    """The class, its bases and every module class that its source names, as far as they are models' code."""
+    found: dict[type, None] = {}
+    todo = [model]
+    while todo:
+        current = todo.pop()
+        if current in found or not current.__module__.startswith(MODELS):
+            continue
+        found[current] = None
+        todo.extend(base for base in current.__mro__[1:] if issubclass(base, nn.Module))
+        names = {node.id for node in ast.walk(tree(current)) if isinstance(node, ast.Name)}
+        values = [item for name in sorted(names) for item in listed(getattr(namespace(current), name, None))]
+        todo.extend(value for value in values if isinstance(value, type) and issubclass(value, nn.Module))
+    return tuple(found)
+
+
+def listed(value: object) -> list[object]:
+    """What a name may stand for: itself, or the values of a table of layer types."""
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+def language_models(model: type) -> tuple[set[str], list[type]]:
+    """The attributes that hold a wrapper's language model, and its classes where the source names them."""
+    attributes: set[str] = set()
+    classes: list[type] = []
+    for owner in model.__mro__:
+        blocks = [node for node in ast.walk(tree(owner)) if isinstance(node, ast.With) and marks(node)]
+        for block in blocks:
+            for node in ast.walk(block):
+                attributes.update(assigned(node))
+                classes.extend(named_class(node, owner))
+        if attributes:
+            return attributes, list(dict.fromkeys(classes))
+    return set(), []
+
+
+def marks(block: ast.With) -> bool:
+    """Whether a block assigns the language model."""
+    return any("_mark_language_model" in ast.unparse(item) for item in block.items)
+
+
+def assigned(node: ast.AST) -> Iterator[str]:
+    """The attributes of self that a statement assigns a module to."""
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
+    for target in targets:
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+            yield target.attr
+
+
+def named_class(node: ast.AST, owner: type) -> Iterator[type]:
+    """A model class that is called by name, or one that is named as the architecture to build."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        entry = registry._TEXT_GENERATION_MODELS.get(node.value)
+        if entry is not None:
+            yield load_class(*entry)
+    if isinstance(node, ast.Name):
+        value = getattr(namespace(owner), node.id, None)
+        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__.startswith(MODELS):
+            yield value
+
+
+def literal(node: ast.AST) -> object:
+    """The value of a literal, or the key of a subscript; None where it is computed."""
+    try:
+        return ast.literal_eval(node.slice if isinstance(node, ast.Subscript) else node)
+    except (ValueError, TypeError):
+        return None
+
+
+def calls_in(part: type) -> Iterator[ast.Call]:
+    """Every call in the source of a class."""
+    return (node for node in ast.walk(tree(part)) if isinstance(node, ast.Call))
+
+
+def name_of(call: ast.Call) -> str:
+    """What a call calls, without its module."""
+    return ast.unparse(call.func).rpartition(".")[2]
