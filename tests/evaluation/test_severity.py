@@ -23,6 +23,7 @@ def test_a_rung_ends_as_its_file_says(rung: str, outcome: str, code: int, tmp_pa
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["outcome"] == outcome
     assert report["attribution"]["guilty"] == ("none" if code == 0 else "quantization")
+    assert report["drift"]["prompts"] == 16
     assert report["drift"]["mean_kl"] > 0
 
 

@@ -5,13 +5,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from tests.reports import sample
-from vexport.reports import render
+from vexport.reports import render, render_history
 from vexport.reports.charts.forest import forests
 from vexport.reports.charts.layers import MAX_DOTS, layer_chart, layer_kind
 from vexport.types import LayerError, Report
@@ -157,6 +158,19 @@ def test_the_page_fits_the_width_and_the_console_is_silent(
     build: Callable[[], Report], width: int, tmp_path: Path
 ) -> None:
     done = _browse(_framed(render(build(), "html"), width, MEASURE), tmp_path)
+    assert _title(done.stdout) == f"{width} {width}"
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_history_of_many_runs_fits_the_width(width: int, tmp_path: Path) -> None:
+    runs = [
+        replace(sample.full(), name=f"nightly-{number}", created=f"2025-03-{number:02}T00:00:00Z")
+        for number in range(10, 22)
+    ]
+    done = _browse(_framed(render_history(runs, "html"), width, MEASURE), tmp_path)
     assert _title(done.stdout) == f"{width} {width}"
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
 
