@@ -38,7 +38,7 @@ def history(reports: Sequence[Report]) -> History:
 def text(reports: Sequence[Report]) -> str:
     """One line a run, then one a task with the scores of all runs."""
     found = history(reports)
-    runs = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    runs = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in _HEADER:
         runs.add_column(name, overflow="fold")
     for row in _rows(found):
