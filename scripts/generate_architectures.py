@@ -35,8 +35,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 TARGET = Path(__file__).parent.parent / "vexport" / "architectures" / "vllm.json"
 DEFAULT_EXPERTS = ("gate_proj", "down_proj", "up_proj")  # FusedMoE's own `ckpt_names`
 EXPERT_LAYERS = ("FusedMoE", "SharedFusedMoE", "MoERunner", "RoutedExperts")
-# A router could be quantized, at the price of its kernels (fused_moe/router/gate_linear.py): never asked for.
-NEVER_QUANTIZED = ("Linear", "GateLinear")
+NEVER_QUANTIZED = ("Linear",)
 REPLICATED = ("ReplicatedLinear", "GateLinear", "DeepSeekV2FusedQkvAProjLinear")
 # Experts in one tensor of shape (experts, in, out): said to the layer, or done by Llama 4's own loader.
 TRANSPOSED = ("is_fused_checkpoint_transposed=True", "def load_moe_expert_weights")
@@ -88,6 +87,7 @@ def describe(model: type) -> Table:
         "stacked_experts": stacked_experts(parts),
         "reordered": reordered(sources([*parts, model])),
         "unquantized": [member for name in unquantized(parts) for member in fused.get(name, [name])],
+        "routers": sorted({*named_layers(parts, is_quantizable_router)} - {*unquantized(parts)}),
         "row_parallel": named_layers(parts, lambda call: name_of(call) == "RowParallelLinear"),
         "replicated": named_layers(parts, is_replicated),
         "renames": renames(model),
@@ -170,7 +170,7 @@ def unquantized(parts: list[type]) -> list[str]:
             if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
                 continue
             called = name_of(node.value)
-            if called.endswith(("Linear", "ParallelLMHead")):
+            if called.endswith(("Linear", "ParallelLMHead")) and not is_quantizable_router(node.value):
                 chosen = plain if is_plain(node.value, called) else quantizable
                 chosen.update(layer_name(node.value, name) for name in assigned(node))
     return sorted(plain - quantizable)
@@ -201,6 +201,12 @@ def is_plain(call: ast.Call, called: str) -> bool:
     passed = any("quant_config" in ast.unparse(argument) for argument in call.args)
     is_none = bool(given) and isinstance(given[0], ast.Constant) and given[0].value is None
     return called in NEVER_QUANTIZED or is_none or not (given or passed)
+
+
+def is_quantizable_router(call: ast.Call) -> bool:
+    """Whether a call builds a router with a quantization config (fused_moe/router/gate_linear.py)."""
+    called = name_of(call)
+    return called == "GateLinear" and not is_plain(call, called)
 
 
 def layer_name(call: ast.Call, attribute: str) -> str:

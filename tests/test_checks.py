@@ -74,7 +74,6 @@ TENSOR_MUTATIONS = [
     ("NVFP4A16", drop(f"{DOWN}.weight_global_scale"), "completeness", f"{DOWN}.weight_global_scale"),
     ("FP8", drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
     ("W8A8", drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
-    ("W4A16", drop(f"{DOWN}.weight_shape"), "completeness", f"{DOWN}.weight_shape"),
     ("W8A8", drop("model.norm.weight"), "completeness", "model.norm.weight"),
     ("W8A8", drop("lm_head.weight"), "completeness", "lm_head.weight"),
     (
@@ -108,7 +107,6 @@ TENSOR_MUTATIONS = [
     ("FP8", put(f"{DOWN}.input_scale", element(float("nan"))), "values", f"{DOWN}.input_scale"),
     ("W4A16", put(f"{DOWN}.weight_scale", element(float("nan"))), "values", f"{DOWN}.weight_scale"),
     ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.float8_e5m2)), "shapes", f"{DOWN}.weight"),
-    ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), "shapes", f"{DOWN}.weight"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
     ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t[:, :-1]), "shapes", f"{DOWN}.weight_scale"),
     ("W4A16", put(f"{Q}.weight_packed", lambda t: t[:, :-16]), "shapes", f"{Q}.weight_packed"),
@@ -143,6 +141,8 @@ def test_broken_tensors_are_found(
     ("scheme", "change", "where"),
     [
         ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.bfloat16)), f"{DOWN}.weight"),
+        ("W4A16", drop(f"{DOWN}.weight_shape"), f"{DOWN}.weight_shape"),
+        ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), f"{DOWN}.weight"),
         ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)), f"{DOWN}.weight_scale"),
         ("W4A16", put(f"{DOWN}.weight_packed", lambda t: t.to(torch.int64)), f"{DOWN}.weight_packed"),
     ],

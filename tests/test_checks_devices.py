@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.command import vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
-from tests.mutations.edits import ARGUMENTS, Change, config, spoiled
+from tests.mutations.edits import ARGUMENTS, Change, Tensors, all_of, config, spoiled, tensors
+from vexport.checks import check_checkpoint
+from vexport.checks.target import Target
 
 Finding = Mapping[str, str]
 
@@ -95,8 +98,11 @@ def test_capabilities_refuse_or_run_otherwise(good: Callable[[str], Path], schem
     assert all(warnings[f"{capabilities})"].startswith(bits) for capabilities, bits in other.items())
 
 
-def actorder(value: str) -> Change:
-    return config(ARGUMENTS, actorder=value)
+def ordered(values: Tensors) -> None:
+    """The index by which columns were ordered, for every packed weight."""
+    for name in [name for name in values if name.endswith(".weight_packed")]:
+        columns = values[name].shape[1] * 8
+        values[name.replace("packed", "g_idx")] = torch.arange(columns, dtype=torch.int32) // 128
 
 
 @pytest.mark.parametrize(
@@ -119,6 +125,20 @@ def test_versions_differ_where_they_are_known_to(
             one["severity"] for one in findings(checkpoint, "--vllm", version) if one["severity"] != "info"
         ]
         assert found == ([severity] if severity else []), version
+
+
+def test_activation_ordering_ends_with_a_version(good: Callable[[str], Path], tmp_path: Path) -> None:
+    change = all_of(config(ARGUMENTS, actorder="dynamic"), tensors(ordered))
+    checkpoint = str(spoiled(good("W4A16"), tmp_path / "checkpoint", change))
+    assert check_checkpoint(checkpoint, Target(vllm=(0, 29))).ok
+    (refused, *_) = check_checkpoint(checkpoint, Target(vllm=(0, 30))).findings
+    assert (refused.check, refused.got) == ("config", "actorder dynamic")
+    without = str(spoiled(good("W4A16"), tmp_path / "without", config(ARGUMENTS, actorder="group")))
+    missing = [
+        one for one in check_checkpoint(without, Target(vllm=(0, 28))).findings if one.check != "versions"
+    ]
+    assert missing
+    assert all(one.where.endswith(".weight_g_idx") for one in missing)
 
 
 def test_what_is_not_known_of_a_version_is_said(good: Callable[[str], Path]) -> None:

@@ -233,7 +233,7 @@ REFUSED = [
     ("FP8", drop(f"{DOWN}.input_scale"), f"{DOWN}.input_scale"),
     ("W8A8", drop(f"{DOWN}.weight"), f"{DOWN}.weight"),
     ("W8A8", drop("model.norm.weight"), "model.norm.weight"),
-    ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), f"{DOWN}.weight"),
+    ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), f"{DOWN}.weight"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), f"{DOWN}.weight_scale"),
     ("W4A16", weights(actorder="group"), "config_groups.group_0"),
     (

@@ -31,8 +31,9 @@ from vexport.engine.generate import dense
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # What is freed or allocated is filled with this byte: a parameter that was never loaded shows.
-    "MALLOC_PERTURB_": "90",
+    # What is freed is filled with this byte, what is allocated with its complement: a parameter that was
+    # never loaded is .75 or -6 in bfloat16 and float32, 1.9 or -2 in e4m3, and shows.
+    "MALLOC_PERTURB_": "63",
     "TORCHDYNAMO_DISABLE": "1",
     "VEXPORT_CPU_EMULATION": "1",
     "VLLM_CPU_INT4_W4A8": "0",

@@ -95,9 +95,16 @@ def write_good(root: Path, names: Iterable[str] = GOOD) -> Path:
         sound = GOOD[name]
         if sound.peer:
             _vary_norms(copytree(PEER / sound.peer, root / name))
+            _take_norms(copytree(PEER / "llama", source_of(root, name)), root / name)
         else:
             _quantize(sources[sound.source], root / name, sound)
     return root
+
+
+def source_of(root: Path, name: str) -> Path:
+    """The unquantized checkpoint that a sound one was made from, beside it."""
+    sound = GOOD[name]
+    return root / (f"source of {name}" if sound.peer else f"source-{sound.source}")
 
 
 def _quantize(source: Path, out: Path, sound: Sound) -> None:
@@ -107,6 +114,13 @@ def _quantize(source: Path, out: Path, sound: Sound) -> None:
     given = ("--scheme", sound.scheme, "--calibration", calibration, "--quiet", *cache)
     ran = vexport("quantize", source, out, *given)
     assert ran.code == 0, ran.stderr
+
+
+def _take_norms(folder: Path, other: Path) -> None:
+    """Give a checkpoint another one's norms."""
+    values, norms = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
+    values |= {name: norms[name] for name in values if "norm" in name}
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _vary_norms(folder: Path) -> None:

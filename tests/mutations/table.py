@@ -7,28 +7,32 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, Sound
-from tests.mutations.kinds import arguments, files, forms, model, names, special, values
-
-# Numbers in the wrong place that are as good as the right ones: only the source tells.
-ONLY_WITH_SOURCE = frozenset(
-    {
-        "layers' scales exchanged",
-        "layers' norms exchanged",
-        "experts exchanged",
-        "final norm zero",
-        "gate_proj and up_proj exchanged",
-        "k_scale and v_scale exchanged",
-        "nibbles exchanged",
-        "q_proj's scale under k_proj's name",
-        "weight of down_proj all zero",
-        "weight_packed of down_proj all zero",
-    }
+from tests.mutations.kinds import (
+    arguments,
+    files,
+    forms,
+    mixed,
+    model,
+    names,
+    special,
+    spellings,
+    texts,
+    values,
 )
+
 # What depends on the scheme, and what does not.
 
 Part = Callable[[Sound], Iterator[tuple[str, Change]]]
-OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds)
-SHARED = (files.kinds, model.kinds, arguments.shared_kinds, names.shared_kinds)
+OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds, spellings.kinds, mixed.kinds)
+SHARED = (
+    files.kinds,
+    model.kinds,
+    arguments.shared_kinds,
+    names.shared_kinds,
+    texts.kinds,
+    spellings.shared_kinds,
+    mixed.shared_kinds,
+)
 # What depends on the scheme is recorded with one in so many of the further checkpoints of a scheme, what does
 # not with one in so many of all checkpoints.
 OWN_ONE_IN, SHARED_ONE_IN = 4, 6

@@ -49,10 +49,11 @@ class Architecture:
     for the fused name itself). `experts` are the names of an expert's gate, down and up projections, up None
     where it has no gate; `stacked_experts` other endings of the tensors that hold all experts, to vLLM's own;
     `transposed_experts` whether these are (experts, in, out). `reordered` layers get their rows in another
-    order when vLLM loads them. `unquantized` layers are built without a quantization config. `row_parallel`
-    layers are cut along in_features by tensor parallelism, `replicated` ones not at all, the rest along
-    out_features. `language_model` are the attributes of a multimodal class that hold one, empty for a text
-    model; `inner_unknown` where the checkpoint's config chooses its class.
+    order when vLLM loads them. `unquantized` layers are built without a quantization config, `routers` with
+    one: vLLM quantizes them unless `ignore` names them. `row_parallel` layers are cut along in_features by
+    tensor parallelism, `replicated` ones not at all, the rest along out_features. `language_model` are the
+    attributes of a multimodal class that hold one, empty for a text model; `inner_unknown` where the
+    checkpoint's config chooses its class.
     """
 
     fused: FusedModules = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Architecture:
     transposed_experts: bool = False
     reordered: Mapping[str, Reordering] = field(default_factory=dict)
     unquantized: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
     row_parallel: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     renames: Renames = Renames()
@@ -137,6 +139,7 @@ def _joined(outer: Architecture, inner: Architecture) -> Architecture:
         fused={**outer.fused, **inner.fused},
         resolved=outer.resolved,
         unquantized=(*outer.unquantized, *inner.unquantized),
+        routers=(*outer.routers, *inner.routers),
         renames=outer.renames,
         language_model=outer.language_model,
     )

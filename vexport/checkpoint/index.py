@@ -1,6 +1,7 @@
 """Reads what a checkpoint holds from its headers: tensors, config, side files. No tensor data, no torch."""
 
 import json
+import posixpath
 import re
 import struct
 from collections.abc import Mapping
@@ -108,6 +109,15 @@ def weight_files(root: Path) -> list[Path]:
                     fix="do not use this checkpoint: its index points elsewhere",
                 )
             )
+        elif name != posixpath.normpath(name):
+            problems.append(
+                InputError(
+                    str(root / INDEX_NAME),
+                    got=f"the file name {name!r}",
+                    need=f"{posixpath.normpath(name)!r}, with which vLLM compares the names of files",
+                    fix="recreate the index",
+                )
+            )
         elif not (root / name).is_file():
             problems.append(
                 InputError(
@@ -159,6 +169,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     Format: 8 bytes little-endian length, a JSON header, the data (https://github.com/huggingface/safetensors).
     Raises InputError on a truncated or over-long file, a bad header, overlapping or ill-sized tensors.
     """
+    if not file.is_file():
+        raise _broken(file, "a folder" if file.is_dir() else "a link to nothing")
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -168,6 +180,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         data = stream.read(length)
     try:
         header = json.loads(data)
+        _require_texts(header.get("__metadata__", {}))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         tensors = [_tensor(file, name, entry, 8 + length) for name, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -175,6 +188,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     _require_contiguous(file, tensors, 8 + length, size)
     return {tensor.name: tensor for tensor in tensors}
+
+
+def _require_texts(metadata: Json) -> None:
+    """The metadata are an object of strings; safetensors refuses all else, null excepted."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ that is no object of strings")
 
 
 def _tensor(file: Path, name: str, entry: dict[str, Json], base: int) -> TensorInfo:

@@ -17,6 +17,7 @@ GROUPED = ("group", "tensor_group")
 # Strategies of what is quantized when the model runs.
 DYNAMIC = ("token", "tensor", "tensor_group", "group")
 TORCH_DTYPE = re.compile(r"torch\.\w+$")
+ORDERINGS = (None, "group", "weight", "dynamic", "static")
 LOWERED = ("type", "strategy", "dynamic", "actorder")
 
 
@@ -53,6 +54,11 @@ def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
     )
 
 
+def of_attention(group: ConfigGroup) -> bool:
+    """Whether vLLM passes over a group: it quantizes attention by the KV cache's scheme (`from_config`)."""
+    return len(group.targets) == 1 and group.targets[0].endswith("Attention")
+
+
 def parse_args(raw: Json) -> QuantArgs | str:
     """Quantization arguments as compressed-tensors reads them, or the reason why it refuses them.
 
@@ -67,12 +73,24 @@ def parse_args(raw: Json) -> QuantArgs | str:
     null = sorted(key for key, value in raw.items() if value is None and key not in NULLABLE)
     if null:
         return f"{', '.join(null)} null"
+    if isinstance(raw.get("group_size"), str):
+        return f"group_size {raw['group_size']!r}, which is no number"
     try:
         args = TypeAdapter(QuantArgs).validate_python({**_inferred(raw), **_present(raw)})
     except ValidationError as error:
         first = error.errors()[0]
         return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-    return args
+    return _unknown_value(raw, args) or args
+
+
+def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
+    """What pydantic converts here, or takes for any text, and compressed-tensors refuses."""
+    dynamic = raw.get("dynamic")
+    if isinstance(dynamic, str) and dynamic.lower() != "local":
+        return f"dynamic {dynamic!r}, which is neither true, false nor local"
+    if args.actorder not in ORDERINGS:
+        return f"actorder {args.actorder!r}, which is none of {', '.join(filter(None, ORDERINGS))}"
+    return None if args.num_bits > 0 else f"num_bits {args.num_bits}"
 
 
 def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:

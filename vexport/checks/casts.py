@@ -9,7 +9,7 @@ from vexport.types import TensorInfo
 WIDER_THAN_BYTES = ("I16", "I32", "I64", "F16", "BF16", "F32", "F64")
 # Parameter dtype -> dtypes that hold all its values. A tensor of another dtype has been rounded already.
 CONTAINED_IN = {
-    "F8_E4M3": ("F16", "BF16", "F32", "F64"),
+    "F8_E4M3": WIDER_THAN_BYTES,
     "U8": WIDER_THAN_BYTES,
     "I8": WIDER_THAN_BYTES,
     "I32": ("I64", "F64"),
@@ -19,11 +19,17 @@ CONTAINED_IN = {
     "F32": ("F64",),
 }
 INTEGERS = {"U8": (0, 255), "I8": (-128, 127), "I32": (-(2**31), 2**31 - 1), "I64": (-(2**63), 2**63 - 1)}
+# From here on the values of e4m3 are whole numbers: integers have kept them.
+WHOLE_E4M3 = 8.0
+# Integers of one size wrap: the bits stay.
+SAME_BITS = ({"I8", "U8"}, {"I32", "U32"})
 E4M3_CODES = bytes(range(256))
 
 
 def survives(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
     """Whether a tensor's values are all kept when they are cast to a parameter's dtype."""
+    if {tensor.dtype, dtype} in SAME_BITS:
+        return True
     if tensor.dtype not in CONTAINED_IN.get(dtype, ()):
         return False
     values = np.asarray(reader.array(tensor), dtype=np.float64)
@@ -31,7 +37,8 @@ def survives(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
         low, high = INTEGERS[dtype]
         return bool(np.all((values == np.floor(values)) & (values >= low) & (values <= high)))
     if dtype == "F8_E4M3":
-        return bool(np.isin(values, to_numpy(E4M3_CODES, dtype)).all())
+        whole = tensor.dtype not in WIDER_THAN_BYTES[:3] or bool(values.min(initial=WHOLE_E4M3) >= WHOLE_E4M3)
+        return whole and bool(np.isin(values, to_numpy(E4M3_CODES, dtype)).all())
     return bool(np.array_equal(values, rounded(values, dtype)))
 
 

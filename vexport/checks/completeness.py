@@ -4,7 +4,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from vexport.architectures.fusion import moe_layer
+from vexport.checkpoint.reader import same_bytes
 from vexport.checks.arguments import ConfigGroup
+from vexport.checks.config import ORDERED_UNTIL, REFUSED_ORDERING
 from vexport.checks.decoder import Layout
 from vexport.checks.expected import parameters_of, weight_name
 from vexport.checks.subject import QUANTIZED_LEAVES, Subject, Unit, error, quantized_leaves, warning
@@ -54,12 +57,15 @@ def _of_layout(subject: Subject, layout: Layout) -> Iterator[Finding]:
     for name in sorted(layout.parameters.keys() - names):
         yield _missing(name, f"the tensor, of {subject.class_name} as its config sizes it")
     known = {name.rpartition(".")[0] for name in layout.parameters} | modules.keys()
+    yield from _head_beside_tie(subject)
     for name in sorted(names - layout.parameters.keys()):
         module, _, leaf = name.rpartition(".")
         if UNREAD.search(name) or module in modules and leaf in (*QUANTIZED_LEAVES, "weight"):
             continue
         if leaf == "bias":
             yield _unread_bias(name, of_module=module in known)
+        elif module not in modules and moe_layer(module) is not None:
+            yield _unread_expert(name)
         else:
             yield error(
                 NAME,
@@ -68,6 +74,22 @@ def _of_layout(subject: Subject, layout: Layout) -> Iterator[Finding]:
                 got="a name for which vLLM has no parameter",
                 fix="remove the tensor, or correct its name or the config",
             )
+
+
+def _head_beside_tie(subject: Subject) -> Iterator[Finding]:
+    """vLLM takes the head that is stored, transformers the embeddings (try_verify_and_update_config)."""
+    tensors = subject.index.tensors
+    head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if subject.index.config.get("tie_word_embeddings") is not True or head is None or table is None:
+        return
+    if not same_bytes(subject.reader, head, subject.reader, table):
+        yield warning(
+            NAME,
+            head.name,
+            expected="no head, or that of the embeddings, as config.json ties them",
+            got="another one: vLLM would use it, transformers would not",
+            fix="set tie_word_embeddings to false, or remove the head",
+        )
 
 
 def _unread_bias(name: str, *, of_module: bool) -> Finding:
@@ -81,13 +103,28 @@ def _unread_bias(name: str, *, of_module: bool) -> Finding:
     )
 
 
+def _unread_expert(name: str) -> Finding:
+    """vLLM drops what its mapping of experts does not have (load_weights of the models with experts)."""
+    return warning(
+        NAME,
+        name,
+        expected="only experts and projections of the class, as many as config.json says",
+        got="another, which vLLM drops without a word",
+        fix="remove it, or correct its name or the number of experts",
+    )
+
+
 def _parameters(subject: Subject, unit: Unit, group: ConfigGroup, module: str) -> Iterator[Finding]:
     leaves = unit.members[module]
     sides = subject.sides(group, module, leaves)
     names = set(parameters_of(group, *sides)) if sides is not None else {weight_name(group)}
+    if group.weights.actorder in REFUSED_ORDERING and subject.target.vllm < ORDERED_UNTIL:
+        names.add("weight_g_idx")
     for leaf in sorted(names - leaves.keys()):
         if leaf == "input_scale" and any(leaf in other for other in unit.members.values()):
             yield _covered(f"{module}.{leaf}", unit)
+        elif leaf == "weight_shape":
+            yield _unread_shape(f"{module}.{leaf}")
         else:
             yield error(
                 NAME,
@@ -114,6 +151,17 @@ def _covered(where: str, unit: Unit) -> Finding:
         where,
         expected="an input scale for each layer that runs as one",
         got=f"none: vLLM would take that of the others in {unit.name}",
+        fix="export the checkpoint again",
+    )
+
+
+def _unread_shape(where: str) -> Finding:
+    """No scheme of vLLM reads what it loads into `weight_shape`."""
+    return warning(
+        NAME,
+        where,
+        expected="the tensor, by which compressed-tensors unpacks the weight",
+        got="none: transformers cannot load the layer; vLLM does not read it",
         fix="export the checkpoint again",
     )
 

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Mapping
 
 from vexport.checks.arguments import ConfigGroup, contradictions, parse_group
 from vexport.checks.scheme import scheme_of
-from vexport.checks.subject import Subject, error
+from vexport.checks.subject import Subject, error, warning
+from vexport.checks.target import Version
 from vexport.types import Finding, Json
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
+METHOD = "compressed-tensors"
 # vLLM's names of the storage formats (compressed_tensors.CompressionFormat).
 FORMATS = frozenset(
     {
@@ -26,6 +28,7 @@ FORMATS = frozenset(
 )
 # Activation ordering that vLLM no longer runs (compressed_tensors.py, _quantization_scheme_map_from_config).
 REFUSED_ORDERING = ("group", "dynamic")
+ORDERED_UNTIL: Version = (0, 30)
 
 
 def run(subject: Subject) -> Iterator[Finding]:
@@ -37,10 +40,14 @@ def run(subject: Subject) -> Iterator[Finding]:
                 subject, "", "a quantization_config for the quantized tensors", "none", "export again"
             )
         return
-    if config.get("quant_method") != "compressed-tensors":
-        got = repr(config.get("quant_method"))
-        yield _finding(subject, "quant_method", "compressed-tensors", got, "set quant_method")
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
+        yield _finding(subject, "quant_method", METHOD, repr(method), "set quant_method")
         return
+    if method != METHOD:
+        where = f"{subject.config_path}: quantization_config.quant_method"
+        fix = "set quant_method: other loaders than vLLM's compare it"
+        yield warning(NAME, where, expected=METHOD, got=repr(method), fix=fix)
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         yield _finding(subject, "config_groups", "at least one group", repr(groups), "export again")
@@ -54,7 +61,11 @@ def run(subject: Subject) -> Iterator[Finding]:
             )
     yield from _sparsity(subject, config)
     ignore = config.get("ignore", [])
-    if not isinstance(ignore, list):
+    if isinstance(ignore, str):
+        where, expected = f"{subject.config_path}: quantization_config.ignore", "a list of names"
+        got = f"{ignore!r}, of which vLLM takes each letter for a name"
+        yield warning(NAME, where, expected=expected, got=got, fix="put it into a list")
+    elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         yield _finding(subject, "ignore", "a list of names", repr(ignore), "set it, to [] for none")
     problems = tuple(_patterns(subject))
     yield from problems or _groups(subject)
@@ -64,7 +75,7 @@ def _groups(subject: Subject) -> Iterator[Finding]:
     used = {group.name for unit in subject.units if (group := subject.group_of(unit)) is not None}
     for group in subject.config_groups:
         place = f"config_groups.{group.name}"
-        if group.weights.actorder in REFUSED_ORDERING:
+        if group.weights.actorder in REFUSED_ORDERING and subject.target.vllm >= ORDERED_UNTIL:
             got = f"actorder {group.weights.actorder}"
             yield _finding(
                 subject, place, "no activation ordering, or actorder weight", got, "quantize again"
@@ -89,6 +100,8 @@ def _contradiction(group: ConfigGroup) -> str | None:
 def _sparsity(subject: Subject, config: Mapping[str, Json]) -> Iterator[Finding]:
     """Source: _parse_sparsity_config of CompressedTensorsConfig."""
     sparsity = config.get("sparsity_config")
+    if sparsity and not isinstance(sparsity, dict):
+        yield _finding(subject, "sparsity_config", "none", repr(sparsity), "remove it")
     if isinstance(sparsity, dict) and (sparsity.get("targets") or sparsity and "format" not in sparsity):
         got = (
             f"one with targets {sparsity.get('targets')}" if sparsity.get("targets") else "one without format"

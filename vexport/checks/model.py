@@ -7,6 +7,8 @@ from pathlib import Path
 
 from vexport.architectures import architecture_table
 from vexport.checks.decoder import DECODERS, missing_sizes
+from vexport.checks.kept import narrowed
+from vexport.checks.settings import faults
 from vexport.checks.subject import Subject, error, warning
 from vexport.types import Finding, Json
 
@@ -14,7 +16,11 @@ NAME = "model"
 DESCRIPTION = "vLLM has the model's class, and config.json the sizes and names that it is built from"
 # Names of torch dtypes that vLLM takes from a config (_STR_DTYPE_TO_TORCH_DTYPE, config/model.py).
 DTYPES = ("bfloat16", "float16", "half", "float32", "float")
+# In the place of which it takes one of those.
+REPLACED = ("double", "float64", "float8_e4m3fn", "float8_e5m2")
 SILU = "silu"
+# Base models that vLLM registers with a class that generates too (models/registry.py).
+GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
 
 
 def run(subject: Subject) -> Iterator[Finding]:
@@ -22,13 +28,16 @@ def run(subject: Subject) -> Iterator[Finding]:
     config = subject.index.config
     yield from _class(subject)
     dtype = config.get("dtype", config.get("torch_dtype"))
-    if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES:
+    if isinstance(dtype, str) and dtype.removeprefix("torch.") not in (*DTYPES, *REPLACED):
         yield _wrong(subject, "dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
+    yield from narrowed(subject, NAME)
     if subject.class_name in DECODERS:
         for key in missing_sizes(config):
             got = repr(config[key]) if key in config else "none: transformers would take its own default"
             yield _wrong(subject, key, "a size", got)
         yield from _sizes(subject, config)
+        for fault in faults(config):
+            yield _wrong(subject, fault.key, fault.expected, fault.got)
 
 
 def _class(subject: Subject) -> Iterator[Finding]:
@@ -36,6 +45,8 @@ def _class(subject: Subject) -> Iterator[Finding]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         yield _wrong(subject, "model_type", "transformers' name of the architecture", repr(kind))
+    elif config.get("architectures") is not None and not isinstance(config["architectures"], list):
+        yield _wrong(subject, "architectures", "a list of names", repr(config["architectures"]))
     elif not name:
         yield _wrong(
             subject, "architectures", "the name of the model class", "none, and an unknown model_type"
@@ -50,7 +61,10 @@ def _class(subject: Subject) -> Iterator[Finding]:
         )
     elif _is_unknown_type(subject, kind) or _is_of_another_type(subject, name, kind):
         yield _wrong(subject, "model_type", f"the model type of {name}", kind)
-    elif "architectures" not in config:
+    elif not config.get("architectures") and base_of(name) not in GENERATING_BASES:
+        got = f"none: vLLM takes {base_of(name)} for model_type {kind}, which gives embeddings and no text"
+        yield _wrong(subject, "architectures", "the name of the model class", got)
+    elif not config.get("architectures"):
         yield warning(
             NAME,
             f"{subject.config_path}: architectures",
@@ -58,6 +72,11 @@ def _class(subject: Subject) -> Iterator[Finding]:
             got=f"none: vLLM takes {name} for model_type {kind}",
             fix=f'add "architectures": ["{name}"]',
         )
+
+
+def base_of(name: str) -> str:
+    """transformers' base model of a class, which vLLM takes where the config names none (get_config)."""
+    return name.replace("ForCausalLM", "Model")
 
 
 def _is_known(name: str, kind: str, config: Mapping[str, Json]) -> bool:

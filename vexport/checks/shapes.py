@@ -17,6 +17,9 @@ from vexport.types import Finding, TensorInfo
 NAME = "shapes"
 DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
 
+LAYER_SCALES = frozenset({"weight_scale", "input_scale"})
+CACHE_SCALES = (".k_scale", ".v_scale")
+
 
 def run(subject: Subject) -> Iterator[Finding]:
     """Findings on tensors that vLLM would refuse, narrow or cast."""
@@ -130,25 +133,34 @@ def _is_narrowed(stored: tuple[int, ...], expected: tuple[int, ...], cut: int | 
 def _rounded_scales(subject: Subject) -> Iterator[Finding]:
     """Scales of fewer bits than the same scales of other layers: somebody has rounded them."""
     stored: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for kind, tensor in _scales(subject):
+        if tensor.dtype in FLOATING:
+            stored.setdefault(kind, {}).setdefault(tensor.dtype, []).append(tensor.name)
+    for (_, leaf), dtypes in stored.items():
+        whole = dtypes.get("F32", [])
+        for dtype in ("BF16", "F16"):
+            few = dtypes.get(dtype, [])
+            for name in few if len(few) < len(whole) else ():
+                yield error(
+                    NAME,
+                    name,
+                    expected=f"dtype F32, as {leaf} of {whole[0].rpartition('.')[0]} has",
+                    got=f"{dtype}, which has fewer digits",
+                    fix="export it again",
+                )
+
+
+def _scales(subject: Subject) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
+    """All scales, by what should be stored alike: config group and parameter, or the KV cache."""
     for unit in subject.units:
         group = subject.group_of(unit)
-        for leaves in unit.members.values() if group is not None else ():
-            for leaf in ("weight_scale", "input_scale"):
-                if leaf in leaves and leaves[leaf].dtype in FLOATING and group is not None:
-                    place = stored.setdefault((group.name, leaf), {})
-                    place.setdefault(leaves[leaf].dtype, []).append(leaves[leaf].name)
-    for (_, leaf), dtypes in stored.items():
-        if "F32" in dtypes:
-            for dtype in ("BF16", "F16"):
-                few = dtypes.get(dtype, [])
-                for name in few if len(few) < len(dtypes["F32"]) else ():
-                    yield error(
-                        NAME,
-                        name,
-                        expected=f"dtype F32, as {leaf} of {dtypes['F32'][0].rpartition('.')[0]} has",
-                        got=f"{dtype}, which has fewer digits",
-                        fix="export it again",
-                    )
+        if group is None:
+            continue
+        for leaves in unit.members.values():
+            yield from (((group.name, leaf), leaves[leaf]) for leaf in LAYER_SCALES & leaves.keys())
+    for name, tensor in subject.index.tensors.items():
+        if name.endswith(CACHE_SCALES):
+            yield ("", "the KV cache's scale"), tensor
 
 
 def _unquantized(subject: Subject, layout: Layout) -> Iterator[Finding]:

@@ -30,14 +30,21 @@ def run(subject: Subject) -> Iterator[Finding]:
     if indexed:
         yield from _index(subject, places)
     else:
-        for name in places.keys() - subject.index.tensors.keys():
-            yield warning(
-                NAME,
-                name,
-                expected="one safetensors file, or an index of several",
-                got=f"a tensor in {places[name].file.name}, which vLLM loads too",
-                fix="remove the file that does not belong here, or write an index",
-            )
+        yield from _strays(subject, places)
+
+
+def _strays(subject: Subject, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+    """Tensors of files beside model.safetensors; vLLM refuses names that its class does not have."""
+    known = () if subject.layout is None else (*subject.layout.linears, *subject.layout.tables)
+    for name in sorted(places.keys() - subject.index.tensors.keys()):
+        refused = bool(known) and name.rpartition(".")[0] not in known
+        yield (error if refused else warning)(
+            NAME,
+            name,
+            expected="one safetensors file, or an index of several",
+            got=f"a tensor in {places[name].file.name}, which vLLM loads too",
+            fix="remove the file that does not belong here, or write an index",
+        )
 
 
 def _twice(subject: Subject, one: TensorInfo, other: TensorInfo) -> Finding:

@@ -1,8 +1,7 @@
 """A checkpoint as the checks see it: its tensors by layer, and how vLLM reads its quantization config."""
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vexport.architectures import Architecture, FusedModules, architecture_table, resolve
@@ -12,15 +11,18 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checks.arguments import ConfigGroup as ConfigGroup
+from vexport.checks.arguments import of_attention
 from vexport.checks.arguments import parse_args as parse_args
 from vexport.checks.arguments import parse_group as parse_group
 from vexport.checks.decoder import Layout, layout_of
 from vexport.checks.expected import layer_sides
+from vexport.checks.matching import Targets, group_for, ignored, targets_of
+from vexport.checks.matching import matches_any as matches_any
 from vexport.checks.target import ANY, PINNED, Target, said
 from vexport.plan import is_embedding
-from vexport.schemes.base import is_head
 from vexport.types import Finding, Json, TensorInfo
 
+TEXT = ("text_config",)
 # Parameters of a linear layer that compressed-tensors stores beside or instead of its weight.
 QUANTIZED_LEAVES = frozenset(
     {
@@ -35,9 +37,6 @@ QUANTIZED_LEAVES = frozenset(
         "input_global_scale",
     }
 )
-HEAD_CLASS = "ParallelLMHead"
-# Routed experts are no linear layer, but a target Linear is taken for them too.
-EXPERTS_CLASS = "RoutedExperts, Linear"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +72,17 @@ class Subject:
 
     @cached_property
     def quantization(self) -> Mapping[str, Json] | None:
-        """The quantization_config object, by its older name too, or None where there is none."""
+        """The quantization_config object, by its older name or of the nested text model too, or None.
+
+        Source: get_quantization_config in vllm/transformers_utils/model_arch_config_convertor.py.
+        """
         config = self.index.config
-        value = config.get("quantization_config", config.get("compression_config"))
-        return value if isinstance(value, dict) else None
+        places = [config, *(nested for key in TEXT if isinstance(nested := config.get(key), dict))]
+        values = [
+            place.get(name) for place in places for name in ("quantization_config", "compression_config")
+        ]
+        found = next((value for value in values if value is not None), None)
+        return found if isinstance(found, dict) else None
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -91,10 +97,12 @@ class Subject:
 
     @cached_property
     def class_name(self) -> str:
-        """The model class: what config.json names, else what its model type stands for; may be empty."""
+        """The model class: the first that vLLM has of those that config.json names (resolve_model_cls in
+        models/registry.py), else what its model type stands for; may be empty."""
         names = self.index.config.get("architectures")
         if isinstance(names, list) and names:
-            return str(names[0])
+            known = architecture_table().architectures
+            return str(next((name for name in names if str(name) in known), names[0]))
         return architecture_table().text_models.get(str(self.index.config.get("model_type")), "")
 
     @cached_property
@@ -105,7 +113,19 @@ class Subject:
         """
         if any(len(tensor.shape) > 2 and ".experts." in name for name, tensor in self.index.tensors.items()):
             return None
-        return layout_of(self.class_name, self.index.config)
+        layout = layout_of(self.class_name, self.index.config)
+        return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
+
+    def _as_stored(self, linears: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Layers that the checkpoint stores fused, in the place of their parts: vLLM loads both."""
+        found = dict(linears)
+        for unit in self.units:
+            prefix, dot, leaf = unit.name.rpartition(".")
+            parts = [f"{prefix}{dot}{part}" for part in self.fused.get(leaf, ())]
+            if unit.name in unit.members and parts and found.keys() >= {*parts}:
+                sides = [found.pop(part) for part in parts]
+                found[unit.name] = (sum(side[0] for side in sides), sides[0][1])
+        return found
 
     @property
     def fused(self) -> FusedModules:
@@ -117,7 +137,7 @@ class Subject:
         """The config groups that can be read, in order."""
         groups = (self.quantization or {}).get("config_groups")
         parsed = [parse_group(name, raw, self.format) for name, raw in _items(groups)]
-        return tuple(group for group in parsed if isinstance(group, ConfigGroup))
+        return tuple(group for group in parsed if isinstance(group, ConfigGroup) and not of_attention(group))
 
     @property
     def format(self) -> str:
@@ -128,7 +148,7 @@ class Subject:
     def ignore(self) -> tuple[str, ...]:
         """The layers that the config leaves unquantized."""
         ignore = (self.quantization or {}).get("ignore")
-        return tuple(str(name) for name in ignore) if isinstance(ignore, list) else ()
+        return tuple(str(name) for name in ignore) if isinstance(ignore, (list, str)) else ()
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -147,52 +167,25 @@ class Subject:
         known = (layout.linears.get(module) or layout.tables.get(module)) if layout is not None else None
         return known or layer_sides(group, leaves)
 
-    def group_of(self, unit: Unit) -> ConfigGroup | None:
-        """The config group that vLLM applies to a unit; None where it stays unquantized.
+    @cached_property
+    def targets(self) -> Targets:
+        """The config groups by target, in the order in which vLLM tries them."""
+        return targets_of(self.config_groups)
 
-        Order as in find_matched_target (vLLM, compressed_tensors/utils.py): the fused name, all members'
-        names, the class name; within each the first target in the order of the config.
-        """
-        if all(matches_any(module, self.ignore) for module in unit.members) or self._is_built_plain(unit):
+    def ignored(self, unit: Unit) -> list[str]:
+        """The members of a unit that the config leaves unquantized: vLLM refuses some of them."""
+        return list(ignored(unit.name, tuple(unit.members), self.ignore, self.architecture))
+
+    def group_of(self, unit: Unit) -> ConfigGroup | None:
+        """The config group that vLLM applies to a unit; None where it stays unquantized."""
+        if self._is_built_plain(unit) or len(self.ignored(unit)) == len(unit.members):
             return None
-        return self._by_name(unit) or self._by_class(unit)
+        return group_for(unit.name, tuple(unit.members), self.targets, self.architecture)
 
     def _is_built_plain(self, unit: Unit) -> bool:
-        """Whether vLLM builds a layer without the quantization config: routers, for one."""
+        """Whether vLLM builds a layer without the quantization config: most routers, for one."""
         leaf = unit.name.rpartition(".")[2]
         return leaf in self.architecture.unquantized and moe_layer(unit.name) is None
-
-    def _by_name(self, unit: Unit) -> ConfigGroup | None:
-        for group in self.config_groups:
-            if matches_any(unit.name, group.targets):
-                return group
-        owners = [
-            next((group for group in self.config_groups if matches_any(module, group.targets)), None)
-            for module in unit.members
-        ]
-        return owners[0] if owners and all(owners) else None
-
-    def _by_class(self, unit: Unit) -> ConfigGroup | None:
-        name = self._class_of(unit).lower()
-        for group in self.config_groups:
-            if any(target.lower() in name for target in group.targets if not target.startswith("re:")):
-                return group
-        return None
-
-    def _class_of(self, unit: Unit) -> str:
-        """The name of vLLM's class of a layer, as far as its name tells."""
-        leaf = unit.name.rpartition(".")[2]
-        if is_head(leaf):
-            return HEAD_CLASS
-        if moe_layer(next(iter(unit.members))) is not None:
-            return EXPERTS_CLASS
-        if leaf in self.architecture.row_parallel:
-            return "RowParallelLinear"
-        if leaf in self.architecture.replicated:
-            return "ReplicatedLinear"
-        if leaf == "qkv_proj":
-            return "QKVParallelLinear"
-        return "MergedColumnParallelLinear" if len(unit.members) > 1 else "ColumnParallelLinear"
 
 
 def linear_modules(index: SourceIndex) -> dict[str, dict[str, TensorInfo]]:
@@ -210,20 +203,6 @@ def _is_linear(module: str, leaves: Mapping[str, TensorInfo]) -> bool:
         return True
     weight = leaves.get("weight")
     return weight is not None and len(weight.shape) == 2 and not is_embedding(module)
-
-
-def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name equals a pattern or matches an `re:` pattern from its start, as in vLLM."""
-    return any(
-        _matches(pattern[3:], name) if pattern.startswith("re:") else pattern == name for pattern in patterns
-    )
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except re.error:
-        return False
 
 
 def _items(value: Json) -> Iterator[tuple[str, Json]]:

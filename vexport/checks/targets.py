@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
-from vexport.checks.subject import Subject, Unit, error, matches_any, quantized_leaves
+from vexport.architectures.fusion import moe_layer
+from vexport.checks.subject import ConfigGroup, Subject, Unit, error, quantized_leaves
+from vexport.plan import is_embedding
 from vexport.schemes.base import is_head
 from vexport.types import Finding
 
@@ -15,7 +17,7 @@ def run(subject: Subject) -> Iterator[Finding]:
     if not subject.config_groups:
         return
     for unit in subject.units:
-        ignored = [module for module in unit.members if matches_any(module, subject.ignore)]
+        ignored = subject.ignored(unit)
         if ignored and len(ignored) < len(unit.members):
             yield error(
                 NAME,
@@ -26,6 +28,45 @@ def run(subject: Subject) -> Iterator[Finding]:
             )
             continue
         yield from _agreement(subject, unit)
+    yield from _experts(subject)
+    yield from _embeddings(subject)
+
+
+def _embeddings(subject: Subject) -> Iterator[Finding]:
+    """Tables that a target matches: vLLM quantizes them too, to integers (get_quant_method)."""
+    for tensor in subject.index.tensors.values():
+        module, _, leaf = tensor.name.rpartition(".")
+        if leaf != "weight" or len(tensor.shape) != 2 or not is_embedding(module):
+            continue
+        group = subject.group_of(Unit(name=module, members={module: {leaf: tensor}}))
+        if group is not None:
+            yield error(
+                NAME,
+                module,
+                expected=f"quantized tensors ({group.format}), as {group.name} targets this table",
+                got="an unquantized weight",
+                fix="add the table to ignore, or narrow the targets",
+            )
+
+
+def _experts(subject: Subject) -> Iterator[Finding]:
+    """vLLM asks for the scheme of a layer's first expert, and refuses projections that differ in it."""
+    found: dict[str, dict[str, ConfigGroup | None]] = {}
+    for unit in subject.units:
+        layer = moe_layer(next(iter(unit.members)))
+        if layer is not None:
+            group = None if subject.ignored(unit) else subject.group_of(unit)
+            found.setdefault(layer, {}).setdefault(unit.name.rpartition(".")[2], group)
+    for layer, groups in found.items():
+        names = {leaf: group.name if group else "none" for leaf, group in groups.items()}
+        if len(set(names.values())) > 1:
+            yield error(
+                NAME,
+                layer,
+                expected="one config group for all projections of the experts",
+                got=", ".join(f"{leaf} {name}" for leaf, name in names.items()),
+                fix="quantize all projections of the experts alike, or none",
+            )
 
 
 def _agreement(subject: Subject, unit: Unit) -> Iterator[Finding]:

@@ -7,6 +7,9 @@ import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checks.arguments import ConfigGroup
+from vexport.checks.codes import unfilled
+from vexport.checks.inputs import impossible
+from vexport.checks.kept import empty
 from vexport.checks.subject import Subject, Unit, error
 from vexport.types import Finding, TensorInfo
 
@@ -52,8 +55,11 @@ def run(subject: Subject) -> Iterator[Finding]:
                     yield from findings
         if group is not None and not broken:
             yield from _plausible(subject, unit, group)
+            yield from impossible(subject, NAME, group, unit.members)
             for leaves in unit.members.values():
                 yield from _beyond(subject, group, leaves)
+    yield from unfilled(subject, NAME)
+    yield from empty(subject, NAME)
     yield from _not_finite(subject)
 
 

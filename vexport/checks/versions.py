@@ -19,24 +19,18 @@ DESCRIPTION = "the vLLM version asked for (--vllm) has the schemes, widths and m
 KNOWN: Sequence[Version] = tuple((0, minor) for minor in range(20, PINNED[1] + 1))
 ODD_WIDTHS = (3, 5, 6, 7)
 NARROW_WIDTHS = (2, *ODD_WIDTHS)
-ORDERED = ("group", "dynamic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What vLLM does from version `since` on, and did or does until `until`; None is from ever, or still."""
+    """What vLLM does from version `since` on, and what it did otherwise before."""
 
     what: str
     applies: Callable[[ConfigGroup, Unit], bool]
     otherwise: str
     severity: Severity = "error"
-    since: Version | None = None
-    until: Version | None = None
+    since: Version
     source: str
-
-    def holds_in(self, version: Version) -> bool:
-        """Whether that version does it."""
-        return (self.since is None or version >= self.since) and (self.until is None or version < self.until)
 
 
 def _is_packed(group: ConfigGroup) -> bool:
@@ -109,13 +103,6 @@ DIFFERENCES: Sequence[Difference] = (
         source="compressed_tensors_moe/compressed_tensors_moe_wna16.py",
     ),
     Difference(
-        what="activation ordering by group",
-        applies=lambda group, unit: group.weights.actorder in ORDERED,
-        otherwise="no longer supports it",
-        until=(0, 30),
-        source="compressed_tensors.py, _quantization_scheme_map_from_config",
-    ),
-    Difference(
         what="MXFP4 weights with FP8 inputs",
         applies=lambda group, unit: _is_mxfp4(group) and _inputs(group) == ("float", 8),
         otherwise="takes them for MXFP4 inputs: FP4 activations where it has FP4 kernels",
@@ -151,7 +138,7 @@ def run(subject: Subject) -> Iterator[Finding]:
     units = [(group, unit) for unit in subject.units if (group := subject.group_of(unit)) is not None]
     for difference in DIFFERENCES:
         names = [unit.name for group, unit in units if difference.applies(group, unit)]
-        if names and not difference.holds_in(version):
+        if names and version < difference.since:
             yield _differs(difference, names, version)
 
 
@@ -180,12 +167,11 @@ def _class(subject: Subject, version: Version) -> Iterator[Finding]:
 
 def _differs(difference: Difference, names: Sequence[str], version: Version) -> Finding:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    border = f"from {said(difference.since)} on" if difference.since else "in older versions"
     return Finding(
         check=NAME,
         severity=difference.severity,
         where=f"{names[0]}{more}",
-        expected=f"a vLLM that has {difference.what} ({border})",
+        expected=f"a vLLM that has {difference.what} (from {said(difference.since)} on)",
         got=f"vLLM {said(version)}, which {difference.otherwise}",
         fix="serve it with another version, or quantize it otherwise",
     )

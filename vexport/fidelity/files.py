@@ -45,6 +45,8 @@ ABOUT_THE_FILE = frozenset(
         "use_cache",
     }
 )
+# Keys that change a model's answers and have no other default than none.
+DECISIVE = ("rope_scaling", "sliding_window")
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
@@ -76,6 +78,9 @@ def _different(
             yield from _different(one, other, f"{prefix}{key}.")
         elif None not in (one, other) and one != other:
             yield f"{prefix}{key}", one, other
+    for key in DECISIVE:
+        if old.get(key) is None and new.get(key) is not None:
+            yield f"{prefix}{key}", None, new[key]
 
 
 def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:

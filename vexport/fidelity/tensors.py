@@ -18,6 +18,7 @@ from vexport.types import Finding, Severity, TensorInfo
 COMPUTED = re.compile(r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$")
 # Scales that a checkpoint has and its source does not: of the KV cache and of the queries.
 ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
+TABLE = "model.embed_tokens.weight"
 TIED = ("lm_head.weight", "embed_out.weight")
 
 
@@ -35,6 +36,8 @@ def changed(subject: Subject, reader: Reader, places: Counterparts, quantized: S
 
 def _kept(subject: Subject, reader: Reader, places: Counterparts, tensor: TensorInfo) -> Iterator[Finding]:
     origin = places.tensor(tensor.name)
+    if origin is None and tensor.name.endswith(TIED) and _is_tied(subject):
+        origin = places.tensor(TABLE)
     if origin is None:
         yield from _regrouped(subject, places, tensor)
         return
@@ -51,6 +54,10 @@ def _kept(subject: Subject, reader: Reader, places: Counterparts, tensor: Tensor
         got=got,
         fix="export it again; for weights that were smoothed or rotated, name the source after that",
     )
+
+
+def _is_tied(subject: Subject) -> bool:
+    return bool(text_config(subject.index.config).get("tie_word_embeddings", False))
 
 
 def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
@@ -84,8 +91,7 @@ def _regrouped(subject: Subject, places: Counterparts, tensor: TensorInfo) -> It
 
 
 def _lost(subject: Subject, tensor: TensorInfo) -> Iterator[Finding]:
-    tied = text_config(subject.index.config).get("tie_word_embeddings", False)
-    if COMPUTED.match(tensor.name) or (tied and tensor.name.endswith(TIED)):
+    if COMPUTED.match(tensor.name) or (_is_tied(subject) and tensor.name.endswith(TIED)):
         return
     if PREDICTION.search(tensor.name):
         yield _finding("warning", tensor.name, "the source's tensor", "none: vLLM could not draft with it")

@@ -47,7 +47,8 @@ class Names:
         """Where a linear layer of that name is."""
         leaf = module.rpartition(".")[2]
         routed = moe_layer(module) is not None
-        if self.architecture.experts is None if routed else leaf in self.architecture.unquantized:
+        kept = (*self.architecture.unquantized, *self.architecture.routers)
+        if self.architecture.experts is None if routed else leaf in kept:
             return "unquantizable"
         return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module) else "outside"
 

@@ -19,6 +19,8 @@ from tests.mutations.good import Sound
 from vexport.types import Json
 
 LISTED = ("lm_head",)
+# Schemes that quantize inputs too.
+WITH_INPUTS = ("NVFP4", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "MXFP4", "MXFP8")
 KV_SCHEME: dict[str, Json] = {
     "num_bits": 8,
     "type": "float",
@@ -30,7 +32,14 @@ KV_SCHEME: dict[str, Json] = {
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Those of the config group."""
-    scheme = sound.scheme
+    yield from _formats()
+    yield from _widths(sound.scheme)
+    yield from _sizes()
+    yield from _lacking()
+    yield from _inputs(sound.scheme)
+
+
+def _formats() -> Iterator[tuple[str, Change]]:
     yield "no format in the group", without(GROUP, "format")
     yield "no format at all", all_of(without(GROUP, "format"), without(QUANTIZATION, "format"))
     yield "unknown format in the group", config(GROUP, format="no-such-format")
@@ -43,6 +52,9 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
         yield f"format of {name}", config(GROUP, format=format)
     yield "actorder group", config(ARGUMENTS, actorder="group")
     yield "actorder weight", config(ARGUMENTS, actorder="weight")
+
+
+def _widths(scheme: str) -> Iterator[tuple[str, Change]]:
     yield "8 bits become 4, 4 become 8", config(ARGUMENTS, num_bits=8 if "4" in scheme else 4)
     yield "5 bits", config(ARGUMENTS, num_bits=5)
     yield (
@@ -53,41 +65,59 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
         "asymmetric" if scheme != "W4A16_ASYM" else "symmetric",
         config(ARGUMENTS, symmetric=scheme == "W4A16_ASYM"),
     )
+
+
+def _sizes() -> Iterator[tuple[str, Change]]:
     yield "group size 64", config(ARGUMENTS, group_size=64)
     yield "group size 32", config(ARGUMENTS, group_size=32)
     yield "group size 0", config(ARGUMENTS, group_size=0)
     yield "group size 100", config(ARGUMENTS, group_size=100)
     for strategy in ("tensor", "channel", "group", "block"):
         yield f"strategy {strategy}", config(ARGUMENTS, strategy=strategy)
+
+
+def _lacking() -> Iterator[tuple[str, Change]]:
     yield "no strategy", without(ARGUMENTS, "strategy")
     yield "no type", without(ARGUMENTS, "type")
     yield "no bits", without(ARGUMENTS, "num_bits")
     yield "no symmetry", without(ARGUMENTS, "symmetric")
     yield "weights dynamic", config(ARGUMENTS, dynamic=True)
     yield "another scale dtype", config(ARGUMENTS, scale_dtype="torch.float16")
+
+
+def _inputs(scheme: str) -> Iterator[tuple[str, Change]]:
     if scheme not in ("FP8_DYNAMIC", "FP8_BLOCK"):
         # Without inputs these are legal checkpoints of another scheme.
         yield "no inputs", config(GROUP, input_activations=None)
     if scheme == "FP8_BLOCK":
         yield "blocks of 64", config(ARGUMENTS, block_structure=[64, 64])
         yield "no blocks", config(ARGUMENTS, block_structure=None)
-    if scheme in ("NVFP4", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "MXFP4", "MXFP8"):
-        yield "inputs symmetric null", config(INPUTS, symmetric=None)
-        yield "inputs dynamic", config(INPUTS, dynamic=True)
-        yield "inputs static", config(INPUTS, dynamic=False)
-        yield "inputs of 16 bits", config(INPUTS, num_bits=16)
-        if not scheme.startswith("FP8"):
-            yield "inputs of strategy tensor", config(INPUTS, strategy="tensor")
-        yield (
-            "inputs of integers" if "F" in scheme else "inputs of floats",
-            config(INPUTS, type="int" if "F" in scheme else "float"),
-        )
-        yield "unknown key in inputs", config(INPUTS, no_such_key=1)
+    if scheme not in WITH_INPUTS:
+        return
+    yield "inputs symmetric null", config(INPUTS, symmetric=None)
+    yield "inputs dynamic", config(INPUTS, dynamic=True)
+    yield "inputs static", config(INPUTS, dynamic=False)
+    yield "inputs of 16 bits", config(INPUTS, num_bits=16)
+    if not scheme.startswith("FP8"):
+        yield "inputs of strategy tensor", config(INPUTS, strategy="tensor")
+    yield (
+        "inputs of integers" if "F" in scheme else "inputs of floats",
+        config(INPUTS, type="int" if "F" in scheme else "float"),
+    )
+    yield "unknown key in inputs", config(INPUTS, no_such_key=1)
 
 
 def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Those of the rest: method, targets, ignore, sparsity, the KV cache."""
-    down, q = sound.mlp("down"), sound.attention("q")
+    yield from _methods()
+    yield from _groups()
+    yield from _rest()
+    yield from _ignored(sound)
+    yield from _targets()
+    yield from _kv_caches()
+
+
+def _methods() -> Iterator[tuple[str, Change]]:
     yield "no quantization_config", without(WHOLE, "quantization_config")
     yield "compression_config instead", json_config(_under_its_older_name)
     yield "quant_method missing", without(QUANTIZATION, "quant_method")
@@ -95,6 +125,9 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "quant_method gptq", config(QUANTIZATION, quant_method="gptq")
     yield "quant_method unknown", config(QUANTIZATION, quant_method="no-such-method")
     yield "quant_method in capitals", config(QUANTIZATION, quant_method="Compressed-Tensors")
+
+
+def _groups() -> Iterator[tuple[str, Change]]:
     yield "no config groups", config(QUANTIZATION, config_groups={})
     yield "config groups missing", without(QUANTIZATION, "config_groups")
     yield "config groups a list", config(QUANTIZATION, config_groups=[])
@@ -103,6 +136,9 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "unknown key at the top", config(QUANTIZATION, no_such_key=1)
     yield "unknown key in the group", config(GROUP, no_such_key=1)
     yield "unknown key in weights", config(ARGUMENTS, no_such_key=1)
+
+
+def _rest() -> Iterator[tuple[str, Change]]:
     yield "no format at the top", without(QUANTIZATION, "format")
     yield "unknown format at the top", config(QUANTIZATION, format="no-such-format")
     yield "observer is null", config(ARGUMENTS, observer=None)
@@ -120,6 +156,10 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "sparsity config without targets", config(QUANTIZATION, sparsity_config={"format": "dense"})
     yield "transform config empty", config(QUANTIZATION, transform_config={})
     yield "a version from the future", config(QUANTIZATION, version="99.0")
+
+
+def _ignored(sound: Sound) -> Iterator[tuple[str, Change]]:
+    down, q = sound.mlp("down"), sound.attention("q")
     yield "nothing ignored", config(QUANTIZATION, ignore=[])
     yield "ignore missing", without(QUANTIZATION, "ignore")
     yield "ignore null", config(QUANTIZATION, ignore=None)
@@ -133,6 +173,9 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "all linear layers ignored", config(QUANTIZATION, ignore=["Linear"])
     yield "unknown layer ignored", config(QUANTIZATION, ignore=[*LISTED, "model.layers.9.no_such"])
     yield "ignored by a bad pattern", config(QUANTIZATION, ignore=[*LISTED, "re:(["])
+
+
+def _targets() -> Iterator[tuple[str, Change]]:
     yield "targets in small letters", config(GROUP, targets=["linear"])
     yield "targets MLPs only", config(GROUP, targets=["re:.*mlp.*"])
     yield "targets by pattern", config(GROUP, targets=["re:.*proj"])
@@ -153,6 +196,9 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "a second group of the same", copied_group()
     yield "a second group of other bits, after", copied_group(num_bits=7)
     yield "a second group of other bits, before", copied_group(num_bits=7, first=True)
+
+
+def _kv_caches() -> Iterator[tuple[str, Change]]:
     yield "KV cache announced without scales", config(QUANTIZATION, kv_cache_scheme=KV_SCHEME)
     yield "KV cache of integers", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "type": "int"})
     yield "KV cache of 4 bits", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "num_bits": 4})

@@ -1,0 +1,55 @@
+"""What the check does not see, and what it minds although it did no harm when it was recorded."""
+
+from collections.abc import Mapping
+
+from tests.mutations.recorded import Record
+
+_ANOTHER_SCHEME = "a sound checkpoint of another scheme, weights and all"
+_CALIBRATION = "a number that only calibration tells: neither the weights nor the source have it"
+# Changes that nothing on disk and nothing in the source gives away: they count as missed.
+UNSEEN: Mapping[str, str] = {
+    "all weight_scale as bfloat16": "what others write; rounded afterwards it costs less than codes do",
+    "no inputs": _ANOTHER_SCHEME,
+    "inputs an empty object": _ANOTHER_SCHEME,
+    "inputs asymmetric": _ANOTHER_SCHEME,
+    "inputs quantized to 8 bits": _ANOTHER_SCHEME,
+    "inputs quantized to fp8": _ANOTHER_SCHEME,
+    "k_scale and v_scale exchanged": _CALIBRATION,
+    "input_global_scale of down_proj tenfold": _CALIBRATION,
+    "input_global_scale of down_proj thousandfold": _CALIBRATION,
+    "input_scale of down_proj tenfold": _CALIBRATION,
+    "input_scale of down_proj thousandfold": _CALIBRATION,
+    "input_scale of down_proj times 10000": _CALIBRATION,
+    "a code of -128": "one weight of a layer, by less than rounding takes from all of them",
+    "a rotation announced": "what vLLM runs on a GPU, for weights that are rotated the other way",
+}
+_ROUNDED = "rounded to the same number, or to one that the CPU's kernel rounds to the same"
+_CANCELS = "the sign cancels in this kernel; FP4 kernels of a GPU read scales without a sign"
+_LARGEST = "vLLM takes the largest of q, k and v, and what was in memory for the missing one was smaller"
+# Errors of the check on what was recorded as harmless, each because of this machine, prompt or layer: they
+# count as false alarms.
+HARMLESS_HERE: Mapping[str, str] = {
+    "weight_global_scale of o_proj as bfloat16": _ROUNDED,
+    "weight_global_scale of o_proj as float16": _ROUNDED,
+    "weight_global_scale as int32": _ROUNDED,
+    "weight_scale of o_proj as float16": _ROUNDED,
+    "input_global_scale of down_proj negative": _CANCELS,
+    "input_scale of down_proj negative": _CANCELS,
+    "no weight_global_scale in q_proj": _LARGEST,
+    "no weight_global_scale in v_proj": _LARGEST,
+    "no input_global_scale in q_proj": _LARGEST,
+    "no input_global_scale in v_proj": _LARGEST,
+    "a shard left over": "of two values of one tensor vLLM keeps the one of the file that sorts last",
+    "embeddings infinite": "no prompt has the token",
+    "index with a whole path": "right on this machine, in this folder",
+}
+
+
+def is_unseen(record: Record) -> bool:
+    """Whether nothing shows the change, for a reason that is given."""
+    return record.name in UNSEEN and record.outcome != "alike"
+
+
+def is_harmless_here(record: Record) -> bool:
+    """Whether the check may object to what did no harm, for a reason that is given."""
+    return record.name in HARMLESS_HERE and record.outcome == "alike"

@@ -1,0 +1,74 @@
+"""Codes that do not fill their range, where those of all other layers do.
+
+The scale of a row or group is made for its largest value, which then has the largest code. Where a weight is
+transposed, or has another layer's scales by groups of codes, that is no longer so. Observers and GPTQ may
+leave ranges unfilled: a layer is judged only where all others fill theirs.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vexport.checks.arguments import ConfigGroup
+from vexport.checks.subject import Subject, error
+from vexport.types import Finding, TensorInfo
+
+# Rows of a layer that are looked at, from all over it.
+ROWS = 128
+# Of a random permutation of the codes about a third of the rows, a quarter of the groups of 16 are not full.
+MOST_FULL, LEAST_FULL = 0.85, 0.99
+FEWEST_OTHERS = 6
+E4M3_END, E2M1_END = 0x7E, 6
+# Groups of 16, two codes a byte.
+NVFP4_BYTES = 8
+
+
+def unfilled(subject: Subject, check: str) -> Iterator[Finding]:
+    """A finding on the one layer whose ranges are not filled."""
+    full: dict[str, float] = {}
+    for unit in subject.units:
+        group = subject.group_of(unit)
+        for module, leaves in unit.members.items() if group is not None else ():
+            share = _share(subject, group, leaves) if group is not None else None
+            if share is not None:
+                full[module] = share
+    few = [module for module, share in full.items() if share < LEAST_FULL]
+    if len(few) == 1 and full[few[0]] < MOST_FULL and len(full) > FEWEST_OTHERS:
+        yield error(
+            check,
+            few[0],
+            expected="codes that reach the end of their range for every scale, as in all other layers",
+            got=f"{1 - full[few[0]]:.0%} of the ranges unfilled",
+            fix="export it again: the weight is transposed, or these are another weight's codes",
+        )
+
+
+def _share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> float | None:
+    """The share of scales whose codes reach the end; None where that cannot be told."""
+    args = group.weights
+    weight = leaves.get("weight_packed", leaves.get("weight"))
+    if weight is None or len(weight.shape) != 2 or not weight.num_bytes or not args.symmetric:
+        return None
+    rows = _rows(subject, weight)
+    if args.strategy == "channel" and weight.dtype == "F8_E4M3":
+        return _full((rows & 0x7F).max(axis=1), E4M3_END)
+    if args.strategy == "channel" and weight.dtype == "I8":
+        return _full(np.abs(rows.view(np.int8).astype(np.int16)).max(axis=1), 2 ** (args.num_bits - 1) - 2)
+    if args.strategy == "tensor_group" and weight.dtype == "U8" and weight.shape[1] % NVFP4_BYTES == 0:
+        sizes = np.maximum(rows & 0x7, rows >> 4 & 0x7).reshape(-1, NVFP4_BYTES)
+        return _full(sizes.max(axis=1), E2M1_END)
+    return None
+
+
+def _full(largest: npt.NDArray[np.integer[Any]], end: int) -> float | None:
+    """The share of largest codes that reach the end, but for those of rows or groups that are all zero."""
+    largest = largest[largest > 0]
+    return float((largest >= end).mean()) if largest.size else None
+
+
+def _rows(subject: Subject, weight: TensorInfo) -> npt.NDArray[np.uint8]:
+    """Some rows of a weight, as bytes."""
+    codes = np.frombuffer(subject.reader.raw(weight), np.uint8).reshape(weight.shape[0], -1)
+    return codes[:: max(weight.shape[0] // ROWS, 1)]

@@ -1,0 +1,111 @@
+"""Which config group vLLM gives a layer, and which layers it leaves alone, by their names.
+
+Sources: `_quantization_scheme_map_from_config` and `get_scheme_dict` in vLLM's compressed_tensors.py,
+`find_matched_target` and `should_ignore_layer` in compressed_tensors/utils.py, `find_matching_patterns` in
+quantization/utils/config_utils.py, `get_moe_method` in compressed_tensors_moe.py.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from vexport.architectures import Architecture
+from vexport.architectures.fusion import moe_layer
+from vexport.checks.arguments import ConfigGroup
+from vexport.plan import is_embedding
+from vexport.schemes.base import is_head
+
+HEAD_CLASS = "ParallelLMHead"
+EMBEDDING_CLASS = "VocabParallelEmbedding"
+EXPERTS_CLASS = "RoutedExperts"
+# Stands for routed experts too, in this spelling only (_add_fused_moe_to_target_scheme_map).
+LINEAR = "Linear"
+REGEX = "re:"
+EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.[^.]+$)")
+Targets = Mapping[str, ConfigGroup]
+
+
+def targets_of(groups: Iterable[ConfigGroup]) -> Targets:
+    """The targets in vLLM's order: one that is named again keeps its place and takes the later group."""
+    return {target: group for group in groups for target in group.targets}
+
+
+def looked_for(name: str) -> str:
+    """The name that vLLM looks for: of all experts of a layer it asks for the first one's group only."""
+    return EXPERT_NUMBER.sub("0", name)
+
+
+def ignored(
+    unit: str, members: Sequence[str], ignore: Sequence[str], architecture: Architecture
+) -> Iterator[str]:
+    """The members of a unit that `ignore` names, or all where it names the unit."""
+    leaf = unit.rpartition(".")[2]
+    if unit not in members and matches_any(unit, ignore) and moe_layer(members[0]) is None:
+        yield from members
+    elif _are_resolved(leaf, members, architecture):
+        yield from (member for member in members if matches_any(looked_for(member), ignore))
+
+
+def group_for(
+    unit: str, members: Sequence[str], targets: Targets, architecture: Architecture
+) -> ConfigGroup | None:
+    """The config group of a unit that is not ignored: by its name, by all members' names, by its class."""
+    leaf, routed = unit.rpartition(".")[2], moe_layer(members[0]) is not None
+    found = None if routed else _first(unit, targets)
+    if found is None and _are_resolved(leaf, members, architecture):
+        owners = [_first(looked_for(member), targets) for member in members]
+        found = owners[0] if all(owners) else None
+    if found is not None:
+        return found
+    if routed and LINEAR in targets and EXPERTS_CLASS not in targets:
+        targets = {**targets, EXPERTS_CLASS: targets[LINEAR]}
+    return _of_class(_class_of(leaf, members, architecture), targets)
+
+
+def _are_resolved(leaf: str, members: Sequence[str], architecture: Architecture) -> bool:
+    """Whether vLLM looks for the members' names: it does not know those of every fused layer."""
+    alone = len(members) == 1 or moe_layer(members[0]) is not None
+    return alone or leaf in architecture.resolved
+
+
+def _first(name: str, targets: Targets) -> ConfigGroup | None:
+    return next((group for target, group in targets.items() if matches_any(name, (target,))), None)
+
+
+def _of_class(name: str, targets: Targets) -> ConfigGroup | None:
+    """By a class name's part, in any case, or by a pattern that matches it."""
+    for target, group in targets.items():
+        if matches_any(name, (target,)) if target.startswith(REGEX) else target.lower() in name.lower():
+            return group
+    return None
+
+
+def _class_of(leaf: str, members: Sequence[str], architecture: Architecture) -> str:
+    """The name of vLLM's class of a layer, as far as its name tells."""
+    if is_head(leaf):
+        return HEAD_CLASS
+    if is_embedding(leaf):
+        return EMBEDDING_CLASS
+    if moe_layer(members[0]) is not None:
+        return EXPERTS_CLASS
+    if leaf in architecture.row_parallel:
+        return "RowParallelLinear"
+    if leaf in architecture.replicated:
+        return "ReplicatedLinear"
+    if leaf == "qkv_proj":
+        return "QKVParallelLinear"
+    return "MergedColumnParallelLinear" if len(members) > 1 else "ColumnParallelLinear"
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name equals a pattern or matches an `re:` pattern from its start, as in vLLM."""
+    return any(
+        _matches(pattern[len(REGEX) :], name) if pattern.startswith(REGEX) else pattern == name
+        for pattern in patterns
+    )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.match(pattern, name) is not None
+    except re.error:
+        return False
