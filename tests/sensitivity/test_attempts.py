@@ -53,6 +53,7 @@ def test_what_failed_is_moved_and_the_rest_stays(tmp_path: Path) -> None:
     attempts = read_attempts(tmp_path)
     assert [one.folder for one in attempts.failed] == ["attempts/1"]
     assert attempts.promotions == (PROMOTION,)
+    assert attempts.seconds == 2  # of quantize and serve candidate
 
 
 def test_a_call_broken_off_between_sets_the_round_aside_anew(tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_a_call_broken_off_between_sets_the_round_aside_anew(tmp_path: Path) -> 
     assert (tmp_path / "attempts/1/plan.json").read_text() == "again"
     assert (tmp_path / "attempts/2/plan.json").read_text() == "second"
     assert len(read_attempts(tmp_path).promotions) == 3
+    assert read_attempts(tmp_path).seconds == 4
 
 
 @pytest.mark.parametrize("missing", ["evaluate", "calibration"])

@@ -27,7 +27,7 @@ def _text(plan: Plan) -> str:
         layers = sum(len(group.members) for group in groups)
         stored = get_scheme(scheme).family.format
         lines.append(
-            f"  {scheme:<12} {count(layers)} linear layers in {plural(len(groups), 'group')} ({stored})"
+            f"  {scheme:<12} {plural(layers, 'linear layer')} in {plural(len(groups), 'group')} ({stored})"
         )
         lines += [f"  {'':<12}   {kind}" for kind in _shortened(_group_kinds(groups), MOST_KINDS)]
     kept = _shortened(_counted(map(kind_of, plan.kept_linears)), MOST_KEPT)

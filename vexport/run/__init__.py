@@ -12,6 +12,7 @@ from vexport.errors import InputError
 from vexport.files import from_json, write_text
 from vexport.plan import require_accepted
 from vexport.reports import render
+from vexport.run.attempts import read_attempts
 from vexport.run.choices import Choices
 from vexport.run.promoting import attempts_with, promote, require_promotable
 from vexport.run.sessions import NOT_RUN, Loads, Sessions
@@ -106,8 +107,14 @@ def _report(stages: Stages, choices: Choices) -> Report:
         sensitivity=choices.known_sensitivity,
         mixed=choices.mixed,
         attempts=attempts_with(choices, plan, outcome, reason),
-        seconds=stages.directory.seconds,
+        seconds=_seconds(stages),
     )
+
+
+def _seconds(stages: Stages) -> dict[str, float]:
+    """How long each stage took, and all that failed rounds had for themselves."""
+    failed = read_attempts(stages.folder).seconds
+    return stages.directory.seconds | ({"failed rounds": failed} if failed else {})
 
 
 def conclude(

@@ -28,10 +28,14 @@ SHARED_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """The rounds that failed, and what was promoted for the one that runs."""
+    """The rounds that failed, and what was promoted for the one that runs.
+
+    `seconds` is what the stages took that the failed rounds had for themselves.
+    """
 
     failed: tuple[Attempt, ...] = ()
     current: tuple[Promotion, ...] = ()
+    seconds: float = 0.0
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
@@ -52,13 +56,15 @@ def set_aside(
 
     Stages are forgotten first and the rounds written last: a call broken off between repeats the round.
     """
+    spent = sum(seconds for stage, seconds in directory.seconds.items() if stage not in SHARED_STAGES)
     directory.forget_all_but(SHARED_STAGES)
     for path in _own(directory.root):
         target = directory.root / attempt.folder / path.relative_to(directory.root)
         remove(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
-    attempts = Attempts(failed=(*before.failed, attempt), current=promotions)
+    failed, seconds = (*before.failed, attempt), round(before.seconds + spent, 3)
+    attempts = Attempts(failed=failed, current=promotions, seconds=seconds)
     write_text(directory.root / FILE, to_json(attempts))
 
 
