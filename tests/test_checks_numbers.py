@@ -100,7 +100,12 @@ def test_a_transposed_weight_leaves_ranges_unfilled(
 def test_rows_that_are_all_zero_fill_no_range(good: Callable[[str], Path], tmp_path: Path) -> None:
     def pruned(values: Tensors) -> None:
         values[f"{Q}.weight"][::2] = 0
+        values[f"{Q}.weight_scale"][::2] = torch.finfo(torch.float32).eps
 
+    def lost(values: Tensors) -> None:
+        values[f"{Q}.weight"][::2] = 0
+
+    assert found(good("W8A8"), tmp_path / "lost", tensors(lost)) == [Q]
     assert found(good("W8A8"), tmp_path / "pruned", tensors(pruned)) == []
 
 

@@ -9,6 +9,7 @@ from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, Sound
 from tests.mutations.kinds import (
     arguments,
+    downloads,
     files,
     forms,
     mixed,
@@ -32,6 +33,7 @@ SHARED = (
     texts.kinds,
     spellings.shared_kinds,
     mixed.shared_kinds,
+    downloads.kinds,
 )
 # What depends on the scheme is recorded with one in so many of the further checkpoints of a scheme, what does
 # not with one in so many of all checkpoints.

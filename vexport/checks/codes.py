@@ -1,4 +1,4 @@
-"""Codes that do not fill their range, where those of all other layers do.
+"""Codes that do not fill their range, where those of all other layers do, and ranges without any code.
 
 The scale of a row or group is made for its largest value, which then has the largest code. Where a weight is
 transposed, or has another layer's scales by groups of codes, that is no longer so. Observers and GPTQ may
@@ -21,6 +21,9 @@ ROWS = 128
 MOST_FULL, LEAST_FULL = 0.85, 0.99
 FEWEST_OTHERS = 6
 E4M3_END, E2M1_END = 0x7E, 6
+# What scales of nothing are: eps of bfloat16, float16, float32 and e4m3, and one.
+PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
+LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
 # Groups of 16, two codes a byte.
 NVFP4_BYTES = 8
 
@@ -43,6 +46,53 @@ def unfilled(subject: Subject, check: str) -> Iterator[Finding]:
             got=f"{1 - full[few[0]]:.0%} of the ranges unfilled",
             fix="export it again: the weight is transposed, or these are another weight's codes",
         )
+
+
+def lost(subject: Subject, check: str) -> Iterator[Finding]:
+    """Rows and groups whose codes are all zero, beside a scale that is made for other numbers.
+
+    Where a weight is zero itself, producers store the least scale, or a number that stands for none.
+    """
+    for unit in subject.units:
+        group = subject.group_of(unit)
+        for module, leaves in unit.members.items() if group is not None else ():
+            share = _lost_share(subject, group, leaves) if group is not None else None
+            if share is not None and share > MOST_LOST:
+                yield error(
+                    check,
+                    module,
+                    expected="codes other than zero where a scale of usual size is",
+                    got=f"{share:.0%} of the ranges empty",
+                    fix="download or export it again: a part of the weight is lost",
+                )
+
+
+def _lost_share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> float | None:
+    """The share of scales of usual size that scale nothing; None where that cannot be told."""
+    weight, scale = leaves.get("weight_packed", leaves.get("weight")), leaves.get("weight_scale")
+    if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
+        return None
+    if group.weights.strategy == "block" or not weight.num_bytes:
+        return None
+    codes, step = _rows(subject, weight), max(weight.shape[0] // ROWS, 1)
+    if scale.shape[0] != weight.shape[0] or not scale.shape[1] or codes.shape[1] % scale.shape[1]:
+        return None
+    if weight.dtype in ("U8", "F8_E4M3"):
+        codes = codes & np.uint8(0x77 if weight.dtype == "U8" else 0x7F)
+    parts = codes.reshape(codes.shape[0], scale.shape[1], -1)
+    empty = np.any([(parts == zero).all(axis=2) for zero in {0, _zero_codes(group, weight)}], axis=0)
+    with np.errstate(invalid="ignore"):
+        scales = np.asarray(subject.reader.array(scale), np.float64)[::step]
+    usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
+    return float((empty & usual).mean())
+
+
+def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
+    """The byte of zeros, which in packed integers is half their range; the byte 0 is lost data there."""
+    bits = group.weights.num_bits
+    if weight.dtype != "I32" or bits not in (4, 8):
+        return 0
+    return 0x88 if bits == 4 else 0x80
 
 
 def _share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> float | None:

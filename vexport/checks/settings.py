@@ -41,6 +41,12 @@ def faults(config: Mapping[str, Json]) -> Iterator[Fault]:
     """What is wrong with a decoder's config beside its sizes."""
     yield from _epsilon(config)
     yield from _rope(config)
+    experts, chosen = (
+        config.get("num_experts", config.get("num_local_experts")),
+        config.get("num_experts_per_tok"),
+    )
+    if isinstance(experts, int) and isinstance(chosen, int) and not 0 < chosen <= experts:
+        yield Fault(key="num_experts_per_tok", expected=f"from 1 to {experts} experts", got=str(chosen))
     text = config.get("text_config")
     if isinstance(text, dict) and "num_attention_heads" not in text:
         expected = "none: vLLM would take it for the whole config of the model"

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checks.arguments import ConfigGroup
-from vexport.checks.codes import unfilled
+from vexport.checks.codes import lost, unfilled
 from vexport.checks.inputs import impossible
 from vexport.checks.kept import empty
 from vexport.checks.subject import Subject, Unit, error
@@ -59,6 +59,7 @@ def run(subject: Subject) -> Iterator[Finding]:
             for leaves in unit.members.values():
                 yield from _beyond(subject, group, leaves)
     yield from unfilled(subject, NAME)
+    yield from lost(subject, NAME)
     yield from empty(subject, NAME)
     yield from _not_finite(subject)
 
@@ -205,7 +206,8 @@ def _numbers(subject: Subject, tensor: TensorInfo) -> npt.NDArray[np.float64]:
     if tensor.dtype in ("U8", "F8_E8M0"):
         codes = np.frombuffer(subject.reader.raw(tensor), dtype=np.uint8).astype(np.float64)
         return np.exp2(codes - E8M0_BIAS).reshape(tensor.shape)
-    return np.asarray(subject.reader.array(tensor), dtype=np.float64)
+    with np.errstate(invalid="ignore"):  # NaN of the signalling kind
+        return np.asarray(subject.reader.array(tensor), dtype=np.float64)
 
 
 def _not_finite(subject: Subject) -> Iterator[Finding]:

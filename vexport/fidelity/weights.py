@@ -29,7 +29,7 @@ WRONG_PART_NOISE = 0.25
 WRONG_PART_FACTOR = 50.0
 PART_COLUMNS = 128
 # The factors by which parts are larger differ by what rounding leaves in them, if scales are the parts' own;
-# the same scales in another order make them differ more. GPTQ was seen 2 times above plain rounding.
+# the same scales in another order make them differ more. GPTQ was seen 1.3 to 2.5 times above plain rounding.
 MOST_SPREAD_FACTOR = 4.0
 LEAST_SPREAD = 0.02
 FEWEST_PARTS = 16
