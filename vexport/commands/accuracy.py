@@ -86,16 +86,9 @@ def evaluate(
     from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
     from vexport.terminal import progress_display
 
-    if baseline and against or not (baseline or against or accept):
-        raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
+    _require_a_question(baseline, against, accept, early=stopping == "early", limits=kl_limit or nll_limit)
     if accept:
         require_writable(accept)
-    if stopping == "early" and (accept or not (baseline or against)):
-        raise click.UsageError("--stopping early needs a baseline, and leaves too little to --accept.")
-    if not baseline and (kl_limit or nll_limit):
-        raise click.UsageError(
-            "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
-        )
     settings = Evaluate(
         tasks=tasks,
         margin=margin,
@@ -126,6 +119,20 @@ def evaluate(
         click.echo(f"accepted: {accept}: {gates_of(accepted)}", err=verdict is not None)
     if verdict:
         conclude(verdict.outcome, checkpoint, verdict.reason)
+
+
+def _require_a_question(
+    baseline: str | None, against: Path | None, accept: Path | None, *, early: bool, limits: float | None
+) -> None:
+    """UsageError where options of `eval` do not go together."""
+    if baseline and against or not (baseline or against or accept):
+        raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
+    if early and (accept or not (baseline or against)):
+        raise click.UsageError("--stopping early needs a baseline, and leaves too little to --accept.")
+    if limits and not baseline:
+        raise click.UsageError(
+            "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
+        )
 
 
 @command("verdict")
