@@ -1,4 +1,4 @@
-"""The main job in the real vLLM: six schemes of the demo model, and whole scenarios."""
+"""The main job in the real vLLM: five schemes of the demo model, and whole scenarios."""
 
 import json
 import re
@@ -16,7 +16,6 @@ WEIGHT_ONLY_KL = 0.003
 QUANTIZED_INPUTS_KL = 0.1
 SCHEMES = {
     "NVFP4": QUANTIZED_INPUTS_KL,
-    "NVFP4A16": WEIGHT_ONLY_KL,
     "FP8": QUANTIZED_INPUTS_KL,
     "FP8_DYNAMIC": QUANTIZED_INPUTS_KL,
     "W8A8": QUANTIZED_INPUTS_KL,

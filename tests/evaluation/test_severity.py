@@ -1,4 +1,4 @@
-"""Rungs of the severity ladder in the real vLLM, and an evaluation that ends when it is decided."""
+"""A rung of the severity ladder in the real vLLM, and an evaluation that ends when it is decided."""
 
 import json
 from pathlib import Path
@@ -11,18 +11,15 @@ SCENARIOS = Path(__file__).parents[2] / "scenarios"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    ("rung", "outcome", "code"),
-    [("fp8-x16", "PASS", 0), ("int4-g128-x8", "FAIL", 1)],
-)
-def test_a_rung_ends_as_its_file_says(rung: str, outcome: str, code: int, tmp_path: Path) -> None:
-    scenario = SCENARIOS / "ladder" / f"{rung}.yaml"
-    assert f"Meant to end with {outcome}." in scenario.read_text()
+def test_a_rung_ends_as_its_file_says(tmp_path: Path) -> None:
+    """One of the twelve; scenarios/ladder/README.md has what all of them measured."""
+    scenario = SCENARIOS / "ladder" / "int4-g128-x8.yaml"
+    assert "Meant to end with FAIL." in scenario.read_text()
     ran = vexport("run", scenario, "--run-dir", tmp_path / "run", "--quiet")
-    assert ran.code == code, ran.stderr
+    assert ran.code == 1, ran.stderr
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["outcome"] == outcome
-    assert report["attribution"]["guilty"] == ("none" if code == 0 else "quantization")
+    assert report["outcome"] == "FAIL"
+    assert report["attribution"]["guilty"] == "quantization"
     assert report["drift"]["prompts"] == 16
     assert report["drift"]["mean_kl"] > 0
 
