@@ -186,6 +186,8 @@ def search_groups(
     """
     count, size = groups.shape
     tasks = improved.shape[0]
+    # In a small group that is shrunk a little no single value has error enough to rule a candidate out.
+    bounded = size > CHUNK or shrinks[improved.shape[1] - 1] < F32(0.5)
     for task in prange(tasks):
         values = np.empty(size, dtype=F32)
         parts = np.empty((4, shrinks.size), dtype=F32)
@@ -199,7 +201,8 @@ def search_groups(
             multiply(values, unit)
             ends = Ends(F32(low * unit), F32(high * unit))
             weights = importance[group % importance.shape[0]]
-            prepare(ends, unit, weight_of_ends(values, weights, ends), shrinks, form, norm, candidates)
+            weight = weight_of_ends(values, weights, ends) if bounded else F32(0.0)
+            prepare(ends, unit, weight, shrinks, form, norm, candidates)
             write_errors(values, weights, candidates, form, norm, errors)
             steps[group] = first_least(errors, improved[task])
             lows[group], highs[group] = low, high
