@@ -17,6 +17,7 @@ WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above
 NO_COMPILER = (
     "torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found in ('g++',)"
 )
+NO_EXPERTS = "NotImplementedError: No Int8 MoE backend supports the deployment configuration"
 LOG = """\
 (EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512] Traceback (most recent call last):
 (EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512]     raise ValueError(
@@ -34,6 +35,8 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
         (NO_COMPILER, "cpu", "no compiler"),
         ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cpu", "unsupported"),
         ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cuda", "refused"),
+        (f"{NO_EXPERTS} (weight_key=...).", "cpu", "unsupported"),
+        (f"{NO_EXPERTS} (weight_key=...).", "cuda", "refused"),
     ],
 )
 def test_root_cause_decides(tmp_path: Path, cause: str, platform: str, kind: FailureKind) -> None:

@@ -14,9 +14,11 @@ _OUT_OF_MEMORY = re.compile(
     r"|larger than the available KV cache memory|Not enough memory",
     re.IGNORECASE,
 )
-# The CPU build has fewer kernels and operators than the GPU builds: kernels/linear/__init__.py.
+# The CPU build has fewer kernels and operators than the GPU builds: kernels/linear/__init__.py, and fewer
+# for experts: fused_moe/oracle.
 _NO_CPU_KERNEL = re.compile(
     r"Failed to find a kernel|_C::\w+\(\)|'_C\w*' object has no attribute|not implemented for 'CPU"
+    r"|No .*MoE backend supports the deployment configuration"
 )
 # What torch.compile says where it finds no C++ compiler: torch/_inductor/exc.py, cpp_builder.py.
 _NO_COMPILER = re.compile(
