@@ -30,13 +30,8 @@ NVFP4_BYTES = 8
 
 def unfilled(subject: Subject, check: str) -> Iterator[Finding]:
     """A finding on the one layer whose ranges are not filled."""
-    full: dict[str, float] = {}
-    for unit in subject.units:
-        group = subject.group_of(unit)
-        for module, leaves in unit.members.items() if group is not None else ():
-            share = _share(subject, group, leaves) if group is not None else None
-            if share is not None:
-                full[module] = share
+    shares = {module: _share(subject, group, leaves) for module, group, leaves in _quantized(subject)}
+    full = {module: share for module, share in shares.items() if share is not None}
     few = [module for module, share in full.items() if share < LEAST_FULL]
     if len(few) == 1 and full[few[0]] < MOST_FULL and len(full) > FEWEST_OTHERS:
         yield error(
@@ -53,18 +48,25 @@ def lost(subject: Subject, check: str) -> Iterator[Finding]:
 
     Where a weight is zero itself, producers store the least scale, or a number that stands for none.
     """
+    for module, group, leaves in _quantized(subject):
+        share = _lost_share(subject, group, leaves)
+        if share is not None and share > MOST_LOST:
+            yield error(
+                check,
+                module,
+                expected="codes other than zero where a scale of usual size is",
+                got=f"{share:.0%} of the ranges empty",
+                fix="download or export it again: a part of the weight is lost",
+            )
+
+
+def _quantized(subject: Subject) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:
+    """Every layer that a config group applies to, that group, and the layer's tensors."""
     for unit in subject.units:
         group = subject.group_of(unit)
-        for module, leaves in unit.members.items() if group is not None else ():
-            share = _lost_share(subject, group, leaves) if group is not None else None
-            if share is not None and share > MOST_LOST:
-                yield error(
-                    check,
-                    module,
-                    expected="codes other than zero where a scale of usual size is",
-                    got=f"{share:.0%} of the ranges empty",
-                    fix="download or export it again: a part of the weight is lost",
-                )
+        if group is not None:
+            for module, leaves in unit.members.items():
+                yield module, group, leaves
 
 
 def _lost_share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> float | None:
@@ -74,7 +76,7 @@ def _lost_share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, Tenso
         return None
     if group.weights.strategy == "block" or not weight.num_bytes:
         return None
-    codes, step = _rows(subject, weight), max(weight.shape[0] // ROWS, 1)
+    codes = _rows(subject, weight)
     if scale.shape[0] != weight.shape[0] or not scale.shape[1] or codes.shape[1] % scale.shape[1]:
         return None
     if weight.dtype in ("U8", "F8_E4M3"):
@@ -82,7 +84,7 @@ def _lost_share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, Tenso
     parts = codes.reshape(codes.shape[0], scale.shape[1], -1)
     empty = np.any([(parts == zero).all(axis=2) for zero in {0, _zero_codes(group, weight)}], axis=0)
     with np.errstate(invalid="ignore"):
-        scales = np.asarray(subject.reader.array(scale), np.float64)[::step]
+        scales = np.asarray(subject.reader.array(scale), np.float64)[:: _step(weight)]
     usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
     return float((empty & usual).mean())
 
@@ -121,4 +123,9 @@ def _full(largest: npt.NDArray[np.integer[Any]], end: int) -> float | None:
 def _rows(subject: Subject, weight: TensorInfo) -> npt.NDArray[np.uint8]:
     """Some rows of a weight, as bytes."""
     codes = np.frombuffer(subject.reader.raw(weight), np.uint8).reshape(weight.shape[0], -1)
-    return codes[:: max(weight.shape[0] // ROWS, 1)]
+    return codes[:: _step(weight)]
+
+
+def _step(weight: TensorInfo) -> int:
+    """One row in so many is looked at."""
+    return max(weight.shape[0] // ROWS, 1)

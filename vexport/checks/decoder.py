@@ -23,7 +23,8 @@ class Decoder:
     `biases` are the attention's projections that have one, or have one where `attention_bias` says so
     (`configured`); `mlp` is the name of the MLP, `experts` the names of an expert's gate, down and up
     projections, empty where the MLPs are dense. `head_dim` and `kv_heads` are what a config without them
-    means, 0 what follows from the other sizes.
+    means, 0 what follows from the other sizes. `silu` says that the MLP's activation can be no other,
+    `norms_above_one` that norms multiply by one more than their weight.
     """
 
     biases: tuple[str, ...] = ()
@@ -35,6 +36,8 @@ class Decoder:
     head_dim: int = 0
     kv_heads: int = 0
     tied: bool = False
+    silu: bool = True
+    norms_above_one: bool = False
 
 
 EXPERTS = ("gate_proj", "down_proj", "up_proj")
@@ -45,7 +48,7 @@ DECODERS: Mapping[str, Decoder] = {
     "Qwen3ForCausalLM": Decoder(configured=QKV, head_norms=True, head_dim=128, kv_heads=32),
     "Qwen3MoeForCausalLM": Decoder(configured=QKV, head_norms=True, experts=EXPERTS, kv_heads=4),
     "MixtralForCausalLM": Decoder(mlp="block_sparse_moe", experts=("w1", "w2", "w3"), kv_heads=8),
-    "GemmaForCausalLM": Decoder(head_dim=256, kv_heads=16, tied=True),
+    "GemmaForCausalLM": Decoder(head_dim=256, kv_heads=16, tied=True, silu=False, norms_above_one=True),
 }
 
 

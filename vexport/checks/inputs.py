@@ -63,7 +63,6 @@ def _most(subject: Subject, module: str) -> float | None:
     tensor = subject.index.tensors.get(f"{place['layer']}{norm}.weight")
     if tensor is None or not tensor.num_bytes:
         return None
-    # Gemma's norms multiply by one more than their weight.
-    offset = 1.0 if DECODERS[subject.class_name].tied else 0.0
+    offset = 1.0 if DECODERS[subject.class_name].norms_above_one else 0.0
     weight = np.abs(np.asarray(subject.reader.array(tensor), np.float64) + offset).max()
     return math.sqrt(tensor.shape[0]) * float(weight)

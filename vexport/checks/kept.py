@@ -14,10 +14,10 @@ HALF = ("float16", "half")
 def empty(subject: Subject, check: str) -> Iterator[Finding]:
     """Embeddings, heads and norms without any number but zero: no trained model has them.
 
-    Not the norms of Gemma, which multiply by one more than their weight.
+    A class whose norms multiply by one more than their weight is passed over.
     """
     layout = subject.layout
-    if layout is None or DECODERS[subject.class_name].tied:
+    if layout is None or DECODERS[subject.class_name].norms_above_one:
         return
     names = [f"{table}.weight" for table in layout.tables]
     names += [name for name in layout.parameters if name.endswith("norm.weight")]

@@ -99,7 +99,7 @@ def _sizes(subject: Subject, config: Mapping[str, Json]) -> Iterator[Finding]:
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         yield _wrong(subject, "num_key_value_heads", f"a divisor of num_attention_heads {heads}", str(keys))
     activation = config.get("hidden_act", SILU)
-    if activation != SILU and not DECODERS[subject.class_name].tied:
+    if activation != SILU and DECODERS[subject.class_name].silu:
         yield _wrong(subject, "hidden_act", SILU, repr(activation))
 
 
