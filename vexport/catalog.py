@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vexport.architectures import architecture_table
-from vexport.checks import CHECKS, COMPARED, FILES, SOURCE
+from vexport.checks import ACTIVATIONS, CHECKS, COMPARED, FILES, OBSERVED, SOURCE
 from vexport.observers import OBSERVERS
 from vexport.schemes import all_schemes
 from vexport.schemes.base import Family, QuantArgs
@@ -67,6 +67,7 @@ def checks() -> Rows:
         files,
         *({"check": name, "what is looked at": check.description} for name, check in CHECKS.items()),
         {"check": SOURCE, "what is looked at": COMPARED},
+        {"check": ACTIVATIONS, "what is looked at": OBSERVED},
     ]
 
 

@@ -127,7 +127,7 @@ def calibrate_plan(
         return None
     from vexport.calibration import calibrate, default_device
 
-    samples = _samples(index, settings, settings.samples, trust_remote_code=trust_remote_code)
+    samples = calibration_samples(index, settings, settings.samples, trust_remote_code=trust_remote_code)
     return calibrate(
         index,
         plan,
@@ -165,7 +165,7 @@ def unit_losses(
         index,
         units,
         calibration or Calibration(rows=(), digest="", tokens=0, ranges={}),
-        _samples(index, settings, how.samples, trust_remote_code=trust_remote_code),
+        calibration_samples(index, settings, how.samples, trust_remote_code=trust_remote_code),
         method=how.method,
         file=file,
         on_progress=on_progress,
@@ -174,9 +174,10 @@ def unit_losses(
     )
 
 
-def _samples(
+def calibration_samples(
     index: SourceIndex, settings: CalibrationSettings, number: int, *, trust_remote_code: bool
 ) -> "Samples":
+    """The first rows of a calibration file as token ids of the checkpoint; InputError for bad ones."""
     from vexport.calibration import read_samples
 
     return read_samples(

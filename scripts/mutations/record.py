@@ -1,11 +1,12 @@
 """Records what the real vLLM does with the mutations of tests/mutations: raises, answers otherwise, or alike.
 
-    PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--good NVFP4 ...] [--only 'weight_scale.*']
+    PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--good NVFP4 ...] [--only 'name.*'] [--again]
 
-Mutations that are recorded already are left out, so that a call goes on where the last one stopped; each
-answer is appended at once. One process loads one checkpoint after the other (2 to 12 s each); where it dies,
-the mutation is recorded as refused and another process goes on. A sound checkpoint that does not load, or
-does not answer twice alike, ends the recording with an error.
+Mutations that are recorded already are left out unless asked for again, so that a call goes on where the last
+one stopped; each answer is written at once. One that answers otherwise is compared with the unquantized
+model too: it may be no further from that than the sound checkpoint is. One process loads one checkpoint
+after the other (2 to 12 s each); where it dies, the mutation is recorded as refused and another process goes
+on. A sound checkpoint that does not load, or does not answer twice alike, ends the recording with an error.
 """
 
 import argparse
@@ -17,15 +18,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from shutil import copytree, rmtree
 
 import torch
 
-from tests.mutations.good import GOOD, write_good
-from tests.mutations.recorded import Record, append_record, read_records
+from tests.mutations.good import GOOD, source_of, write_good
+from tests.mutations.recorded import Record, read_records, write_record
 from tests.mutations.table import mutations, worth_recording
 from vexport.engine.generate import dense
 
@@ -56,12 +57,13 @@ STRIDE = 11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A mutation's folder to load, and the sound checkpoint that it was made from."""
+    """A mutation's folder to load, the sound checkpoint that it was made from, and the source of that."""
 
     good: str
     name: str
     sound: Path
     folder: Path
+    source: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class Answer:
 
     outcome: str
     detail: str
+    further: float | None = None
 
 
 def main() -> None:
@@ -77,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--good", action="append", choices=tuple(GOOD), help="a sound checkpoint's name")
     parser.add_argument("--only", default="", help="a pattern that the mutations' names begin with")
+    parser.add_argument("--again", action="store_true", help="what is recorded already too")
     parser.add_argument("--worker", nargs="*", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -85,16 +89,23 @@ def main() -> None:
     chosen = arguments.good or list(GOOD)
     with tempfile.TemporaryDirectory() as folder:
         root = write_good(Path(folder), chosen)
-        missing = (_missing(root / good, good, arguments.only) for good in chosen)
+        missing = (_missing(root, good, arguments.only, again=arguments.again) for good in chosen)
         record([job for turn in zip_longest(*missing) for job in turn if job is not None])
 
 
-def _missing(sound: Path, good: str, only: str) -> list[Job]:
+def _missing(root: Path, good: str, only: str, *, again: bool) -> list[Job]:
     """The mutations without a record, in an order that takes from all over the table."""
     done = {entry.name for entry in read_records() if entry.good == good}
-    names = [name for name in worth_recording(good) if name not in done and re.match(only, name)]
+    wanted = done if again else {name for name in worth_recording(good) if name not in done}
+    names = [name for name in mutations(good) if name in wanted and re.match(only, name)]
     jobs = [
-        Job(good=good, name=name, sound=sound, folder=sound.with_name(f"{good}-{number}"))
+        Job(
+            good=good,
+            name=name,
+            sound=root / good,
+            folder=root / f"{good}-{number}",
+            source=source_of(root, good),
+        )
         for number, name in enumerate(names)
     ]
     first = list(GOOD).index(good)
@@ -109,7 +120,7 @@ def record(jobs: Sequence[Job]) -> None:
         for job, answer in zip(jobs, answers(jobs), strict=False):
             if answer.outcome == "unsound":
                 sys.exit(f"{job.good}: the sound checkpoint {answer.detail}")
-            append_record(Record(good=job.good, name=job.name, outcome=answer.outcome, detail=answer.detail))
+            write_record(Record(good=job.good, name=job.name, **asdict(answer)))
             print(f"{job.good}: {job.name}: {answer.outcome} {answer.detail}", flush=True)
             rmtree(job.folder)
             answered += 1
@@ -133,7 +144,7 @@ def answers(jobs: Sequence[Job]) -> Iterator[Answer]:
             sys.executable,
             __file__,
             "--worker",
-            *(str(path) for job in jobs for path in (job.sound, job.folder)),
+            *(str(path) for job in jobs for path in (job.sound, job.folder, job.source)),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -155,13 +166,14 @@ def answers(jobs: Sequence[Job]) -> Iterator[Answer]:
 
 
 def work(folders: Sequence[str]) -> None:
-    """Load every pair's second folder and compare it with the first; a line of JSON for each."""
+    """Load of every three folders the second and compare it with the first; a line of JSON for each."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.triton_utils import dispatcher
 
     collect, gc.collect = gc.collect, lambda generation=2: 0
     right: dict[str, torch.Tensor] = {}
-    for number, (sound, folder) in enumerate(zip(folders[::2], folders[1::2], strict=True)):
+    jobs = zip(folders[::3], folders[1::3], folders[2::3], strict=True)
+    for number, (sound, folder, source) in enumerate(jobs):
         if sound not in right:
             _say({"sound": False})
             right[sound] = logprobs(Path(sound))
@@ -172,7 +184,12 @@ def work(folders: Sequence[str]) -> None:
         dispatcher._rebind_kernels = lambda overrides: None
         _say({"sound": True})
         try:
-            answer = compared(right[sound], logprobs(Path(folder)))
+            found = logprobs(Path(folder))
+            answer = compared(right[sound], found)
+            if answer.outcome == "wrong" and found.shape == right[sound].shape:
+                if source not in right:
+                    right[source] = logprobs(Path(source))
+                answer = replace(answer, further=further(right[source], right[sound], found))
         except Exception as error:
             cleanup_dist_env_and_memory()
             message = " ".join(f"{type(error).__name__}: {error}".split()).replace(folder, "CHECKPOINT")
@@ -194,6 +211,13 @@ def compared(right: torch.Tensor, found: torch.Tensor) -> Answer:
     if difference != difference:
         return Answer(outcome="wrong", detail="NaN")
     return Answer(outcome="alike" if difference == 0 else "wrong", detail=f"{difference:.3g}")
+
+
+def further(source: torch.Tensor, sound: torch.Tensor, found: torch.Tensor) -> float | None:
+    """The mean KL divergence from the source as a multiple of the sound checkpoint's; None for NaN."""
+    exact = source.double()
+    loss, least = (float((exact.exp() * (exact - other.double())).sum(-1).mean()) for other in (found, sound))
+    return float(f"{loss / least:.3g}") if loss == loss else None
 
 
 def logprobs(folder: Path) -> torch.Tensor:

@@ -4,25 +4,25 @@ from collections.abc import Mapping
 
 from tests.mutations.recorded import Record
 
-_ANOTHER_SCHEME = "a sound checkpoint of another scheme, weights and all"
-_CALIBRATION = "a number that only calibration tells: neither the weights nor the source have it"
-# Changes that nothing on disk and nothing in the source gives away: they count as missed.
+# Nothing on disk and nothing in the source gives these away: they count as missed.
 UNSEEN: Mapping[str, str] = {
+    "a rotation announced": "what vLLM runs on a GPU, for weights that are rotated the other way",
+}
+_ANOTHER_SCHEME = "a sound checkpoint of another scheme, weights and all"
+# Other answers, as near to the unquantized model's as those of the sound checkpoint: no loss to be found.
+AS_GOOD: Mapping[str, str] = {
     "all weight_scale as bfloat16": "what others write; rounded afterwards it costs less than codes do",
     "no inputs": _ANOTHER_SCHEME,
     "inputs an empty object": _ANOTHER_SCHEME,
     "inputs asymmetric": _ANOTHER_SCHEME,
     "inputs quantized to 8 bits": _ANOTHER_SCHEME,
     "inputs quantized to fp8": _ANOTHER_SCHEME,
-    "k_scale and v_scale exchanged": _CALIBRATION,
-    "input_global_scale of down_proj tenfold": _CALIBRATION,
-    "input_global_scale of down_proj thousandfold": _CALIBRATION,
-    "input_scale of down_proj tenfold": _CALIBRATION,
-    "input_scale of down_proj thousandfold": _CALIBRATION,
-    "input_scale of down_proj times 10000": _CALIBRATION,
+    "k_scale and v_scale exchanged": "keys and values of one size: the scales differ by a hundredth",
+    "input_scale of down_proj tenfold": "e4m3 has exponents left: what is rounded away was next to nothing",
     "a code of -128": "one weight of a layer, by less than rounding takes from all of them",
-    "a rotation announced": "what vLLM runs on a GPU, for weights that are rotated the other way",
 }
+# Up to this multiple of the sound checkpoint's divergence from the unquantized model answers are as near.
+AS_NEAR = 1.1
 _ROUNDED = "rounded to the same number, or to one that the CPU's kernel rounds to the same"
 _CANCELS = "the sign cancels in this kernel; FP4 kernels of a GPU read scales without a sign"
 _LARGEST = "vLLM takes the largest of q, k and v, and what was in memory for the missing one was smaller"
@@ -48,6 +48,11 @@ HARMLESS_HERE: Mapping[str, str] = {
 def is_unseen(record: Record) -> bool:
     """Whether nothing shows the change, for a reason that is given."""
     return record.name in UNSEEN and record.outcome != "alike"
+
+
+def is_as_good(record: Record) -> bool:
+    """Whether other answers were recorded that are no worse, for a reason that is given."""
+    return record.name in AS_GOOD and record.further is not None and record.further <= AS_NEAR
 
 
 def is_harmless_here(record: Record) -> bool:

@@ -11,13 +11,16 @@ RECORDS = Path(__file__).parent / "vllm-0.32.0.jsonl"
 class Record:
     """One mutation: `outcome` is "raises", "wrong" (loads and answers otherwise) or "alike".
 
-    `detail` is vLLM's message, or the largest difference of a log-probability.
+    `detail` is vLLM's message, or the largest difference of a log-probability. `further` is how far the
+    answers are from the unquantized model's (mean KL divergence) as a multiple of how far the sound
+    checkpoint's are, where that was recorded.
     """
 
     good: str
     name: str
     outcome: str
     detail: str
+    further: float | None = None
 
 
 def read_records() -> list[Record]:
@@ -27,7 +30,12 @@ def read_records() -> list[Record]:
     return [Record(**json.loads(line)) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
 
 
-def append_record(record: Record) -> None:
-    """Add a line."""
-    with RECORDS.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(asdict(record)) + "\n")
+def write_record(record: Record) -> None:
+    """Add a record, in the place of the one that there is of this mutation."""
+    lines = RECORDS.read_text(encoding="utf-8").splitlines(keepends=True) if RECORDS.exists() else []
+    line = json.dumps({key: value for key, value in asdict(record).items() if value is not None}) + "\n"
+    start = json.dumps({"good": record.good, "name": record.name})[:-1] + ","
+    places = [number for number, known in enumerate(lines) if known.startswith(start)]
+    for number in places or [len(lines)]:
+        lines[number : number + 1] = [line]
+    RECORDS.write_text("".join(lines), encoding="utf-8")

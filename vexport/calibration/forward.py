@@ -16,7 +16,7 @@ from vexport.calibration.device import require_device
 from vexport.calibration.hidden import MEMORY_BYTES, hidden_states
 from vexport.calibration.layerwise import Batch, Failure, LayerByLayer, OnLayer
 from vexport.calibration.ranks import gather, own_share, process_group, rank_and_size, sync
-from vexport.calibration.watch import watched_by
+from vexport.calibration.watch import Watched, watched_by
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.errors import CheckpointFailed, InputError
@@ -38,16 +38,53 @@ def calibrate(
 ) -> Calibration:
     """Run the samples through the model and record what static scales, importance and the KV cache need.
 
-    `on_layer(done, total)` reports progress. With `all_experts` the statistics of every expert see all
-    tokens, else those routed to it; what the model computes is the same. Layers run on the torch device
-    `device`; what waits for its turn, and every statistic in the end, is in main memory. `batch_size`
-    samples of equal length run at once (see above for what that changes); hidden states beyond
-    `memory_bytes` go to a temporary file. Under torchrun, or in a process group, the samples are split over
-    the ranks and every rank returns the same. Raises CheckpointFailed where an activation is not finite or a
-    layer saw no token, InputError for a model that cannot run layer by layer and for an unusable device.
+    With `all_experts` the statistics of every expert see all tokens, else those routed to it; what the model
+    computes is the same. The rest is as for `watch`, which raises what it raises; CheckpointFailed also where
+    a layer saw no token.
+    """
+    watched = watched_by(plan, all_experts=all_experts)
+    watch(
+        index,
+        watched,
+        samples,
+        on_layer=on_layer,
+        trust_remote_code=trust_remote_code,
+        device=device,
+        batch_size=batch_size,
+        memory_bytes=memory_bytes,
+    )
+    return Calibration(
+        rows=samples.rows,
+        digest=samples.digest,
+        tokens=sum(len(ids) for ids in samples.token_ids),
+        ranges={name: _input_range(name, observer) for name, observer in watched.inputs.items()},
+        importance={name: _importance(name, one) for name, one in watched.importance.items()},
+        kv_ranges=_kv_ranges(index, watched.cached),
+        routed={name: tuple(counts.tolist()) for name, counts in watched.routed.items()},
+    )
+
+
+def watch(
+    index: SourceIndex,
+    watched: Watched,
+    samples: Samples,
+    *,
+    on_layer: OnLayer = lambda done, total: None,
+    trust_remote_code: bool = False,
+    device: str = "cpu",
+    batch_size: int = 1,
+    memory_bytes: int = MEMORY_BYTES,
+) -> None:
+    """Run the samples through the model; what it computes goes into `watched`.
+
+    `on_layer(done, total)` reports progress. Layers run on the torch device `device`; what waits for its
+    turn, and every statistic in the end, is in main memory. `batch_size` samples of equal length run at once
+    (see above for what that changes); hidden states beyond `memory_bytes` go to a temporary file. Under
+    torchrun, or in a process group, the samples are split over the ranks and every rank ends with the same
+    statistics. Raises CheckpointFailed where an activation is not finite, InputError for a model that cannot
+    run layer by layer and for an unusable device.
     """
     require_device(device)
-    watched = watched_by(plan, all_experts=all_experts)
     with process_group(), torch.no_grad():
         rank, _ = rank_and_size()
         batches = make_batches(own_share(samples), batch_size)
@@ -58,15 +95,6 @@ def calibrate(
             failure = model.run(on_layer if rank == 0 else _quiet) if batches else None
         raise_first([one for found in gather([failure] if failure else []) for one in found])
         sync(watched)
-    return Calibration(
-        rows=samples.rows,
-        digest=samples.digest,
-        tokens=sum(len(ids) for ids in samples.token_ids),
-        ranges={name: _input_range(name, observer) for name, observer in watched.inputs.items()},
-        importance={name: _importance(name, one) for name, one in watched.importance.items()},
-        kv_ranges=_kv_ranges(index, watched.cached),
-        routed={name: tuple(counts.tolist()) for name, counts in watched.routed.items()},
-    )
 
 
 def make_batches(samples: Samples, batch_size: int) -> list[Batch]:

@@ -31,6 +31,9 @@ FILES = "files"
 # The family that compares with the source; it needs torch and lives in `vexport.fidelity`.
 SOURCE = "source"
 COMPARED = "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
+# The family that runs text through the source; likewise.
+ACTIVATIONS = "activations"
+OBSERVED = "static scales fit what the source computes on a text (--source and --calibration)"
 Against = Callable[[Subject], Iterator[Finding]]
 
 

@@ -1,12 +1,15 @@
 """Static scales of inputs against the norm that the inputs come from.
 
 RMSNorm divides by the root mean square of `hidden_size` values: none of its outputs is larger than
-sqrt(hidden_size) times the norm's largest weight, whatever the prompt.
+sqrt(hidden_size) times the norm's largest weight, whatever the prompt. Nor are all outputs of a token small:
+before they are multiplied by the weights their root mean square is 1, so that the largest is at least the
+root of the harmonic mean of the squared weights.
 """
 
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +17,7 @@ from vexport.checks.decoder import DECODERS
 from vexport.checks.subject import ConfigGroup, Subject, error
 from vexport.types import Finding, TensorInfo
 
-# Ranges that are rounded up, or given some room.
+# Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon counts.
 MARGIN = 1.5
 AFTER_NORM = re.compile(
     r"(?P<layer>model\.layers\.\d+\.)"
@@ -23,39 +26,59 @@ AFTER_NORM = re.compile(
 E4M3_LARGEST, E2M1_LARGEST, INT8_LARGEST = 448.0, 6.0, 127.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticRange:
+    """A static scale of inputs by its tensor, and the largest input that it represents."""
+
+    name: str
+    largest: float
+
+
 def impossible(
     subject: Subject, check: str, group: ConfigGroup, members: Mapping[str, Mapping[str, TensorInfo]]
 ) -> Iterator[Finding]:
-    """Findings on scales for inputs that are larger than the layer's norm lets through."""
+    """Findings on scales for inputs that the layer's norm cannot make."""
     for module, leaves in members.items():
-        range_ = _range(subject, group, leaves)
-        most = _most(subject, module) if range_ is not None else None
-        if range_ is not None and most is not None and range_ > most * MARGIN:
-            leaf = next(name for name in ("input_scale", "input_global_scale") if name in leaves)
-            yield error(
-                check,
-                leaves[leaf].name,
-                expected=f"a scale for inputs up to {most:.3g}, all that the norm before lets through",
-                got=f"one for inputs up to {range_:.3g}",
-                fix="calibrate again: the number is no scale of this layer, or upside down",
+        static = static_range(subject, group, leaves)
+        bounds = _bounds(subject, module) if static is not None else None
+        if static is None or bounds is None:
+            continue
+        least, most = bounds
+        if static.largest > most * MARGIN:
+            yield _impossible(check, static, f"up to {most:.3g}, all that the norm before lets through")
+        elif static.largest < least / MARGIN:
+            yield _impossible(
+                check, static, f"of at least {least:.3g}, which the norm before makes of any token"
             )
 
 
-def _range(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> float | None:
-    """The largest input that a static scale represents."""
+def static_range(
+    subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]
+) -> StaticRange | None:
+    """What a layer's static scale represents; None where it has none."""
     largest = E4M3_LARGEST if group.weights.type == "float" else INT8_LARGEST
     scale, divisor = leaves.get("input_scale"), leaves.get("input_global_scale")
     if scale is not None and scale.num_bytes:
-        return largest * float(np.asarray(subject.reader.array(scale), np.float64).max())
+        value = float(np.asarray(subject.reader.array(scale), np.float64).max())
+        return StaticRange(name=scale.name, largest=largest * value)
     if divisor is not None and divisor.num_bytes:
-        return (
-            E4M3_LARGEST * E2M1_LARGEST / float(np.asarray(subject.reader.array(divisor), np.float64).min())
-        )
+        value = float(np.asarray(subject.reader.array(divisor), np.float64).min())
+        return StaticRange(name=divisor.name, largest=E4M3_LARGEST * E2M1_LARGEST / value)
     return None
 
 
-def _most(subject: Subject, module: str) -> float | None:
-    """The largest output of the norm before a layer; None where it is not known."""
+def _impossible(check: str, static: StaticRange, inputs: str) -> Finding:
+    return error(
+        check,
+        static.name,
+        expected=f"a scale for inputs {inputs}",
+        got=f"one for inputs up to {static.largest:.3g}",
+        fix="calibrate again: the number is no scale of this layer, or upside down",
+    )
+
+
+def _bounds(subject: Subject, module: str) -> tuple[float, float] | None:
+    """Between what the largest output of the norm before a layer lies; None where that is not known."""
     place = AFTER_NORM.match(module)
     if place is None or subject.layout is None:
         return None
@@ -64,5 +87,7 @@ def _most(subject: Subject, module: str) -> float | None:
     if tensor is None or not tensor.num_bytes:
         return None
     offset = 1.0 if DECODERS[subject.class_name].norms_above_one else 0.0
-    weight = np.abs(np.asarray(subject.reader.array(tensor), np.float64) + offset).max()
-    return math.sqrt(tensor.shape[0]) * float(weight)
+    weights = np.abs(np.asarray(subject.reader.array(tensor), np.float64) + offset)
+    with np.errstate(divide="ignore"):
+        least = float(np.mean(weights**-2.0) ** -0.5)
+    return least, math.sqrt(weights.size) * float(weights.max())

@@ -40,19 +40,7 @@ def run(subject: Subject) -> Iterator[Finding]:
             fix="quantize the KV cache again, or remove the key",
         )
         return
-    for module in _attention_modules(subject):
-        yield from _scales(subject, module, per_head=scheme["strategy"] == "attn_head")
-
-
-def _attention_modules(subject: Subject) -> Iterator[str]:
-    names = names_of(subject.index, subject.architecture)
-    for unit in subject.units:
-        yield from (module.rpartition(".")[0] for module in unit.members if makes_keys(module, names))
-
-
-def _scales(subject: Subject, module: str, *, per_head: bool) -> Iterator[Finding]:
-    for leaf in LEAVES:
-        tensor = _stored(subject.index.tensors, module, leaf)
+    for module, leaf, tensor in cache_scales(subject):
         if tensor is None:
             yield error(
                 NAME,
@@ -62,7 +50,20 @@ def _scales(subject: Subject, module: str, *, per_head: bool) -> Iterator[Findin
                 fix="quantize the KV cache again, or remove kv_cache_scheme",
             )
         else:
-            yield from _values(subject, tensor, per_head=per_head)
+            yield from _values(subject, tensor, per_head=scheme["strategy"] == "attn_head")
+
+
+def cache_scales(subject: Subject) -> Iterator[tuple[str, str, TensorInfo | None]]:
+    """Every attention module with k_scale and v_scale, and the tensor that vLLM takes for it."""
+    if (subject.quantization or {}).get("kv_cache_scheme") is not None:
+        for module in _attention_modules(subject):
+            yield from ((module, leaf, _stored(subject.index.tensors, module, leaf)) for leaf in LEAVES)
+
+
+def _attention_modules(subject: Subject) -> Iterator[str]:
+    names = names_of(subject.index, subject.architecture)
+    for unit in subject.units:
+        yield from (module.rpartition(".")[0] for module in unit.members if makes_keys(module, names))
 
 
 def _stored(tensors: Mapping[str, TensorInfo], module: str, leaf: str) -> TensorInfo | None:

@@ -14,6 +14,9 @@ WITH_INPUTS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pac
 PACKED = "pack-quantized"
 CHANNEL_OR_GROUP = ("channel", "group")
 FP8_STRATEGIES = ("tensor", "channel", "block")
+# The only group of experts of packed integers with FP8 inputs (CompressedTensorsW4A8Fp8MoEMethod).
+W4AFP8_EXPERT_GROUP = 128
+MX_GROUP = 32
 # Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP).
 PACKED_BITS = range(2, 9)
 
@@ -52,6 +55,30 @@ def scheme_of(group: ConfigGroup) -> SchemeKind | str:
     return found or f"a combination that none of its schemes runs: {_described(group)}"
 
 
+def refused_experts(group: ConfigGroup) -> str | None:
+    """Why vLLM refuses routed experts of a group whose scheme it has for linear layers; None if it does not.
+
+    Source: `get_moe_method` in compressed_tensors_moe.py and the methods that it chooses from.
+    """
+    kind, weights, inputs = scheme_of(group), group.weights, group.input_activations
+    if inputs is None:
+        known = kind not in (SchemeKind.FP8, SchemeKind.INT8, SchemeKind.INT4)
+        return None if known else "weights that are not packed, without quantized inputs"
+    strategies = (weights.strategy, inputs.strategy)
+    if kind == SchemeKind.FP8 and weights.strategy != "block":
+        by_token = strategies == ("channel", "token") and bool(inputs.dynamic)
+        known = strategies == ("tensor", "tensor") or by_token
+        return None if known else f"a weight scale by {weights.strategy}, an input scale by {inputs.strategy}"
+    if kind == SchemeKind.INT8:
+        known = strategies == ("channel", "token")
+        return None if known else f"a weight scale by {weights.strategy}, an input scale by {inputs.strategy}"
+    if kind == SchemeKind.INT4 or (kind == SchemeKind.PACKED and inputs.type == "int"):
+        return "integer inputs for packed integers, which it runs on Arm CPUs only"
+    if kind == SchemeKind.PACKED and weights.group_size != W4AFP8_EXPERT_GROUP:
+        return f"FP8 inputs for groups of {weights.group_size}, where it has {W4AFP8_EXPERT_GROUP}"
+    return None
+
+
 def _is_nvfp4(args: QuantArgs) -> bool:
     kind = (args.strategy, args.type, args.num_bits, args.group_size, args.symmetric)
     return kind == ("tensor_group", "float", 4, 16, True)
@@ -59,7 +86,7 @@ def _is_nvfp4(args: QuantArgs) -> bool:
 
 def _is_mx(args: QuantArgs, bits: int) -> bool:
     kind = (args.strategy, args.type, args.num_bits, args.group_size, args.symmetric)
-    return kind == ("group", "float", bits, 32, True)
+    return kind == ("group", "float", bits, MX_GROUP, True)
 
 
 def _is_packed(group: ConfigGroup, inputs: QuantArgs | None) -> bool:

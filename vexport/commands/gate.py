@@ -21,6 +21,7 @@ from vexport.types import DryLoadReport, EngineMode, LoadReport
 
 if TYPE_CHECKING:
     from vexport.checks import Against
+    from vexport.fidelity.activations import Observed
     from vexport.terminal import OnProgress
 
 
@@ -32,12 +33,20 @@ if TYPE_CHECKING:
     help="The unquantized checkpoint (folder or hub id) that each CHECKPOINT was made from: every weight is "
     "dequantized and compared with it, all else must be the same.",
 )
+@click.option(
+    "--calibration",
+    type=PATH,
+    metavar="FILE.jsonl",
+    help="With --source: run this text through SOURCE and compare what its layers compute with the static "
+    "scales of inputs and KV cache.",
+)
 @device_options
 @vllm_option
 @format_option()
 def check(
     checkpoints: tuple[str, ...],
     source: str | None,
+    calibration: Path | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
     vllm: tuple[int, int],
@@ -54,9 +63,11 @@ def check(
     from vexport.reports import render_checks, summarize_checks
     from vexport.terminal import progress_display
 
+    if calibration and source is None:
+        raise click.UsageError("--calibration needs --source, the model that the text is to run through.")
     target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
     with progress_display(quiet=quiet) as on_progress:
-        against = _against(source, on_progress)
+        against = _against(source, calibration, on_progress)
         reports = [check_checkpoint(name, target, against) for name in checkpoints]
     print_text(render_checks(reports, format_, (FILES, *CHECKS)))
     if format_ == "github":
@@ -65,14 +76,27 @@ def check(
         require_ok(report.checkpoint, report.ok, report.findings)
 
 
-def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":
+def _against(source: str | None, calibration: Path | None, on_progress: "OnProgress") -> "Against | None":
     """The comparison with a source, which alone needs torch."""
     if source is None:
         return None
     from vexport.checkpoint.source import resolve_source
     from vexport.fidelity.compare import against
 
-    return against(resolve_source(source), on_layer=partial(on_progress, "compare (layers)"))
+    root = resolve_source(source)
+    observed = _observed(root, calibration, on_progress) if calibration else None
+    return against(root, on_layer=partial(on_progress, "compare (layers)"), observed=observed)
+
+
+def _observed(root: Path, calibration: Path, on_progress: "OnProgress") -> "Observed":
+    from vexport.checkpoint.index import read_index
+    from vexport.fidelity.activations import observe
+    from vexport.pipeline import calibration_samples
+    from vexport.scenario import Calibration
+
+    index, settings = read_index(root), Calibration(data=calibration)
+    samples = calibration_samples(index, settings, settings.samples, trust_remote_code=False)
+    return observe(index, samples, on_layer=partial(on_progress, "observe (layers)"))
 
 
 @command()

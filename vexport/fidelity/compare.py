@@ -10,6 +10,7 @@ from vexport.checks.layers import Layer, layers_of
 from vexport.checks.subject import Subject, error
 from vexport.errors import InputError
 from vexport.fidelity import files, tensors
+from vexport.fidelity.activations import Observed, unlike
 from vexport.fidelity.counterparts import Counterparts
 from vexport.fidelity.source import Source
 from vexport.fidelity.weights import Likeness, likeness
@@ -18,11 +19,12 @@ from vexport.types import Finding
 OnLayer = Callable[[int, int], None]
 
 
-def against(root: Path, *, on_layer: OnLayer) -> Against:
+def against(root: Path, *, on_layer: OnLayer, observed: Observed | None = None) -> Against:
     """The comparison with the unquantized checkpoint `root`; InputError where that is none.
 
     Every quantized weight is dequantized by compressed-tensors' own code, some rows at a time; all other
-    tensors must be the same bytes, and the files beside the weights say the same.
+    tensors must be the same bytes, and the files beside the weights say the same. Static scales are compared
+    with what was `observed` on a text.
     """
     with Reader() as reader:
         _require_plain(Source(root, reader))
@@ -30,6 +32,8 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
     def compare(subject: Subject) -> Iterator[Finding]:
         with Reader() as source_reader:
             yield from _compared(subject, Source(root, source_reader), source_reader, on_layer)
+        if observed is not None:
+            yield from unlike(subject, observed)
 
     return compare
 

@@ -1,0 +1,156 @@
+"""Static scales of inputs and of the KV cache beside what the source computes on given text.
+
+A scale stands for a range: what lies beyond it is cut off, and what is small beside it is rounded away. Both
+ends are judged with room, since the checkpoint was calibrated on other text.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vexport.calibration.data import Samples
+from vexport.calibration.device import default_device
+from vexport.calibration.forward import watch
+from vexport.calibration.watch import DEFAULT_INPUT_OBSERVER, Watched
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.checks import ACTIVATIONS
+from vexport.checks.devices import INDEX
+from vexport.checks.inputs import E4M3_LARGEST, static_range
+from vexport.checks.kv_cache import cache_scales
+from vexport.checks.layers import layers_of
+from vexport.checks.subject import Subject, error
+from vexport.fidelity.source import Source
+from vexport.observers import load_observer
+from vexport.plan.linears import Names, names_of
+from vexport.schemes import get_scheme
+from vexport.types import Finding, LinearPlan
+
+# A scheme whose inputs have one static range a layer.
+STATIC = "FP8"
+# How much smaller or larger than the largest value seen a range may be. Of e4m3, and of FP4 whose blocks have
+# e4m3 scales, six bits of exponent are left for the values below; integers lose a bit with each doubling.
+LEAST, MOST_FLOAT, MOST_INTEGER = 1 / 4, 64.0, 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """The largest magnitudes on some text, by vLLM's name: of layers' inputs, of (keys, values) by head."""
+
+    inputs: Mapping[str, float]
+    cached: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+
+def observe(
+    index: SourceIndex, samples: Samples, *, on_layer: Callable[[int, int], None] = lambda done, total: None
+) -> Observed:
+    """Run samples through an unquantized checkpoint; experts see the tokens that are routed to them.
+
+    Raises what `vexport.calibration.forward.watch` raises.
+    """
+    with Reader() as reader:
+        source = Source(index.root, reader)
+        names = names_of(index, Subject(index, reader).architecture)
+    inputs = get_scheme(STATIC).args.input_activations
+    assert inputs is not None
+    layers: dict[str, tuple[LinearPlan, ...]] = {}
+    for linear in source.linears.values():
+        layers[linear.weight] = (*layers.get(linear.weight, ()), linear)
+    watched = Watched(
+        inputs={name: load_observer(DEFAULT_INPUT_OBSERVER, "input", inputs) for name in source.linears},
+        importance={},
+        layers=layers,
+        all_experts=False,
+        cached={},
+    )
+    watch(index, watched, samples, on_layer=on_layer, device=default_device())
+    return _observed(watched, names)
+
+
+def _observed(watched: Watched, names: Names) -> Observed:
+    return Observed(
+        inputs={
+            names.vllm_name(name): max(-float(low.min()), float(high.max()))
+            for name, observer in watched.inputs.items()
+            if observer.tokens
+            for low, high in [observer.range()]
+        },
+        cached={
+            names.vllm_name(name): (states.key.abs().amax(0).tolist(), states.value.abs().amax(0).tolist())
+            for name, states in (watched.cached or {}).items()
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One static scale: how large its range is beside the largest value seen, and how large it may be."""
+
+    where: str
+    range_: float
+    seen: float
+    most: float
+
+    @property
+    def ratio(self) -> float:
+        """The range as a multiple of what was seen; infinite where that was nothing but zeros."""
+        return self.range_ / self.seen if self.seen else float("inf")
+
+
+def unlike(subject: Subject, observed: Observed) -> Iterator[Finding]:
+    """Findings on static ranges that are far from what was observed, and how near the others are."""
+    kinds: dict[str, list[Compared]] = {}
+    for compared in (*_of_inputs(subject, observed), *_of_cache(subject, observed)):
+        if LEAST <= compared.ratio <= compared.most or not compared.seen:
+            kinds.setdefault(INDEX.sub("*", compared.where), []).append(compared)
+        else:
+            yield _far(compared)
+    yield from (_near(kind, scales) for kind, scales in kinds.items())
+
+
+def _of_inputs(subject: Subject, observed: Observed) -> Iterator[Compared]:
+    names = names_of(subject.index, subject.architecture)
+    for name, layer in layers_of(subject).items():
+        seen = observed.inputs.get(names.vllm_name(name))
+        static = static_range(subject, layer.group, layer.leaves) if layer.group else None
+        if seen is not None and static is not None and layer.group is not None:
+            most = MOST_FLOAT if layer.group.weights.type == "float" else MOST_INTEGER
+            yield Compared(where=static.name, range_=static.largest, seen=seen, most=most)
+
+
+def _of_cache(subject: Subject, observed: Observed) -> Iterator[Compared]:
+    names = names_of(subject.index, subject.architecture)
+    for module, leaf, tensor in cache_scales(subject):
+        states = observed.cached.get(names.vllm_name(module))
+        if states is None or tensor is None:
+            continue
+        ranges = np.asarray(subject.reader.array(tensor), np.float64).reshape(-1) * E4M3_LARGEST
+        by_head = states[0] if leaf.startswith("k") else states[1]
+        largest = by_head if len(ranges) == len(by_head) else [max(by_head)] * len(ranges)
+        for range_, seen in zip(ranges.tolist(), largest, strict=True):
+            yield Compared(where=tensor.name, range_=range_, seen=seen, most=MOST_FLOAT)
+
+
+def _far(compared: Compared) -> Finding:
+    effect = "what is larger is cut off" if compared.ratio < LEAST else "small values are rounded away"
+    return error(
+        ACTIVATIONS,
+        compared.where,
+        expected=f"a range of about {compared.seen:.3g}, the largest value on the text that was given",
+        got=f"one of {compared.range_:.3g}: {effect}",
+        fix="calibrate again, on text like that which is to be served",
+    )
+
+
+def _near(kind: str, scales: Sequence[Compared]) -> Finding:
+    ratios = sorted(compared.ratio for compared in scales)
+    least, median, most = ratios[0], ratios[len(ratios) // 2], ratios[-1]
+    return Finding(
+        check=ACTIVATIONS,
+        severity="info",
+        where=f"{kind} ({len(scales)})",
+        expected="a range of about the largest value seen",
+        got=f"{least:.2f} to {most:.2f} times that, median {median:.2f}",
+        fix="nothing",
+    )
