@@ -14,9 +14,6 @@ WITH_INPUTS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pac
 PACKED = "pack-quantized"
 CHANNEL_OR_GROUP = ("channel", "group")
 FP8_STRATEGIES = ("tensor", "channel", "block")
-# The only group of experts of packed integers with FP8 inputs (CompressedTensorsW4A8Fp8MoEMethod).
-W4AFP8_EXPERT_GROUP = 128
-MX_GROUP = 32
 # Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP).
 PACKED_BITS = range(2, 9)
 
@@ -55,30 +52,6 @@ def scheme_of(group: ConfigGroup) -> SchemeKind | str:
     return found or f"a combination that none of its schemes runs: {_described(group)}"
 
 
-def refused_experts(group: ConfigGroup) -> str | None:
-    """Why vLLM refuses routed experts of a group whose scheme it has for linear layers; None if it does not.
-
-    Source: `get_moe_method` in compressed_tensors_moe.py and the methods that it chooses from.
-    """
-    kind, weights, inputs = scheme_of(group), group.weights, group.input_activations
-    if inputs is None:
-        known = kind not in (SchemeKind.FP8, SchemeKind.INT8, SchemeKind.INT4)
-        return None if known else "weights that are not packed, without quantized inputs"
-    strategies = (weights.strategy, inputs.strategy)
-    if kind == SchemeKind.FP8 and weights.strategy != "block":
-        by_token = strategies == ("channel", "token") and bool(inputs.dynamic)
-        known = strategies == ("tensor", "tensor") or by_token
-        return None if known else f"a weight scale by {weights.strategy}, an input scale by {inputs.strategy}"
-    if kind == SchemeKind.INT8:
-        known = strategies == ("channel", "token")
-        return None if known else f"a weight scale by {weights.strategy}, an input scale by {inputs.strategy}"
-    if kind == SchemeKind.INT4 or (kind == SchemeKind.PACKED and inputs.type == "int"):
-        return "integer inputs for packed integers, which it runs on Arm CPUs only"
-    if kind == SchemeKind.PACKED and weights.group_size != W4AFP8_EXPERT_GROUP:
-        return f"FP8 inputs for groups of {weights.group_size}, where it has {W4AFP8_EXPERT_GROUP}"
-    return None
-
-
 def _is_nvfp4(args: QuantArgs) -> bool:
     kind = (args.strategy, args.type, args.num_bits, args.group_size, args.symmetric)
     return kind == ("tensor_group", "float", 4, 16, True)
@@ -86,7 +59,7 @@ def _is_nvfp4(args: QuantArgs) -> bool:
 
 def _is_mx(args: QuantArgs, bits: int) -> bool:
     kind = (args.strategy, args.type, args.num_bits, args.group_size, args.symmetric)
-    return kind == ("group", "float", bits, MX_GROUP, True)
+    return kind == ("group", "float", bits, 32, True)
 
 
 def _is_packed(group: ConfigGroup, inputs: QuantArgs | None) -> bool:
@@ -109,9 +82,7 @@ def _with_inputs(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeKind | s
     """The schemes that vLLM looks at for formats with quantized inputs."""
     static = not weights.dynamic and weights.symmetric
     if static and weights.type == "float" and weights.strategy in FP8_STRATEGIES:
-        return (
-            SchemeKind.FP8 if _runs_fp8(inputs) else f"inputs that vLLM leaves as they are: {_args(inputs)}"
-        )
+        return _fp8(weights, inputs)
     if inputs is None or not static:
         return None
     if weights.num_bits == inputs.num_bits == 8 and weights.strategy in ("tensor", "channel"):
@@ -134,6 +105,14 @@ def _args(args: QuantArgs | None) -> str:
     dynamic = " dynamic" if args.dynamic else ""
     symmetric = "" if args.symmetric else " asymmetric"
     return f"{args.type} {args.num_bits} bits {args.strategy}{size}{dynamic}{symmetric}"
+
+
+def _fp8(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeKind | str:
+    """FP8, where inputs are quantized as the config says; an assertion stops blocks without them
+    (process_weights_after_loading of CompressedTensorsW8A16Fp8)."""
+    if weights.strategy == "block" and inputs is None:
+        return "FP8 blocks without input_activations"
+    return SchemeKind.FP8 if _runs_fp8(inputs) else f"inputs that vLLM leaves as they are: {_args(inputs)}"
 
 
 def _runs_fp8(inputs: QuantArgs | None) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.scheme import refused_experts
 from vexport.checks.subject import ConfigGroup, Subject, Unit, error, quantized_leaves
 from vexport.plan import is_embedding
 from vexport.schemes.base import is_head
@@ -60,8 +59,6 @@ def _experts(subject: Subject) -> Iterator[Finding]:
             found.setdefault(layer, {}).setdefault(unit.name.rpartition(".")[2], group)
     for layer, groups in found.items():
         names = {leaf: group.name if group else "none" for leaf, group in groups.items()}
-        group = next(iter(groups.values()))
-        refused = refused_experts(group) if group is not None else None
         if len(set(names.values())) > 1:
             yield error(
                 NAME,
@@ -69,14 +66,6 @@ def _experts(subject: Subject) -> Iterator[Finding]:
                 expected="one config group for all projections of the experts",
                 got=", ".join(f"{leaf} {name}" for leaf, name in names.items()),
                 fix="quantize all projections of the experts alike, or none",
-            )
-        elif refused is not None:
-            yield error(
-                NAME,
-                layer,
-                expected="a scheme that vLLM has for routed experts",
-                got=refused,
-                fix="quantize the experts in another scheme, or keep them",
             )
 
 

@@ -51,7 +51,7 @@ class EmulationFp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
 
 
 class EmulationW8A16Fp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 weights with a scale per channel, activations as they are."""
+    """FP8 weights, activations as they are. vLLM makes scales per channel of those per tensor."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -59,10 +59,14 @@ class EmulationW8A16Fp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
-        return c.weight_quant_key.scale.group_shape.is_per_channel(), "requires a weight scale per channel"
+        return True, None
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(-1, 1)
+        """With scales per channel the weight comes as (in, out), with scales by block as it is stored."""
+        if layer.weight_block_size is None:
+            weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(-1, 1)
+        else:
+            weight = layer.weight.data.to(torch.float32) * blocks_of(layer)
         layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
 
     def apply_weights(
@@ -72,3 +76,11 @@ class EmulationW8A16Fp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
 
     def apply_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("apply_weights does it all")
+
+
+def blocks_of(layer: QuantizedLayer) -> torch.Tensor:
+    """The scales by block of a weight (out, in), each as often as its block has elements."""
+    assert layer.weight_block_size is not None
+    (high, wide), (rows, columns) = layer.weight_block_size, layer.weight.shape
+    scales = layer.weight_scale_inv.data.repeat_interleave(high, 0)[:rows]
+    return scales.repeat_interleave(wide, 1)[:, :columns]

@@ -12,6 +12,8 @@ class QuantizedLayer(Module):
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
+    weight_scale_inv: torch.Tensor
+    weight_block_size: tuple[int, int] | None
     weight_global_scale: torch.Tensor
     input_scale: torch.Tensor | None
     input_global_scale_inv: torch.Tensor
