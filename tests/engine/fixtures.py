@@ -49,10 +49,10 @@ def write_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Whole words `w3` ... `w383`, so that no English text can be encoded."""
+def write_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
+    """Whole words `w4` to the last of the vocabulary, so that no English text can be encoded."""
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    words |= {f"w{number}": number for number in range(4, VOCABULARY)}
+    words |= {f"w{number}": number for number in range(4, vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(

@@ -15,10 +15,12 @@ from vexport.checks import (
     devices,
     fusion,
     kv_cache,
+    methods,
     model,
     shapes,
     shards,
     targets,
+    transforms,
     values,
     versions,
 )
@@ -34,6 +36,8 @@ COMPARED = "weights, kept tensors, tokenizer, template and configs are those of 
 # The family that runs text through the source; likewise.
 ACTIVATIONS = "activations"
 OBSERVED = "static scales fit what the source computes on a text (--source and --calibration)"
+# What is looked at whatever the method of quantization.
+OF_ANY_METHOD = (shards.NAME, config.NAME)
 Against = Callable[[Subject], Iterator[Finding]]
 
 
@@ -57,6 +61,7 @@ CHECKS: Mapping[str, Check] = {
         values,
         fusion,
         kv_cache,
+        transforms,
         devices,
         versions,
     )
@@ -76,16 +81,21 @@ def check_checkpoint(name: str, target: Target = ANY, against: Against | None = 
         index = read_index(root)
         with Reader() as reader:
             subject = Subject(index, reader, target)
-            findings = (*_findings(subject), *(against(subject) if against is not None else ()))
+            findings = tuple(findings_on(subject, against))
     except InputError as problem:
         findings = findings_of(problem)
     ok = not any(finding.severity == "error" for finding in findings)
     return CheckReport(checkpoint=name, ok=ok, findings=findings)
 
 
-def _findings(subject: Subject) -> Iterator[Finding]:
-    for check in CHECKS.values():
-        yield from check.run(subject)
+def findings_on(subject: Subject, against: Against | None = None) -> Iterator[Finding]:
+    """The findings of all families; of a checkpoint of another method only on its files and its config."""
+    judged = methods.other_method(subject) is None
+    for name, check in CHECKS.items():
+        if judged or name in OF_ANY_METHOD:
+            yield from check.run(subject)
+    if judged and against is not None:
+        yield from against(subject)
 
 
 def findings_of(error: InputError) -> tuple[Finding, ...]:

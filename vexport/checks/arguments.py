@@ -54,9 +54,10 @@ def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
     )
 
 
-def of_attention(group: ConfigGroup) -> bool:
+def of_attention(raw: Json) -> bool:
     """Whether vLLM passes over a group: it quantizes attention by the KV cache's scheme (`from_config`)."""
-    return len(group.targets) == 1 and group.targets[0].endswith("Attention")
+    targets = raw.get("targets") if isinstance(raw, dict) else None
+    return isinstance(targets, list) and len(targets) == 1 and str(targets[0]).endswith("Attention")
 
 
 def parse_args(raw: Json) -> QuantArgs | str:

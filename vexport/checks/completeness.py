@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.reader import same_bytes
@@ -10,6 +10,7 @@ from vexport.checks.arguments import ConfigGroup
 from vexport.checks.config import ORDERED_UNTIL, REFUSED_ORDERING
 from vexport.checks.decoder import Layout
 from vexport.checks.expected import parameters_of, weight_name
+from vexport.checks.online import INPUT, OUTPUT
 from vexport.checks.subject import QUANTIZED_LEAVES, Subject, Unit, error, quantized_leaves, warning
 from vexport.types import Finding, Json
 
@@ -62,6 +63,8 @@ def _of_layout(subject: Subject, layout: Layout) -> Iterator[Finding]:
         module, _, leaf = name.rpartition(".")
         if UNREAD.search(name) or module in modules and leaf in (*QUANTIZED_LEAVES, "weight"):
             continue
+        if leaf == "weight" and _is_read_matrix(subject, module, modules):
+            continue
         if leaf == "bias":
             yield _unread_bias(name, of_module=module in known)
         elif module not in modules and moe_layer(module) is not None:
@@ -74,6 +77,15 @@ def _of_layout(subject: Subject, layout: Layout) -> Iterator[Finding]:
                 got="a name for which vLLM has no parameter",
                 fix="remove the tensor, or correct its name or the config",
             )
+
+
+def _is_read_matrix(subject: Subject, module: str, modules: Iterable[str]) -> bool:
+    """Whether a module is the online transform of a linear layer."""
+    return (
+        module.rpartition(".")[0] in modules
+        and module.endswith((INPUT, OUTPUT))
+        and subject.is_transform(module)
+    )
 
 
 def _head_beside_tie(subject: Subject) -> Iterator[Finding]:
@@ -185,6 +197,8 @@ def _decoder_layers(subject: Subject) -> Iterator[Finding]:
     """Every decoder layer has the tensors that all its siblings have; none is missing at the end."""
     stacks: dict[str, dict[int, set[str]]] = {}
     for name in subject.index.tensors:
+        if subject.is_transform(name.rpartition(".")[0]):
+            continue
         prefix, mark, rest = name.partition(f".{LAYERS}.")
         number, dot, relative = rest.partition(".")
         if mark and dot and number.isdigit():

@@ -3,7 +3,10 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from vexport.checks.arguments import ConfigGroup, contradictions, parse_group
+from vexport.architectures.fusion import moe_layer
+from vexport.checks.arguments import ConfigGroup, contradictions, of_attention, parse_group
+from vexport.checks.methods import METHOD, findings, other_method
+from vexport.checks.routed import refusal
 from vexport.checks.scheme import scheme_of
 from vexport.checks.subject import Subject, error, warning
 from vexport.checks.target import Version
@@ -11,7 +14,6 @@ from vexport.types import Finding, Json
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
-METHOD = "compressed-tensors"
 # vLLM's names of the storage formats (compressed_tensors.CompressionFormat).
 FORMATS = frozenset(
     {
@@ -32,7 +34,7 @@ ORDERED_UNTIL: Version = (0, 30)
 
 
 def run(subject: Subject) -> Iterator[Finding]:
-    """Findings on config.json's quantization_config."""
+    """Findings on the quantization config."""
     config = subject.quantization
     if config is None:
         if any(unit.is_quantized for unit in subject.units):
@@ -40,39 +42,53 @@ def run(subject: Subject) -> Iterator[Finding]:
                 subject, "", "a quantization_config for the quantized tensors", "none", "export again"
             )
         return
+    other = other_method(subject)
+    if other is not None:
+        yield from findings(subject, other, NAME)
+        return
     method = config.get("quant_method")
     if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
-        yield _finding(subject, "quant_method", METHOD, repr(method), "set quant_method")
+        fix = f"set quant_method to {METHOD}"
+        yield _finding(subject, "quant_method", f"{METHOD}, as the other keys say", repr(method), fix)
         return
     if method != METHOD:
-        where = f"{subject.config_path}: quantization_config.quant_method"
+        where = f"{subject.quantization_place}.quant_method"
         fix = "set quant_method: other loaders than vLLM's compare it"
         yield warning(NAME, where, expected=METHOD, got=repr(method), fix=fix)
     groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    quantized = any(unit.is_quantized for unit in subject.units)
+    if not isinstance(groups, dict) or (not groups and quantized):
         yield _finding(subject, "config_groups", "at least one group", repr(groups), "export again")
         return
-    for name, raw in groups.items():
-        parsed = parse_group(name, raw, subject.format)
-        if isinstance(parsed, str):
-            place = f"config_groups.{name}"
-            yield _finding(
-                subject, place, "arguments that compressed-tensors accepts", parsed, "correct the group"
-            )
+    yield from _unreadable(subject, groups)
     yield from _sparsity(subject, config)
-    ignore = config.get("ignore", [])
-    if isinstance(ignore, str):
-        where, expected = f"{subject.config_path}: quantization_config.ignore", "a list of names"
-        got = f"{ignore!r}, of which vLLM takes each letter for a name"
-        yield warning(NAME, where, expected=expected, got=got, fix="put it into a list")
-    elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
-        yield _finding(subject, "ignore", "a list of names", repr(ignore), "set it, to [] for none")
+    yield from _ignore(subject, config)
     problems = tuple(_patterns(subject))
     yield from problems or _groups(subject)
 
 
+def _unreadable(subject: Subject, groups: Mapping[str, Json]) -> Iterator[Finding]:
+    for name, raw in groups.items():
+        parsed = None if of_attention(raw) else parse_group(name, raw, subject.format)
+        if isinstance(parsed, str):
+            expected = "arguments that compressed-tensors accepts"
+            yield _finding(subject, f"config_groups.{name}", expected, parsed, "correct the group")
+
+
+def _ignore(subject: Subject, config: Mapping[str, Json]) -> Iterator[Finding]:
+    ignore = config.get("ignore", [])
+    if isinstance(ignore, str):
+        where, expected = f"{subject.quantization_place}.ignore", "a list of names"
+        got = f"{ignore!r}, of which vLLM takes each letter for a name"
+        yield warning(NAME, where, expected=expected, got=got, fix="put it into a list")
+    elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
+        yield _finding(subject, "ignore", "a list of names", repr(ignore), "set it, to [] for none")
+
+
 def _groups(subject: Subject) -> Iterator[Finding]:
-    used = {group.name for unit in subject.units if (group := subject.group_of(unit)) is not None}
+    users = [(group.name, unit) for unit in subject.units if (group := subject.group_of(unit)) is not None]
+    used = {name for name, _ in users}
+    routed = {name for name, unit in users if moe_layer(next(iter(unit.members))) is not None}
     for group in subject.config_groups:
         place = f"config_groups.{group.name}"
         if group.weights.actorder in REFUSED_ORDERING and subject.target.vllm >= ORDERED_UNTIL:
@@ -81,6 +97,8 @@ def _groups(subject: Subject) -> Iterator[Finding]:
                 subject, place, "no activation ordering, or actorder weight", got, "quantize again"
             )
         found = scheme_of(group) if group.name in used else _contradiction(group)
+        if not isinstance(found, str) and group.name in routed:
+            found = refusal(group)
         if isinstance(found, str):
             yield _finding(
                 subject,
@@ -123,5 +141,5 @@ def _patterns(subject: Subject) -> Iterator[Finding]:
 
 
 def _finding(subject: Subject, place: str, expected: str, got: str, fix: str) -> Finding:
-    where = f"{subject.config_path}: quantization_config" + (f".{place}" if place else "")
+    where = subject.quantization_place + (f".{place}" if place else "")
     return error(NAME, where, expected=expected, got=got, fix=fix)

@@ -23,6 +23,8 @@ INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # Widths of packed integers that vLLM's own kernels run (MarlinLinearKernel, MacheteLinearKernel).
 OWN_WIDTHS = (4, 8)
 WEIGHT_ONLY = 16
+# Of what no GPU runs, every capability is too high.
+NO_GPU = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,8 @@ class Runs:
 def runs_of(group: ConfigGroup) -> Runs:
     """Source: `get_min_capability` of the schemes, the kernels of vllm/model_executor/kernels/linear and
     compressed_tensors.py, which puts W8A16 in the place of W8A8 below SM 89. CUTLASS's INT8 is chosen from
-    SM 100 on too, where it raises when it runs (scaled_mm_helper.hpp)."""
+    SM 100 on too, where it raises when it runs (scaled_mm_helper.hpp). INT4 in bytes has a kernel on CPUs
+    only (dynamic_4bit.py, which CompressedTensorsW4A8Int asks for)."""
     weights, inputs = group.weights, group.input_activations
     if weights.strategy == "tensor_group":
         return Runs(family=nvfp4.FAMILY, least_sm=75, full_sm=100, full_bits=4 if inputs else WEIGHT_ONLY)
@@ -63,6 +66,8 @@ def runs_of(group: ConfigGroup) -> Runs:
     if weights.type == "float":
         full_sm = 90 if weights.strategy == "block" else 89
         return Runs(family=fp8.FAMILY, least_sm=75, full_sm=full_sm, full_bits=8 if inputs else WEIGHT_ONLY)
+    if group.format != "pack-quantized" and weights.num_bits != 8:
+        return Runs(family=integer.W4A8_FAMILY, least_sm=0, full_sm=0, full_bits=8, below_sm=NO_GPU)
     if group.format != "pack-quantized":
         return Runs(family=integer.W8A8_FAMILY, least_sm=75, full_sm=75, full_bits=8, below_sm=100)
     if inputs is not None and inputs.type == "float":
@@ -170,6 +175,7 @@ def _capabilities(subject: Subject, group: ConfigGroup, units: list[Unit]) -> It
     refusing = [sm for sm in capabilities if runs.refuses(sm)]
     if refusing:
         need = f"SM {runs.least_sm} " + (f"to below {runs.below_sm}" if runs.below_sm else "or above")
+        need = "a CPU" if runs.below_sm == NO_GPU else need
         yield error(
             NAME,
             f"{layers}, sm {_listed(refusing)})",

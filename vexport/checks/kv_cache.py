@@ -34,7 +34,7 @@ def run(subject: Subject) -> Iterator[Finding]:
     if not isinstance(scheme, dict) or any(scheme.get(key) not in right for key, right in ACCEPTED.items()):
         yield error(
             NAME,
-            f"{subject.config_path}: quantization_config.kv_cache_scheme",
+            f"{subject.quantization_place}.kv_cache_scheme",
             expected=f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}",
             got=json.dumps(scheme),
             fix="quantize the KV cache again, or remove the key",

@@ -49,7 +49,7 @@ def scheme_of(group: ConfigGroup) -> SchemeKind | str:
     if _is_packed(group, inputs):
         return SchemeKind.PACKED if weights.num_bits in PACKED_BITS else f"{weights.num_bits} packed bits"
     found = _with_inputs(weights, inputs) if group.format in WITH_INPUTS else None
-    return found or f"a combination that none of its schemes runs: {_described(group)}"
+    return found or f"a combination that none of its schemes runs: {described(group)}"
 
 
 def _is_nvfp4(args: QuantArgs) -> bool:
@@ -94,7 +94,8 @@ def _with_inputs(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeKind | s
     return SchemeKind.INT4 if integers and by_token and weights.strategy in CHANNEL_OR_GROUP else None
 
 
-def _described(group: ConfigGroup) -> str:
+def described(group: ConfigGroup) -> str:
+    """A group's arguments and format in words."""
     return f"weights {_args(group.weights)}, inputs {_args(group.input_activations)}, format {group.format}"
 
 

@@ -9,6 +9,7 @@ from vexport.architectures.fusion import fuse, moe_layer
 from vexport.architectures.history import ClassChanges, class_changes
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.quantization import KEY, StoredQuantization, find_quantization
 from vexport.checkpoint.reader import Reader
 from vexport.checks.arguments import ConfigGroup as ConfigGroup
 from vexport.checks.arguments import of_attention
@@ -18,11 +19,11 @@ from vexport.checks.decoder import Layout, layout_of
 from vexport.checks.expected import layer_sides
 from vexport.checks.matching import Targets, group_for, ignored, targets_of
 from vexport.checks.matching import matches_any as matches_any
+from vexport.checks.online import OnlineTransform, online_transforms
 from vexport.checks.target import ANY, PINNED, Target, said
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 
-TEXT = ("text_config",)
 # Parameters of a linear layer that compressed-tensors stores beside or instead of its weight.
 QUANTIZED_LEAVES = frozenset(
     {
@@ -71,18 +72,20 @@ class Subject:
         self.config_path = str(index.root / "config.json")
 
     @cached_property
-    def quantization(self) -> Mapping[str, Json] | None:
-        """The quantization_config object, by its older name or of the nested text model too, or None.
+    def stored_quantization(self) -> StoredQuantization | None:
+        """The quantization config with the place where it stands."""
+        return find_quantization(self.index.root, self.index.config)
 
-        Source: get_quantization_config in vllm/transformers_utils/model_arch_config_convertor.py.
-        """
-        config = self.index.config
-        places = [config, *(nested for key in TEXT if isinstance(nested := config.get(key), dict))]
-        values = [
-            place.get(name) for place in places for name in ("quantization_config", "compression_config")
-        ]
-        found = next((value for value in values if value is not None), None)
-        return found if isinstance(found, dict) else None
+    @property
+    def quantization(self) -> Mapping[str, Json] | None:
+        """The quantization config, wherever vLLM finds one."""
+        return self.stored_quantization.values if self.stored_quantization else None
+
+    @property
+    def quantization_place(self) -> str:
+        """What names the quantization config in messages."""
+        found = self.stored_quantization
+        return found.place if found else f"{self.config_path}: {KEY}"
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -136,8 +139,10 @@ class Subject:
     def config_groups(self) -> tuple[ConfigGroup, ...]:
         """The config groups that can be read, in order."""
         groups = (self.quantization or {}).get("config_groups")
-        parsed = [parse_group(name, raw, self.format) for name, raw in _items(groups)]
-        return tuple(group for group in parsed if isinstance(group, ConfigGroup) and not of_attention(group))
+        parsed = [
+            parse_group(name, raw, self.format) for name, raw in _items(groups) if not of_attention(raw)
+        ]
+        return tuple(group for group in parsed if isinstance(group, ConfigGroup))
 
     @property
     def format(self) -> str:
@@ -151,9 +156,21 @@ class Subject:
         return tuple(str(name) for name in ignore) if isinstance(ignore, (list, str)) else ()
 
     @cached_property
+    def transforms(self) -> tuple[OnlineTransform, ...]:
+        """The rotations that are left to the running model."""
+        return online_transforms(self.quantization)
+
+    def is_transform(self, module: str) -> bool:
+        """Whether a module is no layer but stores the matrix of such a rotation."""
+        leaf = module.rpartition(".")[2]
+        return any(leaf == transform.leaf for transform in self.transforms)
+
+    @cached_property
     def units(self) -> tuple[Unit, ...]:
         """All linear layers, joined as vLLM joins them, in the order of the tensors."""
-        modules = linear_modules(self.index)
+        modules = {
+            name: leaves for name, leaves in linear_modules(self.index).items() if not self.is_transform(name)
+        }
         return tuple(
             Unit(name=name, members={member: modules[member] for member in members})
             for name, members in fuse(modules, self.architecture).items()

@@ -38,6 +38,9 @@ MANY = 16
 LEAST_INPUT = 1e-3
 # A scale that no calibration gives: what a producer begins with.
 PLACEHOLDER = 1.0
+# AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
+# of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
+LEAST_OF_EITHER_SIGN = 0.02
 # Elements that are looked at together.
 RUN = 1 << 24
 
@@ -50,7 +53,7 @@ def run(subject: Subject) -> Iterator[Finding]:
         for leaves in unit.members.values():
             for leaf in SCALES:
                 if leaf in leaves and leaves[leaf].dtype in BITS and leaves[leaf].num_bytes:
-                    findings = list(_scale(subject, leaf, leaves))
+                    findings = list(_scale(subject, leaf, leaves, group))
                     broken = broken or bool(findings)
                     yield from findings
         if group is not None and not broken:
@@ -64,7 +67,9 @@ def run(subject: Subject) -> Iterator[Finding]:
     yield from _not_finite(subject)
 
 
-def _scale(subject: Subject, leaf: str, leaves: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+def _scale(
+    subject: Subject, leaf: str, leaves: Mapping[str, TensorInfo], group: ConfigGroup | None
+) -> Iterator[Finding]:
     tensor = leaves[leaf]
     if tensor.dtype in ("U8", "F8_E8M0"):
         codes = np.frombuffer(subject.reader.raw(tensor), dtype=np.uint8)
@@ -77,7 +82,7 @@ def _scale(subject: Subject, leaf: str, leaves: Mapping[str, TensorInfo]) -> Ite
         "NaN": int(np.count_nonzero(np.isnan(numbers))),
         "infinite": int(np.count_nonzero(np.isinf(numbers))),
         "zero": 0 if _scales_zeros(subject, numbers, leaves) else int(np.count_nonzero(numbers == 0)),
-        "negative": int(np.count_nonzero(numbers < 0)),
+        "negative": 0 if _has_signs(numbers, leaf, group) else int(np.count_nonzero(numbers < 0)),
     }
     found = [f"{count} of {numbers.size} values {kind}" for kind, count in wrong.items() if count]
     if found:
@@ -86,6 +91,13 @@ def _scale(subject: Subject, leaf: str, leaves: Mapping[str, TensorInfo]) -> Ite
         yield from _reciprocal(tensor, leaf, float(numbers.max()))
     elif leaf == "input_scale":
         yield from _input_scale(tensor, float(numbers.max()))
+
+
+def _has_signs(numbers: npt.NDArray[np.float64], leaf: str, group: ConfigGroup | None) -> bool:
+    """Whether scales of integers are of either sign on purpose; vLLM multiplies with them as they are."""
+    integers = group is not None and group.weights.type == "int" and leaf == "weight_scale"
+    fewest = min(np.count_nonzero(numbers < 0), np.count_nonzero(numbers > 0))
+    return bool(integers and numbers.size >= MANY and fewest >= LEAST_OF_EITHER_SIGN * numbers.size)
 
 
 def _scales_zeros(
@@ -143,7 +155,7 @@ def _plausible(subject: Subject, unit: Unit, group: ConfigGroup) -> Iterator[Fin
         if numbers.size >= MANY and float(numbers.min()) == largest[module] and not _is_mx(group):
             yield _implausible(scale, f"{numbers.size} times {largest[module]:g}")
             continue
-        typical = _typical(subject, group, leaves, float(np.median(numbers)))
+        typical = _typical(subject, group, leaves, float(np.median(np.abs(numbers))))
         if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(subject, leaves):
             yield _implausible(scale, f"scales that make a typical weight {typical:.3g}")
     nvfp4 = group.weights.strategy == "tensor_group"

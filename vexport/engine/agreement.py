@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from vexport.checkpoint.quantization import find_quantization
 from vexport.types import LogprobAgreement
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16: none are).
@@ -18,11 +19,14 @@ _ROWS = 64
 
 
 def kl_limit(checkpoint: Path) -> float:
-    """The limit for a checkpoint: that of its coarsest activations."""
+    """The limit for a checkpoint: that of its coarsest activations, keys and values among them."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    groups = (config.get("quantization_config") or {}).get("config_groups") or {}
-    inputs = [group["input_activations"] for group in groups.values() if group.get("input_activations")]
-    bits = min((args["num_bits"] for args in inputs), default=16)
+    stored = find_quantization(checkpoint, config)
+    if stored is None or not isinstance(groups := stored.values.get("config_groups"), dict):
+        return KL_LIMITS[16]
+    sides = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+    rounded = [args for args in (*sides, stored.values.get("kv_cache_scheme")) if isinstance(args, dict)]
+    bits = min((bits for args in rounded if isinstance(bits := args.get("num_bits", 8), int)), default=16)
     return next((limit for least, limit in KL_LIMITS.items() if bits >= least), max(KL_LIMITS.values()))
 
 

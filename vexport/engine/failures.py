@@ -56,7 +56,7 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
         kind = "out of memory"
     elif _NO_COMPILER.search(message):
         kind = "no compiler"
-    elif kind == "refused" and platform == "cpu" and _NO_CPU_KERNEL.search(message):
+    elif kind in ("refused", "crashed") and platform == "cpu" and _NO_CPU_KERNEL.search(message):
         kind = "unsupported"
     return replace(failure, kind=kind, message=message, log_tail=log_tail(log))
 

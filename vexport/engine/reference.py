@@ -28,6 +28,8 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
+from vexport.checkpoint.quantization import StoredQuantization, find_quantization
+from vexport.engine.transforms import OnlineTransforms
 from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.roundtrip import decompress
@@ -118,7 +120,9 @@ def load_dequantized(checkpoint: Path) -> Module:
         if isinstance(module, Linear | Conv1D) and name in stored
     }
     experts = dict.fromkeys(_experts(tensors), linear)
-    schemes = _schemes({**linears, **experts}, raw.get("quantization_config"), checkpoint)
+    quantization = find_quantization(checkpoint, raw)
+    transforms = OnlineTransforms(quantization, tensors)
+    schemes = _schemes({**linears, **experts}, quantization, tensors)
     inputs = {name: _dequantize(name, scheme, tensors, dtype) for name, scheme in schemes.items()}
     for name in schemes:
         if name not in experts and isinstance(skeleton.get_submodule(name), Conv1D):
@@ -128,6 +132,7 @@ def load_dequantized(checkpoint: Path) -> Module:
     )
     model, loading = loaded
     _require_whole(checkpoint, loading["missing_keys"])
+    transforms.attach(model)
     for name, scales in inputs.items():
         args = schemes[name].input_activations
         if args is not None and name not in experts:
@@ -161,19 +166,24 @@ def _experts(tensors: Tensors) -> set[str]:
 
 
 def _schemes(
-    linears: Mapping[str, Module], raw: Mapping[str, object] | None, checkpoint: Path
+    linears: Mapping[str, Module], stored: StoredQuantization | None, tensors: Tensors
 ) -> dict[str, QuantizationScheme]:
-    """The scheme of each quantized linear layer; the first group that matches, as in vLLM."""
-    if raw is None:
+    """The scheme of each quantized linear layer; the first group that matches, as in vLLM.
+
+    A layer that has no scale is not quantized, as vLLM takes an output head that no target names.
+    """
+    if stored is None:
         return {}
-    if raw.get("quant_method") != "compressed-tensors":
-        got, need = f"quant_method {raw.get('quant_method')!r}", "compressed-tensors"
-        raise InputError(f"{checkpoint}/config.json", got=got, need=need, fix="compare without a reference")
-    config = QuantizationConfig.model_validate(raw)
+    method = stored.values.get("quant_method")
+    if method != "compressed-tensors":
+        got, need = f"quant_method {method!r}", "compressed-tensors, of which the reference can be made"
+        fix = "nothing; what vLLM computes is not compared: measure it with `vexport eval`"
+        raise InputError(stored.place, got=got, need=need, fix=fix)
+    config = QuantizationConfig.model_validate(stored.values)
     found = {}
     for name, module in linears.items():
         scheme = _first_match(name, module, config)
-        if scheme is not None:
+        if scheme is not None and (scheme.weights is None or f"{name}.weight_scale" in tensors):
             found[name] = scheme
     return found
 

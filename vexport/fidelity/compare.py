@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.reader import Reader
 from vexport.checks import SOURCE, Against
 from vexport.checks.devices import INDEX
@@ -111,7 +112,7 @@ def _precision(layer: Layer) -> str:
 
 
 def _require_plain(source: Source) -> None:
-    if "quantization_config" in source.index.config:
+    if find_quantization(source.index.root, source.index.config) is not None:
         raise InputError(
             str(source.index.root),
             got="a quantized checkpoint",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from vexport.architectures import resolve
 from vexport.architectures.fusion import fuse, moe_layer
 from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.quantization import find_quantization
 from vexport.errors import InputError
 from vexport.plan.blocks import output_bytes
 from vexport.plan.ignore import ignored, ignored_head
@@ -179,7 +180,7 @@ def _opaque_experts(tensors: Sequence[str]) -> Iterator[Finding]:
 
 def _require_plain(index: SourceIndex) -> None:
     place = str(index.root)
-    if "quantization_config" in index.config:
+    if find_quantization(index.root, index.config) is not None:
         raise InputError(
             place,
             got="a quantized checkpoint",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.reader import Reader
-from vexport.checks import CHECKS, findings_of
+from vexport.checks import findings_of, findings_on
+from vexport.checks.methods import other_method
 from vexport.checks.subject import Subject
 from vexport.errors import InputError
 from vexport.fidelity.source import Source
@@ -64,12 +65,12 @@ def repair_checkpoint(
         try:
             index, mends = files.open_checkpoint(checkpoint)
             subject = Subject(index, reader)
-            for name, family in FAMILIES:
+            for name, family in FAMILIES if other_method(subject) is None else ():
                 on_progress(f"mend {name}", 0, 1)
                 subject, made = _mended(subject, family(subject, origin), origin)
                 mends += made
                 on_progress(f"mend {name}", 1, 1)
-            findings = [finding for check in CHECKS.values() for finding in check.run(subject)]
+            findings = list(findings_on(subject))
         except InputError as problem:
             return _report(checkpoint, out, mends, findings_of(problem))
         report = _report(checkpoint, out, mends, findings)

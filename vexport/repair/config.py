@@ -4,6 +4,8 @@ import copy
 from collections.abc import Iterator
 from dataclasses import fields
 
+from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
+from vexport.checks.methods import METHOD
 from vexport.checks.subject import Subject
 from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Mend
@@ -11,7 +13,6 @@ from vexport.schemes.base import QuantArgs
 from vexport.types import Json
 
 NAME = "config"
-METHOD = "compressed-tensors"
 ARGUMENTS = ("weights", "input_activations", "output_activations")
 KNOWN = frozenset(field.name for field in fields(QuantArgs))
 # Tensors of compressed sparse weights in compressed-tensors; without them nothing is sparse.
@@ -21,16 +22,31 @@ SPARSE_LEAVES = ("compressed", "bitmask", "row_offsets", "meta")
 def run(subject: Subject, source: Source | None) -> Changes:
     """The config without what vLLM refuses."""
     config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
-    quantization = config.get("quantization_config")
+    moved = tuple(_moved(config, subject))
+    quantization = config.get(KEY)
     if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
         return Changes()
-    place = f"{subject.config_path}: quantization_config"
+    place = f"{subject.config_path}: {KEY}"
     mends = (
+        *moved,
         *_method(quantization, place),
         *_unknown_arguments(quantization, place),
         *_sparsity(quantization, place, subject),
     )
     return Changes(config=config, mends=mends) if mends else Changes()
+
+
+def _moved(config: dict[str, Json], subject: Subject) -> Iterator[Mend]:
+    """vLLM finds the config in its older places too; other loaders look in one, and so do later mends."""
+    stored = subject.stored_quantization
+    if stored is None or config.get(KEY) is not None:
+        return
+    for holder in (config, config.get(TEXT)):
+        if isinstance(holder, dict):
+            holder.pop(OLDER_KEY, None)
+            holder.pop(KEY, None)
+    config[KEY] = dict(stored.values)
+    yield _mend(stored.place, "the quantization config", KEY)
 
 
 def _method(quantization: dict[str, Json], place: str) -> Iterator[Mend]:

@@ -21,12 +21,14 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_nvfp4 as nvfp4_scheme,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import HadamardTransform
 from vllm.platforms import PlatformEnum
 
 from vexport.engine.cpu_emulation.fp8 import EmulationFp8Linear, EmulationW8A16Fp8Linear
 from vexport.engine.cpu_emulation.mxfp4 import EmulationMxFp4Linear
 from vexport.engine.cpu_emulation.nvfp4 import EmulationNvFp4A16Linear, EmulationNvFp4Linear
 from vexport.engine.cpu_emulation.rounding import round_fp8
+from vexport.engine.cpu_emulation.transform import rotate
 from vexport.engine.cpu_emulation.wna16 import EmulationW4A8Fp8Linear, EmulationWNA16Linear
 
 _ORIGINAL_QUANT = _custom_ops.scaled_fp8_quant
@@ -51,6 +53,7 @@ def register_kernels() -> None:
     # First, because vLLM's kernel for INT4 with INT8 inputs does not look at the inputs' type.
     linear._POSSIBLE_KERNELS[PlatformEnum.CPU].insert(0, EmulationW4A8Fp8Linear)
     CompressedTensorsConfig._get_scheme_from_parts = scheme_from_parts
+    HadamardTransform.forward = rotate
 
 
 def scheme_from_parts(

@@ -1,0 +1,76 @@
+"""Makes the checkpoints in tests/producers: micro models as other producers quantize and write them.
+
+    .venv/bin/python scripts/producers/make.py
+
+Needs llm-compressor in .venv-peer (scripts/bench/setup-peer) and AutoRound in .venv-autoround
+(scripts/producers/setup). Their sources are those in tests/peer.
+"""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+SOURCES = ROOT / "tests" / "peer"
+OUT = ROOT / "tests" / "producers" / "checkpoints"
+TOKENIZER = ROOT / "scenarios" / "demo" / "model"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+KEPT = ("config.json", "*.safetensors")
+# Producer's interpreter, its script, and (source, what to do with it) for each checkpoint.
+JOBS: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = (
+    (
+        ".venv-autoround",
+        "with_autoround.py",
+        (
+            ("llama", "W4A16"),
+            ("llama", "INT8_W8A8"),
+            ("llama", "FP8_STATIC-KV"),
+            ("llama", "NVFP4"),
+            ("moe", "W4A16"),
+        ),
+    ),
+    (
+        ".venv-peer",
+        "with_llmcompressor.py",
+        (("llama", "GPTQ-ASYM"), ("llama", "QUIP"), ("llama", "ATTENTION"), ("llama", "KV")),
+    ),
+)
+
+
+def main() -> None:
+    """Let each producer quantize its sources, and keep what a checkpoint is made of."""
+    shutil.rmtree(OUT, ignore_errors=True)
+    for environment, script, jobs in JOBS:
+        producer = script.removeprefix("with_").removesuffix(".py")
+        with tempfile.TemporaryDirectory() as folder:
+            for source in {source for source, _ in jobs}:
+                with_tokenizer(source, Path(folder))
+            names = [[source, recipe, f"{producer}-{source}-{recipe}"] for source, recipe in jobs]
+            python = ROOT / environment / "bin" / "python"
+            subprocess.run([python, HERE / script, json.dumps(names)], check=True, cwd=folder)
+            for _, _, name in names:
+                keep(Path(folder) / name, OUT / name)
+
+
+def with_tokenizer(source: str, folder: Path) -> None:
+    """A copy of a source with a tokenizer, which producers ask for even where they get token ids."""
+    shutil.copytree(SOURCES / source, folder / source)
+    for name in TOKENIZER_FILES:
+        shutil.copy(TOKENIZER / name, folder / source / name)
+
+
+def keep(made: Path, out: Path) -> None:
+    """The config and weights of a checkpoint, which AutoRound puts into a folder of its own naming."""
+    made = next(file.parent for file in sorted(made.rglob("config.json")))
+    out.mkdir(parents=True)
+    for file in (file for pattern in KEPT for file in made.glob(pattern)):
+        if file.name != "quantization_config.json":
+            shutil.copy(file, out / file.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Checkpoints of AutoRound and of llm-compressor's calibrated path, as they were written.
+
+`scripts/producers/make.py` makes them. Each has what vexport itself never writes: AutoRound scales of either
+sign and an output head that its targets mean, llm-compressor rotations of the running model, groups for
+attention, no group at all.
+"""
+
+import json
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+
+from tests.command import vexport
+from tests.engine.fixtures import write_tokenizer
+from tests.mutations.edits import Change, add, all_of, config, drop, json_config, node, put, spoiled
+from vexport.checks import check_checkpoint
+from vexport.checks.target import Target
+from vexport.engine.dry.load import dry_loads
+from vexport.engine.reference import reference_logprobs
+from vexport.types import Json
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
+SIGNED = ("autoround-llama-W4A16", "autoround-llama-INT8_W8A8", "autoround-moe-W4A16")
+ROTATED = "llmcompressor-llama-QUIP"
+# What no other test has in the real vLLM.
+SERVED = (*SIGNED, ROTATED)
+SOURCE = Path(__file__).parent.parent / "peer" / "llama"
+# Mean KL of random weights and tokens from their source; a reference that misses a rotation or scale has 1.
+QUANTIZATION_KL = 0.1
+VOCABULARY = 64
+Q = "model.layers.0.self_attn.q_proj"
+TRANSFORM = ("quantization_config", "transform_config", "config_groups", "v")
+EXPERTS = ("quantization_config", "config_groups", "group_0")
+MATRICES = (f"{Q}.v_input.weight",)
+WEIGHTS: dict[str, Json] = {"dynamic": False, "symmetric": True}
+FP8: dict[str, Json] = {**WEIGHTS, "type": "float", "num_bits": 8}
+INT8: dict[str, Json] = {**WEIGHTS, "type": "int", "num_bits": 8}
+
+
+def test_each_producer_has_some() -> None:
+    assert {name.partition("-")[0] for name in NAMES} == {"autoround", "llmcompressor"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_check_is_clean(name: str) -> None:
+    assert check_checkpoint(str(CHECKPOINTS / name)).findings == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_mended(name: str, tmp_path: Path) -> None:
+    ran = vexport("repair", CHECKPOINTS / name, tmp_path / "out", "--format", "json", "--quiet")
+    assert (ran.code, json.loads(ran.stdout)["mends"]) == (0, [])
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_dry_load_agrees() -> None:
+    reports = dry_loads([CHECKPOINTS / name for name in NAMES], tp=(1,), sm=(90,))
+    assert [report.ok for report in reports] == [True] * len(NAMES)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "-llama-" in name])
+def test_the_reference_is_near_the_source(name: str) -> None:
+    prompts = [torch.randint(3, VOCABULARY, (32,), generator=torch.Generator().manual_seed(1)).tolist()]
+    source = reference_logprobs(SOURCE, prompts)
+    quantized = reference_logprobs(CHECKPOINTS / name, prompts)
+    divergence = (source.exp() * (source - quantized)).sum(dim=-1).mean()
+    assert float(divergence) < QUANTIZATION_KL
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_vllm_agrees_with_the_reference(name: str, tmp_path: Path) -> None:
+    checkpoint = copytree(CHECKPOINTS / name, tmp_path / name)
+    write_tokenizer(checkpoint, VOCABULARY)
+    ran = vexport("load", checkpoint, "--mode", "eager", "--format", "json", "--quiet")
+    report = json.loads(ran.stdout)[0]
+    assert ran.code == 0, report["findings"]
+    assert 0 < report["logprobs"]["mean_kl"] <= report["logprobs"]["limit"]
+
+
+@pytest.mark.parametrize("name", SIGNED[:2])
+@pytest.mark.parametrize("count", [1, None])
+def test_signs_that_nobody_chose_are_found(name: str, count: int | None, tmp_path: Path) -> None:
+    """One scale below zero among others above, and all of them."""
+
+    def turned(scale: torch.Tensor) -> torch.Tensor:
+        flat = scale.abs().flatten()
+        flat[:count] *= -1
+        return flat.reshape(scale.shape)
+
+    bad = spoiled(CHECKPOINTS / name, tmp_path / "bad", put(f"{Q}.weight_scale", turned))
+    assert [(one.check, one.where) for one in check_checkpoint(str(bad)).findings] == [
+        ("values", f"{Q}.weight_scale")
+    ]
+
+
+def rotation(**changes: Json) -> Change:
+    """Change how the rotation of inputs is applied."""
+
+    def change(whole: dict[str, Json]) -> None:
+        applied = node(whole, TRANSFORM)["apply"]
+        assert isinstance(applied, list)
+        assert isinstance(applied[0], dict)
+        applied[0].update(changes)
+
+    return json_config(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (drop(*MATRICES), "v_input.weight"),
+        (rotation(location="k_cache"), "transform_config.v"),
+        (rotation(targets=[Q]), "self_attn.qkv_proj"),
+        (add(f"{Q}.bias", torch.zeros(128, dtype=torch.bfloat16)), "self_attn.qkv_proj"),
+    ],
+    ids=["no matrix", "of attention", "of one of the fused", "beside a bias"],
+)
+def test_rotations_that_vllm_does_not_compute_are_found(change: Change, where: str, tmp_path: Path) -> None:
+    report = check_checkpoint(str(spoiled(CHECKPOINTS / ROTATED, tmp_path / "bad", change)))
+    assert not report.ok
+    assert any(one.check == "transforms" and one.where.endswith(where) for one in report.findings)
+
+
+def test_rotations_run_on_one_rank_only() -> None:
+    report = check_checkpoint(str(CHECKPOINTS / ROTATED), Target(tp=(1, 2)))
+    refused = [one.where.rpartition(" (")[2] for one in report.findings if one.check == "transforms"]
+    assert refused == ["tp 2)"]
+
+
+def group(weights: Json, inputs: Json, format_: str) -> Change:
+    """Another scheme for the routed experts; vLLM refuses it before it looks at a tensor."""
+    return all_of(
+        config(EXPERTS, weights=weights, input_activations=inputs, format=format_),
+        config(("quantization_config",), format=format_),
+    )
+
+
+REFUSED = {
+    "static inputs": group({**FP8, "strategy": "channel"}, {**FP8, "strategy": "tensor"}, "float-quantized"),
+    "FP8 without inputs": group({**FP8, "strategy": "tensor"}, None, "float-quantized"),
+    "one INT8 scale": group(
+        {**INT8, "strategy": "tensor"}, {**INT8, "strategy": "token", "dynamic": True}, "int-quantized"
+    ),
+    "static INT8 inputs": group(
+        {**INT8, "strategy": "channel"}, {**INT8, "strategy": "tensor"}, "int-quantized"
+    ),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_schemes_that_experts_do_not_have_are_found(change: Change, tmp_path: Path) -> None:
+    report = check_checkpoint(str(spoiled(CHECKPOINTS / "autoround-moe-W4A16", tmp_path / "bad", change)))
+    assert any(one.check == "config" and "routed experts" in one.got for one in report.findings)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_refuses_those_schemes_too(tmp_path: Path) -> None:
+    source = CHECKPOINTS / "autoround-moe-W4A16"
+    bad = [spoiled(source, tmp_path / name, change) for name, change in REFUSED.items()]
+    reports = dry_loads(bad, tp=(1,), sm=(90,))
+    assert [cell.status for report in reports for cell in report.cells] == ["refused"] * len(bad)

@@ -1,0 +1,115 @@
+"""Checkpoints that another method quantized: one finding that says so, and nothing is touched."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from tests.command import vexport
+from vexport.checks import check_checkpoint
+from vexport.checks.methods import PRODUCERS, UNKNOWN_TO_VLLM
+from vexport.types import Finding, Json
+
+# As the producers write them, shortened; ModelOpt's has groups like compressed-tensors'.
+GROUPS: Json = {
+    "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}
+}
+CONFIGS: dict[str, dict[str, Json]] = {
+    "AutoRound": {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"},
+    "GPTQModel": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+    "AutoAWQ": {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True},
+    "ModelOpt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": GROUPS, "ignore": []},
+    "Quark": {"quant_method": "quark", "export": {"pack_method": "reorder"}, "global_quant_config": {}},
+    "DeepSeek": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    "gpt-oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "TorchAO": {"quant_method": "torchao", "quant_type": {"default": "int4_weight_only"}},
+}
+SEPARATE: Json = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+Good = Callable[[str], Path]
+
+
+def rewritten(source: Path, out: Path, change: Callable[[dict[str, Json]], None]) -> Path:
+    """A copy with another config.json."""
+    copytree(source, out)
+    config: dict[str, Json] = json.loads((out / "config.json").read_text())
+    change(config)
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def only(root: Path) -> Finding:
+    """The single finding on a checkpoint."""
+    (finding,) = check_checkpoint(str(root)).findings
+    return finding
+
+
+@pytest.mark.parametrize("producer", CONFIGS)
+def test_another_method_is_one_finding(good: Good, tmp_path: Path, producer: str) -> None:
+    method = CONFIGS[producer]["quant_method"]
+    changed = rewritten(
+        good("W8A8"), tmp_path / "other", lambda config: config.update(quantization_config=CONFIGS[producer])
+    )
+    finding = only(changed)
+    assert (finding.check, finding.severity) == ("config", "error")
+    assert repr(method) in finding.got
+    assert ("vexport load" in finding.fix) is (method not in UNKNOWN_TO_VLLM)
+
+
+@pytest.mark.parametrize("producer", ["ModelOpt", "Quark"])
+def test_repair_makes_no_compressed_tensors_of_it(good: Good, tmp_path: Path, producer: str) -> None:
+    changed = rewritten(
+        good("W8A8"), tmp_path / "other", lambda config: config.update(quantization_config=CONFIGS[producer])
+    )
+    ran = vexport("repair", changed, tmp_path / "out", "--format", "json", "--quiet")
+    report = json.loads(ran.stdout)
+    assert (ran.code, report["mends"], (tmp_path / "out").exists()) == (1, [], False)
+
+
+def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:
+    """Where config.json has none, as vLLM does; its own config comes first."""
+    other = rewritten(
+        good("W8A8"), tmp_path / "other", lambda config: config.update(quantization_config=None)
+    )
+    (other / "hf_quant_config.json").write_text(json.dumps(SEPARATE))
+    finding = only(other)
+    assert finding.where.endswith("hf_quant_config.json")
+    assert "ModelOpt" in finding.got
+    copytree(good("W8A8"), tmp_path / "both")
+    (tmp_path / "both" / "hf_quant_config.json").write_text(json.dumps(SEPARATE))
+    assert check_checkpoint(str(tmp_path / "both")).findings == ()
+
+
+def test_a_name_that_its_keys_belie_is_set(good: Good, tmp_path: Path) -> None:
+    def renamed(config: dict[str, Json]) -> None:
+        quantization = config["quantization_config"]
+        assert isinstance(quantization, dict)
+        quantization["quant_method"] = "gptq"
+
+    finding = only(rewritten(good("W8A8"), tmp_path / "renamed", renamed))
+    assert finding.fix == "set quant_method to compressed-tensors"
+    ran = vexport("repair", tmp_path / "renamed", tmp_path / "out", "--quiet")
+    assert ran.code == 0
+    assert check_checkpoint(str(tmp_path / "out")).findings == ()
+
+
+def test_the_older_name_of_the_key_is_moved(good: Good, tmp_path: Path) -> None:
+    def older(config: dict[str, Json]) -> None:
+        config["compression_config"] = config.pop("quantization_config")
+
+    changed = rewritten(good("W8A8"), tmp_path / "older", older)
+    assert check_checkpoint(str(changed)).findings == ()
+    ran = vexport("repair", changed, tmp_path / "out", "--quiet")
+    assert ran.code == 0, ran.stderr
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == json.loads((good("W8A8") / "config.json").read_text())
+
+
+@pytest.mark.vllm
+def test_the_methods_are_those_of_vllm() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    known = {*QUANTIZATION_METHODS, "auto-round"}
+    assert {name for name in PRODUCERS if name not in known} == UNKNOWN_TO_VLLM
