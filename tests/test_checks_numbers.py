@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.mutations.edits import (
+    GROUP,
     INDEX,
+    QUANTIZATION,
     WEIGHTS,
     WHOLE,
     Change,
@@ -28,6 +30,10 @@ from vexport.checks.settings import faults
 from vexport.types import Json
 
 LAYER = "model.layers.1"
+PLACE = "config.json: quantization_config"
+# A header that is nested deeper than Python's parser of JSON goes.
+NESTED = b'{"a":' + b"[" * 20000 + b"]" * 20000 + b"}"
+DEEP = len(NESTED).to_bytes(8, "little") + NESTED
 Q = f"{LAYER}.self_attn.q_proj"
 
 
@@ -127,7 +133,25 @@ def test_an_input_is_no_larger_than_its_norm_lets_through(
         (config(WHOLE, dtype="float16"), "config.json: dtype"),
         (config(WHOLE, architectures="LlamaForCausalLM"), "config.json: architectures"),
         (config(WHOLE, architectures=["NoSuchForCausalLM", "LlamaForCausalLM"]), None),
+        (config(WHOLE, dtype="torch.bfloat16"), "config.json: dtype"),
+        (config(WHOLE, tie_word_embeddings="true"), "config.json: tie_word_embeddings"),
+        (config(WHOLE, max_position_embeddings=None), "config.json: max_position_embeddings"),
+        (config(WHOLE, attention_bias=None), "config.json: attention_bias"),
+        (config(WHOLE, layer_types=["full_attention"]), "config.json: layer_types"),
+        (
+            config(WHOLE, layer_types=["full_attention", "full_attention", "magic"]),
+            "config.json: layer_types",
+        ),
+        (config(WHOLE, is_encoder_decoder=True), "config.json: is_encoder_decoder"),
+        (config(QUANTIZATION, transform_config={"R1": {}}), f"{PLACE}.transform_config"),
+        (config(QUANTIZATION, transform_config={}), None),
+        (config(GROUP, targets=["Linear", 3]), f"{PLACE}.config_groups.group_0"),
+        (
+            config((*QUANTIZATION, "config_groups"), cache={"targets": ["LlamaAttention"], "weights": None}),
+            None,
+        ),
         (header(lambda entries: entries.update({"__metadata__": []})), WEIGHTS),
+        (file_bytes(WEIGHTS, lambda data: DEEP), WEIGHTS),
         (index(lambda values: dict.fromkeys(values, f"./{WEIGHTS}")), INDEX),
         (file_bytes("config.json", lambda data: b"\xef\xbb\xbf" + data), "config.json:1"),
         (put("model.norm.weight", element(float("inf"))), "model.norm.weight"),

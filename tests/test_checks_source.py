@@ -14,7 +14,18 @@ from safetensors.torch import load_file
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.models import save_llama
-from tests.mutations.edits import Change, Tensors, config, drop, file_bytes, put, spoiled, swap, tensors
+from tests.mutations.edits import (
+    GROUP,
+    Change,
+    Tensors,
+    config,
+    drop,
+    file_bytes,
+    put,
+    spoiled,
+    swap,
+    tensors,
+)
 from vexport.types import Json
 
 SCHEMES = ("NVFP4A16", "MXFP4", "MXFP8", "FP8_BLOCK", "FP8", "W8A8", "W4A16", "W4A16_ASYM", "W3A16")
@@ -162,6 +173,39 @@ def test_a_source_that_stores_layers_fused(good: Callable[[str], Path], llama: P
     source = spoiled(llama, tmp_path / "source", tensors(fuse))
     code, report = check(good("NVFP4A16"), source)
     assert (code, errors(report)) == (0, [])
+
+
+def test_norms_may_be_rounded_as_one_plus_weight(
+    good: Callable[[str], Path], llama: Path, tmp_path: Path
+) -> None:
+    """What llm-compressor leaves of norms that multiply by 1 + weight (Gemma's)."""
+
+    def norms(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+        return tensors(
+            lambda values: values.update({"model.norm.weight": change(values["model.norm.weight"])})
+        )
+
+    source = spoiled(llama, tmp_path / "source", norms(lambda norm: norm * 0.1318))
+    rounded = spoiled(good("W8A8"), tmp_path / "rounded", norms(lambda norm: (norm * 0.1318 + 1) - 1))
+    other = spoiled(good("W8A8"), tmp_path / "other", norms(lambda norm: norm * 0.14))
+    assert errors(check(rounded, source)[1]) == []
+    assert [finding["where"] for finding in errors(check(other, source)[1])] == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        config(GROUP, format="naive-quantized"),
+        put(f"{DOWN}.weight_scale", lambda scale: scale.double()),
+        put(f"{DOWN}.weight", lambda weight: torch.cat([weight, weight], dim=1)),
+    ],
+)
+def test_what_vllm_reads_alike_is_like_the_source(
+    good: Callable[[str], Path], llama: Path, tmp_path: Path, change: Change
+) -> None:
+    """Another format, a cast without a loss, a weight of which vLLM drops the end: no other weight."""
+    _, report = check(spoiled(good("FP8_DYNAMIC"), tmp_path / "changed", change), llama)
+    assert [finding for finding in errors(report) if finding["check"] == "source"] == []
 
 
 def test_experts_that_are_not_quantized_alike_are_compared(tmp_path: Path) -> None:

@@ -172,18 +172,21 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     if not file.is_file():
         raise _broken(file, "a folder" if file.is_dir() else "a link to nothing")
     size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if 8 + length > size or length > MAX_HEADER_BYTES:
-            raise _broken(file, f"{size} bytes with a header of {length}")
-        data = stream.read(length)
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            if 8 + length > size or length > MAX_HEADER_BYTES:
+                raise _broken(file, f"{size} bytes with a header of {length}")
+            data = stream.read(length)
+    except OSError as error:
+        raise _broken(file, str(error)) from None
     try:
         header = json.loads(data)
         _require_texts(header.get("__metadata__", {}))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         tensors = [_tensor(file, name, entry, 8 + length) for name, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _broken(file, f"the header error {error}") from None
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     _require_contiguous(file, tensors, 8 + length, size)

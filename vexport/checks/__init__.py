@@ -20,6 +20,7 @@ from vexport.checks import (
     shapes,
     shards,
     targets,
+    tokenizer,
     transforms,
     values,
     versions,
@@ -62,6 +63,7 @@ CHECKS: Mapping[str, Check] = {
         fusion,
         kv_cache,
         transforms,
+        tokenizer,
         devices,
         versions,
     )

@@ -16,7 +16,10 @@ NULLABLE = frozenset(
 GROUPED = ("group", "tensor_group")
 # Strategies of what is quantized when the model runs.
 DYNAMIC = ("token", "tensor", "tensor_group", "group")
-TORCH_DTYPE = re.compile(r"torch\.\w+$")
+# torch's names of dtypes, as _TorchDtypeAnnotation finds them (compressed_tensors/utils/type.py).
+TORCH_DTYPE = re.compile(
+    r"torch\.(u?int(8|16|32|64)|bfloat16|float(16|32|64)?|half|double|bool|float8_(e4m3fn|e5m2|e8m0fnu))$"
+)
 ORDERINGS = (None, "group", "weight", "dynamic", "static")
 LOWERED = ("type", "strategy", "dynamic", "actorder")
 
@@ -37,7 +40,7 @@ def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
     if not isinstance(raw, dict):
         return "no JSON object"
     targets = raw.get("targets")
-    if not isinstance(targets, list):
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         return "no list of targets"
     weights = parse_args(raw.get("weights"))
     inputs = parse_args(raw.get("input_activations")) if raw.get("input_activations") else None
@@ -109,6 +112,10 @@ def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
             present[key] = value.lower()
     if isinstance(present.get("actorder"), bool):
         present["actorder"] = "group" if present["actorder"] else None
+    for key in ("scale_dtype", "zp_dtype"):
+        value = present.get(key)
+        if isinstance(value, str):
+            present[key] = f"torch.{value.removeprefix('torch.')}"
     blocks = present.get("block_structure")
     if isinstance(blocks, str):
         present["block_structure"] = list(blocks.split("x"))

@@ -5,13 +5,14 @@ For a class that is not listed only what its tensors say of each other can be ch
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vexport.types import Json
 
 ATTENTION = ("q", "k", "v", "o")
 QKV = ("q", "k", "v")
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+FEEDFORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 # Keys without which transformers would build a model of its own default size.
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -22,9 +23,11 @@ class Decoder:
 
     `biases` are the attention's projections that have one, or have one where `attention_bias` says so
     (`configured`); `mlp` is the name of the MLP, `experts` the names of an expert's gate, down and up
-    projections, empty where the MLPs are dense. `head_dim` and `kv_heads` are what a config without them
-    means, 0 what follows from the other sizes. `silu` says that the MLP's activation can be no other,
-    `norms_above_one` that norms multiply by one more than their weight.
+    projections, empty where the MLPs are dense; with `dense_layers` the config may name layers without
+    experts. `head_dim` and `kv_heads` are what a config without them means, 0 what follows from the other
+    sizes; without `given_head_dim` the class reads no head_dim. `silu` says that the MLP's activation can be
+    no other, `norms_above_one` that norms multiply by one more than their weight, `sandwiched` that the MLP
+    has a norm of its own on either side.
     """
 
     biases: tuple[str, ...] = ()
@@ -33,22 +36,41 @@ class Decoder:
     head_norms: bool = False
     mlp: str = "mlp"
     experts: tuple[str, ...] = ()
+    dense_layers: bool = False
     head_dim: int = 0
+    given_head_dim: bool = True
     kv_heads: int = 0
     tied: bool = False
     silu: bool = True
     norms_above_one: bool = False
+    sandwiched: bool = False
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of a decoder layer."""
+        return (*LAYER_NORMS, *(FEEDFORWARD_NORMS if self.sandwiched else ()))
+
+    @property
+    def norm_before_mlp(self) -> str:
+        """The norm that the MLP's inputs come from."""
+        return (FEEDFORWARD_NORMS if self.sandwiched else LAYER_NORMS[1:])[0]
 
 
+GEMMA = Decoder(head_dim=256, kv_heads=16, tied=True, silu=False, norms_above_one=True)
 EXPERTS = ("gate_proj", "down_proj", "up_proj")
 DECODERS: Mapping[str, Decoder] = {
     "LlamaForCausalLM": Decoder(configured=ATTENTION, mlp_biases=True),
     "MistralForCausalLM": Decoder(kv_heads=8),
-    "Qwen2ForCausalLM": Decoder(biases=QKV, kv_heads=32),
+    "Qwen2ForCausalLM": Decoder(biases=QKV, kv_heads=32, given_head_dim=False),
     "Qwen3ForCausalLM": Decoder(configured=QKV, head_norms=True, head_dim=128, kv_heads=32),
-    "Qwen3MoeForCausalLM": Decoder(configured=QKV, head_norms=True, experts=EXPERTS, kv_heads=4),
-    "MixtralForCausalLM": Decoder(mlp="block_sparse_moe", experts=("w1", "w2", "w3"), kv_heads=8),
-    "GemmaForCausalLM": Decoder(head_dim=256, kv_heads=16, tied=True, silu=False, norms_above_one=True),
+    "Qwen3MoeForCausalLM": Decoder(
+        configured=QKV, head_norms=True, experts=EXPERTS, dense_layers=True, kv_heads=4
+    ),
+    "MixtralForCausalLM": Decoder(mlp="block_sparse_moe", experts=("w1", "w2", "w3"), kv_heads=8, silu=False),
+    "Phi3ForCausalLM": Decoder(configured=ATTENTION, mlp_biases=True),
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": replace(GEMMA, kv_heads=4, sandwiched=True),
+    "Gemma3ForCausalLM": replace(GEMMA, kv_heads=4, sandwiched=True, head_norms=True),
 }
 
 
@@ -68,7 +90,7 @@ class Layout:
 def layout_of(class_name: str, config: Mapping[str, Json]) -> Layout | None:
     """The layout of a model, None where its class is not listed or its config lacks a size."""
     decoder = DECODERS.get(class_name)
-    if decoder is None or _int(config, "num_hidden_layers") < 1 or missing_sizes(config):
+    if decoder is None or missing_sizes(class_name, config):
         return None
     linears: dict[str, tuple[int, int]] = {}
     parameters: dict[str, tuple[int, ...]] = {}
@@ -89,9 +111,15 @@ def layout_of(class_name: str, config: Mapping[str, Json]) -> Layout | None:
     )
 
 
-def missing_sizes(config: Mapping[str, Json]) -> list[str]:
+def missing_sizes(class_name: str, config: Mapping[str, Json]) -> list[str]:
     """The sizes that a config does not give, or not as a number."""
-    return [key for key in SIZES if _int(config, key) < 1]
+    decoder = DECODERS[class_name]
+    sizes = [key for key in SIZES if _int(config, key) < 1]
+    layers = range(_int(config, "num_hidden_layers"))
+    dense = not decoder.experts or (decoder.dense_layers and any(not _is_sparse(config, n) for n in layers))
+    if not dense and _int(config, "moe_intermediate_size"):
+        sizes = [key for key in sizes if key != "intermediate_size"]
+    return sizes
 
 
 def _linears(
@@ -104,7 +132,7 @@ def _linears(
     yield "self_attn.k_proj", (keys, hidden)
     yield "self_attn.v_proj", (keys, hidden)
     yield "self_attn.o_proj", (hidden, heads * width)
-    if not decoder.experts or not _is_sparse(config, number):
+    if not decoder.experts or (decoder.dense_layers and not _is_sparse(config, number)):
         yield from _mlp(decoder.mlp, EXPERTS, hidden, _int(config, "intermediate_size"))
         return
     count = _experts(config)
@@ -116,7 +144,7 @@ def _linears(
 
 def head_width(decoder: Decoder, config: Mapping[str, Json]) -> int:
     """Values of one head."""
-    given = _int(config, "head_dim") or decoder.head_dim
+    given = (_int(config, "head_dim") if decoder.given_head_dim else 0) or decoder.head_dim
     return given or _int(config, "hidden_size") // _int(config, "num_attention_heads")
 
 
@@ -144,7 +172,7 @@ def _mlp(
 def _parameters(decoder: Decoder, config: Mapping[str, Json]) -> Iterator[tuple[str, int]]:
     """Norms and biases of a layer, by name and size."""
     hidden, width = _int(config, "hidden_size"), head_width(decoder, config)
-    for norm in LAYER_NORMS:
+    for norm in decoder.norms:
         yield f"{norm}.weight", hidden
     if decoder.head_norms:
         yield "self_attn.q_norm.weight", width

@@ -21,7 +21,8 @@ from vexport.types import Finding, TensorInfo
 MARGIN = 1.5
 AFTER_NORM = re.compile(
     r"(?P<layer>model\.layers\.\d+\.)"
-    r"(?:(?P<attention>self_attn\.[qkv]_proj)|(?:mlp|block_sparse_moe)\.(?:experts\.\d+\.)?(?:gate_proj|up_proj|w1|w3))$"
+    r"(?:(?P<attention>self_attn\.(?:qkv|[qkv])_proj)"
+    r"|(?:mlp|block_sparse_moe)\.(?:experts\.\d+\.)?(?:gate_proj|up_proj|gate_up_proj|w1|w3))$"
 )
 E4M3_LARGEST, E2M1_LARGEST, INT8_LARGEST = 448.0, 6.0, 127.0
 
@@ -40,7 +41,7 @@ def impossible(
     """Findings on scales for inputs that the layer's norm cannot make."""
     for module, leaves in members.items():
         static = static_range(subject, group, leaves)
-        bounds = _bounds(subject, module) if static is not None else None
+        bounds = norm_bounds(subject, module) if static is not None else None
         if static is None or bounds is None:
             continue
         least, most = bounds
@@ -77,15 +78,20 @@ def _impossible(check: str, static: StaticRange, inputs: str) -> Finding:
     )
 
 
-def _bounds(subject: Subject, module: str) -> tuple[float, float] | None:
+def norm_bounds(subject: Subject, module: str) -> tuple[float, float] | None:
     """Between what the largest output of the norm before a layer lies; None where that is not known."""
     place = AFTER_NORM.match(module)
     if place is None or subject.layout is None:
         return None
-    norm = "input_layernorm" if place["attention"] else "post_attention_layernorm"
+    norm = "input_layernorm" if place["attention"] else DECODERS[subject.class_name].norm_before_mlp
     tensor = subject.index.tensors.get(f"{place['layer']}{norm}.weight")
     if tensor is None or not tensor.num_bytes:
         return None
+    return reach(subject, tensor)
+
+
+def reach(subject: Subject, tensor: TensorInfo) -> tuple[float, float]:
+    """Between what the largest output of a norm lies; the second is the most of their length, too."""
     offset = 1.0 if DECODERS[subject.class_name].norms_above_one else 0.0
     weights = np.abs(np.asarray(subject.reader.array(tensor), np.float64) + offset)
     with np.errstate(divide="ignore"):

@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from vexport.checks.subject import Subject, error
+from vexport.checks.expected import FLOAT_SCALES
+from vexport.checks.inputs import E4M3_LARGEST
+from vexport.checks.outputs import largest_output
+from vexport.checks.subject import Subject, error, warning
 from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import names_of
 from vexport.types import Finding, Json, TensorInfo
@@ -16,7 +19,11 @@ DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the k
 LEAVES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
 # Of keys and values up to 4096; the largest known ones are some hundreds.
-MOST_SCALE = 4096 / 448
+MOST_SCALE = 4096 / E4M3_LARGEST
+# Of keys and values that reach a thousandth at most.
+LEAST_SCALE = 1e-3 / E4M3_LARGEST
+# What a producer begins with, and vLLM takes for a missing scale.
+PLACEHOLDER = 1.0
 # All that vLLM reads of the scheme (validate_kv_cache_scheme of CompressedTensorsKVCacheMethod).
 ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "type": ("float",),
@@ -30,6 +37,7 @@ def run(subject: Subject) -> Iterator[Finding]:
     """Findings on kv_cache_scheme and its scales."""
     scheme = (subject.quantization or {}).get("kv_cache_scheme")
     if scheme is None:
+        yield from _unannounced(subject)
         return
     if not isinstance(scheme, dict) or any(scheme.get(key) not in right for key, right in ACCEPTED.items()):
         yield error(
@@ -51,13 +59,31 @@ def run(subject: Subject) -> Iterator[Finding]:
             )
         else:
             yield from _values(subject, tensor, per_head=scheme["strategy"] == "attn_head")
+            yield from _size(subject, module, leaf, tensor)
+
+
+def _unannounced(subject: Subject) -> Iterator[Finding]:
+    """Scales of all attention layers, calibrated for a cache that vLLM would keep in 16 bits."""
+    stored = [tensor for _, _, tensor in _places(subject)] if subject.quantization is not None else []
+    if stored and all(stored):
+        yield error(
+            NAME,
+            f"{subject.config_path}: quantization_config.kv_cache_scheme",
+            expected="the scheme of the fp8 KV cache, of which all attention layers have the scales",
+            got="none: vLLM would not quantize the cache",
+            fix="set kv_cache_scheme, or remove the scales",
+        )
 
 
 def cache_scales(subject: Subject) -> Iterator[tuple[str, str, TensorInfo | None]]:
     """Every attention module with k_scale and v_scale, and the tensor that vLLM takes for it."""
     if (subject.quantization or {}).get("kv_cache_scheme") is not None:
-        for module in _attention_modules(subject):
-            yield from ((module, leaf, _stored(subject.index.tensors, module, leaf)) for leaf in LEAVES)
+        yield from _places(subject)
+
+
+def _places(subject: Subject) -> Iterator[tuple[str, str, TensorInfo | None]]:
+    for module in _attention_modules(subject):
+        yield from ((module, leaf, _stored(subject.index.tensors, module, leaf)) for leaf in LEAVES)
 
 
 def _attention_modules(subject: Subject) -> Iterator[str]:
@@ -79,15 +105,31 @@ def _values(subject: Subject, tensor: TensorInfo, *, per_head: bool) -> Iterator
     heads = _heads(subject.index.config)
     if per_head and heads is not None and values.size % heads:
         yield _wrong(tensor, f"a scale for each of {heads} KV heads (strategy attn_head)", str(values.size))
-    if values.size and values.max() > MOST_SCALE and np.isfinite(values).all():
-        yield _wrong(
-            tensor, f"scales of at most {MOST_SCALE:g}", f"{values.max():g}, which looks like a reciprocal"
-        )
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
     if bad:
         yield _wrong(
             tensor, "finite scales above zero", f"{bad} of {values.size} values NaN, infinite or <= 0"
         )
+
+
+def _size(subject: Subject, module: str, leaf: str, tensor: TensorInfo) -> Iterator[Finding]:
+    """Whether a scale is one of numbers that keys and values can have."""
+    values: npt.NDArray[np.float64] = np.asarray(subject.reader.array(tensor), dtype=np.float64)
+    if tensor.dtype not in FLOAT_SCALES:
+        yield _wrong(tensor, f"dtype {' or '.join(sorted(FLOAT_SCALES))}", tensor.dtype)
+    if not values.size or not np.isfinite(values).all() or values.min() <= 0:
+        return
+    reach = largest_output(subject, f"{module}.{leaf[0]}_proj")
+    most = MOST_SCALE if reach is None else min(MOST_SCALE, reach / E4M3_LARGEST)
+    if (values == PLACEHOLDER).all():
+        fix = "quantize the KV cache again with calibration"
+        got = "1, which vLLM takes where there is none"
+        yield warning(NAME, tensor.name, expected="a calibrated scale", got=got, fix=fix)
+    elif values.max() > most:
+        got = f"{values.max():g}, which looks like a reciprocal"
+        yield _wrong(tensor, f"scales of at most {most:.3g}", got)
+    elif values.max() < LEAST_SCALE:
+        yield _wrong(tensor, f"scales of at least {LEAST_SCALE:g}", f"{values.max():g}")
 
 
 def _heads(config: Mapping[str, Json]) -> int | None:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 from vexport.architectures import architecture_table
-from vexport.checks.decoder import DECODERS, missing_sizes
+from vexport.checks.decoder import DECODERS, layout_of, missing_sizes
+from vexport.checks.fields import code_of, wrong_types
 from vexport.checks.kept import narrowed
 from vexport.checks.settings import faults
 from vexport.checks.subject import Subject, error, warning
@@ -28,15 +27,19 @@ def run(subject: Subject) -> Iterator[Finding]:
     config = subject.index.config
     yield from _class(subject)
     dtype = config.get("dtype", config.get("torch_dtype"))
-    if isinstance(dtype, str) and dtype.removeprefix("torch.") not in (*DTYPES, *REPLACED):
+    if isinstance(dtype, str) and dtype not in (*DTYPES, *REPLACED):
         yield _wrong(subject, "dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
     yield from narrowed(subject, NAME)
     if subject.class_name in DECODERS:
-        for key in missing_sizes(config):
+        for key in missing_sizes(subject.class_name, config):
             got = repr(config[key]) if key in config else "none: transformers would take its own default"
             yield _wrong(subject, key, "a size", got)
         yield from _sizes(subject, config)
         for fault in faults(config):
+            yield _wrong(subject, fault.key, fault.expected, fault.got)
+    kind = str(config.get("model_type"))
+    if kind in architecture_table().text_models and "auto_map" not in config:
+        for fault in wrong_types(kind, config):
             yield _wrong(subject, fault.key, fault.expected, fault.got)
 
 
@@ -80,18 +83,16 @@ def base_of(name: str) -> str:
 
 
 def _is_known(name: str, kind: str, config: Mapping[str, Json]) -> bool:
-    """Whether vLLM may run a class that it does not have: code in the checkpoint, or transformers' own."""
+    """Whether vLLM may run a class that is not in the table: code in the checkpoint, or transformers' own."""
+    if name in GENERATING_BASES:
+        return True
     return "auto_map" in config or any(f"class {name}(" in text for text in _modeling(kind))
 
 
 @cache
 def _modeling(kind: str) -> tuple[str, ...]:
-    """transformers' code of a model type; looked at as text, because importing it takes seconds."""
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return ()
-    folder = Path(spec.origin).parent / "models" / kind
-    return tuple(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
+    """transformers' code of a model type."""
+    return code_of(kind, "modeling_*.py")
 
 
 def _sizes(subject: Subject, config: Mapping[str, Json]) -> Iterator[Finding]:
@@ -122,4 +123,9 @@ def _is_unknown_type(subject: Subject, kind: str) -> bool:
 def _is_of_another_type(subject: Subject, name: str, kind: str) -> bool:
     """Whether a class belongs to one model type and the config to another, and the tensors do not fit."""
     models = architecture_table().text_models
-    return subject.layout is None and name in models.values() and models.get(kind, name) != name
+    if name not in models.values() or models.get(kind, name) == name:
+        return False
+    own, layout = layout_of(models[kind], subject.index.config), subject.layout
+    return layout is None or bool(
+        own and (own.parameters.keys() - layout.parameters.keys()) & subject.index.tensors.keys()
+    )

@@ -1,6 +1,5 @@
 """Values of config.json that a plain decoder computes with: what cannot be meant."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -47,6 +46,8 @@ def faults(config: Mapping[str, Json]) -> Iterator[Fault]:
     )
     if isinstance(experts, int) and isinstance(chosen, int) and not 0 < chosen <= experts:
         yield Fault(key="num_experts_per_tok", expected=f"from 1 to {experts} experts", got=str(chosen))
+    if config.get("is_encoder_decoder") is True:
+        yield Fault(key="is_encoder_decoder", expected="false: the class is a decoder", got="true")
     text = config.get("text_config")
     if isinstance(text, dict) and "num_attention_heads" not in text:
         expected = "none: vLLM would take it for the whole config of the model"
@@ -54,11 +55,8 @@ def faults(config: Mapping[str, Json]) -> Iterator[Fault]:
 
 
 def _epsilon(config: Mapping[str, Json]) -> Iterator[Fault]:
-    value = config.get("rms_norm_eps")
-    if value is None:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(float(str(value))) or not 0 <= float(str(value)) <= LARGEST_EPSILON:
+    value = config.get("rms_norm_eps", LARGEST_EPSILON)
+    if not isinstance(value, float) or not 0 <= value <= LARGEST_EPSILON:
         expected = f"a number from 0 to {LARGEST_EPSILON}"
         yield Fault(key="rms_norm_eps", expected=expected, got=repr(value))
 
@@ -66,14 +64,22 @@ def _epsilon(config: Mapping[str, Json]) -> Iterator[Fault]:
 def _rope(config: Mapping[str, Json]) -> Iterator[Fault]:
     """Positions: transformers 5 stores rope_parameters, older versions rope_theta and rope_scaling."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if isinstance(new, dict) and isinstance(old, dict) and new != old:
+    if isinstance(new, dict) and isinstance(old, dict) and new != old and not _is_default(new, old):
         got = f"{old} beside rope_parameters {new}"
         yield Fault(key="rope_scaling", expected="one description of the positions", got=got)
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(value, dict) or any(isinstance(each, dict) for each in value.values()):
             continue
-        kind = value.get("rope_type", value.get("type", "default"))
+        kind = _kind(value)
         if kind not in ROPES:
             yield Fault(key=key, expected=f"a type of {', '.join(sorted(ROPES))}", got=repr(kind))
         elif kind in WITH_FACTOR and not isinstance(value.get("factor"), (int, float)):
             yield Fault(key=key, expected=f"a factor for {kind}", got=repr(value.get("factor")))
+
+
+def _is_default(*descriptions: Mapping[str, Json]) -> bool:
+    return all(_kind(one) == "default" for one in descriptions)
+
+
+def _kind(description: Mapping[str, Json]) -> Json:
+    return description.get("rope_type", description.get("type", "default"))

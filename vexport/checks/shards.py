@@ -37,7 +37,9 @@ def _strays(subject: Subject, places: Mapping[str, TensorInfo]) -> Iterator[Find
     """Tensors of files beside model.safetensors; vLLM refuses names that its class does not have."""
     known = () if subject.layout is None else (*subject.layout.linears, *subject.layout.tables)
     for name in sorted(places.keys() - subject.index.tensors.keys()):
-        refused = bool(known) and name.rpartition(".")[0] not in known
+        module, _, leaf = name.rpartition(".")
+        packed = leaf == "weight" and f"{module}.weight_packed" in subject.index.tensors
+        refused = packed or (bool(known) and module not in known)
         yield (error if refused else warning)(
             NAME,
             name,

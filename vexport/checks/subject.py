@@ -191,13 +191,23 @@ class Subject:
 
     def ignored(self, unit: Unit) -> list[str]:
         """The members of a unit that the config leaves unquantized: vLLM refuses some of them."""
-        return list(ignored(unit.name, tuple(unit.members), self.ignore, self.architecture))
+        parts = self._looked_for(unit)
+        found = list(ignored(unit.name, parts, self.ignore, self.architecture))
+        if parts == tuple(unit.members):
+            return found
+        return list(unit.members) if len(found) == len(parts) else []
 
     def group_of(self, unit: Unit) -> ConfigGroup | None:
         """The config group that vLLM applies to a unit; None where it stays unquantized."""
         if self._is_built_plain(unit) or len(self.ignored(unit)) == len(unit.members):
             return None
-        return group_for(unit.name, tuple(unit.members), self.targets, self.architecture)
+        return group_for(unit.name, self._looked_for(unit), self.targets, self.architecture)
+
+    def _looked_for(self, unit: Unit) -> tuple[str, ...]:
+        """The names by which vLLM looks for a unit's group: its parts', also where it is stored as one."""
+        prefix, dot, leaf = unit.name.rpartition(".")
+        parts = self.fused.get(leaf, ()) if unit.name in unit.members else ()
+        return tuple(f"{prefix}{dot}{part}" for part in parts) or tuple(unit.members)
 
     def _is_built_plain(self, unit: Unit) -> bool:
         """Whether vLLM builds a layer without the quantization config: most routers, for one."""

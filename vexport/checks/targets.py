@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
+from vexport.checks.arguments import of_attention
 from vexport.checks.subject import ConfigGroup, Subject, Unit, error, quantized_leaves
 from vexport.plan import is_embedding
 from vexport.schemes.base import is_head
@@ -14,7 +15,7 @@ DESCRIPTION = "targets and ignore, resolved as vLLM does, agree with the tensors
 
 def run(subject: Subject) -> Iterator[Finding]:
     """Findings on layers that the config and the tensors treat differently."""
-    if not subject.config_groups:
+    if not subject.config_groups and not _only_attention(subject):
         return
     for unit in subject.units:
         ignored = subject.ignored(unit)
@@ -30,6 +31,12 @@ def run(subject: Subject) -> Iterator[Finding]:
         yield from _agreement(subject, unit)
     yield from _experts(subject)
     yield from _embeddings(subject)
+
+
+def _only_attention(subject: Subject) -> bool:
+    """Whether vLLM passes over every config group, so that it quantizes no layer."""
+    groups = (subject.quantization or {}).get("config_groups")
+    return isinstance(groups, dict) and bool(groups) and all(of_attention(raw) for raw in groups.values())
 
 
 def _embeddings(subject: Subject) -> Iterator[Finding]:

@@ -14,6 +14,9 @@ DESCRIPTION = "online rotations (transform_config) are ones that vLLM computes, 
 def run(subject: Subject) -> Iterator[Finding]:
     """Findings on transforms of inputs and outputs; those in the weights are of no concern."""
     place = f"{subject.quantization_place}.transform_config"
+    config = (subject.quantization or {}).get("transform_config")
+    if config and (not isinstance(config, dict) or config.keys() != {"config_groups"}):
+        yield _wrong(place, "none, or an object of config_groups and nothing else", repr(config))
     for transform in subject.transforms:
         if transform.location not in (INPUT, OUTPUT):
             expected = "transforms of inputs and outputs of linear layers, the only ones that vLLM computes"

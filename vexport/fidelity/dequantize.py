@@ -7,13 +7,26 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import TypeAdapter
 
-from vexport.checkpoint.tensors import read_tensor
-from vexport.checks.expected import expected_parameters
-from vexport.checks.layers import layers_of
+from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
+from vexport.checks.expected import Expected, expected_parameters, parameters_of
+from vexport.checks.layers import Layer, layers_of
+from vexport.checks.scheme import SchemeKind, scheme_of
 from vexport.checks.subject import ConfigGroup, Subject
 from vexport.roundtrip import decompress
 from vexport.schemes.base import QuantArgs
 from vexport.types import TensorInfo
+
+# compressed-tensors' name of the way in which each of vLLM's schemes stores its weights: the format that a
+# config announces may be another one that vLLM takes for the same.
+FORMATS: Mapping[SchemeKind, str] = {
+    SchemeKind.NVFP4: "nvfp4-pack-quantized",
+    SchemeKind.MXFP4: "mxfp4-pack-quantized",
+    SchemeKind.MXFP8: "mxfp8-quantized",
+    SchemeKind.PACKED: "pack-quantized",
+    SchemeKind.FP8: "float-quantized",
+    SchemeKind.INT8: "int-quantized",
+    SchemeKind.INT4: "int-quantized",
+}
 
 
 def dequantized(subject: Subject, layer: str) -> torch.Tensor | None:
@@ -43,10 +56,49 @@ def leaves_of(subject: Subject, tensors: Mapping[str, TensorInfo]) -> dict[str, 
     return {leaf: read_tensor(subject.reader, tensor) for leaf, tensor in tensors.items()}
 
 
+def as_loaded(subject: Subject, layer: Layer) -> dict[str, torch.Tensor] | None:
+    """The tensors that a layer's weight is made of, as vLLM's parameters hold them.
+
+    What is stored in another dtype is cast by value, of what is too large the beginning is taken, and
+    `weight_shape`, which vLLM does not read, is that of the weight. None where the config group is none of
+    vLLM's schemes, or a tensor is missing or too small.
+    """
+    group, leaves = layer.group, layer.leaves
+    sides = subject.sides(group, layer.name, leaves) if group is not None else None
+    if group is None or sides is None or isinstance(scheme_of(group), str):
+        return None
+    found = {}
+    for leaf, parameter in parameters_of(group, *sides).items():
+        tensor = leaves.get(leaf)
+        if leaf == "weight_shape":
+            found[leaf] = torch.tensor(sides)
+        elif leaf.startswith("weight"):
+            if tensor is None or not _fills(tensor, parameter):
+                return None
+            value = read_tensor(subject.reader, tensor)
+            value = value[tuple(slice(side) for side in parameter.shape)] if value.ndim else value
+            kept = tensor.dtype in parameter.dtypes
+            found[leaf] = value if kept else value.to(TORCH_DTYPES[parameter.dtype])
+    return found
+
+
+def _fills(tensor: TensorInfo, parameter: Expected) -> bool:
+    """Whether a tensor has a number for each of a parameter, at its place."""
+    if tensor.dtype not in TORCH_DTYPES:
+        return False
+    if not tensor.shape:
+        return all(side == 1 for side in parameter.shape)
+    sizes = zip(tensor.shape, parameter.shape, strict=False)
+    return len(tensor.shape) == len(parameter.shape) and all(stored >= side for stored, side in sizes)
+
+
 def weight_of(group: ConfigGroup, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The weight that compressed-tensors makes of a layer's tensors."""
-    stored = {leaf: value for leaf, value in leaves.items() if leaf != "bias"}
-    return decompress(ct_scheme(group), group.format, stored)
+    """The weight that compressed-tensors makes of a layer's tensors; ValueError where vLLM has no scheme."""
+    kind = scheme_of(group)
+    if isinstance(kind, str):
+        raise ValueError(kind)
+    stored = {leaf: value for leaf, value in leaves.items() if leaf.startswith("weight")}
+    return decompress(_scheme(_dumped(group.weights), None), FORMATS[kind], stored)
 
 
 def ct_scheme(group: ConfigGroup) -> QuantizationScheme:

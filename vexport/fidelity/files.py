@@ -31,13 +31,19 @@ GENERATION_KEYS = (
     "min_p",
     "max_new_tokens",
 )
-# Keys of config.json that describe the file, the way it is stored or training, not the model.
+# Keys of config.json that describe the file, the way it is stored or training, not the model, and the names
+# of which the check of the model says more.
 ABOUT_THE_FILE = frozenset(
     {
         "_name_or_path",
         "architectures",
+        "attention_dropout",
         "compression_config",
         "dtype",
+        "initializer_range",
+        "model_type",
+        "pad_token_id",
+        "pretraining_tp",
         "quantization_config",
         "tie_word_embeddings",
         "torch_dtype",
@@ -46,7 +52,7 @@ ABOUT_THE_FILE = frozenset(
     }
 )
 # Keys that change a model's answers and have no other default than none.
-DECISIVE = ("rope_scaling", "sliding_window")
+DECISIVE = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 

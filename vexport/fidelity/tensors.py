@@ -18,6 +18,7 @@ from vexport.types import Finding, Severity, TensorInfo
 COMPUTED = re.compile(r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$")
 # Scales that a checkpoint has and its source does not: of the KV cache and of the queries.
 ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
+NORM = re.compile(r".*norm\.weight$")
 TABLE = "model.embed_tokens.weight"
 TIED = ("lm_head.weight", "embed_out.weight")
 
@@ -46,6 +47,8 @@ def _kept(subject: Subject, reader: Reader, places: Counterparts, tensor: Tensor
     if origin.shape == tensor.shape and _same_values(reader, origin, subject.reader, tensor):
         yield _finding("warning", tensor.name, f"dtype {origin.dtype}", f"the same values in {tensor.dtype}")
         return
+    if NORM.match(tensor.name) and _went_through_one(reader, origin, subject.reader, tensor):
+        return
     got = "other values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
     yield error(
         SOURCE,
@@ -68,10 +71,21 @@ def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInf
     return torch.equal(read_tensor(old, origin).to(values.dtype), values)
 
 
+def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
+    """Whether a norm is the source's, rounded as 1 + weight.
+
+    llm-compressor stores norms that multiply by 1 + weight (Gemma's, Qwen3-Next's) after this way there and
+    back (norm_calibration_context in llmcompressor/modeling/offset_norm.py).
+    """
+    if (origin.shape, origin.dtype) != (tensor.shape, tensor.dtype) or origin.dtype not in TORCH_DTYPES:
+        return False
+    return torch.equal((read_tensor(old, origin) + 1) - 1, read_tensor(new, tensor))
+
+
 def _regrouped(subject: Subject, places: Counterparts, tensor: TensorInfo) -> Iterator[Finding]:
     """A kept weight that the source stores together with others, or apart."""
     layer = layers_of(subject).get(tensor.name.removesuffix(".weight"))
-    pieces = places.weight(layer) if layer is not None else ()
+    pieces = places.weight(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
         yield _finding("warning", tensor.name, "a tensor of the source's", "none there of this name")
         return

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vexport.checks.expected import layer_sides
-from vexport.checks.layers import Layer, fits
+from vexport.checks.layers import Layer
 from vexport.checks.subject import Subject
 from vexport.fidelity.counterparts import Pieces
-from vexport.fidelity.dequantize import leaves_of, weight_of
+from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.noise import EXACT_DB
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.rounding import fake_quantize
@@ -83,13 +82,10 @@ class _Part:
 
 def likeness(subject: Subject, layer: Layer, pieces: Pieces) -> Likeness | None:
     """Compare a quantized layer with its source's weight, some rows at a time; None where shapes differ."""
-    group = layer.group
-    if group is None or not fits(group, layer.leaves):
-        return None
+    group, stored = layer.group, as_loaded(subject, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
-    if layer_sides(group, layer.leaves) != shape:
+    if group is None or stored is None or subject.sides(group, layer.name, layer.leaves) != shape:
         return None
-    stored = leaves_of(subject, {leaf: tensor for leaf, tensor in layer.leaves.items() if leaf != "bias"})
     args = replace(group.weights, observer_kwargs={}, observer=None)
     try:
         nearest = _Nearest(args, pieces)

@@ -22,7 +22,7 @@ def run(subject: Subject, source: Source | None) -> Changes:
     """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with them."""
     layers = _attention(subject)
     specs = [(layer, spec) for layer in layers for spec in kv_layout(layer)]
-    missing = {finding.where for finding in kv_cache.run(subject)}
+    missing = {finding.where for finding in kv_cache.run(subject)} - subject.index.tensors.keys()
     if not all(f"{layer.name}.{leaf}" in missing for layer in layers for leaf in (KEY, VALUE)):
         return Changes()
     near = {layer.name: _neighbour(subject, layer) for layer in layers}

@@ -1,0 +1,98 @@
+"""Tokenizers and generation settings with which vLLM 0.32 was seen to start, or to refuse to."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engine.fixtures import write_tokenizer
+from tests.mutations.edits import Change, file_bytes, spoiled
+from vexport.checks import check_checkpoint
+from vexport.types import Json
+
+TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+
+
+def written(name: str, content: Json) -> Change:
+    """A file of this JSON."""
+    return raw(name, json.dumps(content).encode())
+
+
+def raw(name: str, content: bytes) -> Change:
+    """A file of these bytes."""
+
+    def apply(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return apply
+
+
+def changed(change: Callable[[dict[str, Json]], object]) -> Change:
+    """A tokenizer.json with a change."""
+
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / TOKENIZER).read_text())
+        change(content)
+        (folder / TOKENIZER).write_text(json.dumps(content))
+
+    return apply
+
+
+def without(*names: str) -> Change:
+    """Remove files."""
+
+    def apply(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return apply
+
+
+REFUSED: list[tuple[str, Change]] = [
+    (TOKENIZER, without(TOKENIZER)),
+    (f"{TOKENIZER}:1", file_bytes(TOKENIZER, lambda data: b"")),
+    (f"{TOKENIZER}:1", file_bytes(TOKENIZER, lambda data: b"version https://git-lfs.github.com/spec/v1\n")),
+    (f"{TOKENIZER}:1", file_bytes(TOKENIZER, lambda data: b"\xef\xbb\xbf" + data)),
+    (TOKENIZER, written(TOKENIZER, [])),
+    (f"{TOKENIZER}: model", changed(lambda content: content.pop("model"))),
+    (f"{TOKENIZER}: model", changed(lambda content: content.update(model={"type": "Magic"}))),
+    (f"{TOKENIZER}: added_tokens", changed(lambda content: content.pop("added_tokens"))),
+    (SETTINGS, written(SETTINGS, [])),
+    ("special_tokens_map.json:1", raw("special_tokens_map.json", b"{")),
+    ("added_tokens.json:1", raw("added_tokens.json", b"{")),
+    (GENERATION, written(GENERATION, [])),
+    (GENERATION, written(GENERATION, None)),
+    (f"{GENERATION}: temperature", written(GENERATION, {"temperature": "hot"})),
+    (f"{GENERATION}: temperature", written(GENERATION, {"temperature": -1.0})),
+    (f"{GENERATION}: top_p", written(GENERATION, {"top_p": 5.0})),
+]
+STARTED: list[Change] = [
+    without(SETTINGS),
+    without(TOKENIZER, SETTINGS),
+    written(SETTINGS, {}),
+    written(SETTINGS, {"tokenizer_class": "NoSuchTokenizer"}),
+    written(GENERATION, {"eos_token_id": [2, 3], "temperature": 0.6, "top_k": 20, "do_sample": True}),
+    raw(GENERATION, b"{,"),
+    raw("preprocessor_config.json", b"{"),
+]
+
+
+def errors(good: Path, folder: Path, change: Change) -> list[str]:
+    """The places of the errors in a checkpoint with a tokenizer that is then changed."""
+    spoiled(good, folder, write_tokenizer)
+    change(folder)
+    findings = check_checkpoint(str(folder)).findings
+    return [one.where.replace(f"{folder}/", "") for one in findings if one.severity == "error"]
+
+
+@pytest.mark.parametrize(("where", "change"), REFUSED)
+def test_vllm_does_not_start_with(
+    good: Callable[[str], Path], tmp_path: Path, where: str, change: Change
+) -> None:
+    assert errors(good("W8A8"), tmp_path / "changed", change) == [where]
+
+
+@pytest.mark.parametrize("change", STARTED)
+def test_vllm_starts_with(good: Callable[[str], Path], tmp_path: Path, change: Change) -> None:
+    assert errors(good("W8A8"), tmp_path / "changed", change) == []

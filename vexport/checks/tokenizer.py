@@ -1,0 +1,88 @@
+"""Can vLLM read the tokenizer and the generation config, where a checkpoint has them?
+
+A checkpoint without any tokenizer is served with another one's (`--tokenizer`): that is no finding.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from vexport.checks.subject import Subject, error
+from vexport.errors import InputError
+from vexport.files import read_json, read_json_object
+from vexport.types import Finding, Json
+
+NAME = "tokenizer"
+DESCRIPTION = "tokenizer files and generation_config.json, where there are any, are such that vLLM starts"
+TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+# What transformers reads as objects where it is there.
+OBJECTS = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json")
+# Files that hold a vocabulary, or code that brings one.
+VOCABULARY = re.compile(r"tokenizer\.json|tekken\.json|vocab.*|.*\.(model|tiktoken|py)$")
+MODELS = (None, "BPE", "Unigram", "WordLevel", "WordPiece")
+# What SamplingParams takes (_verify_args in vllm/sampling_params.py).
+RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "repetition_penalty": ("above 0", lambda value: value > 0),
+    "presence_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
+    "frequency_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
+    "temperature": ("from 0 to 2", lambda value: 0 <= value <= 2),
+    "top_k": ("a whole number from -1", lambda value: value >= -1 and value == int(value)),
+    "top_p": ("above 0, up to 1", lambda value: 0 < value <= 1),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "max_new_tokens": ("at least 1", lambda value: value >= 1),
+}
+
+
+def run(subject: Subject) -> Iterator[Finding]:
+    """Findings on the files beside the weights that vLLM starts with."""
+    root = subject.index.root
+    for name in OBJECTS:
+        if (root / name).is_file():
+            yield from _unreadable(root / name)
+    names = [path.name for path in subject.index.side_files]
+    if SETTINGS in names and not any(VOCABULARY.match(name) for name in names):
+        fix = "copy the source's tokenizer"
+        yield error(NAME, str(root / TOKENIZER), expected="a vocabulary", got="none", fix=fix)
+    if (root / GENERATION).is_file():
+        yield from _generation(root / GENERATION)
+
+
+def _unreadable(path: Path) -> Iterator[Finding]:
+    try:
+        content = read_json_object(path)
+    except InputError as problem:
+        yield Finding.of(problem, check=NAME, severity="error")
+        return
+    if path.name == TOKENIZER:
+        model = content.get("model")
+        kind = model.get("type") if isinstance(model, dict) else "none"
+        if kind not in MODELS:
+            yield _broken(path, "model", "a model of tokenizers (BPE, Unigram, ...)", repr(kind))
+        if not isinstance(content.get("added_tokens"), list):
+            yield _broken(path, "added_tokens", "a list", "none")
+
+
+def _generation(path: Path) -> Iterator[Finding]:
+    """Defaults of every request; vLLM goes on without them where they are no JSON."""
+    try:
+        content = read_json(path)
+    except InputError as problem:
+        yield Finding.of(problem, check=NAME, severity="warning")
+        return
+    if not isinstance(content, dict):
+        yield error(
+            NAME, str(path), expected="a JSON object", got=repr(content), fix="copy the source's file"
+        )
+        return
+    for key, (expected, is_valid) in RANGES.items():
+        value = content.get(key)
+        if value is not None and not (_is_number(value) and is_valid(float(str(value)))):
+            yield _broken(path, key, expected, repr(value))
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def _broken(path: Path, key: str, expected: str, got: str) -> Finding:
+    return error(NAME, f"{path}: {key}", expected=expected, got=got, fix="copy the source's file")
