@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vexport.checkpoint.dtypes import to_numpy
 from vexport.checks.arguments import ConfigGroup
 from vexport.checks.subject import Subject, error
 from vexport.types import Finding, TensorInfo
 
-# Rows of a layer that are looked at, from all over it.
-ROWS = 128
+# Rows of a layer that are looked at, from all over it: fewer where there are thousands of layers.
+FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 # Of a random permutation of the codes about a third of the rows, a quarter of the groups of 16 are not full.
 MOST_FULL, LEAST_FULL = 0.85, 0.99
 FEWEST_OTHERS = 6
@@ -84,7 +85,8 @@ def _lost_share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, Tenso
     parts = codes.reshape(codes.shape[0], scale.shape[1], -1)
     empty = np.any([(parts == zero).all(axis=2) for zero in {0, _zero_codes(group, weight)}], axis=0)
     with np.errstate(invalid="ignore"):
-        scales = np.asarray(subject.reader.array(scale), np.float64)[:: _step(weight)]
+        values = to_numpy(_rows(subject, scale).tobytes(), scale.dtype)
+        scales = np.asarray(values, np.float64).reshape(-1, scale.shape[1])
     usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
     return float((empty & usual).mean())
 
@@ -120,12 +122,8 @@ def _full(largest: npt.NDArray[np.integer[Any]], end: int) -> float | None:
     return float((largest >= end).mean()) if largest.size else None
 
 
-def _rows(subject: Subject, weight: TensorInfo) -> npt.NDArray[np.uint8]:
-    """Some rows of a weight, as bytes."""
-    codes = np.frombuffer(subject.reader.raw(weight), np.uint8).reshape(weight.shape[0], -1)
-    return codes[:: _step(weight)]
-
-
-def _step(weight: TensorInfo) -> int:
-    """One row in so many is looked at."""
-    return max(weight.shape[0] // ROWS, 1)
+def _rows(subject: Subject, tensor: TensorInfo) -> npt.NDArray[np.uint8]:
+    """Some rows of a tensor, as bytes; of tensors with as many rows the same ones."""
+    rows = min(max(ROWS_OF_ALL // len(subject.units), FEWEST_ROWS), MOST_ROWS)
+    stored = np.frombuffer(subject.reader.raw(tensor), np.uint8).reshape(tensor.shape[0], -1)
+    return stored[:: max(tensor.shape[0] // rows, 1)]
