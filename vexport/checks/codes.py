@@ -62,12 +62,13 @@ def lost(subject: Subject, check: str) -> Iterator[Finding]:
 
 
 def _quantized(subject: Subject) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:
-    """Every layer that a config group applies to, that group, and the layer's tensors."""
+    """Every layer that a config group applies to, that group, and the layer's tensors, which are released."""
     for unit in subject.units:
         group = subject.group_of(unit)
         if group is not None:
             for module, leaves in unit.members.items():
                 yield module, group, leaves
+                subject.reader.release(leaves.values())
 
 
 def _lost_share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> float | None:

@@ -1,11 +1,13 @@
 """Are the numbers usable? vLLM never looks at them."""
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import BITS, to_numpy
+from vexport.checks import scales
 from vexport.checks.arguments import ConfigGroup
 from vexport.checks.codes import lost, unfilled
 from vexport.checks.inputs import impossible
@@ -24,7 +26,7 @@ MOST_INPUT = 65504.0
 # The typical weight of a layer, told from its scales: trained models have 1e-3 to 0.5.
 LEAST_TYPICAL, MOST_TYPICAL = 1e-5, 1.25
 # e8m0 exponents: 255 is NaN, no value is zero or negative (OCP Microscaling Formats, revision 1.0).
-E8M0_NAN, E8M0_BIAS = 255, 127
+E8M0_NAN = 255
 # NVFP4's largest block of a layer, or of the layers that share a global scale, has the scale 448. Searches
 # for less error end lower, other numbers in the place of scales much lower.
 LEAST_LARGEST_BLOCK = 448 / 8
@@ -61,6 +63,8 @@ def run(subject: Subject) -> Iterator[Finding]:
             yield from impossible(subject, NAME, group, unit.members)
             for leaves in unit.members.values():
                 yield from _beyond(subject, group, leaves)
+        for leaves in unit.members.values():
+            subject.reader.release(leaves.values())
     yield from unfilled(subject, NAME)
     yield from lost(subject, NAME)
     yield from empty(subject, NAME)
@@ -77,7 +81,9 @@ def _scale(
         if bad:
             yield _bad(tensor, f"{bad} of {codes.size} values NaN (e8m0 255)")
         return
-    numbers = _numbers(subject, tensor)
+    if leaf == "weight_scale" and tensor.dtype == "F8_E4M3" and scales.above_zero(subject.reader, tensor):
+        return
+    numbers = scales.numbers(subject.reader, tensor)
     wrong = {
         "NaN": int(np.count_nonzero(np.isnan(numbers))),
         "infinite": int(np.count_nonzero(np.isinf(numbers))),
@@ -148,14 +154,13 @@ def _plausible(subject: Subject, unit: Unit, group: ConfigGroup) -> Iterator[Fin
         scale = leaves.get("weight_scale")
         if scale is None or scale.dtype not in BITS or not scale.num_bytes:
             continue
-        numbers = _numbers(subject, scale)
         if scale.dtype != "U8" and _is_mx(group):
             continue
-        largest[module] = float(numbers.max())
-        if numbers.size >= MANY and float(numbers.min()) == largest[module] and not _is_mx(group):
-            yield _implausible(scale, f"{numbers.size} times {largest[module]:g}")
+        size, (least, largest[module]) = math.prod(scale.shape), scales.ends(subject.reader, scale)
+        if size >= MANY and least == largest[module] and not _is_mx(group):
+            yield _implausible(scale, f"{size} times {least:g}")
             continue
-        typical = _typical(subject, group, leaves, float(np.median(np.abs(numbers))))
+        typical = _typical(subject, group, leaves, scales.middling(subject.reader, scale))
         if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(subject, leaves):
             yield _implausible(scale, f"scales that make a typical weight {typical:.3g}")
     nvfp4 = group.weights.strategy == "tensor_group"
@@ -176,7 +181,7 @@ def _typical(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorIn
     args = group.weights
     divisor = leaves.get("weight_global_scale")
     if divisor is not None and divisor.num_bytes:
-        scale /= float(_numbers(subject, divisor).max())
+        scale /= float(scales.numbers(subject.reader, divisor).max())
     if args.type == "int":
         return scale * float(2 ** (args.num_bits - 1)) / 4
     weight = leaves.get("weight")
@@ -213,21 +218,13 @@ def _beyond(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInf
         )
 
 
-def _numbers(subject: Subject, tensor: TensorInfo) -> npt.NDArray[np.float64]:
-    """The values of a scale; bytes are exponents."""
-    if tensor.dtype in ("U8", "F8_E8M0"):
-        codes = np.frombuffer(subject.reader.raw(tensor), dtype=np.uint8).astype(np.float64)
-        return np.exp2(codes - E8M0_BIAS).reshape(tensor.shape)
-    with np.errstate(invalid="ignore"):  # NaN of the signalling kind
-        return np.asarray(subject.reader.array(tensor), dtype=np.float64)
-
-
 def _not_finite(subject: Subject) -> Iterator[Finding]:
     """NaN and infinity in payloads of e4m3 and in what is not quantized."""
     for tensor in subject.index.tensors.values():
         if tensor.name.endswith(SCALES) or tensor.dtype not in (*NOT_FINITE, "F32"):
             continue
         bad = _count_not_finite(subject, tensor)
+        subject.reader.release([tensor])
         if bad:
             yield error(
                 NAME,
