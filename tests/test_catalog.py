@@ -48,6 +48,7 @@ SHARED = {
         "online",
         "routed",
         "outputs",
+        "scales",
         "scheme",
         "settings",
         "subject",
