@@ -166,3 +166,4 @@ def test_vllm_refuses_those_schemes_too(tmp_path: Path) -> None:
     bad = [spoiled(source, tmp_path / name, change) for name, change in REFUSED.items()]
     reports = dry_loads(bad, tp=(1,), sm=(90,))
     assert [cell.status for report in reports for cell in report.cells] == ["refused"] * len(bad)
+    assert "assert self.weight_quant.strategy" in reports[0].findings[0].got

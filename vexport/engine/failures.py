@@ -1,6 +1,7 @@
 """Reads a worker's log and exit code: whose fault, and in which of vLLM's words."""
 
 import re
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,9 @@ _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initializat
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*|^(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
+# One without a message, which the line of code before it in the traceback explains.
+_BARE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)$")
+_MARKS = re.compile(r"^\s*[~^]+$")
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
@@ -39,8 +43,22 @@ def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
 
 def last_exception(log: Path) -> str | None:
     """The last line of the log that names an exception, other than vLLM's wrappers around another."""
-    found = [line for line in _lines(log) if _EXCEPTION.match(line) and not _WRAPPER.search(line)]
-    return found[-1] if found else None
+    found, code = None, ""
+    for line in _lines(log):
+        if _EXCEPTION.match(line) and not _WRAPPER.search(line):
+            found = line
+        elif _BARE.match(line):
+            found = f"{line}: {code}"
+        elif not _MARKS.match(line):
+            code = line.strip()
+    return found
+
+
+def said(error: BaseException) -> str:
+    """An exception as one line; of one without a message the line of code that raised it."""
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {text or (frames[-1].line if frames else '')}"
 
 
 def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailure:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vexport.engine.failures import said
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
 from vexport.errors import VexportError
 from vexport.files import from_json, to_json, write_text
@@ -120,8 +121,7 @@ def model_arguments(request: SessionRequest) -> dict[str, str | int | float | bo
 
 def _failure(kind: FailureKind, error: Exception) -> EngineFailure:
     traceback.print_exception(error)
-    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return EngineFailure(kind=kind, message=message[:_MOST_MESSAGE], log_tail="")
+    return EngineFailure(kind=kind, message=said(error)[:_MOST_MESSAGE], log_tail="")
 
 
 def _problem(error: VexportError) -> InputProblem:
