@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.arguments import ConfigGroup, contradictions, of_attention, parse_group
+from vexport.checks.arguments import ConfigGroup, contradictions, of_attention, parse_args, parse_group
 from vexport.checks.methods import METHOD, findings, other_method
 from vexport.checks.routed import refusal
 from vexport.checks.scheme import scheme_of
@@ -28,6 +28,9 @@ FORMATS = frozenset(
         "pack-quantized",
     }
 )
+# With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it passes over.
+SIDES = ("input_activations", "output_activations")
+OUTPUTS = "static INT8, which vLLM runs in a scheme that vexport does not judge (CompressedTensorsWNA8O8Int)"
 # Activation ordering that vLLM no longer runs (compressed_tensors.py, _quantization_scheme_map_from_config).
 REFUSED_ORDERING = ("group", "dynamic")
 ORDERED_UNTIL: Version = (0, 30)
@@ -73,6 +76,17 @@ def _unreadable(subject: Subject, groups: Mapping[str, Json]) -> Iterator[Findin
         if isinstance(parsed, str):
             expected = "arguments that compressed-tensors accepts"
             yield _finding(subject, f"config_groups.{name}", expected, parsed, "correct the group")
+        elif isinstance(raw, dict) and all(_is_static_int8(raw.get(side)) for side in SIDES):
+            place, expected = f"config_groups.{name}.output_activations", "none"
+            fix = "ask vLLM itself with `vexport load`, or quantize without them"
+            yield _finding(subject, place, expected, OUTPUTS, fix)
+
+
+def _is_static_int8(raw: Json) -> bool:
+    args = parse_args(raw)
+    if isinstance(args, str):
+        return False
+    return (args.type, args.num_bits, args.strategy, args.dynamic) == ("int", 8, "tensor", False)
 
 
 def _ignore(subject: Subject, config: Mapping[str, Json]) -> Iterator[Finding]:
