@@ -47,6 +47,7 @@ SHARED = {
         "methods",
         "online",
         "routed",
+        "scales",
         "outputs",
         "scales",
         "scheme",
