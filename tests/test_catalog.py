@@ -47,7 +47,6 @@ SHARED = {
         "methods",
         "online",
         "routed",
-        "scales",
         "outputs",
         "scales",
         "scheme",
