@@ -4,10 +4,6 @@ from collections.abc import Mapping
 
 from tests.mutations.recorded import Record
 
-# Nothing on disk and nothing in the source gives these away: they count as missed.
-UNSEEN: Mapping[str, str] = {
-    "a rotation announced": "what vLLM runs on a GPU, for weights that are rotated the other way",
-}
 _ANOTHER_SCHEME = "a sound checkpoint of another scheme, weights and all"
 # Other answers, as near to the unquantized model's as those of the sound checkpoint: no loss to be found.
 AS_GOOD: Mapping[str, str] = {
@@ -44,11 +40,6 @@ HARMLESS_HERE: Mapping[str, str] = {
     "embeddings infinite": "no prompt has the token",
     "index with a whole path": "right on this machine, in this folder",
 }
-
-
-def is_unseen(record: Record) -> bool:
-    """Whether nothing shows the change, for a reason that is given."""
-    return record.name in UNSEEN and record.outcome != "alike"
 
 
 def is_as_good(record: Record) -> bool:
