@@ -60,7 +60,7 @@ def static_range(
     largest = E4M3_LARGEST if group.weights.type == "float" else INT8_LARGEST
     scale, divisor = leaves.get("input_scale"), leaves.get("input_global_scale")
     if scale is not None and scale.num_bytes:
-        value = float(np.asarray(subject.reader.array(scale), np.float64).max())
+        value = float(np.abs(np.asarray(subject.reader.array(scale), np.float64)).max())
         return StaticRange(name=scale.name, largest=largest * value)
     if divisor is not None and divisor.num_bytes:
         value = float(np.asarray(subject.reader.array(divisor), np.float64).min())

@@ -12,7 +12,7 @@ from vexport.checks.arguments import ConfigGroup
 from vexport.checks.codes import lost, unfilled
 from vexport.checks.inputs import impossible
 from vexport.checks.kept import empty
-from vexport.checks.subject import Subject, Unit, error
+from vexport.checks.subject import Subject, Unit, error, warning
 from vexport.types import Finding, TensorInfo
 
 NAME = "values"
@@ -88,7 +88,7 @@ def _scale(
         "NaN": int(np.count_nonzero(np.isnan(numbers))),
         "infinite": int(np.count_nonzero(np.isinf(numbers))),
         "zero": 0 if _scales_zeros(subject, numbers, leaves) else int(np.count_nonzero(numbers == 0)),
-        "negative": 0 if _has_signs(numbers, leaf, group) else int(np.count_nonzero(numbers < 0)),
+        "negative": 0 if _may_be_negative(numbers, leaf, group) else int(np.count_nonzero(numbers < 0)),
     }
     found = [f"{count} of {numbers.size} values {kind}" for kind, count in wrong.items() if count]
     if found:
@@ -96,7 +96,25 @@ def _scale(
     elif leaf.endswith("global_scale"):
         yield from _reciprocal(tensor, leaf, float(numbers.max()))
     elif leaf == "input_scale":
-        yield from _input_scale(tensor, float(numbers.max()))
+        if numbers.min() < 0:
+            yield _odd_sign(tensor)
+        yield from _input_scale(tensor, float(np.abs(numbers).max()))
+
+
+def _odd_sign(tensor: TensorInfo) -> Finding:
+    return warning(
+        NAME,
+        tensor.name,
+        expected="a scale above zero",
+        got="a negative one, whose sign cancels: inputs are divided by it and products multiplied",
+        fix="store its magnitude",
+    )
+
+
+def _may_be_negative(numbers: npt.NDArray[np.float64], leaf: str, group: ConfigGroup | None) -> bool:
+    """Whether signs change nothing, or are meant."""
+    of_float_inputs = group is not None and group.weights.type == "float" and leaf == "input_scale"
+    return of_float_inputs or _has_signs(numbers, leaf, group)
 
 
 def _has_signs(numbers: npt.NDArray[np.float64], leaf: str, group: ConfigGroup | None) -> bool:
