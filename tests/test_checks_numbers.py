@@ -132,6 +132,7 @@ def test_an_input_is_no_larger_than_its_norm_lets_through(
     [
         (config(WHOLE, dtype="float16"), "config.json: dtype"),
         (config(WHOLE, architectures="LlamaForCausalLM"), "config.json: architectures"),
+        (config(WHOLE, architectures=["LlamaForSequenceClassification"]), "config.json: architectures"),
         (config(WHOLE, architectures=["NoSuchForCausalLM", "LlamaForCausalLM"]), None),
         (config(WHOLE, dtype="torch.bfloat16"), "config.json: dtype"),
         (config(WHOLE, tie_word_embeddings="true"), "config.json: tie_word_embeddings"),

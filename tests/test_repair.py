@@ -236,6 +236,7 @@ REFUSED = [
     ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), f"{DOWN}.weight"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), f"{DOWN}.weight_scale"),
     ("W4A16", weights(actorder="group"), "config_groups.group_0"),
+    ("FP8_DYNAMIC", weights(num_bits=3), "config_groups.group_0"),
     (
         "W4A16",
         together(
@@ -275,6 +276,7 @@ RESTORED = [
     ("FP8_DYNAMIC", put(f"{DOWN}.weight_scale", element(0.0)), DOWN),
     ("W4A16", drop(f"{Q}.weight_packed"), Q),
     ("MXFP4A16", drop(f"{DOWN}.weight_scale"), DOWN),
+    ("W4A16_ASYM", put(f"{DOWN}.weight_scale", lambda scale: -scale), DOWN),
 ]
 
 

@@ -8,6 +8,7 @@ from shutil import copytree
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import VOCABULARY, save_llama, save_qwen3, write_calibration
 
@@ -60,6 +61,11 @@ class Sound:
         """Whether its MLPs are experts."""
         return self.source == "moe"
 
+    @property
+    def tied(self) -> bool:
+        """Whether its output head is the table of its embeddings."""
+        return self.source in ("qwen3", "gemma3")
+
     def mlp(self, projection: str) -> str:
         """The name of a layer of the last MLP, or of its first expert."""
         inner = "mlp.experts.0" if self.experts else "mlp"
@@ -79,6 +85,8 @@ GOOD: Mapping[str, Sound] = {
     "peer's NVFP4A16": Sound(scheme="NVFP4A16", peer="llama-NVFP4A16"),
     "peer's W4A16": Sound(scheme="W4A16", peer="llama-W4A16"),
     "peer's FP8_DYNAMIC": Sound(scheme="FP8_DYNAMIC", peer="llama-FP8_DYNAMIC"),
+    "W4A16_ASYM of Gemma": Sound(scheme="W4A16_ASYM", source="gemma3"),
+    "FP8_DYNAMIC with biases": Sound(scheme="FP8_DYNAMIC", source="qwen2"),
 }
 
 
@@ -88,6 +96,8 @@ def write_good(root: Path, names: Iterable[str] = GOOD) -> Path:
         "llama": save_llama(root / "source-llama", **SIZES),
         "qwen3": save_qwen3(root / "source-qwen3", **SIZES),
         "moe": copytree(PEER / "moe", root / "source-moe"),
+        "gemma3": save_family("gemma3", root / "source-gemma3", add=dict, **SIZES),
+        "qwen2": save_family("qwen2", root / "source-qwen2", add=dict, **SIZES),
     }
     for source in sources.values():
         _vary_norms(source)
@@ -129,10 +139,10 @@ def _take_norms(folder: Path, other: Path) -> None:
 
 
 def _vary_norms(folder: Path) -> None:
-    """Weights of norms that are not the ones that vLLM begins with: a missing one shows."""
+    """Norms and biases that are not the ones that vLLM begins with: a missing one shows."""
     generator = torch.Generator().manual_seed(2)
     values = load_file(folder / "model.safetensors")
     for name, value in values.items():
-        if "norm" in name:
+        if "norm" in name or name.endswith(".bias"):
             values[name] = (torch.rand(value.shape, generator=generator) + 0.5).to(value.dtype)
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})

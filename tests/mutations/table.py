@@ -10,6 +10,7 @@ from tests.mutations.good import GOOD, Sound
 from tests.mutations.kinds import (
     arguments,
     downloads,
+    edited,
     files,
     forms,
     mixed,
@@ -24,7 +25,7 @@ from tests.mutations.kinds import (
 # What depends on the scheme, and what does not.
 
 Part = Callable[[Sound], Iterator[tuple[str, Change]]]
-OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds, spellings.kinds, mixed.kinds)
+OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds, spellings.kinds, mixed.kinds, edited.kinds)
 SHARED = (
     files.kinds,
     model.kinds,
@@ -34,6 +35,7 @@ SHARED = (
     spellings.shared_kinds,
     mixed.shared_kinds,
     downloads.kinds,
+    edited.shared_kinds,
 )
 # What depends on the scheme is recorded with one in so many of the further checkpoints of a scheme, what does
 # not with one in so many of all checkpoints.

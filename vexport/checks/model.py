@@ -1,5 +1,6 @@
 """Does vLLM know the model's class, and does config.json give what the class is built from?"""
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 
@@ -18,6 +19,9 @@ DTYPES = ("bfloat16", "float16", "half", "float32", "float")
 # In the place of which it takes one of those.
 REPLACED = ("double", "float64", "float8_e4m3fn", "float8_e5m2")
 SILU = "silu"
+# Classes that put a layer of their own in the place of the output head, and that layer's names.
+CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
+CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 # Base models that vLLM registers with a class that generates too (models/registry.py).
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
 
@@ -62,6 +66,9 @@ def _class(subject: Subject) -> Iterator[Finding]:
             f"a class of vLLM {table.vllm} or of transformers",
             f"{name}, of neither",
         )
+    elif name.endswith(CLASSIFIER) and not any(CLASSIFIES.search(one) for one in subject.index.tensors):
+        got = f"{name}, whose output layer the checkpoint does not have"
+        yield _wrong(subject, "architectures", "a class whose tensors are stored", got)
     elif _is_unknown_type(subject, kind) or _is_of_another_type(subject, name, kind):
         yield _wrong(subject, "model_type", f"the model type of {name}", kind)
     elif not config.get("architectures") and base_of(name) not in GENERATING_BASES:

@@ -94,11 +94,16 @@ def _fills(tensor: TensorInfo, parameter: Expected) -> bool:
 
 def weight_of(group: ConfigGroup, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The weight that compressed-tensors makes of a layer's tensors; ValueError where vLLM has no scheme."""
+    stored = {leaf: value for leaf, value in leaves.items() if leaf.startswith("weight")}
+    return decompress(_scheme(_dumped(group.weights), None), stored_format(group), stored)
+
+
+def stored_format(group: ConfigGroup) -> str:
+    """compressed-tensors' name of the way in which vLLM reads a group; ValueError where it has no scheme."""
     kind = scheme_of(group)
     if isinstance(kind, str):
         raise ValueError(kind)
-    stored = {leaf: value for leaf, value in leaves.items() if leaf.startswith("weight")}
-    return decompress(_scheme(_dumped(group.weights), None), FORMATS[kind], stored)
+    return FORMATS[kind]
 
 
 def ct_scheme(group: ConfigGroup) -> QuantizationScheme:

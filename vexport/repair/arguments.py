@@ -83,7 +83,7 @@ def _implied_format(group: ConfigGroup) -> str | None:
     """The format that compressed-tensors would store; None where it refuses the arguments."""
     try:
         return str(infer_module_format(Linear, ct_scheme(group)).value)
-    except ValueError:
+    except (NotImplementedError, ValueError):
         return None
 
 

@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 
 from vexport.checks.layers import Layer
-from vexport.fidelity.dequantize import ct_scheme
+from vexport.fidelity.dequantize import ct_scheme, stored_format
 from vexport.fidelity.source import Source
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import scale_and_zero_point
@@ -17,7 +17,10 @@ PACKED = "pack-quantized"
 
 
 def requantized(layer: Layer, source: Source, global_scale: float | None) -> Mapping[str, torch.Tensor]:
-    """The weight tensors of a layer by their name within it, with `global_scale` where it is given."""
+    """The weight tensors of a layer by their name within it, with `global_scale` where it is given.
+
+    ValueError where vLLM has no scheme for the layer's config group.
+    """
     weight, group = source.weight(layer.name), layer.group
     assert weight is not None
     assert group is not None
@@ -28,12 +31,17 @@ def requantized(layer: Layer, source: Source, global_scale: float | None) -> Map
     scale, zero_point = qparams["scale"], qparams["zero_point"]
     if shared is not None:
         scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, shared)
-    if group.format == PACKED:
+    format_ = stored_format(group)
+    if format_ == PACKED:
         scale = scale.to(weight.dtype)
     # In float32: compressed-tensors would divide in the dtype of the weight.
-    state = {"weight": weight.to(torch.float32), "weight_scale": scale, "weight_zero_point": zero_point}
+    state = {
+        "weight": weight.to(torch.float32),
+        "weight_scale": scale,
+        "weight_zero_point": zero_point.to(torch.int8),
+    }
     if shared is not None:
         state["weight_global_scale"] = shared
-    compressor = BaseCompressor.get_value_from_registry(group.format)
+    compressor = BaseCompressor.get_value_from_registry(format_)
     made: Mapping[str, torch.Tensor] = compressor.compress(state, ct_scheme(group))
     return made

@@ -7,6 +7,7 @@ from functools import partial
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.checks import completeness, values
 from vexport.checks.layers import Layer, layers_of, single_value
+from vexport.checks.scheme import scheme_of
 from vexport.checks.subject import Subject
 from vexport.checks.values import LEAST_WEIGHT_GLOBAL_SCALE
 from vexport.fidelity.source import Source
@@ -65,7 +66,7 @@ def _quantized_again(
     subject: Subject, source: Source, layer: Layer, name: str
 ) -> Iterator[tuple[Edit, Mend]]:
     """The layer's weight tensors, made from the source with the divisor of the layers that it runs with."""
-    if layer.group is None or source.weight(layer.name) is None:
+    if layer.group is None or isinstance(scheme_of(layer.group), str) or source.weight(layer.name) is None:
         return
     make = partial(requantized, layer, source, _divisor(subject, source, layer))
     specs = {

@@ -202,7 +202,7 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "layer norm zero", put("model.layers.0.input_layernorm.weight", every(0.0))
     yield "final norm negative", put("model.norm.weight", lambda value: -value)
     yield "embeddings infinite", put("model.embed_tokens.weight", every(float("inf")))
-    if sound.source != "qwen3":
+    if not sound.tied:
         yield "lm_head zero", put("lm_head.weight", every(0.0))
         yield "lm_head transposed", put("lm_head.weight", lambda value: value.T)
         yield "lm_head as float32", put("lm_head.weight", lambda value: value.float())

@@ -68,7 +68,7 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "no layer norm", drop("model.layers.0.input_layernorm.weight")
     yield "no layer norm after attention", drop("model.layers.0.post_attention_layernorm.weight")
     yield "no embeddings", drop("model.embed_tokens.weight")
-    if sound.source != "qwen3":
+    if not sound.tied:
         yield "no lm_head", drop("lm_head.weight")
         yield "lm_head at another place", rename("lm_head.weight", "model.lm_head.weight")
     yield "no first layer", tensors(lambda values: _without(values, "model.layers.0."))

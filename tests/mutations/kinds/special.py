@@ -28,7 +28,7 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Those that fit this checkpoint."""
     if sound.experts:
         yield from _experts(sound)
-    if sound.source == "qwen3":
+    if sound.tied:
         yield from _tied()
     if sound.kv_cache:
         yield from _kv_cache(sound)
@@ -124,7 +124,7 @@ def _kv_cache(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 def _heads(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Output heads."""
-    if sound.source == "qwen3":
+    if sound.tied:
         return
     yield "lm_head NaN", put("lm_head.weight", element(float("nan")))
     yield "lm_head lacks a row", put("lm_head.weight", lambda value: value[:-1])
