@@ -8,6 +8,7 @@ _ANOTHER_SCHEME = "a sound checkpoint of another scheme, weights and all"
 # Other answers, as near to the unquantized model's as those of the sound checkpoint: no loss to be found.
 AS_GOOD: Mapping[str, str] = {
     "all weight_scale as bfloat16": "what others write; rounded afterwards it costs less than codes do",
+    "norms as one plus weight, rounded": "what llm-compressor leaves of norms that multiply by 1 + weight",
     "no inputs": _ANOTHER_SCHEME,
     "inputs an empty object": _ANOTHER_SCHEME,
     "inputs asymmetric": _ANOTHER_SCHEME,

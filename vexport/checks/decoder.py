@@ -127,7 +127,8 @@ def _linears(
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     hidden, heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
     width = head_width(decoder, config)
-    keys = (_int(config, "num_key_value_heads") or decoder.kv_heads or heads) * width
+    usual = heads if "num_key_value_heads" in config else decoder.kv_heads or heads
+    keys = (_int(config, "num_key_value_heads") or usual) * width
     yield "self_attn.q_proj", (heads * width, hidden)
     yield "self_attn.k_proj", (keys, hidden)
     yield "self_attn.v_proj", (keys, hidden)

@@ -91,8 +91,6 @@ def base_of(name: str) -> str:
 
 def _is_known(name: str, kind: str, config: Mapping[str, Json]) -> bool:
     """Whether vLLM may run a class that is not in the table: code in the checkpoint, or transformers' own."""
-    if name in GENERATING_BASES:
-        return True
     return "auto_map" in config or any(f"class {name}(" in text for text in _modeling(kind))
 
 
