@@ -1,5 +1,6 @@
 """`vexport check` in CI: JUnit by family, at most ten annotations, a step summary within its limit."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -67,3 +68,11 @@ def test_a_summary_stays_in_its_limit() -> None:
     text = summarize_checks(reports)
     assert len(text.encode()) < SUMMARY_BYTES
     assert "more checkpoints with findings" in text
+
+
+def test_one_that_is_no_checkpoint_hides_no_other(good: Callable[[str], Path], tmp_path: Path) -> None:
+    ran = vexport("check", tmp_path / "none", good("FP8"), "--format", "json", "--quiet")
+    none, sound = json.loads(ran.stdout)
+    assert (ran.code, none["ok"], sound["ok"]) == (2, False, True)
+    assert [finding["check"] for finding in none["findings"]] == ["files"]
+    assert [line for line in ran.errors if str(tmp_path / "none") in line] == ran.errors != []

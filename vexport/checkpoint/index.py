@@ -98,9 +98,10 @@ def weight_files(root: Path) -> list[Path]:
     if not (root / INDEX_NAME).is_file():
         return _single_or_all(root)
     names = index_file_names(root)
+    files = [file_inside(root, name) for name in names]
     problems = []
-    for name in names:
-        if not is_inside(root, name):
+    for name, file in zip(names, files, strict=True):
+        if file is None:
             problems.append(
                 InputError(
                     str(root / INDEX_NAME),
@@ -118,17 +119,17 @@ def weight_files(root: Path) -> list[Path]:
                     fix="recreate the index",
                 )
             )
-        elif not (root / name).is_file():
+        elif not file.is_file():
             problems.append(
                 InputError(
-                    str(root / name),
+                    str(file),
                     got="no such file",
                     need="the shard that the index names",
                     fix="download it again",
                 )
             )
     raise_all(problems)
-    return [root / name for name in names]
+    return [file for file in files if file is not None]
 
 
 def _single_or_all(root: Path) -> list[Path]:
@@ -154,13 +155,15 @@ def index_file_names(root: Path) -> list[str]:
     return sorted({str(name) for name in weight_map.values()})
 
 
-def is_inside(root: Path, name: str) -> bool:
-    """Whether the file `name` written in a checkpoint stays inside its folder.
+def file_inside(root: Path, name: str) -> Path | None:
+    """The file that `name`, written in a checkpoint, means; None where that is not in its folder.
 
     A symbolic link out of the folder is allowed (the hub's cache is made of them); a path out of it is not.
     """
     path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts
+    if path.is_absolute() and path.is_relative_to(root.absolute()):
+        path = path.relative_to(root.absolute())
+    return None if path.is_absolute() or ".." in path.parts else root / path
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

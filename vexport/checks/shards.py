@@ -1,6 +1,7 @@
 """Which of a folder's files vLLM loads, and whether they agree."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import same_bytes
@@ -63,9 +64,17 @@ def _index(subject: Subject, places: Mapping[str, TensorInfo]) -> Iterator[Findi
     weight_map = read_json_object(subject.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
     lost = [name for name in listed if name not in places]
-    elsewhere = [name for name in listed.keys() & places.keys() if listed[name] != places[name].file.name]
+    whole = [name for name, file in listed.items() if Path(str(file)).is_absolute()]
+    elsewhere = [
+        name for name in listed.keys() & places.keys() - {*whole} if listed[name] != places[name].file.name
+    ]
     unlisted = places.keys() - listed.keys()
-    for names, got in ((lost, "no such tensor"), (elsewhere, "it in another file"), (unlisted, "no entry")):
+    for names, got in (
+        (lost, "no such tensor"),
+        (elsewhere, "it in another file"),
+        (whole, "a whole path, which only this machine has"),
+        (unlisted, "no entry"),
+    ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield warning(

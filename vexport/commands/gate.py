@@ -16,11 +16,12 @@ from vexport.commands.options import (
     session_options,
     vllm_option,
 )
-from vexport.errors import CheckpointFailed
-from vexport.types import DryLoadReport, EngineMode, LoadReport
+from vexport.errors import CheckpointFailed, InputError, raise_all
+from vexport.types import CheckReport, DryLoadReport, EngineMode, LoadReport
 
 if TYPE_CHECKING:
     from vexport.checks import Against
+    from vexport.checks.target import Target
     from vexport.fidelity.activations import Observed
     from vexport.terminal import OnProgress
 
@@ -58,7 +59,7 @@ def check(
     Knows checkpoints of any producer. `vexport list checks` says what is looked at. --tp and --sm ask whether
     it runs on such devices, and as stored; --vllm what another version does otherwise.
     """
-    from vexport.checks import CHECKS, FILES, check_checkpoint
+    from vexport.checks import CHECKS, FILES
     from vexport.checks.target import Target
     from vexport.reports import render_checks, summarize_checks
     from vexport.terminal import progress_display
@@ -68,12 +69,30 @@ def check(
     target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
     with progress_display(quiet=quiet) as on_progress:
         against = _against(source, calibration, on_progress)
-        reports = [check_checkpoint(name, target, against) for name in checkpoints]
-    print_text(render_checks(reports, format_, (FILES, *CHECKS)))
+        reports, problems = _checked(checkpoints, target, against)
+    if format_ != "text" or len(problems) < len(reports):
+        print_text(render_checks(reports, format_, (FILES, *CHECKS)))
     if format_ == "github":
         add_step_summary(summarize_checks(reports))
+    raise_all(problems)
     for report in reports:
         require_ok(report.checkpoint, report.ok, report.findings)
+
+
+def _checked(
+    names: Sequence[str], target: "Target", against: "Against | None"
+) -> tuple[list[CheckReport], list[InputError]]:
+    """A report for each name, and what was wrong with those that are no checkpoints at all."""
+    from vexport.checks import check_checkpoint, findings_of
+
+    reports, problems = [], []
+    for name in names:
+        try:
+            reports.append(check_checkpoint(name, target, against))
+        except InputError as problem:
+            problems.append(problem)
+            reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(problem)))
+    return reports, problems
 
 
 def _against(source: str | None, calibration: Path | None, on_progress: "OnProgress") -> "Against | None":

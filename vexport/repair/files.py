@@ -11,7 +11,7 @@ from vexport.checkpoint.index import (
     INDEX_NAME,
     SINGLE_NAME,
     SourceIndex,
-    is_inside,
+    file_inside,
     read_header,
     require_checkpoint,
 )
@@ -78,16 +78,18 @@ def _old_index(root: Path) -> OldIndex:
 
 def _files(root: Path, old: OldIndex) -> list[Path]:
     """The weight files: those that the index names and that are there, and shards that it forgot."""
-    named = {name for name in old.weight_map.values() if is_inside(root, name) and (root / name).is_file()}
-    shards = {path.name for path in root.glob("*.safetensors") if SHARD.match(path.name)}
-    if SINGLE_NAME in shards and len(named | shards) > 1 and SINGLE_NAME not in named:
-        shards.discard(SINGLE_NAME)
-    found = named | shards or {path.name for path in root.glob("*.safetensors")}
+    written = (file_inside(root, name) for name in {*old.weight_map.values()})
+    named = {file for file in written if file is not None and file.is_file()}
+    shards = {path for path in root.glob("*.safetensors") if SHARD.match(path.name)}
+    single = root / SINGLE_NAME
+    if len(named | shards) > 1 and single not in named:
+        shards.discard(single)
+    found = named | shards or {*root.glob("*.safetensors")}
     if not found:
         raise InputError(
             str(root), got="no safetensors file", need=SINGLE_NAME, fix="restore the files of the weights"
         )
-    return [root / name for name in sorted(found)]
+    return sorted(found)
 
 
 def _lost(root: Path, old: OldIndex, tensors: Mapping[str, TensorInfo]) -> Iterator[InputError]:
