@@ -18,7 +18,6 @@ SCHEMES = {
     "NVFP4": QUANTIZED_INPUTS_KL,
     "FP8": QUANTIZED_INPUTS_KL,
     "FP8_DYNAMIC": QUANTIZED_INPUTS_KL,
-    "W8A8": QUANTIZED_INPUTS_KL,
     "W4A16": WEIGHT_ONLY_KL,
 }
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
