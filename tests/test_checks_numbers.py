@@ -14,6 +14,7 @@ from tests.mutations.edits import (
     WHOLE,
     Change,
     Tensors,
+    all_of,
     config,
     element,
     every,
@@ -24,6 +25,7 @@ from tests.mutations.edits import (
     spoiled,
     tensors,
 )
+from tests.mutations.kinds.edited import NESTED
 from vexport.checks import check_checkpoint
 from vexport.checks.arguments import parse_args
 from vexport.checks.settings import faults
@@ -31,8 +33,6 @@ from vexport.types import Json
 
 LAYER = "model.layers.1"
 PLACE = "config.json: quantization_config"
-# A header that is nested deeper than Python's parser of JSON goes.
-NESTED = b'{"a":' + b"[" * 20000 + b"]" * 20000 + b"}"
 DEEP = len(NESTED).to_bytes(8, "little") + NESTED
 Q = f"{LAYER}.self_attn.q_proj"
 
@@ -191,3 +191,13 @@ def test_layers_may_be_stored_as_vllm_fuses_them(good: Callable[[str], Path], tm
 
     assert found(good("W8A8"), tmp_path / "fused", tensors(fused)) == []
     assert found(good("W8A8"), tmp_path / "cut", tensors(cut)) == [f"{LAYER}.self_attn.qkv_proj.weight_scale"]
+
+
+def test_a_sign_that_cancels_hides_nothing(good: Callable[[str], Path], tmp_path: Path) -> None:
+    """The layer's other numbers are looked at beside the warning."""
+    change = all_of(
+        put(f"{Q}.input_scale", lambda scale: -scale), put(f"{Q}.weight_scale", lambda scale: scale * 1e6)
+    )
+    report = check_checkpoint(str(spoiled(good("FP8"), tmp_path / "bad", change)))
+    severities = {finding.where: finding.severity for finding in report.findings if finding.check == "values"}
+    assert severities == {f"{Q}.input_scale": "warning", f"{Q}.weight_scale": "error"}

@@ -68,7 +68,7 @@ def _unannounced(subject: Subject) -> Iterator[Finding]:
     if stored and all(stored):
         yield error(
             NAME,
-            f"{subject.config_path}: quantization_config.kv_cache_scheme",
+            f"{subject.quantization_place}.kv_cache_scheme",
             expected="the scheme of the fp8 KV cache, of which all attention layers have the scales",
             got="none: vLLM would not quantize the cache",
             fix="set kv_cache_scheme, or remove the scales",

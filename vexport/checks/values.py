@@ -56,7 +56,7 @@ def run(subject: Subject) -> Iterator[Finding]:
             for leaf in SCALES:
                 if leaf in leaves and leaves[leaf].dtype in BITS and leaves[leaf].num_bytes:
                     findings = list(_scale(subject, leaf, leaves, group))
-                    broken = broken or bool(findings)
+                    broken = broken or any(finding.severity == "error" for finding in findings)
                     yield from findings
         if group is not None and not broken:
             yield from _plausible(subject, unit, group)
@@ -119,9 +119,10 @@ def _may_be_negative(numbers: npt.NDArray[np.float64], leaf: str, group: ConfigG
 
 def _has_signs(numbers: npt.NDArray[np.float64], leaf: str, group: ConfigGroup | None) -> bool:
     """Whether scales of integers are of either sign on purpose; vLLM multiplies with them as they are."""
-    integers = group is not None and group.weights.type == "int" and leaf == "weight_scale"
+    if group is None or group.weights.type != "int" or leaf != "weight_scale" or numbers.size < MANY:
+        return False
     fewest = min(np.count_nonzero(numbers < 0), np.count_nonzero(numbers > 0))
-    return bool(integers and numbers.size >= MANY and fewest >= LEAST_OF_EITHER_SIGN * numbers.size)
+    return bool(fewest >= LEAST_OF_EITHER_SIGN * numbers.size)
 
 
 def _scales_zeros(
