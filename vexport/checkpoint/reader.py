@@ -46,6 +46,10 @@ class Reader:
         """The values of a tensor in its shape; BF16 and 8-bit floats as float32."""
         return to_numpy(self.raw(tensor), tensor.dtype).reshape(tensor.shape)
 
+    def floats(self, tensor: TensorInfo) -> npt.NDArray[np.float64]:
+        """The values of a tensor in its shape, as float64."""
+        return np.asarray(self.array(tensor), dtype=np.float64)
+
     def weight(self, tensor: TensorInfo, part: WeightPart | None) -> npt.NDArray[np.generic]:
         """A layer's weight (out, in), a view of the file: 16-bit floats as their bits, others as they are.
 

@@ -32,7 +32,7 @@ def survives(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
         return True
     if tensor.dtype not in CONTAINED_IN.get(dtype, ()):
         return False
-    values = np.asarray(reader.array(tensor), dtype=np.float64)
+    values = reader.floats(tensor)
     if dtype in INTEGERS:
         low, high = INTEGERS[dtype]
         return bool(np.all((values == np.floor(values)) & (values >= low) & (values <= high)))

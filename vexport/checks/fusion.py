@@ -53,7 +53,7 @@ def _values(subject: Subject, unit: Unit, leaf: str) -> dict[str, float]:
     for module, leaves in unit.members.items():
         tensor = leaves.get(leaf)
         if tensor is not None and tensor.num_bytes and int(np.prod(tensor.shape)) == 1:
-            values[module] = float(np.asarray(subject.reader.array(tensor), dtype=np.float64).reshape(-1)[0])
+            values[module] = float(subject.reader.floats(tensor).reshape(-1)[0])
     return values
 
 

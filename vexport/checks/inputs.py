@@ -60,10 +60,10 @@ def static_range(
     largest = E4M3_LARGEST if group.weights.type == "float" else INT8_LARGEST
     scale, divisor = leaves.get("input_scale"), leaves.get("input_global_scale")
     if scale is not None and scale.num_bytes:
-        value = float(np.abs(np.asarray(subject.reader.array(scale), np.float64)).max())
+        value = float(np.abs(subject.reader.floats(scale)).max())
         return StaticRange(name=scale.name, largest=largest * value)
     if divisor is not None and divisor.num_bytes:
-        value = float(np.asarray(subject.reader.array(divisor), np.float64).min())
+        value = float(subject.reader.floats(divisor).min())
         return StaticRange(name=divisor.name, largest=E4M3_LARGEST * E2M1_LARGEST / value)
     return None
 
@@ -93,7 +93,7 @@ def norm_bounds(subject: Subject, module: str) -> tuple[float, float] | None:
 def reach(subject: Subject, tensor: TensorInfo) -> tuple[float, float]:
     """Between what the largest output of a norm lies; the second is the most of their length, too."""
     offset = 1.0 if DECODERS[subject.class_name].norms_above_one else 0.0
-    weights = np.abs(np.asarray(subject.reader.array(tensor), np.float64) + offset)
+    weights = np.abs(subject.reader.floats(tensor) + offset)
     with np.errstate(divide="ignore"):
         least = float(np.mean(weights**-2.0) ** -0.5)
     return least, math.sqrt(weights.size) * float(weights.max())

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from vexport.checks.expected import FLOAT_SCALES
 from vexport.checks.inputs import E4M3_LARGEST
 from vexport.checks.outputs import largest_output
+from vexport.checks.scales import PLACEHOLDER
 from vexport.checks.subject import Subject, error, warning
 from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import names_of
@@ -22,8 +22,6 @@ STRATEGIES = ("tensor", "attn_head")
 MOST_SCALE = 4096 / E4M3_LARGEST
 # Of keys and values that reach a thousandth at most.
 LEAST_SCALE = 1e-3 / E4M3_LARGEST
-# What a producer begins with, and vLLM takes for a missing scale.
-PLACEHOLDER = 1.0
 # All that vLLM reads of the scheme (validate_kv_cache_scheme of CompressedTensorsKVCacheMethod).
 ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "type": ("float",),
@@ -99,7 +97,7 @@ def _stored(tensors: Mapping[str, TensorInfo], module: str, leaf: str) -> Tensor
 
 
 def _values(subject: Subject, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
-    values: npt.NDArray[np.float64] = np.asarray(subject.reader.array(tensor), dtype=np.float64)
+    values = subject.reader.floats(tensor)
     if not per_head and values.size != 1:
         yield _wrong(tensor, "one scale for all heads (strategy tensor)", f"{values.size} values")
     heads = _heads(subject.index.config)
@@ -114,7 +112,7 @@ def _values(subject: Subject, tensor: TensorInfo, *, per_head: bool) -> Iterator
 
 def _size(subject: Subject, module: str, leaf: str, tensor: TensorInfo) -> Iterator[Finding]:
     """Whether a scale is one of numbers that keys and values can have."""
-    values: npt.NDArray[np.float64] = np.asarray(subject.reader.array(tensor), dtype=np.float64)
+    values = subject.reader.floats(tensor)
     if tensor.dtype not in FLOAT_SCALES:
         yield _wrong(tensor, f"dtype {' or '.join(sorted(FLOAT_SCALES))}", tensor.dtype)
     if not values.size or not np.isfinite(values).all() or values.min() <= 0:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from vexport.checks.inputs import E2M1_LARGEST, E4M3_LARGEST, MARGIN, norm_bounds, reach
 from vexport.checks.layers import layers_of
@@ -32,7 +31,7 @@ def largest_output(subject: Subject, module: str) -> float | None:
     if sides is None or largest is None:
         return None
     bias = layer.leaves.get("bias")
-    offset = float(np.abs(_array(subject, bias)).max()) if bias is not None and bias.num_bytes else 0.0
+    offset = float(np.abs(subject.reader.floats(bias)).max()) if bias is not None and bias.num_bytes else 0.0
     return MARGIN * (bounds[1] * math.sqrt(sides[1]) * largest + offset)
 
 
@@ -43,11 +42,7 @@ def _largest_weight(subject: Subject, group: ConfigGroup, leaves: Mapping[str, T
         return None
     floats = {8: E4M3_LARGEST, 4: E2M1_LARGEST}
     code = floats.get(args.num_bits) if args.type == "float" else 2.0 ** (args.num_bits - 1)
-    largest = float(np.abs(_array(subject, scale)).max())
+    largest = float(np.abs(subject.reader.floats(scale)).max())
     if code is None or not math.isfinite(largest):
         return None
-    return largest * code / (float(_array(subject, divisor).min()) if divisor is not None else 1.0)
-
-
-def _array(subject: Subject, tensor: TensorInfo) -> npt.NDArray[np.float64]:
-    return np.asarray(subject.reader.array(tensor), np.float64)
+    return largest * code / (float(subject.reader.floats(divisor).min()) if divisor is not None else 1.0)

@@ -9,6 +9,8 @@ from vexport.types import TensorInfo
 
 E4M3_NAN = 0x7F
 E8M0_BIAS = 127
+# A scale that no calibration gives: what a producer begins with, and what vLLM takes where a cache has none.
+PLACEHOLDER = 1.0
 # So many values of a scale show its middle.
 SAMPLE = 1 << 14
 

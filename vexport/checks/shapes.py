@@ -219,7 +219,7 @@ def _loses_in_bfloat16(subject: Subject, tensor: TensorInfo) -> bool:
         return False
     if all(other.dtype != "BF16" for other in tensors):
         return False
-    values = np.asarray(subject.reader.array(tensor), dtype=np.float64)
+    values = subject.reader.floats(tensor)
     return not np.array_equal(values, rounded(values, "BF16"))
 
 

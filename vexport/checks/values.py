@@ -10,8 +10,9 @@ from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checks import scales
 from vexport.checks.arguments import ConfigGroup
 from vexport.checks.codes import lost, unfilled
-from vexport.checks.inputs import impossible
+from vexport.checks.inputs import E4M3_LARGEST, impossible
 from vexport.checks.kept import empty
+from vexport.checks.scales import PLACEHOLDER
 from vexport.checks.subject import Subject, Unit, error, warning
 from vexport.types import Finding, TensorInfo
 
@@ -30,16 +31,13 @@ E8M0_NAN = 255
 # NVFP4's largest block of a layer, or of the layers that share a global scale, has the scale 448. Searches
 # for less error end lower, other numbers in the place of scales much lower.
 LEAST_LARGEST_BLOCK = 448 / 8
-E4M3_LARGEST = 448.0
 # Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all.
-NOT_FINITE = {"F8_E4M3": 0x7F, "F16": 0x7C00, "BF16": 0x7F80}
+NOT_FINITE = {"F8_E4M3": scales.E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80}
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
 # So many scales of a layer are never all equal, but for exponents.
 MANY = 16
 # The least that the largest input of a layer may be.
 LEAST_INPUT = 1e-3
-# A scale that no calibration gives: what a producer begins with.
-PLACEHOLDER = 1.0
 # AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
 # of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
 LEAST_OF_EITHER_SIGN = 0.02

@@ -12,9 +12,8 @@ from compressed_tensors.utils.match import is_match
 from torch.nn import Linear, Module
 
 from vexport.checkpoint.quantization import StoredQuantization
+from vexport.checks.online import INPUT, OUTPUT
 from vexport.errors import InputError
-
-INPUT, OUTPUT = "input", "output"
 
 
 class OnlineTransforms:

@@ -7,8 +7,6 @@ ends are judged with room, since the checkpoint was calibrated on other text.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from vexport.calibration.data import Samples
 from vexport.calibration.device import default_device
 from vexport.calibration.forward import watch
@@ -125,7 +123,7 @@ def _of_cache(subject: Subject, observed: Observed) -> Iterator[Compared]:
         states = observed.cached.get(names.vllm_name(module))
         if states is None or tensor is None:
             continue
-        ranges = np.asarray(subject.reader.array(tensor), np.float64).reshape(-1) * E4M3_LARGEST
+        ranges = subject.reader.floats(tensor).reshape(-1) * E4M3_LARGEST
         by_head = states[0] if leaf.startswith("k") else states[1]
         largest = by_head if len(ranges) == len(by_head) else [max(by_head)] * len(ranges)
         for range_, seen in zip(ranges.tolist(), largest, strict=True):
