@@ -68,7 +68,10 @@ def test_help_answers_at_once() -> None:
         (["quantize", "LLAMA", "OUT", "--scheme", "FP8", "--calibration", "MISSING"], ["MISSING"]),
         (["quantize", "LLAMA", "OUT", "--scheme", "FP8_DYNAMIC", "--ignore", "["], ["["]),
         (["quantize", "LLAMA", "OUT", "--scheme", "FP8_DYNAMIC", "--ignore", "re:["], ["--ignore", "re:["]),
-        (["quantize", "LLAMA", "LLAMA", "--scheme", "FP8_DYNAMIC"], ["not empty", "--overwrite"]),
+        (
+            ["quantize", "LLAMA", "LLAMA", "--scheme", "FP8_DYNAMIC"],
+            ["the same path as SOURCE", "another OUT"],
+        ),
         (["quantize", "LLAMA", "OUT"], ["--scheme"]),
         (["quantize"], ["SOURCE"]),
         (["nonsense"], ["nonsense"]),

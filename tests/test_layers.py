@@ -14,6 +14,7 @@ LAYERS = (
     {"version", "errors", "observer_names"},
     {"types"},
     {"files", "noise"},
+    {"outputs"},
     {"checkpoint", "architectures"},
     {"schemes", "kernels"},
     {"observers"},

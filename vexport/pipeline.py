@@ -15,6 +15,7 @@ from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError
 from vexport.files import refuse_existing, resumable_directory
 from vexport.kernels.compiling import watch_compilation
+from vexport.outputs import NamedPath, require_separate
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import build_plan, require_accepted
 from vexport.quantize import (
@@ -279,9 +280,11 @@ def quantize_source(
     The answer is what was done, and what the samples showed where they were run. Under torchrun all ranks
     calibrate and the first one writes.
     """
+    _require_separate(out, Path(source).expanduser(), settings)
     if is_first_rank():
         refuse_existing(out, overwrite=overwrite)
     index, plan = plan_source(source, rules, planning)
+    _require_separate(out, index.root, settings)
     require_accepted(plan)
     will_calibrate(plan, settings)
     calibration = calibrate_plan(
@@ -299,3 +302,11 @@ def quantize_source(
             shard_bytes=shard_bytes,
         )
     return plan, calibration
+
+
+def _require_separate(out: Path, source: Path, settings: CalibrationSettings | None) -> None:
+    """InputError where `out`, or its working folder, overlaps what `quantize` reads."""
+    inputs = [NamedPath(label="SOURCE", path=source)]
+    if settings:
+        inputs.append(NamedPath(label="--calibration", path=settings.data))
+    require_separate([NamedPath(label="OUT", path=out)], inputs)

@@ -22,6 +22,7 @@ from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.stopping import stopping_rule
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import refuse_existing, to_json, write_text
+from vexport.outputs import NamedPath, require_separate
 from vexport.scenario import Evaluate, Serve
 from vexport.terminal import OnProgress
 from vexport.types import LoadReport, Verdict
@@ -152,12 +153,19 @@ def evaluate_checkpoint(
     *,
     overwrite: bool,
     against: Path | None = None,
+    accept: Path | None = None,
 ) -> Verdict | None:
     """Score a checkpoint and its baseline and decide; lm-eval's files and vLLM's logs go to `folder`.
 
     With `against`, an accepted baseline, that is the baseline; None is the answer where there is none.
-    Raises CheckpointFailed where vLLM refuses the checkpoint, InputError where it refuses the baseline.
+    `accept` is where the caller will write one. Raises CheckpointFailed where vLLM refuses the checkpoint,
+    InputError where it refuses the baseline, and where `folder` or `accept` overlaps what is read.
     """
+    outputs = _named({"--output": folder, "--accept": accept})
+    files = [*_named({"--against": against}), *task_files(settings, "--task")]
+    names = {"CHECKPOINT": checkpoint, "--baseline": settings.baseline}
+    local = {label: Path(name).expanduser() for label, name in names.items() if name}
+    require_separate(outputs, [*_named(local), *files])
     refuse_existing(folder, overwrite=overwrite, mark=CANDIDATE)
     require_tasks(settings, options)
     if against is not None:
@@ -167,6 +175,7 @@ def evaluate_checkpoint(
         models[BASELINE] = resolve_source(settings.baseline)
     for model in models.values():
         require_checkpoint(model)
+    require_separate(outputs, _named(models))
     shutil.rmtree(folder, ignore_errors=True)
     known = against or (folder / BASELINE if settings.baseline else None)
     served: dict[str, Served] = {}
@@ -192,6 +201,15 @@ def evaluate_checkpoint(
         early=settings.stopping == "early",
     )
     return verdict if against else _with_signals(verdict, served, settings, options)
+
+
+def task_files(settings: Evaluate, label: str) -> list[NamedPath]:
+    """The tasks that are files, not names that lm-eval knows, under the label of what gave them."""
+    return [NamedPath(label=label, path=Path(task)) for task in settings.tasks if Path(task).is_file()]
+
+
+def _named(paths: Mapping[str, Path | None]) -> list[NamedPath]:
+    return [NamedPath(label=label, path=path) for label, path in paths.items() if path]
 
 
 def scored_pair(baseline: Served, candidate: Served) -> tuple[Scored, Scored] | None:

@@ -109,7 +109,7 @@ def evaluate(
             on_progress=on_progress,
         )
         verdict = evaluate_checkpoint(
-            checkpoint, settings, folder, options, overwrite=overwrite, against=against
+            checkpoint, settings, folder, options, overwrite=overwrite, against=against, accept=accept
         )
     if verdict:
         print_text(render_verdict(verdict, format_))

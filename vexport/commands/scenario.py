@@ -50,7 +50,9 @@ def run(
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
-        report = run_scenario(parsed, folder, options, overwrite=overwrite, until_pass=until_pass)
+        report = run_scenario(
+            parsed, folder, options, overwrite=overwrite, until_pass=until_pass, file=scenario
+        )
     print_text(render(report, format_))
     click.echo(f"report: {folder / 'report.html'}", err=format_ != "text")
     conclude(report.outcome, report.name, report.reason)

@@ -15,6 +15,7 @@ from vexport.checks.subject import Subject
 from vexport.errors import InputError
 from vexport.fidelity.source import Source
 from vexport.files import new_directory, refuse_existing
+from vexport.outputs import NamedPath, require_separate
 from vexport.repair import (
     arguments,
     config,
@@ -58,6 +59,11 @@ def repair_checkpoint(
     Raises InputError for folders that are no checkpoints, and where `out` may not be written.
     """
     require_checkpoint(checkpoint)
+    inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
+    require_separate(
+        [NamedPath(label="OUT", path=out)],
+        [NamedPath(label=label, path=path) for label, path in inputs.items()],
+    )
     refuse_existing(out, overwrite=overwrite)
     with Reader() as reader, Reader() as source_reader:
         origin = Source(source, source_reader) if source else None

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from vexport.checkpoint.card import inherited_card
 from vexport.engine.session import require_vllm
 from vexport.errors import InputError
 from vexport.files import from_json, write_text
+from vexport.outputs import NamedPath, require_separate
 from vexport.plan import require_accepted
 from vexport.reports import render
 from vexport.run.attempts import read_attempts
@@ -19,7 +21,7 @@ from vexport.run.sessions import NOT_RUN, Loads, Sessions
 from vexport.run.stages import Stages
 from vexport.run.weights import Weights
 from vexport.scenario import Scenario
-from vexport.serving import EngineOptions, require_tasks
+from vexport.serving import EngineOptions, require_tasks, task_files
 from vexport.types import CheckReport, DryLoadReport, Outcome, Report, Verdict
 from vexport.version import __version__
 
@@ -28,15 +30,22 @@ REPORT_FILES = {"report.html": "html", "report.md": "markdown", "junit.xml": "ju
 
 
 def run_scenario(
-    scenario: Scenario, folder: Path, options: EngineOptions, *, overwrite: bool, until_pass: bool = False
+    scenario: Scenario,
+    folder: Path,
+    options: EngineOptions,
+    *,
+    overwrite: bool,
+    until_pass: bool = False,
+    file: Path | None = None,
 ) -> Report:
     """Do every stage of a scenario that is not done yet and write the report.
 
     With `until_pass` the groups that lose most get more bits after a verdict of FAIL, round by round, until
     it is another or the rounds are used up. Raises InputError for an unusable source, rule, calibration or
-    task, EnvironmentFault where vLLM is missing or dies. A checkpoint that fails is a report with outcome
-    FAIL.
+    task, and where `folder` overlaps one of them or the scenario's `file`; EnvironmentFault where vLLM is
+    missing or dies. A checkpoint that fails is a report with outcome FAIL.
     """
+    require_separate([NamedPath(label="--run-dir", path=folder)], list(_inputs(scenario, file)))
     if until_pass:
         require_promotable(scenario)
     require_vllm(options.vllm_python)
@@ -49,6 +58,19 @@ def run_scenario(
     while until_pass and promote(report, choices):
         report = _written(_report(stages, choices), folder)
     return report
+
+
+def _inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath]:
+    """What a run reads; a hub id is no path that exists."""
+    if file is not None:
+        yield NamedPath(label="SCENARIO", path=file)
+    yield NamedPath(label="source", path=Path(scenario.source).expanduser())
+    if scenario.calibration:
+        yield NamedPath(label="calibration.data", path=scenario.calibration.data)
+    if scenario.evaluate:
+        yield from task_files(scenario.evaluate, "evaluate.tasks")
+        if scenario.evaluate.baseline:
+            yield NamedPath(label="evaluate.baseline", path=Path(scenario.evaluate.baseline).expanduser())
 
 
 def _written(report: Report, folder: Path) -> Report:
