@@ -39,7 +39,7 @@ def test_help_teaches_and_tells_exit_codes(command: str) -> None:
     options = [parameter for parameter in cli.commands[command].params if isinstance(parameter, click.Option)]
     assert options
     assert all(option.help for option in options)
-    assert command == "list" or "Exit codes" in ran.stdout
+    assert "Exit codes" in ran.stdout
 
 
 def test_help_answers_at_once() -> None:
@@ -77,7 +77,7 @@ def test_help_answers_at_once() -> None:
         (["nonsense"], ["nonsense"]),
         (["check", "LLAMA", "--format", "xml"], ["xml", "junit"]),
         (["run", "MISSING.yaml"], ["MISSING.yaml", "no such file"]),
-        (["eval", "LLAMA", "--baseline", "LLAMA", "--task", "MISSING", "--output", "OUT"], ["MISSING"]),
+        (["eval", "LLAMA", "--baseline", "LLAMA", "--task", "MISSING", "--output-dir", "OUT"], ["MISSING"]),
         (
             ["eval", "LLAMA", "--baseline", "MISSING", "--task", "TASK", "--output", "OUT"],
             ["MISSING", "folder"],

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # From the bottom to the top: a module may import from its own layer's package and from layers below.
 LAYERS = (
-    {"version", "errors", "observer_names"},
+    {"version", "errors", "escaping", "observer_names"},
     {"types"},
     {"files", "noise"},
     {"outputs"},

@@ -3,16 +3,31 @@
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 
 import click
 
 from vexport.commands import COMMANDS
-from vexport.commands.base import EXIT_CODES
-from vexport.errors import VexportError
+from vexport.commands.colour import wants_colour
+from vexport.commands.help import WIDEST, OrderedGroup
+from vexport.errors import InputErrors, VexportError
+from vexport.escaping import clip, visible
 from vexport.version import __version__
 
 ENVIRONMENT = 4
 INTERRUPTED = 130
+# Bounds of what goes to stderr: names and values come from files and may be of any size.
+MAX_CHARACTERS = 600
+MAX_LINES = 50
+EPILOG = """
+Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
+fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted.
+
+Environment: VEXPORT_FORMAT, VEXPORT_TP, VEXPORT_SM, VEXPORT_VLLM and VEXPORT_VLLM_PYTHON set the options of
+these names wherever a command has them; the command line wins. NO_COLOR and FORCE_COLOR are obeyed.
+
+Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fish_source.
+"""
 
 
 def main() -> None:
@@ -21,54 +36,69 @@ def main() -> None:
         result = cli.main(prog_name="vexport", standalone_mode=False)
         code = result if isinstance(result, int) else 0
     except (click.exceptions.Abort, KeyboardInterrupt):
-        code = _say("interrupted; the same command goes on where it stopped", INTERRUPTED)
+        code = _say(["Interrupted. Run the same command again to resume"], INTERRUPTED)
+    except click.exceptions.NoArgsIsHelpError as error:
+        # Nothing was asked: the help, and the code of a usage error, lest `vexport $EMPTY` pass in CI.
+        click.echo(error.format_message())
+        code = error.exit_code
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "vexport"
-        code = _say(f"{command}: {error.format_message()} See `{command} --help`.", error.exit_code)
+        message = " ".join(error.format_message().split())
+        message = message if message.endswith((".", "?")) else f"{message}."
+        code = _say([f"{command}: {message} See `{command} --help`."], error.exit_code)
+    except InputErrors as errors:
+        code = _say([str(problem) for problem in errors.problems], errors.exit_code)
     except VexportError as error:
-        code = _say(str(error), error.exit_code)
+        code = _say([str(error)], error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:
-        code = _say(_unforeseen(error), ENVIRONMENT)
+        code = _say([_unforeseen(error)], ENVIRONMENT)
     sys.exit(code)
 
 
 def _unforeseen(error: Exception) -> str:
     """One line for what no stage turned into an error of its own."""
     if isinstance(error, MemoryError):
-        return "memory: got no more, need more than this machine has; free some or use a larger machine"
+        return "memory: out of memory; free some or use a larger machine"
     if isinstance(error, OSError):
         place, reason = error.filename or "file system", error.strerror or error
-        return (
-            f"{place}: got {reason}, need a file that can be read and written; check path, space and rights"
-        )
+        return f"{place}: {reason}; check the path, the free space and the permissions"
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"vexport: got an internal error ({text}), need none; call again with --debug and report it"
+    return f"internal error: {text}; rerun with --debug and report it"
 
 
-def _say(message: str, code: int) -> int:
+def _say(messages: Sequence[str], code: int) -> int:
+    """Each message as one line on stderr: bounded, and with nothing in it that a terminal would obey."""
     if "--debug" in sys.argv:
         traceback.print_exc()
-    for line in message.splitlines():
-        print(f"error: {line}", file=sys.stderr)
+    colour = wants_colour(sys.stderr)
+    label = click.style("error:", fg="red", bold=True) if colour else "error:"
+    for message in messages[:MAX_LINES]:
+        click.echo(f"{label} {visible(clip(message, MAX_CHARACTERS))}", err=True, color=colour)
+    if len(messages) > MAX_LINES:
+        click.echo(f"{label} {len(messages) - MAX_LINES:,} more problems like these", err=True, color=colour)
     return code
 
 
 @click.group(
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXIT_CODES
+    cls=OrderedGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
+    epilog=EPILOG,
 )
-@click.version_option(__version__, prog_name="vexport")
+@click.version_option(__version__, "-V", "--version", prog_name="vexport")
 def cli() -> None:
-    """Quantize a Hugging Face checkpoint for vLLM, and show that it loads and is accurate enough.
+    """Quantize a Hugging Face model for vLLM, then prove that it loads and stays accurate.
 
     \b
     Start here:
-      vexport run scenarios/demo-nvfp4.yaml                       everything, one verdict
-      vexport quantize MODEL OUT --scheme FP8_DYNAMIC             a checkpoint for vLLM
-      vexport check OUT                                           is it sound? no GPU, no vLLM
-      vexport eval OUT --baseline MODEL --task gsm8k              is it accurate enough?
+      vexport plan MODEL --scheme FP8_DYNAMIC
+      vexport quantize MODEL OUT --scheme FP8_DYNAMIC
+      vexport check OUT
+      vexport load OUT
+      vexport eval OUT --baseline MODEL --task gsm8k
+      vexport run SCENARIO.yaml
     """
 
 

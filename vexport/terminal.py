@@ -30,12 +30,16 @@ def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
     if quiet:
         yield lambda stage, done, total: None
         return
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
+        # Not rich's own answer: FORCE_COLOR, which CI sets, asks for colour and not for bars that move.
         yield PlainDisplay()
         return
-    with _bars(console) as bars:
+    bars = _bars(Console(stderr=True))
+    try:
         yield BarDisplay(bars)
+    finally:
+        if bars.tasks:
+            bars.stop()
 
 
 def _bars(console: Console) -> Progress:
@@ -60,6 +64,8 @@ class BarDisplay:
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Move the stage's bar, and say what is true of it now."""
         name = stage.partition(DETAIL)[0]
+        if not self._tasks:
+            self._bars.start()
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(_whole(stage), total=max(total, 1))
         self._bars.update(

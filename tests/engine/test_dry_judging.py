@@ -97,8 +97,8 @@ def test_the_ranks_of_a_cell_are_one_result() -> None:
     ("arguments", "words"),
     [
         (("--tp", "2"), "need --dry"),
-        (("--dry", "--tp", "1,a"), "'1,a' is not a list of positive whole numbers"),
-        (("--dry", "--sm", "0"), "'0' is not a list of positive whole numbers"),
+        (("--dry", "--tp", "1,a"), "'a' is not a number of GPUs"),
+        (("--dry", "--sm", "0"), "'0' is not a known compute capability"),
         (("--dry", "--max-model-len", "8"), "do not go with --dry"),
         (("--dry", "--mode", "both"), "do not go with --dry"),
         (("--dry",), "no such folder"),

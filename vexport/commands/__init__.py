@@ -9,15 +9,15 @@ from vexport.commands.quantize import plan, quantize
 from vexport.commands.scenario import report, run
 
 COMMANDS: tuple[click.Command, ...] = (
-    run,
     plan,
     quantize,
     check,
-    repair,
     load,
     evaluate,
-    verdict_command,
+    run,
     report,
+    verdict_command,
+    repair,
     diff_command,
     list_command,
 )

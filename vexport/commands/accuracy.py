@@ -6,6 +6,7 @@ from typing import Literal
 import click
 
 from vexport.commands.base import command, conclude, print_text
+from vexport.commands.help import RenamedOption
 from vexport.commands.options import (
     PATH,
     POSITIVE,
@@ -39,14 +40,21 @@ from vexport.commands.options import (
     type=click.Choice(("fixed", "early")),
     default="fixed",
     show_default=True,
-    help="early: read CHECKPOINT's documents in random order until they decide.",
+    help="early: stop as soon as the result is statistically clear.",
 )
 @click.option("--limit", type=POSITIVE, help="Use the first N documents of each task.")
-@click.option("--output", type=PATH, help="Folder for lm-eval's files [default: runs/eval-NAME].")
+@click.option(
+    "--output-dir",
+    "--output",
+    cls=RenamedOption,
+    type=PATH,
+    metavar="DIR",
+    help="Folder for lm-eval's files [default: runs/eval-NAME].",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @engine_options
 @session_options
-@format_option()
+@format_option(names=("-o", "--output-file"))
 def evaluate(
     checkpoint: str,
     baseline: str | None,
@@ -60,7 +68,7 @@ def evaluate(
     nll_limit: float | None,
     stopping: Literal["fixed", "early"],
     limit: int | None,
-    output: Path | None,
+    output_dir: Path | None,
     overwrite: bool,
     vllm_python: Path | None,
     trust_remote_code: bool,
@@ -69,10 +77,17 @@ def evaluate(
     format_: str,
     quiet: bool,
 ) -> None:
-    """Score CHECKPOINT and its baseline with lm-eval in vLLM, paired by document, and give a verdict.
+    """Compare CHECKPOINT's accuracy with its baseline's, by lm-eval in vLLM.
 
-    An accepted baseline is a small file for git: each document's score, and what else could change scores.
-    Make one with --accept, in later runs compare --against it.
+    Both answer the same documents; the verdict is PASS, FAIL or INCONCLUSIVE. An accepted baseline is a small
+    file for git: each document's score, and what else could change scores. Make one with --accept, and
+    compare later checkpoints --against it.
+
+    \b
+    Examples:
+      vexport eval OUT --baseline MODEL --task gsm8k --margin 0.02
+      vexport eval OUT --task gsm8k --accept accepted.json
+      vexport eval NEXT --task gsm8k --against accepted.json
     """
     from vexport.evaluation.accepted import (
         accept_results,
@@ -100,7 +115,7 @@ def evaluate(
         kl_limit=kl_limit or DEFAULT_KL_LIMIT,
         nll_limit=nll_limit or DEFAULT_NLL_LIMIT,
     )
-    folder = output or Path("runs") / f"eval-{Path(checkpoint).name}"
+    folder = output_dir or Path("runs") / f"eval-{Path(checkpoint).name}"
     with progress_display(quiet=quiet) as on_progress:
         options = EngineOptions(
             serve=Serve(timeout=timeout, max_model_len=max_model_len),
@@ -149,12 +164,16 @@ def verdict_command(
     format_: str,
     quiet: bool,
 ) -> None:
-    """PASS, FAIL or INCONCLUSIVE from two lm-eval output folders, wherever they were made.
+    """Compare two lm-eval result folders; starts no model.
 
-    BASELINE_RESULTS may also be an accepted baseline (`vexport eval --accept`).
+    The folders may come from anywhere. BASELINE_RESULTS may also be an accepted baseline
+    (`vexport eval --accept`). Documents are paired by lm-eval's sample files (--log_samples); without them
+    the means are compared by their standard errors, which takes many times the documents.
 
-    Starts no model. Documents are paired by lm-eval's sample files (--log_samples); without them the means
-    are compared by their standard errors, which takes many times the documents.
+    \b
+    Examples:
+      vexport verdict results/base results/quantized --margin 0.02
+      vexport verdict results/base results/quantized --gate gsm8k=exact_match,flexible-extract
     """
     from vexport.reports import render_verdict
     from vexport.verdict import decide

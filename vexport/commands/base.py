@@ -1,27 +1,35 @@
 """What every command shares: its exit codes, its answer, and how findings and verdicts become a code."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
+from vexport.commands.colour import coloured, wants_colour
+from vexport.commands.help import SectionedCommand
+from vexport.commands.options import answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive
 from vexport.types import ENGINE_CHECK, DryLoadReport, Finding, LoadReport
 
-EXIT_CODES = """
-Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
-fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted.
-"""
+EXIT_CODES = "Exit codes: see `vexport --help`."
+# Formats in which a person has read what was found before the last line on stderr.
+_READ = ("text", "github", "markdown")
 
 
-def command(name: str | None = None) -> Callable[[Callable[..., None]], click.Command]:
+def command(
+    name: str | None = None, *, no_args_is_help: bool = False
+) -> Callable[[Callable[..., None]], click.Command]:
     """A command named `name`, or like its function, with --quiet and --debug."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        made = click.command(name, epilog=EXIT_CODES)(function)
+        made = click.command(name, cls=SectionedCommand, epilog=EXIT_CODES, no_args_is_help=no_args_is_help)(
+            function
+        )
         made.params += [
-            click.Option(["--quiet"], is_flag=True, help="No progress on stderr."),
+            click.Option(["-q", "--quiet"], is_flag=True, help="No progress on stderr."),
             click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."),
         ]
         return made
@@ -30,8 +38,16 @@ def command(name: str | None = None) -> Callable[[Callable[..., None]], click.Co
 
 
 def print_text(text: str) -> None:
-    """The answer of a command, on stdout."""
-    click.echo(text, nl=not text.endswith("\n"))
+    """The answer of a command: on stdout, in colour on a terminal, or in the file of --output."""
+    context = click.get_current_context()
+    file = answer_file(context)
+    if file is None:
+        colour = context.params.get("format_") == "text" and wants_colour(sys.stdout)
+        click.echo(coloured(text) if colour else text, nl=not text.endswith("\n"), color=colour)
+        return
+    from vexport.files import write_text
+
+    write_text(file, text if text.endswith("\n") else f"{text}\n")
 
 
 def add_step_summary(markdown: str) -> None:
@@ -42,13 +58,31 @@ def add_step_summary(markdown: str) -> None:
             stream.write(markdown)
 
 
+def is_read() -> bool:
+    """Whether a person has the answer before their eyes, so that stderr need not repeat it."""
+    context = click.get_current_context()
+    return context.params.get("format_") in _READ and answer_file(context) is None
+
+
+def given(*names: str) -> bool:
+    """Whether one of these options stands on the command line; what the environment sets may be moot."""
+    context = click.get_current_context()
+    return any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
+
+
 def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
     """Exit with 1 where a checkpoint has an error finding, naming the first."""
     if ok:
         return
     errors = [finding for finding in findings if finding.severity == "error"]
-    more = f" ({len(errors) - 1} more above)" if len(errors) > 1 else ""
-    first = errors[0]
+    first, number = errors[0], len(errors)
+    if is_read():
+        counted = "1 error" if number == 1 else f"{number:,} errors, the first"
+        got = f"{counted} at {first.where} ({first.check})"
+        raise CheckpointFailed(
+            checkpoint, got=got, need="a checkpoint without errors", fix="see the findings above"
+        )
+    more = f" ({number - 1:,} more)" if number > 1 else ""
     raise CheckpointFailed(
         f"{checkpoint}: {first.where}", got=first.got, need=first.expected, fix=first.fix + more
     )
@@ -66,9 +100,10 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
 
 def conclude(outcome: str, name: str, reason: str) -> None:
     """Exit with 1 for FAIL and 3 for INCONCLUSIVE."""
+    said = "" if is_read() else f": {reason}"
     if outcome == "FAIL":
         fix = "see the report; keep the worst layers or choose a scheme with more bits"
-        raise CheckpointFailed(name, got=f"FAIL: {reason}", need="a loss within the margin", fix=fix)
+        raise CheckpointFailed(name, got=f"FAIL{said}", need="a loss within the margin", fix=fix)
     if outcome == "INCONCLUSIVE":
         fix = "use more documents or a wider margin"
-        raise Inconclusive(name, got=f"INCONCLUSIVE: {reason}", need="evidence that settles it", fix=fix)
+        raise Inconclusive(name, got=f"INCONCLUSIVE{said}", need="evidence that settles it", fix=fix)

@@ -1,4 +1,4 @@
-"""Is a checkpoint sound, does vLLM load it, how is it mended, what differs."""
+"""Is a checkpoint sound, does vLLM load it, how is it repaired, what differs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vexport.commands.base import add_step_summary, command, print_text, require_loaded, require_ok
+from vexport.commands.base import (
+    add_step_summary,
+    command,
+    given,
+    is_read,
+    print_text,
+    require_loaded,
+    require_ok,
+)
 from vexport.commands.options import (
     PATH,
     device_options,
@@ -54,10 +62,18 @@ def check(
     format_: str,
     quiet: bool,
 ) -> None:
-    """Is each CHECKPOINT one that vLLM loads as it was meant? Reads files only: no GPU, no vLLM.
+    """Check that vLLM will load each CHECKPOINT correctly.
 
-    Knows checkpoints of any producer. `vexport list checks` says what is looked at. --tp and --sm ask whether
-    it runs on such devices, and as stored; --vllm what another version does otherwise.
+    Reads files only: no GPU, no vLLM. Works for checkpoints of any producer. --tp and --sm also check that it
+    runs on such GPUs, in the precision that is stored; --vllm checks against another version.
+    `vexport list checks` lists the checks.
+
+    \b
+    Examples:
+      vexport check OUT
+      vexport check OUT --tp 1,2,4 --sm 80,90
+      vexport check OUT --source MODEL
+      vexport check checkpoints/* --format junit -o check.xml
     """
     from vexport.checks import CHECKS, FILES
     from vexport.checks.target import Target
@@ -128,8 +144,7 @@ def _observed(root: Path, calibration: Path, on_progress: "OnProgress") -> "Obse
     type=click.Choice(("eager", "default", "both")),
     default="eager",
     show_default=True,
-    help="Operator by operator; as vLLM serves, compiled where the platform does so (on a CPU that needs a "
-    "C++ compiler); or one after the other.",
+    help="eager, default (compiled where the platform compiles; a CPU needs a C++ compiler for it), or both.",
 )
 @session_options
 @format_option()
@@ -146,7 +161,7 @@ def load(
     format_: str,
     quiet: bool,
 ) -> None:
-    """Load each CHECKPOINT in the real vLLM: greedy canaries, and log-probabilities against a reference.
+    """Load each CHECKPOINT in vLLM and compare it with a reference.
 
     The reference is transformers with the stored weights dequantized by compressed-tensors. The canaries are
     200 tokens long: numbers that are not finite, repetition, an early end, another script are findings.
@@ -156,10 +171,16 @@ def load(
     89, 90 and 100 are shown, and each --tp must load on one of them.
 
     Each --vllm-python is one more vLLM to load in: the answer is a matrix of checkpoints and versions.
+
+    \b
+    Examples:
+      vexport load OUT
+      vexport load OUT --dry --tp 1,2,4,8 --sm 80,90,100
+      vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
     """
     from vexport.terminal import progress_display
 
-    if not dry and (tp or sm):
+    if not dry and given("tp", "sm"):
         raise click.UsageError("--tp and --sm need --dry: a real load uses the devices that are there.")
     if dry and (max_model_len or mode != "eager"):
         raise click.UsageError("--max-model-len and --mode do not go with --dry, which runs nothing.")
@@ -208,10 +229,16 @@ def load(
 def repair(
     checkpoint: Path, out: Path, source: Path | None, overwrite: bool, format_: str, quiet: bool
 ) -> None:
-    """Mend CHECKPOINT into the folder OUT without calibration, and say what each mend costs.
+    """Repair CHECKPOINT into OUT and report the error each fix adds.
 
-    Global scales, targets and ignore, refused config keys, dtypes and shapes, index, missing KV scales; with
-    --source also missing tensors. What cannot be mended is named, and then nothing is written.
+    Needs no calibration. Repairs global scales, targets and ignore, refused config keys, dtypes and shapes,
+    the index, missing KV scales; with --source also missing tensors. If something cannot be repaired, it is
+    named and nothing is written.
+
+    \b
+    Examples:
+      vexport repair OUT REPAIRED
+      vexport repair OUT REPAIRED --source MODEL
     """
     from vexport.repair import repair_checkpoint
     from vexport.reports.repair import render_repair
@@ -228,9 +255,14 @@ def repair(
 @click.argument("b", type=PATH)
 @format_option(("text", "json"))
 def diff_command(a: Path, b: Path, format_: str, quiet: bool) -> None:
-    """What differs between the checkpoints A and B: config, tensors, values, sizes.
+    """Compare two checkpoints: config, tensors, values, sizes.
 
     Layers are compared dequantized, also a quantized one with its source. Exit code 1 where they differ.
+
+    \b
+    Examples:
+      vexport diff OUT REPAIRED
+      vexport diff MODEL OUT --format json
     """
     from vexport.diff import diff
     from vexport.reports.diff import render_diff
@@ -240,4 +272,5 @@ def diff_command(a: Path, b: Path, format_: str, quiet: bool) -> None:
         report = diff(a, b, on_progress=lambda done, total: on_progress("compare", done, total))
     print_text(render_diff(report, format_))
     if not report.same:
-        raise CheckpointFailed(str(b), got="a checkpoint that differs", need=f"that of {a}", fix="see above")
+        fix = "see the differences above" if is_read() else "see the differences in the answer"
+        raise CheckpointFailed(str(b), got="other contents", need=f"those of {a}", fix=fix)

@@ -1,16 +1,38 @@
 """Options that several commands share, as decorators."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import click
+from click.core import ParameterSource
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 FORMATS = ("text", "json", "junit", "github")
+ALL_FORMATS = (*FORMATS, "html", "markdown", "card")
+FORMAT_OF_SUFFIX: Mapping[str, str] = {
+    ".txt": "text",
+    ".json": "json",
+    ".xml": "junit",
+    ".html": "html",
+    ".md": "markdown",
+}
+# The name of --output, and where a context holds its value.
+ANSWER_FILE = "answer_file"
+# Pascal to Rubin: the capabilities that NVIDIA lists (developer.nvidia.com/cuda-gpus) or vLLM 0.32 names.
+KNOWN_SM = (60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 107, 110, 120, 121)
+
+
+class Count(click.IntRange):
+    """A whole number, which help calls N."""
+
+    name = "n"
+
+
 PATH = click.Path(path_type=Path)
-POSITIVE = click.IntRange(1)
+POSITIVE = Count(1)
 BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
@@ -31,23 +53,92 @@ class ByteSize(click.ParamType[int]):
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Positive whole numbers separated by commas, each once: `1,2,4`. A type for click."""
+    """Tensor parallel sizes separated by commas, each once: `1,2,4`. A type for click."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"{text!r} is not a list of positive whole numbers like 1,2,4.")
+    wrong = [part for part in parts if not (part.isascii() and part.isdecimal() and int(part))]
+    if wrong:
+        raise click.BadParameter(f"{wrong[0]!r} is not a number of GPUs; write whole numbers like 1,2,4.")
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def format_option(formats: tuple[str, ...] = FORMATS) -> Callable[[Function], Function]:
-    """--format: the form of the answer on stdout."""
-    return click.option(
-        "--format",
-        "format_",
-        type=click.Choice(formats),
-        default="text",
-        show_default=True,
-        help="Form of the answer on stdout.",
-    )
+def capabilities(text: str) -> tuple[int, ...]:
+    """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for click."""
+    found = []
+    for part in (part.strip() for part in text.split(",")):
+        written = re.fullmatch(r"(?:sm[ _-]?)?(\d+)(?:\.(\d))?[af]?", part.lower())
+        number = int(written[1] + (written[2] or "")) if written else 0
+        if number not in KNOWN_SM:
+            known = ", ".join(map(str, KNOWN_SM))
+            raise click.BadParameter(
+                f"{part!r} is not a known compute capability; write 90 or 9.0. Known: {known}."
+            )
+        found.append(number)
+    return tuple(dict.fromkeys(found))
+
+
+class FormatOption(click.Option):
+    """--format; what VEXPORT_FORMAT says holds for commands that have this format, and for no other."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """The variable's value; None where it is a format that only other commands have."""
+        value = super().resolve_envvar_value(ctx)
+        choices = self.type.choices if isinstance(self.type, click.Choice) else ()
+        return None if value in ALL_FORMATS and value not in choices else value
+
+
+def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """The format that was asked for; where none was, the one that the name of the answer's file ends in."""
+    file = answer_file(context)
+    if file is None or context.get_parameter_source("format_") is ParameterSource.COMMANDLINE:
+        return value
+    wanted = FORMAT_OF_SUFFIX.get(file.suffix.lower(), value)
+    choices = parameter.type.choices if isinstance(parameter.type, click.Choice) else ()
+    return wanted if wanted in choices else value
+
+
+def _remember(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+    if value is not None and value.is_dir():
+        raise click.BadParameter(f"{value} is a folder, not a file to write.")
+    if value is not None and str(value) != "-":
+        context.meta[ANSWER_FILE] = value
+
+
+def answer_file(context: click.Context) -> Path | None:
+    """Where --output sends the answer; None for stdout."""
+    file = context.meta.get(ANSWER_FILE)
+    return file if isinstance(file, Path) else None
+
+
+def format_option(
+    formats: tuple[str, ...] = FORMATS, *, names: tuple[str, ...] = ("-o", "--output")
+) -> Callable[[Function], Function]:
+    """--format and --output: the form of the answer, and the file that it goes to."""
+
+    def decorate(function: Function) -> Function:
+        function = click.option(
+            *names,
+            ANSWER_FILE,
+            type=PATH,
+            metavar="FILE",
+            is_eager=True,
+            expose_value=False,
+            callback=_remember,
+            help="Write the answer to FILE; without --format its ending decides the form.",
+        )(function)
+        return click.option(
+            "--format",
+            "format_",
+            cls=FormatOption,
+            type=click.Choice(formats),
+            default="text",
+            show_default=True,
+            envvar="VEXPORT_FORMAT",
+            callback=_by_suffix,
+            metavar="F",
+            help=f"Form of the answer: {', '.join(formats)}.",
+        )(function)
+
+    return decorate
 
 
 trust_option = click.option(
@@ -58,7 +149,9 @@ trust_option = click.option(
 def engine_options(function: Function) -> Function:
     """Which vLLM, and whether a checkpoint's code may run."""
     function = trust_option(function)
-    return click.option("--vllm-python", type=PATH, help="Interpreter whose vLLM is used.")(function)
+    return click.option(
+        "--vllm-python", type=PATH, envvar="VEXPORT_VLLM_PYTHON", help="Interpreter whose vLLM is used."
+    )(function)
 
 
 def interpreter_options(function: Function) -> Function:
@@ -68,6 +161,7 @@ def interpreter_options(function: Function) -> Function:
         "--vllm-python",
         type=PATH,
         multiple=True,
+        envvar="VEXPORT_VLLM_PYTHON",
         help="Interpreter whose vLLM is used; repeatable, for several versions [default: vexport's own].",
     )(function)
 
@@ -82,14 +176,27 @@ def session_options(function: Function) -> Function:
     )
 
 
+def tp_option(function: Function) -> Function:
+    """On how many GPUs it is served."""
+    return click.option(
+        "--tp",
+        type=numbers,
+        metavar="N,...",
+        envvar="VEXPORT_TP",
+        help="Tensor parallel sizes to support, e.g. 1,2,4 [default: 1].",
+    )(function)
+
+
 def device_options(function: Function) -> Function:
     """For which devices the question is asked."""
     function = click.option(
-        "--sm", type=numbers, metavar="N,...", help="Compute capabilities, 90 for SM 9.0; each must do."
+        "--sm",
+        type=capabilities,
+        metavar="N,...",
+        envvar="VEXPORT_SM",
+        help="Compute capabilities to support, e.g. 80,90,100 (9.0 is 90).",
     )(function)
-    return click.option(
-        "--tp", type=numbers, metavar="N,...", help="Tensor parallel sizes; each must do [default: 1]."
-    )(function)
+    return tp_option(function)
 
 
 def _version(text: str) -> tuple[int, int]:
@@ -109,21 +216,20 @@ def vllm_option(function: Function) -> Function:
         metavar="VERSION",
         default="0.32",
         show_default=True,
-        help="The vLLM that is to serve it: what it is known to do otherwise is judged by its rules.",
+        envvar="VEXPORT_VLLM",
+        help="vLLM version to check against.",
     )(function)
 
 
 def plan_options(function: Function) -> Function:
     """What is quantized how."""
-    function = click.option(
-        "--tp", type=numbers, metavar="N,...", help="Tensor parallel sizes that must work [default: 1]."
-    )(function)
+    function = tp_option(function)
     function = click.option(
         "--on-misfit",
         type=click.Choice(("refuse", "keep")),
         default="refuse",
         show_default=True,
-        help="What to do where vLLM could not run a layer's shape: refuse all, or keep that layer.",
+        help="Where vLLM could not run a layer's shape: refuse the model, or keep that layer.",
     )(function)
     function = click.option(
         "--kv-cache",
@@ -164,11 +270,12 @@ def verdict_options(function: Function) -> Function:
         metavar="[TASK=]METRIC[,FILTER]",
         callback=_gates,
         help="Metric that decides, for one task or group, or for all; repeatable "
-        "[default: exact_match, acc, then what there is; the first filter].",
+        "[default: exact_match if present, else acc, else the first metric; first filter].",
     )(function)
     function = click.option(
         "--alpha",
         type=click.FloatRange(0, 0.5, min_open=True, max_open=True),
+        metavar="A",
         default=0.05,
         show_default=True,
         help="Probability of a wrong PASS that is accepted.",
@@ -176,6 +283,7 @@ def verdict_options(function: Function) -> Function:
     return click.option(
         "--margin",
         type=click.FloatRange(0, 1, max_open=True),
+        metavar="M",
         default=0.02,
         show_default=True,
         help="Acceptable loss: 0.02 is 2 points.",

@@ -29,9 +29,15 @@ def plan(
     format_: str,
     quiet: bool,
 ) -> None:
-    """What would be done to SOURCE (a folder or a hub id) or SCENARIO: layers, groups, sizes, refusals.
+    """Show what quantizing would do: layers, size, problems.
 
-    Reads headers only.
+    SOURCE is a folder or a hub id. Reads headers only.
+
+    \b
+    Examples:
+      vexport plan MODEL --scheme FP8_DYNAMIC
+      vexport plan MODEL --scheme W4A16 --tp 2
+      vexport plan SCENARIO.yaml
     """
     from vexport.pipeline import plan_scenario, plan_source, rules_for
     from vexport.plan import Settings, require_accepted
@@ -108,10 +114,16 @@ def quantize(
     trust_remote_code: bool,
     quiet: bool,
 ) -> None:
-    """Quantize SOURCE (a folder or a hub id) into the folder OUT.
+    """Quantize SOURCE, a folder or a hub id, into the folder OUT.
 
-    lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT
-    appears whole or not at all; a call that was broken off goes on where it was when it is called again.
+    lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT is written
+    atomically; rerun an interrupted command to resume.
+
+    \b
+    Examples:
+      vexport quantize MODEL OUT --scheme FP8_DYNAMIC
+      vexport quantize MODEL OUT --scheme NVFP4 --calibration chats.jsonl --samples 256
+      vexport quantize MODEL OUT --scheme W4A16 --ignore re:.*layers[.]0[.].*
     """
     from vexport.pipeline import is_first_rank, quantize_source, rules_for
     from vexport.plan import Settings

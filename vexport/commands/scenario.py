@@ -31,9 +31,14 @@ def run(
     format_: str,
     quiet: bool,
 ) -> None:
-    """Every stage of SCENARIO: plan, calibrate, quantize, check, load in vLLM, evaluate, report.
+    """Run every stage of SCENARIO and give one verdict.
 
-    A second call goes on where the first one stopped.
+    The stages: plan, calibrate, quantize, check, load in vLLM, evaluate, report. A second call resumes.
+
+    \b
+    Examples:
+      vexport run SCENARIO.yaml
+      vexport run SCENARIO.yaml --run-dir runs/nightly --format github
     """
     from vexport.reports import render
     from vexport.run import run_scenario
@@ -62,10 +67,17 @@ def run(
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=PATH)
 @format_option(REPORT_FORMATS)
 def report(run_dirs: tuple[Path, ...], format_: str, quiet: bool) -> None:
-    """The report of a finished RUN_DIR in another form; its outcome is the exit code.
+    """Show a run's report again, or the history of several runs.
 
-    Of several it shows the trend of scores, size and speed, and what each scheme loses; the newest decides.
-    `--format card` is a model card for the checkpoint's README.md.
+    The outcome of the run, of the newest of several, is the exit code. Of several runs the report shows the
+    trend of scores, size and speed, and what each scheme loses. `--format card` is a model card for the
+    checkpoint's README.md.
+
+    \b
+    Examples:
+      vexport report runs/nightly
+      vexport report runs/nightly --format card -o README.md
+      vexport report runs/monday runs/tuesday -o history.html
     """
     from vexport.reports import render, render_history
     from vexport.run import read_report

@@ -1,29 +1,4 @@
-"""Text from a checkpoint, a model or a data set, made harmless before it meets a format's own escaping."""
+"""The escapes of `vexport.escaping`, under the name that the formats know."""
 
-import re
-
-# C0 and C1 controls, DEL, lone surrogates, non-characters, line separators, zero-width and bidi marks:
-# illegal in XML, commands to a terminal, or able to make text read as something else.
-_HIDDEN = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
-)
-_NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
-
-
-def visible(text: str, keep: str = "") -> str:
-    r"""`text` with control and invisible characters written out (`\x1b`, `\u202e`), but those in `keep`."""
-    return _HIDDEN.sub(lambda match: match[0] if match[0] in keep else _spelled(match[0]), text)
-
-
-def clip(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`; the middle goes, since questions and answers stand at the end."""
-    if len(text) <= limit:
-        return text
-    head = limit // 3
-    tail = limit - head
-    return f"{text[:head]} [... {len(text) - limit} characters ...] {text[-tail:]}"
-
-
-def _spelled(character: str) -> str:
-    code = ord(character)
-    return _NAMED.get(character, f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+from vexport.escaping import clip as clip
+from vexport.escaping import visible as visible

@@ -1,0 +1,231 @@
+"""Manners of the command line: help, errors, colour, the answer's file and the environment's options."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import click
+import pytest
+
+from tests.command import vexport
+from tests.mutations.edits import drop, spoiled
+from vexport.cli import MAX_CHARACTERS, cli
+from vexport.commands import COMMANDS
+from vexport.commands.help import SECTIONS
+
+DOWN = "model.layers.2.mlp.down_proj.weight_scale"
+ESCAPE = "\x1b["
+VARIABLES = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "TERM")
+
+
+@pytest.fixture
+def broken(good: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A checkpoint that lacks one tensor."""
+    return spoiled(good("W8A8"), tmp_path / "broken", drop(DOWN))
+
+
+@pytest.mark.parametrize("arguments", [(), ("list",)])
+def test_nothing_asked_is_help_on_stdout_and_code_2(arguments: tuple[str, ...]) -> None:
+    ran = vexport(*arguments)
+    assert (ran.code, ran.stderr) == (2, "")
+    assert ran.stdout == vexport(*arguments, "--help").stdout
+
+
+def test_a_usage_error_is_one_line() -> None:
+    (line,) = vexport("list", "nonsense").stderr.splitlines()
+    assert line.startswith("error: vexport list: ")
+    assert line.endswith("See `vexport list --help`.")
+    (line,) = vexport("check").stderr.splitlines()
+    assert "Missing argument 'CHECKPOINT...'" in line
+
+
+def test_commands_stand_in_the_order_of_work_with_whole_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = vexport("--help").stdout
+    listed = re.findall(r"^  (\w+) +[A-Z]", text.partition("Commands:")[2], flags=re.MULTILINE)
+    assert listed == [one.name for one in COMMANDS if not one.hidden]
+    order = [listed.index(name) for name in ("plan", "quantize", "check", "load", "eval", "run", "report")]
+    assert order == sorted(order)
+    assert "..." not in text.partition("Commands:")[2].partition("Help:")[0]
+    assert text.count("Exit codes:") == 1
+    assert "130 interrupted" in text
+    assert not re.search(r"interrupted", vexport("check", "--help").stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command.name))
+def test_help_has_sections_and_examples_that_are_right(
+    command: click.Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = vexport(command.name, "--help").stdout
+    titles = re.findall(r"^(\w+):$", text, flags=re.MULTILINE)
+    listed = text.partition(f"\n{titles[0]}:\n")[2]
+    assert titles == [title for title in SECTIONS if title in titles]
+    assert "Output" in titles
+    shown = re.findall(r"^ +(--[\w-]+)|^ +-\w, (--[\w-]+)", listed, flags=re.MULTILINE)
+    names = [first or second for first, second in shown]
+    assert len(names) == len(set(names))
+    visible = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    assert all({*one.opts, *one.secondary_opts} & {*re.findall(r"--[\w-]+", listed)} for one in visible)
+    examples = re.findall(r"^    vexport (\w+) (.*)$", text, flags=re.MULTILINE)
+    assert examples
+    options = {name for parameter in command.params for name in parameter.opts}
+    for name, rest in examples:
+        assert name == command.name
+        assert {word for word in rest.split() if word.startswith("-")} <= options
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_help_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but examples and a name that is longer than the line."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in COMMANDS:
+        lines = vexport(command.name, "--help").stdout.splitlines()
+        long = [line for line in lines if len(line) > min(columns, 100)]
+        assert all(line.startswith("    vexport ") or " " not in line.strip() for line in long), long
+
+
+def test_a_finding_is_printed_once(broken: Path) -> None:
+    ran = vexport("check", broken)
+    assert ran.code == 1
+    (line,) = ran.errors
+    assert line == (
+        f"error: {broken}: got 1 error at {DOWN} (completeness), need a checkpoint without errors; "
+        "see the findings above"
+    )
+    assert "uninitialized" in ran.stdout
+    full = vexport("check", broken, "--format", "json")
+    assert "uninitialized" in full.errors[0]
+    assert json.loads(full.stdout)[0]["findings"][0]["where"] == DOWN
+
+
+def test_the_answer_goes_to_a_file_in_the_form_of_its_ending(broken: Path, tmp_path: Path) -> None:
+    ran = vexport("check", broken, "-o", tmp_path / "new" / "check.json")
+    assert (ran.code, ran.stdout) == (1, "")
+    assert "uninitialized" in ran.errors[0]
+    assert json.loads((tmp_path / "new" / "check.json").read_text())[0]["ok"] is False
+    vexport("check", broken, "--output", tmp_path / "check.xml")
+    assert ElementTree.parse(tmp_path / "check.xml").getroot().tag == "testsuites"
+    vexport("check", broken, "--format", "text", "-o", tmp_path / "text.json")
+    assert (tmp_path / "text.json").read_text().startswith("FAIL")
+    refused = vexport("check", broken, "-o", tmp_path)
+    assert refused.code == 2
+    assert "is a folder" in refused.errors[0]
+
+
+def test_every_command_with_an_answer_takes_a_file(llama: Path, tmp_path: Path) -> None:
+    for number, arguments in enumerate(
+        [("list", "schemes"), ("plan", llama, "--scheme", "FP8_DYNAMIC"), ("diff", llama, llama)]
+    ):
+        file = tmp_path / f"{number}.json"
+        ran = vexport(*arguments, "-o", file, "-q")
+        assert (ran.code, ran.stdout) == (0, ""), ran
+        assert json.loads(file.read_text())
+    for command in COMMANDS:
+        options = {name for parameter in command.params for name in parameter.opts}
+        assert ("--format" in options) == ("-o" in options), command.name
+        assert {"-q", "--quiet"} <= options
+
+
+def test_the_environment_sets_what_a_team_repeats(
+    broken: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VEXPORT_FORMAT", "junit")
+    monkeypatch.setenv("VEXPORT_SM", "9.0")
+    monkeypatch.setenv("VEXPORT_TP", "3x")
+    assert "'3x'" in vexport("check", broken).errors[0]
+    monkeypatch.setenv("VEXPORT_TP", "1")
+    assert vexport("check", broken).stdout.startswith("<?xml")
+    assert vexport("check", broken, "--format", "text").stdout.startswith("FAIL")
+    assert vexport("plan", llama, "--scheme", "FP8_DYNAMIC").code == 0
+    monkeypatch.setenv("VEXPORT_FORMAT", "junitt")
+    assert "junitt" in vexport("check", broken).errors[0]
+    monkeypatch.delenv("VEXPORT_FORMAT")
+    monkeypatch.setenv("VEXPORT_VLLM", "0.99")
+    assert "0.99" in vexport("check", broken).stdout
+    assert "0.99" not in vexport("check", broken, "--vllm", "0.32").stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "colour"),
+    [
+        ({}, False),
+        ({"FORCE_COLOR": "1"}, True),
+        ({"CLICOLOR_FORCE": "1"}, True),
+        ({"FORCE_COLOR": "0"}, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": ""}, True),
+    ],
+)
+def test_colour_follows_the_environment(
+    environment: dict[str, str], colour: bool, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    ran = vexport("check", broken)
+    assert (ESCAPE in ran.stdout, ESCAPE in ran.stderr) == (colour, colour)
+    assert (f"{ESCAPE}31m{ESCAPE}1mFAIL" in ran.stdout) == colour
+    vexport("check", broken, "-o", tmp_path / "check.txt")
+    assert ESCAPE not in (tmp_path / "check.txt").read_text()
+    assert ESCAPE not in vexport("check", broken, "--format", "json").stdout
+
+
+def test_a_terminal_has_colour(broken: Path) -> None:
+    code = (
+        "import pty, sys; sys.exit(pty.spawn([sys.executable, '-m', 'vexport', 'check', sys.argv[1]]) >> 8)"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "TERM": "xterm", "PYTHONPATH": ":".join(sys.path)}
+    for more, expected in (({}, True), ({"NO_COLOR": "1"}, False)):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, str(broken)],
+            capture_output=True,
+            text=True,
+            env={**environment, **more},
+            stdin=subprocess.DEVNULL,
+        )
+        assert ran.returncode == 1, ran
+        assert (f"{ESCAPE}31m" in ran.stdout) == expected
+
+
+def test_error_lines_are_escaped_and_bounded() -> None:
+    name = "\x1b]0;owned\x07\x1b[2J\nerror: forged \u202e" + f"/{'y' * 200}" * 15
+    ran = vexport("check", name)
+    assert ran.code == 2
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(r"error: \x1b]0;owned\x07\x1b[2J\nerror: forged \u202e/yyy")
+    assert line.isprintable()
+    assert len(line) < MAX_CHARACTERS + 100
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--sm", "9999", ["'9999'", "80, 86", "write 90 or 9.0"]),
+        ("--sm", "90,x", ["'x'"]),
+        ("--tp", "0", ["'0'", "1,2,4"]),
+        ("--tp", "1,", ["''"]),
+        ("--tp", "3x", ["'3x'"]),
+        ("--vllm", "new", ["'new'", "0.30"]),
+    ],
+)
+def test_a_target_that_is_none_is_refused(option: str, value: str, words: list[str], broken: Path) -> None:
+    ran = vexport("check", broken, option, value)
+    assert (ran.code, ran.stdout) == (2, "")
+    assert all(word in ran.errors[0] for word in words), ran.errors
+
+
+@pytest.mark.parametrize("spelling", ["90", "9.0", "sm90", "SM_90", "sm 9.0", "90a"])
+def test_capabilities_in_any_spelling(spelling: str, good: Callable[[str], Path]) -> None:
+    wanted = vexport("check", good("W4A16"), "--sm", "90", "--format", "json")
+    assert vexport("check", good("W4A16"), "--sm", spelling, "--format", "json").stdout == wanted.stdout
+
+
+def test_version_has_a_short_option() -> None:
+    assert vexport("-V").stdout == vexport("--version").stdout
+    assert cli.name

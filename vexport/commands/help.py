@@ -1,0 +1,117 @@
+"""How help reads: options in sections, commands in the order of work, lines that fit the terminal."""
+
+import copy
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+
+import click
+
+WIDEST = 100
+NARROWEST = 24
+# Below this many columns a description stands under its option.
+TWO_COLUMNS = 66
+OTHERS = "Options"
+# The sections in their order; an option that none of them names stands under "Options".
+SECTIONS: Mapping[str, Sequence[str]] = {
+    "Scheme": ("scheme", "observer", "rounding", "group_size", "ignore", "kv_cache", "on_misfit"),
+    "Comparison": ("baseline", "against", "accept", "source"),
+    "Calibration": ("calibration", "samples", "seq_len", "all_experts", "device"),
+    "Tasks": ("tasks", "limit", "stopping"),
+    "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit"),
+    "Target": ("tp", "sm", "vllm"),
+    "vLLM": ("dry", "mode", "vllm_python", "max_model_len", "timeout", "trust_remote_code"),
+    OTHERS: (),
+    "Output": ("format_", "answer_file", "output_dir", "run_dir", "max_shard_size", "overwrite", "quiet"),
+    "Help": ("debug", "version", "help"),
+}
+_SECTION_OF = {name: title for title, names in SECTIONS.items() for name in names}
+
+
+class RenamedOption(click.Option):
+    """An option that help shows under its first name only; the others are those that it had before."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Its first name and its description."""
+        shown = copy.copy(self)
+        shown.opts = self.opts[:1]
+        return click.Option.get_help_record(shown, ctx)
+
+
+class HelpFormatter(click.HelpFormatter):
+    """As wide as the terminal, up to WIDEST columns; in one column where two do not fit."""
+
+    def __init__(
+        self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None
+    ) -> None:
+        columns = min(shutil.get_terminal_size().columns, max_width or WIDEST)
+        super().__init__(indent_increment, width or max(columns - 2, NARROWEST))
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        """Terms with their descriptions beside them, or below them on a narrow terminal."""
+        if self.width >= TWO_COLUMNS:
+            super().write_dl(rows, col_max, col_spacing)
+            return
+        for term, description in rows:
+            self.write_text(term)
+            with self.indentation():
+                self.write_text(description)
+
+
+class HelpContext(click.Context):
+    """Click's context with our formatter."""
+
+    formatter_class = HelpFormatter
+
+
+class SectionedCommand(click.Command):
+    """A command whose options stand in the sections of `SECTIONS`."""
+
+    context_class = HelpContext
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Every section that has options, in the order of `SECTIONS`."""
+        write_sections(self.get_params(ctx), ctx, formatter)
+
+
+class OrderedGroup(click.Group):
+    """A group whose commands are listed in the order in which they were added, each with a whole sentence."""
+
+    context_class = HelpContext
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names in the order of work."""
+        return list(self.commands)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands, then the options of all."""
+        self.format_commands(ctx, formatter)
+        write_sections(self.get_params(ctx), ctx, formatter)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Name and first sentence of each command."""
+        rows = [
+            (name, command.get_short_help_str(limit=1000))
+            for name, command in self.commands.items()
+            if not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _key(option: click.Option) -> str:
+    """What `SECTIONS` calls an option; click's own have names of their own."""
+    return "help" if "--help" in option.opts else option.name or ""
+
+
+def write_sections(
+    parameters: Sequence[click.Parameter], ctx: click.Context, formatter: click.HelpFormatter
+) -> None:
+    """The options of `parameters` that are not hidden, section by section."""
+    options = {_key(one): one for one in parameters if isinstance(one, click.Option)}
+    for title, names in SECTIONS.items():
+        found = [name for name in options if _SECTION_OF.get(name, OTHERS) == title]
+        chosen = [options[name] for name in sorted(found, key=[*names, *found].index)]
+        rows = [record for one in chosen if (record := one.get_help_record(ctx)) is not None]
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows)
