@@ -7,6 +7,8 @@ import re
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
+# What is longer without a space is no word, and is cut where the limit is.
+_LONGEST_WORD = 60
 _NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -16,12 +18,19 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def clip(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`; the middle goes, since questions and answers stand at the end."""
+    """At most `limit` characters of `text`, whole words where there are spaces between them.
+
+    The middle goes, since questions and answers stand at the end.
+    """
     if len(text) <= limit:
         return text
-    head = limit // 3
-    tail = limit - head
-    return f"{text[:head]} [... {len(text) - limit} characters ...] {text[-tail:]}"
+    head, tail = text[: limit // 3], text[limit // 3 - limit :]
+    if not text[len(head)].isspace() and (end := head.rfind(" ", -_LONGEST_WORD)) > 0:
+        head = head[:end]
+    if not text[-len(tail) - 1].isspace() and (start := tail.find(" ", 0, _LONGEST_WORD)) >= 0:
+        tail = tail[start + 1 :]
+    head, tail = head.rstrip(), tail.lstrip()
+    return f"{head} [... {len(text) - len(head) - len(tail)} characters ...] {tail}"
 
 
 def _spelled(character: str) -> str:

@@ -16,19 +16,17 @@ from types import MappingProxyType
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.accepted import Accepted, is_accepted, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
-from vexport.evaluation.fingerprint import EMULATED, MODEL, TASK_HASH, Fingerprint, changes
+from vexport.evaluation.fingerprint import EMULATED, MODEL, TASK_HASH, Fingerprint, changes, device_of
 from vexport.evaluation.gates import Choice, Compared, GatedTask, gated_tasks
 from vexport.evaluation.pairs import TaskPair, pool
+from vexport.evaluation.reason import reason_for
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.results import Results, read_results
-from vexport.evaluation.statistics import Interval
 from vexport.evaluation.stopping import read_looks
 from vexport.evaluation.unpaired import USUAL_DISAGREEMENT, UnpairedTask
 from vexport.types import Comparison, Look, Outcome, TaskVerdict, Verdict
 
 NO_CHOICE: Choice = MappingProxyType({})
-MAX_SENTENCES = 3
-"""Tasks spelled out in the reason; the others are counted."""
 
 
 def decide(
@@ -52,7 +50,7 @@ def decide(
     if is_accepted(baseline):
         repeated = _asked_again(right, alpha)
         verdict = _decide_against(read_accepted(baseline), right, margin, alpha, gate, early)
-        return replace(verdict, method=verdict.method + repeated, looks=_looks(right, early))
+        return _with_run(verdict, right, repeated, early)
     left = read_results(baseline)
     repeated = "".join(_asked_again(run, alpha) for run in (left, right))
     where = ("in the baseline", "in the results")
@@ -60,7 +58,17 @@ def decide(
     changed = _circumstances(others, right.fingerprint, where, early)
     gated = gated_tasks(left, right, gate, early=early)
     verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed)
-    return replace(verdict, method=verdict.method + repeated, looks=_looks(right, early))
+    return _with_run(verdict, right, repeated, early)
+
+
+def _with_run(verdict: Verdict, candidate: Results, repeated: str, early: bool) -> Verdict:
+    """The verdict with what the candidate's folder tells beyond its scores."""
+    return replace(
+        verdict,
+        method=verdict.method + repeated,
+        looks=_looks(candidate, early),
+        device=device_of(candidate.fingerprint),
+    )
 
 
 def _looks(candidate: Results, early: bool) -> tuple[Look, ...]:
@@ -107,15 +115,14 @@ def judge(
         for task, level in zip(gated, levels, strict=True)
     )
     outcome = overall_outcome(tasks)
-    pooled = _pooled(gates, margin, alpha)
     return Verdict(
         outcome=outcome,
-        reason="; ".join(_reasons(outcome, tasks, levels, margin, alpha) + _pooled_sentence(pooled, alpha)),
+        reason=reason_for(outcome, tasks, margin=margin),
         margin=margin,
         alpha=alpha,
         method=_method(gates, alpha),
         tasks=tasks,
-        pooled=pooled,
+        pooled=_pooled(gates, margin, alpha),
         warnings=(
             *map(_unpaired_warning, (one for one in gates if isinstance(one, UnpairedTask))),
             *warnings,
@@ -162,7 +169,11 @@ def _check_limits(margin: float, alpha: float) -> None:
 def _method(gates: Sequence[Compared], alpha: float) -> str:
     intervals = dict.fromkeys(map(_interval_name, gates))
     kinds = "paired" if any(isinstance(one, TaskPair) for one in gates) else "unpaired"
-    several = "; every task must pass, FAIL corrected over tasks by Holm" if len(gates) > 1 else ""
+    several = (
+        f"; every task must pass, upper bounds corrected for {len(gates)} tasks (Holm)"
+        if len(gates) > 1
+        else ""
+    )
     return f"{kinds} difference, {' and '.join(intervals)}, one-sided {_percent(1 - alpha)} bounds{several}"
 
 
@@ -186,20 +197,6 @@ def _unpaired_warning(one: UnpairedTask) -> str:
     )
 
 
-def _reasons(
-    outcome: Outcome, tasks: Sequence[TaskVerdict], levels: Sequence[float], margin: float, alpha: float
-) -> list[str]:
-    """A sentence for each task that has the overall outcome."""
-    decisive = [
-        _sentence(task, margin, 1 - alpha - level)
-        for task, level in zip(tasks, levels, strict=True)
-        if task.outcome == outcome
-    ]
-    more = len(decisive) - MAX_SENTENCES
-    rest = [f"the same holds for {more} more of {len(tasks)} tasks"] if more > 0 else []
-    return decisive[:MAX_SENTENCES] + rest
-
-
 def _pooled(gates: Sequence[Compared], margin: float, alpha: float) -> Comparison | None:
     """All documents as one task, where every metric is 0/1: informative, since the tasks decide."""
     pairs = [one for one in gates if isinstance(one, TaskPair) and one.binary and one.sign > 0]
@@ -210,37 +207,5 @@ def _pooled(gates: Sequence[Compared], margin: float, alpha: float) -> Compariso
     return found if len(shared) == 1 else replace(found, metric="share of right answers", filter="none")
 
 
-def _pooled_sentence(pooled: Comparison | None, alpha: float) -> list[str]:
-    if pooled is None:
-        return []
-    change = _change(pooled.difference, Interval(pooled.low, pooled.high), 1 - 2 * alpha, 100)
-    return [f"over all {pooled.documents} documents the share of right answers saw {change}"]
-
-
-def _sentence(task: TaskVerdict, margin: float, confidence: float) -> str:
-    scale = 100 if max(task.baseline.value, task.candidate.value) <= 1 else 1
-    unit = " points" if scale == 100 else ""
-    start = (
-        f"{task.task}: {task.baseline.value:.3f} -> {task.candidate.value:.3f}, "
-        f"{_change(task.difference, Interval(task.low, task.high), confidence, scale)}"
-    )
-    limit = f"the margin of {scale * margin:g}{unit}"
-    if task.outcome == "PASS":
-        return f"{start} stays within {limit}"
-    if task.outcome == "FAIL":
-        return f"{start} is a loss beyond {limit}"
-    needed = task.documents_needed
-    remedy = (
-        f"about {needed} documents would" if needed else "at this difference no number of documents would"
-    )
-    return f"{start} on {task.documents} documents does not settle whether it stays within {limit}; {remedy}"
-
-
-def _change(difference: float, interval: Interval, confidence: float, scale: int) -> str:
-    value, low, high = (f"{round(scale * x, 2) + 0.0:+.2f}" for x in (difference, *interval))
-    unit = " points" if scale == 100 else ""
-    return f"a change of {value}{unit} ({_percent(confidence)} interval {low} to {high})"
-
-
 def _percent(share: float) -> str:
-    return f"{100 * share:.4g} %"
+    return f"{100 * share:.4g}%"

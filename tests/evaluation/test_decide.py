@@ -51,13 +51,14 @@ def test_too_few_documents_are_inconclusive_and_say_how_many(lm_eval_runs: Path)
     assert verdict.outcome == sums.outcome == "INCONCLUSIVE"
     assert sums.documents_needed is not None
     assert sums.documents_needed > 400
-    assert f"about {sums.documents_needed} documents would" in verdict.reason
+    assert verdict.reason.startswith("2 of 3 tasks are not settled: ")
+    assert f"sums (read 400 documents, about {sums.documents_needed:,} needed)" in verdict.reason
 
 
-def test_the_reason_states_scores_change_interval_and_margin(lm_eval_runs: Path) -> None:
-    reason = compare(lm_eval_runs, "worse").reason
-    assert "sums: 0.988 -> 0.858, a change of -13.00 points (93.33 % interval -16.16 to -9.49)" in reason
-    assert "is a loss beyond the margin of 2 points" in reason
+def test_the_reason_is_one_short_sentence(lm_eval_runs: Path) -> None:
+    judged = compare(lm_eval_runs, "worse")
+    assert judged.reason == "all 3 tasks lose more than 2 points (worst: choices -13.0, at best -9.49)"
+    assert "upper bounds corrected for 3 tasks (Holm)" in judged.method
 
 
 def test_a_wider_margin_accepts_the_same_loss(lm_eval_runs: Path) -> None:

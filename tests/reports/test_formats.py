@@ -1,6 +1,7 @@
 """Every format of every kind of report: complete, deterministic, closed to injection."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from vexport.reports import (
     render_loads,
     render_verdict,
 )
+from vexport.reports.escaping import clip
 from vexport.reports.formatting import bits_per_weight, count, duration, p_value, percent, size, small
 from vexport.reports.sentences import scale_of
 from vexport.types import CheckReport, Outcome, Report
@@ -63,8 +65,8 @@ def test_outcome_and_reason_stand_in_every_format(outcome: Outcome, format: str)
     escapes = {"%25": "%", "&gt;": ">", "&#43;": "+"}
     for escaped, plain in escapes.items():
         text = text.replace(escaped, plain)
-    assert report.reason in text
-    assert outcome in text or (format, outcome) == ("junit", "PASS")
+    assert report.reason in text or report.reason[0].upper() + report.reason[1:] in text
+    assert outcome in text
 
 
 @pytest.mark.parametrize("format", ["html", "markdown", "text"])
@@ -245,3 +247,52 @@ def test_reports_load_neither_torch_nor_matplotlib() -> None:
     code = "import sys, vexport.reports; print({'torch', 'matplotlib', 'scipy', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "json"])
+def test_what_ran_the_model_stands_next_to_the_answer(format: str) -> None:
+    text = re.sub(r"<[^>]*>", "", render(sample.report("PASS"), format)).replace("%2C", ",")
+    assert "PASS on CPU, emulated" in text
+    loaded = sample.report("FAIL").load
+    assert loaded.engine is not None
+    gpu = replace(loaded.engine, platform="cuda", processor="NVIDIA H100", emulated=False, compilation="3")
+    on_gpu = replace(sample.report("FAIL"), load=replace(loaded, engine=gpu))
+    text = re.sub(r"<[^>]*>", "", render(on_gpu, format)).replace("%2C", ",")
+    assert "FAIL on NVIDIA H100, compiled" in text
+
+
+@pytest.mark.parametrize("format", ["text", "github", "junit"])
+def test_a_verdict_of_its_own_says_what_ran_the_model(format: str) -> None:
+    judged = sample.verdict("PASS")
+    assert "PASS on CPU, emulated" in render_verdict(judged, format).replace("%2C", ",")
+    elsewhere = render_verdict(replace(judged, device=""), format)
+    assert "PASS" in elsewhere
+    assert " on " not in elsewhere.split("accuracy")[0]
+
+
+@pytest.mark.parametrize("format", ["html", "markdown", "card", "text", "github", "junit"])
+def test_no_sentence_of_a_report_is_cut(format: str) -> None:
+    """Every long sentence at once: many tasks, many experts, many blind spots, a long method."""
+    words = " ".join(f"word{number}" for number in range(120))
+    base = sample.report("INCONCLUSIVE")
+    assert base.verdict is not None
+    assert base.load.engine is not None
+    report = replace(
+        base,
+        reason=words,
+        verdict=replace(base.verdict, reason=words, method=f"method {words}", warnings=(f"warned {words}",)),
+        load=replace(base.load, engine=replace(base.load.engine, blind_spots=(f"unseen {words}",))),
+    )
+    text = " ".join(render(report, format).split())
+    assert "characters ...]" not in text.replace("\\", "")
+    assert words in text
+
+
+def test_what_is_too_long_is_cut_between_words_and_says_so() -> None:
+    text = " ".join(f"word{number:04}" for number in range(1000))
+    shown = clip(text, 300)
+    head, omitted, tail = re.fullmatch(r"(.*) \[\.\.\. (\d+) characters \.\.\.\] (.*)", shown).groups()  # type: ignore[union-attr]
+    assert set(f"{head} {tail}".split()) <= set(text.split())
+    assert len(head) + int(omitted) + len(tail) == len(text)
+    assert len(head) + len(tail) <= 300
+    assert clip("x" * 1000, 300) == f"{'x' * 100} [... 700 characters ...] {'x' * 200}"

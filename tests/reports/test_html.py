@@ -1,6 +1,7 @@
 """The page: one file, no network, no script, nothing from outside becomes markup, fits 400 px."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -148,6 +149,19 @@ def test_many_layers_are_thinned_but_the_worst_and_the_best_stay() -> None:
 def test_layers_without_noise_draw_no_chart() -> None:
     assert layer_chart([LayerError(name="a", scheme="NVFP4", snr_db=float("inf"))]) is None
     assert layer_chart([]) is None
+
+
+@pytest.mark.parametrize("kl", [math.inf, -math.inf, math.nan, 0.0, -1.0])
+def test_a_divergence_that_is_no_number_is_drawn(kl: float) -> None:
+    report = sample.full()
+    assert report.drift is not None
+    tokens = tuple(replace(token, kl=kl) for token in report.drift.worst[0].tokens)
+    worst = replace(report.drift.worst[0], kl=kl, tokens=tokens)
+    drift = replace(report.drift, mean_kl=kl, max_kl=kl, candidate_nll=kl, worst=(worst,))
+    text = render(replace(report, drift=drift), "html")
+    assert ('class="heat3"' in text) == (not math.isfinite(kl))
+    for format_ in ("text", "markdown", "card", "json"):
+        render(replace(report, drift=drift), format_)
 
 
 @pytest.mark.browser

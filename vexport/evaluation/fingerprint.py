@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from vexport.checkpoint.index import weight_files
 from vexport.files import digest_bytes, digest_file, read_json_object, write_text
-from vexport.types import EngineInfo
+from vexport.types import EngineInfo, device_words
 from vexport.version import __version__
 
 Fingerprint = Mapping[str, str]
@@ -20,6 +20,7 @@ MODEL = "model"
 TASK_HASH = "task hash of "
 EMULATED = "emulated kernels"
 """Follows from the scheme, so that a model and its quantized one differ in it: the blind spots say so."""
+COMPILATION = "compilation"
 _TEMPLATE = "chat_template.jinja"
 _BESIDE_WEIGHTS = (
     "config.json",
@@ -53,8 +54,21 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
         "platform": engine.platform,
         "processor": engine.processor,
         "dtype": engine.dtype,
+        **({COMPILATION: engine.compilation} if engine.compilation else {}),
         EMULATED: str(engine.emulated),
     }
+
+
+def device_of(fingerprint: Fingerprint) -> str:
+    """What ran the model, as EngineInfo.device; empty where that is not known."""
+    if "platform" not in fingerprint:
+        return ""
+    return device_words(
+        fingerprint["platform"],
+        fingerprint.get("processor", ""),
+        emulated=fingerprint.get(EMULATED) == "True",
+        compilation=fingerprint.get(COMPILATION, ""),
+    )
 
 
 def model_digest(root: Path) -> str:

@@ -14,6 +14,9 @@ from vexport.reports.markdown import safe, table
 from vexport.reports.sentences import (
     engine_line,
     method_line,
+    outcome_line,
+    report_device,
+    report_sentence,
     scale_of,
     schemes_in_use,
     size_change,
@@ -34,7 +37,7 @@ def report(report: Report) -> str:
         f"---\n{front}---",
         f"# {safe(report.name)}",
         f"{safe(made_of)}: {safe(size_change(report.plan))}.",
-        f"**{report.outcome}**: {safe(report.reason)}",
+        f"**{safe(outcome_line(report.outcome, report_device(report)))}**: {safe(report_sentence(report))}",
         "## Use\n\n```sh\nvllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT\n```",
         _accuracy(report.verdict) if report.verdict else "",
         _made(report),

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vexport.reports.formatting import count, plural
-from vexport.reports.sentences import scale_of, task_title
+from vexport.reports.sentences import (
+    outcome_line,
+    report_device,
+    report_sentence,
+    scale_of,
+    task_title,
+)
 from vexport.types import (
     CheckReport,
     DryLoadReport,
@@ -47,14 +53,15 @@ def report_gates(report: Report) -> tuple[Gate, ...]:
         _load_gate("load baseline", report.baseline_load),
         _load_gate("load", report.load),
         *_evaluation_gates(report),
-        Gate(name="overall", status=report.outcome, message=report.reason),
+        Gate(name="overall", status=report.outcome, message=_overall(report)),
     )
 
 
 def verdict_gates(verdict: Verdict) -> tuple[Gate, ...]:
     """Every task and the answer."""
     tasks = (task_gate(task, verdict.margin) for task in verdict.tasks)
-    return (*tasks, Gate(name="overall", status=verdict.outcome, message=verdict.reason))
+    message = f"{outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
+    return (*tasks, Gate(name="overall", status=verdict.outcome, message=message))
 
 
 def checkpoint_gate(name: str, report: CheckReport | DryLoadReport | LoadReport) -> Gate:
@@ -121,6 +128,11 @@ def finding_counts(findings: Sequence[Finding]) -> str:
     nouns: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
     counts = {kind: sum(finding.severity == kind for finding in findings) for kind in nouns}
     return ", ".join(plural(counts[kind], nouns[kind]) for kind in nouns if counts[kind]) or "no findings"
+
+
+def _overall(report: Report) -> str:
+    """The one line of a run: the outcome with what ran the model, and why."""
+    return f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
 
 
 def _load_gate(name: str, report: LoadReport) -> Gate:

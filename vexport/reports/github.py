@@ -10,7 +10,8 @@ from typing import Literal
 from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import plural
 from vexport.reports.gates import Gate, Status, checkpoint_gate, report_gates, verdict_gates
-from vexport.types import CheckReport, Finding, LoadReport, Report, Severity, Verdict
+from vexport.reports.sentences import outcome_line, report_device, report_sentence
+from vexport.types import CheckReport, Finding, LoadReport, Outcome, Report, Severity, Verdict
 
 MAX_ANNOTATIONS = 10
 _MAX_CHARACTERS = 2000
@@ -38,8 +39,9 @@ class _Annotation:
 
 def report(report: Report) -> str:
     """The answer, then errors and warnings of every gate."""
-    *gates, overall = report_gates(report)
-    return _lines(_answer(report.name, overall), (note for gate in gates for note in _of_gate(gate)))
+    *gates, _ = report_gates(report)
+    answer = _answer(report.name, report.outcome, report_device(report), report_sentence(report))
+    return _lines(answer, (note for gate in gates for note in _of_gate(gate)))
 
 
 def checks(reports: Sequence[CheckReport]) -> str:
@@ -54,8 +56,9 @@ def loads(reports: Sequence[LoadReport]) -> str:
 
 def verdict(verdict: Verdict) -> str:
     """The answer, then every task that did not pass."""
-    *tasks, overall = verdict_gates(verdict)
-    return _lines(_answer("accuracy", overall), (note for gate in tasks for note in _of_gate(gate)))
+    *tasks, _ = verdict_gates(verdict)
+    answer = _answer("accuracy", verdict.outcome, verdict.device, verdict.reason)
+    return _lines(answer, (note for gate in tasks for note in _of_gate(gate)))
 
 
 def _of_checkpoints(name: str, reports: Sequence[CheckReport | LoadReport]) -> str:
@@ -66,9 +69,9 @@ def _of_checkpoints(name: str, reports: Sequence[CheckReport | LoadReport]) -> s
     return _lines(None, (note for place, gate in gates for note in _of_gate(gate, place)))
 
 
-def _answer(name: str, gate: Gate) -> _Annotation:
-    title = f"vexport {gate.status}: {name}"
-    return _Annotation(level=_OF_STATUS[gate.status], title=title, message=gate.message)
+def _answer(name: str, outcome: Outcome, device: str, sentence: str) -> _Annotation:
+    title = f"vexport {outcome_line(outcome, device)}: {name}"
+    return _Annotation(level=_OF_STATUS[outcome], title=title, message=sentence)
 
 
 def _of_gate(gate: Gate, place: str = "") -> Iterator[_Annotation]:

@@ -39,6 +39,8 @@ def report(report: Report) -> str:
     *gates, _ = report_gates(report)
     context = {
         "report": report,
+        "device": sentences.report_device(report),
+        "sentence": sentences.opening(sentences.report_sentence(report)),
         "gates": gates,
         "problems": [gate for gate in gates if gate.findings and _adds_to(report.reason, gate)],
         "findings": staged_findings(report)[:MAX_FINDINGS],
@@ -104,7 +106,12 @@ def _clip(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def _heat(kl: float, limit: float) -> int:
-    """How dark a token is drawn: 0 up to the limit, a step for each power of ten above it, at most 3."""
+    """How dark a token is drawn: 0 up to the limit, a step for each power of ten above it, at most 3.
+
+    What is not a number is drawn as dark as can be: the model gave no probability there.
+    """
+    if not math.isfinite(kl):
+        return 3
     return min(3, math.ceil(math.log10(kl / limit))) if kl > limit > 0 else 0
 
 

@@ -19,6 +19,10 @@ from vexport.reports.sentences import (
     agreement_line,
     engine_line,
     method_line,
+    opening,
+    outcome_line,
+    report_device,
+    report_sentence,
     scale_of,
     scale_of_comparison,
     schemes_in_use,
@@ -33,7 +37,8 @@ MAX_FINDINGS = 20
 # GitHub refuses a step's summary above 1 MiB; other writers of the same step need room too.
 SUMMARY_BYTES = 1 << 19
 MAX_CHECKPOINTS = 100
-_MAX_CELL = 300
+_MAX_CELL = 600
+_MAX_TEXT = 4000
 _BESIDE = ("Also", "n", "Baseline", "Quantized", "Difference")
 _PUNCTUATION = re.compile(r"([\\`*_\[\]|~#{}!])")
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "://": "&#58;//", "www.": "www&#46;"}
@@ -42,8 +47,8 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "://": "&#58;
 def report(report: Report) -> str:
     """The whole summary; answers and layers are left to the HTML report."""
     parts = [
-        f"## {report.outcome}: {safe(report.name)}",
-        safe(report.reason),
+        f"## {safe(outcome_line(report.outcome, report_device(report)))}: {safe(report.name)}",
+        safe(opening(report_sentence(report))),
         _gate_table(report_gates(report)[:-1]),
         _size_line(report),
         _coverage(report),
@@ -190,13 +195,16 @@ def _finding_row(gate: str, finding: Finding) -> tuple[str, ...]:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table whose rows, not its header, come from outside."""
-    lines = [header, ["---"] * len(header), *([safe(cell) for cell in row] for row in rows)]
+    lines = [header, ["---"] * len(header), *([safe(cell, _MAX_CELL) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def safe(text: str) -> str:
-    """`text` as itself in Markdown: no markup, HTML, link, mention or table cell of its own."""
-    escaped = _PUNCTUATION.sub(r"\\\1", visible(clip(text, _MAX_CELL)))
+def safe(text: str, limit: int = _MAX_TEXT) -> str:
+    """`text` as itself in Markdown: no markup, HTML, link, mention or table cell of its own.
+
+    The limit is for texts from outside; no sentence of a report is as long.
+    """
+    escaped = _PUNCTUATION.sub(r"\\\1", visible(clip(text, limit)))
     for plain, entity in _ENTITIES.items():
         escaped = escaped.replace(plain, entity)
     return escaped

@@ -19,6 +19,37 @@ MAX_BESIDE = 8
 """Comparisons shown for each task besides its gate; JSON has all."""
 
 
+def outcome_line(outcome: str, device: str) -> str:
+    """`PASS on CPU, emulated`; the outcome alone where nothing ran the model."""
+    return f"{outcome} on {device}" if device else outcome
+
+
+def report_device(report: Report) -> str:
+    """What ran the quantized model; empty where no engine did."""
+    return report.load.engine.device if report.load.engine else ""
+
+
+def report_sentence(report: Report) -> str:
+    """Why the run ended as it did; of a checkpoint that loads its size too."""
+    if not report.load.ok or not report.plan.source_bytes:
+        return report.reason
+    return f"{report.reason}. {size_share(report.plan)}"
+
+
+def opening(sentence: str) -> str:
+    """A sentence that stands on a line of its own: a capital, unless it starts with a name."""
+    return (
+        sentence[0].upper() + sentence[1:]
+        if sentence.startswith(("all ", "both ", "check ", "load "))
+        else sentence
+    )
+
+
+def size_share(plan: Plan) -> str:
+    """`35% of the size.`"""
+    return f"{ratio(plan.output_bytes, plan.source_bytes)} of the size."
+
+
 def size_change(plan: Plan) -> str:
     """Bytes before and after, and bits per weight."""
     share = ratio(plan.output_bytes, plan.source_bytes)

@@ -32,6 +32,10 @@ from vexport.reports.sentences import (
     agreement_line,
     engine_line,
     method_line,
+    opening,
+    outcome_line,
+    report_device,
+    report_sentence,
     scale_of,
     scale_of_comparison,
     schemes_in_use,
@@ -57,7 +61,7 @@ _SEVERITY_STYLE: dict[Severity, str] = {"error": "bold red", "warning": "yellow"
 def summary(report: Report) -> RenderableType:
     """The whole run on one screen, for a rich console: the answer, the gates, accuracy, size, findings."""
     parts = [
-        _headline(report.outcome, report.name, report.reason),
+        _headline(report.outcome, report.name, report_sentence(report), report_device(report)),
         _gates(report_gates(report)[:-1]),
         _facts(report),
         *(_accuracy(report.verdict) if report.verdict else []),
@@ -79,7 +83,7 @@ def loads_summary(reports: Sequence[LoadReport]) -> RenderableType:
 def verdict_summary(verdict: Verdict) -> RenderableType:
     """The answer and the tasks it rests on."""
     gates = verdict_gates(verdict)[:-1]
-    head = _headline(verdict.outcome, "accuracy", verdict.reason)
+    head = _headline(verdict.outcome, "accuracy", verdict.reason, verdict.device)
     return _spaced([head, _gates(gates), *_accuracy(verdict)])
 
 
@@ -122,10 +126,10 @@ def harmless(text: str, style: str = "") -> Text:
     return Text(visible(clip(text, _MAX_TEXT)), style=style, overflow="fold")
 
 
-def _headline(status: Status, name: str, reason: str) -> RenderableType:
-    return Text.assemble(
-        (status, _STATUS_STYLE[status]), "  ", harmless(name, "bold"), "\n", harmless(reason)
-    )
+def _headline(status: Status, name: str, reason: str, device: str = "") -> RenderableType:
+    """The answer with what ran the model, then why."""
+    outcome = harmless(outcome_line(status, device), _STATUS_STYLE[status])
+    return Text.assemble(outcome, "  ", harmless(name, "bold"), "\n", harmless(opening(reason)))
 
 
 def _gates(gates: Iterable[Gate]) -> RenderableType:

@@ -14,6 +14,7 @@ from vexport.files import from_json, write_text
 from vexport.outputs import NamedPath, require_separate
 from vexport.plan import require_accepted
 from vexport.reports import render
+from vexport.reports.gates import checkpoint_gate
 from vexport.run.attempts import read_attempts
 from vexport.run.choices import Choices
 from vexport.run.promoting import attempts_with, promote, require_promotable
@@ -145,8 +146,10 @@ def conclude(
     """The run's outcome and the sentence that justifies it: the first stage that failed decides."""
     for stage, report in (("check", checked), ("dry load", dry), ("load", loads.candidate)):
         if report is not None and not report.ok:
-            first = next(finding for finding in report.findings if finding.severity == "error")
-            return "FAIL", f"{stage}: {first}"
+            return "FAIL", f"{stage}: {checkpoint_gate(stage, report).message}"
     if verdict is None:
-        return "PASS", "check and load found no error; the scenario asks for no evaluation"
+        return (
+            "PASS",
+            "check and load found no error; accuracy was not evaluated (no `evaluate` in the scenario)",
+        )
     return verdict.outcome, verdict.reason

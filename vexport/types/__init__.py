@@ -17,6 +17,7 @@ from vexport.types.loading import (
     LogprobAgreement,
     MatrixCell,
     MatrixRow,
+    device_words,
 )
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnMisfit, Plan
 from vexport.types.report import LayerError, LayerErrors, Report
@@ -94,4 +95,5 @@ __all__ = [
     "Tradeoff",
     "Verdict",
     "WeightPart",
+    "device_words",
 ]

@@ -118,7 +118,8 @@ class Verdict:
     `pooled` takes all documents as one task, None where there is one task or a metric is not 0/1.
     `warnings` say what weakens the answer: samples that are missing, an environment that changed.
     `looks` has every look of an evaluation that stopped early, in order. `drift` and `attribution` are what
-    `vexport eval` measured beside the tasks; those of a run stand in its report.
+    `vexport eval` measured beside the tasks; those of a run stand in its report. `device` ran the candidate
+    (`CPU, emulated`), empty where its results do not tell.
     """
 
     outcome: Outcome
@@ -127,6 +128,7 @@ class Verdict:
     alpha: float
     method: str
     tasks: tuple[TaskVerdict, ...]
+    device: str = ""
     pooled: Comparison | None = None
     warnings: tuple[str, ...] = ()
     looks: tuple[Look, ...] = ()

@@ -26,6 +26,22 @@ class EngineInfo:
     blind_spots: tuple[str, ...]
     start_seconds: float
 
+    @property
+    def device(self) -> str:
+        """What ran the model, to be read after "on": as `device_words`."""
+        return device_words(
+            self.platform, self.processor, emulated=self.emulated, compilation=self.compilation
+        )
+
+
+def device_words(platform: str, processor: str, *, emulated: bool, compilation: str = "") -> str:
+    """`CPU, emulated`, or `NVIDIA H100, compiled`; a GPU in eager mode says so, a CPU mostly runs in it."""
+    on_cpu = platform == "cpu"
+    eager = compilation in ("", "NONE", "0")
+    mode = "" if on_cpu or not compilation else "eager"
+    parts = ("CPU" if on_cpu else processor, "emulated" if emulated else "", mode if eager else "compiled")
+    return ", ".join(part for part in parts if part)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:

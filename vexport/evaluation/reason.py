@@ -1,0 +1,151 @@
+"""The sentence that justifies a verdict, short enough to be read in one breath.
+
+Scores are compared in points; a metric that is no share is compared in its own units, under its own name.
+Intervals, levels and p values stand in the tables of a report.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vexport.types import Outcome, TaskVerdict
+
+MAX_NAMED = 3
+"""Tasks that are named where several are not settled; the others are counted."""
+_MOST_DIGITS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """Differences of one metric as numbers: points of a share, or the metric's own units."""
+
+    factor: int
+    name: str
+    margin: float
+
+    def number(self, value: float) -> str:
+        """Two decimals, one from 10 up; more where the number would read like the margin and is not it."""
+        scaled, limit = self.factor * value, self.factor * self.margin
+        for digits in range(1 if abs(scaled) >= 10 else 2, _MOST_DIGITS):
+            text = f"{scaled:.{digits}f}"
+            if abs(scaled) == limit or abs(float(text)) != limit:
+                break
+        return text if float(text) else text.lstrip("-")
+
+    def signed(self, value: float) -> str:
+        text = self.number(value)
+        return text if text.startswith("-") or not float(text) else f"+{text}"
+
+    @property
+    def limit(self) -> str:
+        """The accepted loss: `2 points`."""
+        amount = f"{self.factor * self.margin:.6g}"
+        return amount + (" point" if (amount, self.name) == ("1", " points") else self.name)
+
+    @property
+    def accepted(self) -> str:
+        """`2 points were accepted`."""
+        if not self.margin:
+            return "no loss was accepted"
+        return f"{self.limit} {'were' if self.limit.endswith(' points') else 'was'} accepted"
+
+
+def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float) -> str:
+    """Why the tasks have this outcome over all; no full stop."""
+    sentences: dict[Outcome, Callable[[Sequence[TaskVerdict], float], str]] = {
+        "PASS": _passed,
+        "FAIL": _failed,
+        "INCONCLUSIVE": _not_settled,
+    }
+    return sentences[outcome](tasks, margin)
+
+
+def _unit(task: TaskVerdict, margin: float) -> _Unit:
+    if max(task.baseline.value, task.candidate.value) <= 1:
+        return _Unit(factor=100, name=" points", margin=margin)
+    return _Unit(factor=1, name=f" in {task.metric}", margin=margin)
+
+
+def _passed(tasks: Sequence[TaskVerdict], margin: float) -> str:
+    worst = min(tasks, key=lambda task: task.low)
+    unit = _unit(worst, margin)
+    if len(tasks) == 1:
+        return f"{worst.task} {_moved(worst, unit)}, {unit.accepted}"
+    bound = f"worst: {worst.task} {unit.signed(worst.difference)}, at worst {unit.signed(worst.low)}"
+    return f"{_all(tasks)} {_within(tasks, margin)} ({bound})"
+
+
+def _all(tasks: Sequence[TaskVerdict]) -> str:
+    return "both tasks" if len(tasks) == 2 else f"all {len(tasks)} tasks"
+
+
+def _within(tasks: Sequence[TaskVerdict], margin: float) -> str:
+    if not margin:
+        return "lose nothing"
+    limits = dict.fromkeys(_unit(task, margin).limit for task in tasks)
+    return f"lose less than {' or '.join(limits)}"
+
+
+def _failed(tasks: Sequence[TaskVerdict], margin: float) -> str:
+    failed = [task for task in tasks if task.outcome == "FAIL"]
+    worst = min(failed, key=lambda task: task.high)
+    unit = _unit(worst, margin)
+    if len(failed) == 1:
+        loss = f"{unit.number(-worst.difference)}{unit.name} (at least {unit.number(-worst.high)})"
+        return f"{worst.task} loses {loss}, {unit.accepted}{_others(tasks, 'FAIL')}"
+    lost = "something" if not margin else f"more than {unit.limit}"
+    numbers = f"{unit.signed(worst.difference)}, at best {unit.signed(worst.high)}"
+    which = _all(tasks) if len(failed) == len(tasks) else f"{len(failed)} of {len(tasks)} tasks"
+    return f"{which} lose {lost} (worst: {worst.task} {numbers})"
+
+
+def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
+    unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE"]
+    if len(unsettled) == 1:
+        (task,) = unsettled
+        unit = _unit(task, margin)
+        change = f"{unit.signed(task.difference)}{unit.name}"
+        span = f"between {unit.signed(task.low)} and {unit.signed(task.high)}"
+        return (
+            f"{task.task} is not settled after {_documents(task.documents)}: {change}, {span}, "
+            f"{unit.accepted}; {_remedy(task)}{_others(tasks, 'INCONCLUSIVE')}"
+        )
+    named = [f"{task.task} (read {_documents(task.documents)}, {_need(task)})" for task in unsettled]
+    more = len(named) - MAX_NAMED
+    rest = f" and {more} more" if more > 0 else ""
+    return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {', '.join(named[:MAX_NAMED])}{rest}"
+
+
+def _moved(task: TaskVerdict, unit: _Unit) -> str:
+    """`loses 0.43 points (at most 0.84)`, or what it gains."""
+    change = float(unit.number(task.difference))
+    if change < 0:
+        return f"loses {unit.number(-task.difference)}{unit.name} (at most {unit.number(-task.low)})"
+    if not change:
+        return f"loses nothing (at most {unit.number(max(0.0, -task.low))}{unit.name})"
+    gain = f"gains {unit.number(task.difference)}{unit.name}"
+    if task.low >= 0:
+        return f"{gain} (at least {unit.number(task.low)})"
+    return f"{gain} (at worst it loses {unit.number(-task.low)})"
+
+
+def _others(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
+    """What the tasks do that the sentence does not name, where all of them do the same."""
+    others = [task for task in tasks if task.outcome != outcome]
+    if not others or {task.outcome for task in others} != {"PASS"}:
+        return ""
+    return "; the other task passes" if len(others) == 1 else f"; the other {len(others)} tasks pass"
+
+
+def _remedy(task: TaskVerdict) -> str:
+    if task.documents_needed is None:
+        return "at this difference no number of documents would settle it"
+    return f"about {task.documents_needed:,} would settle it"
+
+
+def _need(task: TaskVerdict) -> str:
+    needed = task.documents_needed
+    return "no number would settle it" if needed is None else f"about {needed:,} needed"
+
+
+def _documents(number: int) -> str:
+    return f"{number:,} document" if number == 1 else f"{number:,} documents"
