@@ -10,6 +10,7 @@ import pytest
 from tests.command import vexport
 from vexport import checks, compress, observers, packing, reports, schemes
 from vexport.architectures import architecture_table
+from vexport.observer_names import OBSERVERS
 from vexport.observers.base import named_observers
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
@@ -89,6 +90,14 @@ def test_every_observer_is_listed() -> None:
     listed = set(observers.OBSERVERS.values())
     assert {kind.__module__.rpartition(".")[2] for kind in listed} == files("observers")
     assert set(named_observers()) == listed
+
+
+def test_observers_are_named_without_torch_as_their_classes_are() -> None:
+    assert list(OBSERVERS) == list(observers.OBSERVERS)
+    for name, kind in observers.OBSERVERS.items():
+        doc = " ".join((kind.__doc__ or "").split())
+        assert OBSERVERS[name].kind == kind.__name__
+        assert doc.startswith(OBSERVERS[name].summary)
 
 
 def test_every_report_format_is_listed() -> None:

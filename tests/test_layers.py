@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 # From the bottom to the top: a module may import from its own layer's package and from layers below.
 LAYERS = (
     {"version", "errors", "escaping", "observer_names"},
-    {"types"},
+    {"types", "extras"},
     {"files", "noise"},
     {"outputs"},
     {"checkpoint", "architectures"},
@@ -38,11 +38,13 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: commands import what they run, the pipeline what needs torch, a download the
-# hub's client; workers, programs of their own, import vLLM, lm-eval and what of vexport they are asked for.
+# hub's client, a repair what needs torch; workers, programs of their own, import vLLM, lm-eval and what of
+# vexport they are asked for.
 LATE = {
     "commands": ("vexport",),
     "pipeline": ("vexport",),
     "checkpoint": ("huggingface_hub",),
+    "repair": ("vexport",),
     "engine": ("vllm", "vexport"),
     "evaluation": ("vllm", "lm_eval", "datasets", "tqdm"),
 }

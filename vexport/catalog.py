@@ -9,7 +9,7 @@ from rich.table import Table
 
 from vexport.architectures import architecture_table
 from vexport.checks import ACTIVATIONS, CHECKS, COMPARED, FILES, OBSERVED, SOURCE
-from vexport.observers import OBSERVERS
+from vexport.observer_names import OBSERVERS
 from vexport.schemes import all_schemes
 from vexport.schemes.base import Family, QuantArgs
 
@@ -52,8 +52,8 @@ def schemes() -> Rows:
 def observers() -> Rows:
     """Names and first sentences."""
     return [
-        {"observer": name, "class": kind.__name__, "what it does": _first(kind.__doc__)}
-        for name, kind in OBSERVERS.items()
+        {"observer": name, "class": known.kind, "what it does": known.summary}
+        for name, known in OBSERVERS.items()
     ]
 
 
@@ -97,10 +97,6 @@ def _args(args: QuantArgs | None) -> str:
     zero = "" if args.symmetric else ", zero points"
     dynamic = {True: ", dynamic", "local": ", groups dynamic"}.get(args.dynamic, "")
     return f"{kind}{args.num_bits} {args.strategy}{size}{zero}{dynamic}"
-
-
-def _first(text: str | None) -> str:
-    return (text or "").strip().split("\n\n")[0].replace("\n", " ").split(" [")[0].rstrip(".")
 
 
 CATALOGS: Mapping[str, Callable[[], Rows]] = {

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from vexport import observer_names
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import resolve_source
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError
+from vexport.extras import require_extra
 from vexport.files import refuse_existing, resumable_directory
 from vexport.kernels.compiling import watch_compilation
+from vexport.observer_names import OBSERVERS
 from vexport.outputs import NamedPath, require_separate
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import build_plan, require_accepted
@@ -65,17 +66,13 @@ def plan_source(
     source: str, rules: Sequence[Rule], settings: PlanSettings = DEFAULTS
 ) -> tuple[SourceIndex, Plan]:
     """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
-    require_observers({rule.observer for rule in rules}.difference(observer_names.MIN_MAX))
+    require_observers({rule.observer for rule in rules})
     index = read_index(resolve_source(source))
     return index, build_plan(index, rules, settings)
 
 
 def require_observers(names: Collection[str]) -> None:
     """InputError for a name that no observer has."""
-    if not names:
-        return
-    from vexport.observers import OBSERVERS
-
     for name in names:
         if name not in OBSERVERS:
             raise InputError(
@@ -97,7 +94,7 @@ def plan_scenario(scenario: Scenario, run_dir: Path | None = None) -> tuple[Sour
 
 def scenario_index(scenario: Scenario) -> SourceIndex:
     """The headers of a scenario's source; InputError for unusable ones, and for unknown observers."""
-    require_observers({rule.observer for rule in scenario.rules}.difference(observer_names.MIN_MAX))
+    require_observers({rule.observer for rule in scenario.rules})
     return read_index(resolve_source(scenario.source))
 
 
@@ -126,6 +123,7 @@ def calibrate_plan(
     """Run the calibration that a plan needs; None where it needs none."""
     if settings is None or not will_calibrate(plan, settings):
         return None
+    require_extra("torch", "calibrating")
     from vexport.calibration import calibrate, default_device
 
     samples = calibration_samples(index, settings, settings.samples, trust_remote_code=trust_remote_code)
@@ -151,6 +149,7 @@ def unit_losses(
     trust_remote_code: bool,
 ) -> Sensitivity:
     """The loss of every unit in each of its schemes; see `vexport.sensitivity.measure`."""
+    require_extra("torch", "measuring what each scheme costs")
     from vexport.calibration import default_device
     from vexport.sensitivity.measure import measure
 
@@ -179,6 +178,7 @@ def calibration_samples(
     index: SourceIndex, settings: CalibrationSettings, number: int, *, trust_remote_code: bool
 ) -> "Samples":
     """The first rows of a calibration file as token ids of the checkpoint; InputError for bad ones."""
+    require_extra("transformers", "calibrating")
     from vexport.calibration import read_samples
 
     return read_samples(
@@ -249,12 +249,14 @@ def write_checkpoint(
 
 
 def _search() -> Search:
+    require_extra("torch", "an observer that searches for scales")
     from vexport.searched import search_scales
 
     return search_scales
 
 
 def _compress(device: str) -> Compress:
+    require_extra("torch", f"--device {device}")
     from vexport.calibration.device import require_device
     from vexport.on_device import compress_group
 

@@ -10,8 +10,10 @@ from pydantic import TypeAdapter
 from vexport.checkpoint.index import weight_files
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
+from vexport.types import Report
 
 STAGES_FILE = "stages.json"
+REPORT = "report.json"
 # Says of a folder that it is a run directory and may be emptied with --overwrite.
 MARK = ".vexport-run"
 MARK_TEXT = "A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n"
@@ -110,3 +112,12 @@ def path_digest(path: Path) -> str:
 def value_digest(value: object) -> str:
     """The digest of a value's JSON."""
     return digest_bytes(TypeAdapter(type(value)).dump_json(value))
+
+
+def read_report(folder: Path) -> Report:
+    """The report of a finished run directory; InputError where there is none."""
+    path = folder / REPORT
+    if not path.is_file():
+        got, fix = f"no {REPORT}", "call `vexport run` first"
+        raise InputError(str(folder), got=got, need="a finished run directory", fix=fix)
+    return from_json(Report, path)

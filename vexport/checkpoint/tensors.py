@@ -3,6 +3,8 @@
 import warnings
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vexport.checkpoint.reader import Reader
@@ -45,3 +47,12 @@ def read_weight(reader: Reader, tensor: TensorInfo, part: WeightPart | None) -> 
         return stored
     expert = stored.reshape(-1, *stored.shape[-2:])[part.expert]
     return (expert.T if part.transposed else expert)[part.start : part.stop : part.step]
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The little-endian bytes of a tensor, row by row."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array.data

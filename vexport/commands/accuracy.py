@@ -89,6 +89,7 @@ def evaluate(
       vexport eval OUT --task gsm8k --accept accepted.json
       vexport eval NEXT --task gsm8k --against accepted.json
     """
+    from vexport.engine.session import require_engine
     from vexport.evaluation.accepted import (
         accept_results,
         choice_of,
@@ -98,10 +99,12 @@ def evaluate(
     )
     from vexport.reports import render_verdict
     from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, Serve
-    from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
     from vexport.terminal import progress_display
 
     _require_a_question(baseline, against, accept, early=stopping == "early", limits=kl_limit or nll_limit)
+    require_engine((vllm_python,))
+    from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
+
     if accept:
         require_writable(accept)
     settings = Evaluate(

@@ -116,6 +116,9 @@ def _against(source: str | None, calibration: Path | None, on_progress: "OnProgr
     if source is None:
         return None
     from vexport.checkpoint.source import resolve_source
+    from vexport.extras import require_extra
+
+    require_extra("torch", "--source")
     from vexport.fidelity.compare import against
 
     root = resolve_source(source)
@@ -202,6 +205,9 @@ def load(
             )
             text = render_dry_loads(shown, format_)
         else:
+            from vexport.engine.session import require_engine
+
+            require_engine(pythons)
             from vexport.loading import load_checkpoints
             from vexport.reports import render_loads
             from vexport.scenario import Serve
@@ -264,6 +270,9 @@ def diff_command(a: Path, b: Path, format_: str, quiet: bool) -> None:
       vexport diff OUT REPAIRED
       vexport diff MODEL OUT --format json
     """
+    from vexport.extras import require_extra
+
+    require_extra("torch", "comparing the values of tensors")
     from vexport.diff import diff
     from vexport.reports.diff import render_diff
     from vexport.terminal import progress_display

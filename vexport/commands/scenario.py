@@ -40,13 +40,16 @@ def run(
       vexport run SCENARIO.yaml
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
     """
+    from vexport.engine.session import require_engine
     from vexport.reports import render
-    from vexport.run import run_scenario
     from vexport.scenario import read_scenario
-    from vexport.serving import EngineOptions
     from vexport.terminal import progress_display
 
     parsed = read_scenario(scenario)
+    require_engine((vllm_python,))
+    from vexport.run import run_scenario
+    from vexport.serving import EngineOptions
+
     folder = run_dir or parsed.run_dir
     with progress_display(quiet=quiet) as on_progress:
         options = EngineOptions(
@@ -80,7 +83,7 @@ def report(run_dirs: tuple[Path, ...], format_: str, quiet: bool) -> None:
       vexport report runs/monday runs/tuesday -o history.html
     """
     from vexport.reports import render, render_history
-    from vexport.run import read_report
+    from vexport.rundir import read_report
 
     reports = [read_report(folder) for folder in run_dirs]
     print_text(render(reports[0], format_) if len(reports) == 1 else render_history(reports, format_))

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +13,7 @@ from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.messages import EngineFailure, InputProblem, Progress, SessionRequest, SessionResult
 from vexport.engine.process import run_group
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
+from vexport.extras import fix, require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.version import __version__
 
@@ -36,7 +37,6 @@ _DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
 }
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
-_INSTALL = "`pip install vexport[vllm]` (GPU) or `pip install vexport[cpu]`, or choose another --vllm-python"
 _FIXES = {
     "refused": "re-export the checkpoint",
     "unsupported": "load it on a GPU, or check it with `vexport load --dry`",
@@ -44,7 +44,6 @@ _FIXES = {
     "crashed": "read the log; report it to vLLM if the checkpoint is sound",
     "out of memory": "free memory, or lower max_model_len or VLLM_CPU_KVCACHE_SPACE",
     "timed out": "give it more time or less work",
-    "missing": _INSTALL,
 }
 
 
@@ -58,8 +57,12 @@ class EngineFault(EnvironmentFault):
             where,
             got=f"{failure.kind}: {failure.message}",
             need="an engine that runs to the end",
-            fix=f"{_FIXES[failure.kind]}{place}",
+            fix=f"{_fix(failure.kind)}{place}",
         )
+
+
+def _fix(kind: str) -> str:
+    return f"{fix('vllm')}, or choose another --vllm-python" if kind == "missing" else _FIXES[kind]
 
 
 def run_session(
@@ -159,6 +162,17 @@ def require_vllm(vllm_python: Path | None = None) -> None:
     python = vllm_python or Path(sys.executable)
     if (missing := _missing(python)) is not None:
         raise EngineFault(str(python), missing)
+
+
+def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
+    """EngineFault unless each interpreter has vLLM, MissingPackage unless this one has the reference model's.
+
+    Imports neither: what needs them takes seconds to import.
+    """
+    for python in vllm_pythons:
+        require_vllm(python)
+    for module in ("torch", "transformers", "compressed_tensors"):
+        require_extra(module, "vexport: comparing with transformers")
 
 
 def _missing(python: Path) -> EngineFailure | None:

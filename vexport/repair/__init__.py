@@ -1,11 +1,12 @@
 """Mends a checkpoint of any producer without calibration, and says what each mend costs.
 
-Adding a family of mends is one new file and one line in `FAMILIES`.
+Adding a family of mends is one new file and one line in `families.FAMILIES`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.reader import Reader
@@ -13,41 +14,22 @@ from vexport.checks import findings_of, findings_on
 from vexport.checks.methods import other_method
 from vexport.checks.subject import Subject
 from vexport.errors import InputError
-from vexport.fidelity.source import Source
+from vexport.extras import MissingPackage, is_installed, require_extra
 from vexport.files import new_directory, refuse_existing
 from vexport.outputs import NamedPath, require_separate
-from vexport.repair import (
-    arguments,
-    config,
-    files,
-    global_scales,
-    kv_cache,
-    layout,
-    ordering,
-    restore,
-    targets,
-)
-from vexport.repair.cost import weight_change
+from vexport.repair import config, files, targets
 from vexport.repair.mends import Changes, Mend, RepairReport
 from vexport.repair.overlay import apply
 from vexport.repair.write import write_checkpoint
 from vexport.types import Finding
 
-Family = Callable[[Subject, Source | None], Changes]
-OnProgress = Callable[[str, int, int], None]
+if TYPE_CHECKING:
+    from vexport.fidelity.source import Source
 
-# In this order: each family sees the checkpoint as those before it left it.
-FAMILIES: Sequence[tuple[str, Family]] = (
-    (config.NAME, config.run),
-    (ordering.NAME, ordering.run),
-    (arguments.NAME, arguments.run),
-    (targets.NAME, targets.run),
-    (layout.NAME, layout.run),
-    (restore.NAME, restore.run),
-    (global_scales.NAME, global_scales.reciprocals),
-    (global_scales.NAME, global_scales.unequal),
-    (kv_cache.NAME, kv_cache.run),
-)
+Family = Callable[[Subject, "Source | None"], Changes]
+OnProgress = Callable[[str, int, int], None]
+# What repairs config.json alone and so needs no torch; `families.FAMILIES` has all.
+CONFIG_ONLY: Sequence[tuple[str, Family]] = ((config.NAME, config.run), (targets.NAME, targets.run))
 
 
 def repair_checkpoint(
@@ -56,7 +38,8 @@ def repair_checkpoint(
     """Mend what can be mended and write the result to the folder `out`, whole or not at all.
 
     Nothing is written where an error remains that no mend removes, a file that cannot be read among them.
-    Raises InputError for folders that are no checkpoints, and where `out` may not be written.
+    Raises InputError for folders that are no checkpoints, and where `out` may not be written. Without torch
+    only config.json and the index are repaired: MissingPackage where that is not enough.
     """
     require_checkpoint(checkpoint)
     inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
@@ -66,12 +49,12 @@ def repair_checkpoint(
     )
     refuse_existing(out, overwrite=overwrite)
     with Reader() as reader, Reader() as source_reader:
-        origin = Source(source, source_reader) if source else None
+        origin = _source(source, source_reader) if source else None
         mends: tuple[Mend, ...] = ()
         try:
             index, mends = files.open_checkpoint(checkpoint)
             subject = Subject(index, reader)
-            for name, family in FAMILIES if other_method(subject) is None else ():
+            for name, family in _families() if other_method(subject) is None else ():
                 on_progress(f"mend {name}", 0, 1)
                 subject, made = _mended(subject, family(subject, origin), origin)
                 mends += made
@@ -80,12 +63,29 @@ def repair_checkpoint(
         except InputError as problem:
             return _report(checkpoint, out, mends, findings_of(problem))
         report = _report(checkpoint, out, mends, findings)
+        if not report.ok and not is_installed("torch"):
+            raise MissingPackage("torch", f"{checkpoint}: repairing {report.refusals[0].where}")
         if report.ok:
             with new_directory(out, overwrite=overwrite) as folder:
                 write_checkpoint(
                     subject, folder, on_bytes=lambda done, total: on_progress("write", done, total)
                 )
     return report
+
+
+def _families() -> Sequence[tuple[str, Family]]:
+    if not is_installed("torch"):
+        return CONFIG_ONLY
+    from vexport.repair.families import FAMILIES
+
+    return FAMILIES
+
+
+def _source(root: Path, reader: Reader) -> "Source":
+    require_extra("torch", "--source")
+    from vexport.fidelity.source import Source
+
+    return Source(root, reader)
 
 
 def _report(
@@ -102,7 +102,7 @@ def _report(
     )
 
 
-def _mended(subject: Subject, changes: Changes, source: Source | None) -> tuple[Subject, tuple[Mend, ...]]:
+def _mended(subject: Subject, changes: Changes, source: "Source | None") -> tuple[Subject, tuple[Mend, ...]]:
     """The checkpoint with the changes, and the mends with what they cost the weights."""
     if not changes.mends:
         return subject, ()
@@ -110,7 +110,9 @@ def _mended(subject: Subject, changes: Changes, source: Source | None) -> tuple[
     return after, tuple(_priced(mend, subject, after, source) for mend in changes.mends)
 
 
-def _priced(mend: Mend, before: Subject, after: Subject, source: Source | None) -> Mend:
+def _priced(mend: Mend, before: Subject, after: Subject, source: "Source | None") -> Mend:
     if mend.layer is None:
         return mend
+    from vexport.repair.cost import weight_change
+
     return replace(mend, change=weight_change(before, after, mend.layer, source))

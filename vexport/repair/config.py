@@ -3,14 +3,17 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
 from vexport.checks.methods import METHOD
 from vexport.checks.subject import Subject
-from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Mend
 from vexport.schemes.base import QuantArgs
 from vexport.types import Json
+
+if TYPE_CHECKING:
+    from vexport.fidelity.source import Source
 
 NAME = "config"
 ARGUMENTS = ("weights", "input_activations", "output_activations")
@@ -19,7 +22,7 @@ KNOWN = frozenset(field.name for field in fields(QuantArgs))
 SPARSE_LEAVES = ("compressed", "bitmask", "row_offsets", "meta")
 
 
-def run(subject: Subject, source: Source | None) -> Changes:
+def run(subject: Subject, source: "Source | None") -> Changes:
     """The config without what vLLM refuses."""
     config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
     moved = tuple(_moved(config, subject))

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from vexport.types import Finding, Json, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class Edit:
 
     tensors: tuple[TensorSpec, ...]
     near: str
-    make: Callable[[], Mapping[str, torch.Tensor]]
+    make: "Callable[[], Mapping[str, torch.Tensor]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
-import torch
+from typing import TYPE_CHECKING
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
@@ -14,6 +11,9 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.subject import Subject
 from vexport.repair.mends import Changes, Edit
 from vexport.types import TensorInfo
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Overlay(Reader):
@@ -28,7 +28,11 @@ class Overlay(Reader):
     def raw(self, tensor: TensorInfo) -> memoryview:
         """The bytes of a tensor as it will be written."""
         edit = self._edits.get(tensor.name)
-        return self.base.raw(tensor) if edit is None else raw_bytes(self._made(edit)[tensor.name])
+        if edit is None:
+            return self.base.raw(tensor)
+        from vexport.checkpoint.tensors import raw_bytes
+
+        return raw_bytes(self._made(edit)[tensor.name])
 
     def release(self, tensors: Iterable[TensorInfo]) -> None:
         """Pages of the checkpoint's files that are no longer needed; edited tensors have none."""
@@ -38,7 +42,7 @@ class Overlay(Reader):
         """Whether a tensor's bytes are not those of the checkpoint's files."""
         return name in self._edits or isinstance(self.base, Overlay) and self.base.is_edited(name)
 
-    def _made(self, edit: Edit) -> Mapping[str, torch.Tensor]:
+    def _made(self, edit: Edit) -> "Mapping[str, torch.Tensor]":
         if self._last is None or self._last[0] is not edit:
             self._last = None
             self._last = (edit, edit.make())
@@ -53,15 +57,6 @@ def apply(subject: Subject, changes: Changes) -> Subject:
     config = index.config if changes.config is None else changes.config
     reader = Overlay(subject.reader, edits) if edits else subject.reader
     return Subject(replace(index, config=config, tensors=tensors), reader)
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The little-endian bytes of a tensor, row by row."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return memoryview(b"")
-    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return array.data
 
 
 def _tensors(

@@ -3,10 +3,10 @@
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from vexport.checks.layers import fits, layers_of
 from vexport.checks.subject import ConfigGroup, Subject, Unit, matches_any
-from vexport.fidelity.source import Source
 from vexport.plan.ignore import ignored
 from vexport.plan.linears import names_of
 from vexport.repair.mends import LOSSLESS, Changes, Mend
@@ -14,11 +14,14 @@ from vexport.schemes.base import is_head
 from vexport.schemes.config import targets_of
 from vexport.types import FusionGroup, Json, LinearPlan
 
+if TYPE_CHECKING:
+    from vexport.fidelity.source import Source
+
 NAME = "targets"
 MOST_NAMES = 4
 
 
-def run(subject: Subject, source: Source | None) -> Changes:
+def run(subject: Subject, source: "Source | None") -> Changes:
     """The config with an ignore list and targets that agree with the tensors."""
     if not subject.config_groups:
         return Changes()

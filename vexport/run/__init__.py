@@ -9,8 +9,7 @@ from pathlib import Path
 from vexport.calibration.coverage import expert_coverage
 from vexport.checkpoint.card import inherited_card
 from vexport.engine.session import require_vllm
-from vexport.errors import InputError
-from vexport.files import from_json, write_text
+from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate
 from vexport.plan import require_accepted
 from vexport.reports import render
@@ -21,12 +20,12 @@ from vexport.run.promoting import attempts_with, promote, require_promotable
 from vexport.run.sessions import NOT_RUN, Loads, Sessions
 from vexport.run.stages import Stages
 from vexport.run.weights import Weights
+from vexport.rundir import REPORT
 from vexport.scenario import Scenario
 from vexport.serving import EngineOptions, require_tasks, task_files
 from vexport.types import CheckReport, DryLoadReport, Outcome, Report, Verdict
 from vexport.version import __version__
 
-REPORT = "report.json"
 REPORT_FILES = {"report.html": "html", "report.md": "markdown", "junit.xml": "junit", "model-card.md": "card"}
 
 
@@ -80,15 +79,6 @@ def _written(report: Report, folder: Path) -> Report:
     for name, format_ in REPORT_FILES.items():
         write_text(folder / name, render(report, format_))
     return report
-
-
-def read_report(folder: Path) -> Report:
-    """The report of a finished run directory; InputError where there is none."""
-    path = folder / REPORT
-    if not path.is_file():
-        got, fix = f"no {REPORT}", "call `vexport run` first"
-        raise InputError(str(folder), got=got, need="a finished run directory", fix=fix)
-    return from_json(Report, path)
 
 
 def _report(stages: Stages, choices: Choices) -> Report:

