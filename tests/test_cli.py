@@ -127,7 +127,7 @@ def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) ->
     ran = vexport("run", scenario, "--run-dir", tmp_path / "run", "--vllm-python", python, "--quiet")
     assert ran.code == 4
     (line,) = ran.errors
-    assert "pip install vexport[vllm]" in line
+    assert "install vLLM there (python -m pip install vllm), or choose another --vllm-python" in line
     assert not (tmp_path / "run").exists()
 
 

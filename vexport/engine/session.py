@@ -13,7 +13,7 @@ from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.messages import EngineFailure, InputProblem, Progress, SessionRequest, SessionResult
 from vexport.engine.process import run_group
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
-from vexport.extras import fix, require_extra
+from vexport.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.version import __version__
 
@@ -44,6 +44,7 @@ _FIXES = {
     "crashed": "read the log; report it to vLLM if the checkpoint is sound",
     "out of memory": "free memory, or lower max_model_len or VLLM_CPU_KVCACHE_SPACE",
     "timed out": "give it more time or less work",
+    "missing": "install vLLM there (python -m pip install vllm), or choose another --vllm-python",
 }
 
 
@@ -57,12 +58,8 @@ class EngineFault(EnvironmentFault):
             where,
             got=f"{failure.kind}: {failure.message}",
             need="an engine that runs to the end",
-            fix=f"{_fix(failure.kind)}{place}",
+            fix=f"{_FIXES[failure.kind]}{place}",
         )
-
-
-def _fix(kind: str) -> str:
-    return f"{fix('vllm')}, or choose another --vllm-python" if kind == "missing" else _FIXES[kind]
 
 
 def run_session(
@@ -158,10 +155,11 @@ def _error(problem: InputProblem) -> VexportError:
 
 
 def require_vllm(vllm_python: Path | None = None) -> None:
-    """EngineFault unless the interpreter (our own by default) starts and has vLLM."""
-    python = vllm_python or Path(sys.executable)
-    if (missing := _missing(python)) is not None:
-        raise EngineFault(str(python), missing)
+    """MissingPackage unless this interpreter has vLLM, EngineFault unless that other one starts and has it."""
+    if vllm_python is None:
+        require_extra("vllm", "vexport: loading a checkpoint")
+    elif (missing := _missing(vllm_python)) is not None:
+        raise EngineFault(str(vllm_python), missing)
 
 
 def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
