@@ -67,7 +67,7 @@ def test_interpreter_without_vllm(tmp_path: Path) -> None:
             run_session(request, log=tmp_path / "log", timeout=60, vllm_python=python, on_progress=ignore)
         assert caught.value.exit_code == 4
         assert caught.value.failure.kind == "missing"
-        assert "pip install vexport[cpu]" in str(caught.value)
+        assert "python -m pip install vllm" in str(caught.value)
         assert "\n" not in str(caught.value)
 
 

@@ -155,7 +155,7 @@ def _error(problem: InputProblem) -> VexportError:
 
 
 def require_vllm(vllm_python: Path | None = None) -> None:
-    """MissingPackage unless this interpreter has vLLM, EngineFault unless that other one starts and has it."""
+    """MissingPackage unless this interpreter has vLLM; EngineFault unless the other one starts and has it."""
     if vllm_python is None:
         require_extra("vllm", "vexport: loading a checkpoint")
     elif (missing := _missing(vllm_python)) is not None:
