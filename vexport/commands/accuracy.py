@@ -90,6 +90,9 @@ def evaluate(
       vexport eval NEXT --task gsm8k --against accepted.json
     """
     from vexport.engine.session import require_engine
+
+    _require_a_question(baseline, against, accept, early=stopping == "early", limits=kl_limit or nll_limit)
+    require_engine((vllm_python,))
     from vexport.evaluation.accepted import (
         accept_results,
         choice_of,
@@ -99,11 +102,8 @@ def evaluate(
     )
     from vexport.reports import render_verdict
     from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, Serve
-    from vexport.terminal import progress_display
-
-    _require_a_question(baseline, against, accept, early=stopping == "early", limits=kl_limit or nll_limit)
-    require_engine((vllm_python,))
     from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
+    from vexport.terminal import progress_display
 
     if accept:
         require_writable(accept)
