@@ -3,7 +3,8 @@
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -14,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors
 from vexport.schemes import FAMILIES, KEEP
-from vexport.types import BudgetKind, KvCache, Method, OnMisfit
+from vexport.types import GENERATION_KEYS, BatchSize, BudgetKind, GenKwargs, KvCache, Method, OnMisfit
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128
@@ -29,6 +30,16 @@ DEFAULT_KL_PROMPTS = 16
 DEFAULT_OBSERVER = "memoryless_minmax"
 # The scheme of a rule that leaves the choice to measured losses and a budget.
 AUTO = "auto"
+# What people call a setting elsewhere, in lm-eval's other front ends or in vLLM.
+_OTHER_NAMES = {
+    "fewshot": "evaluate.num_fewshot",
+    "n_shot": "evaluate.num_fewshot",
+    "shots": "evaluate.num_fewshot",
+    "chat_template": "evaluate.apply_chat_template (true, false or a template's name)",
+    "system_prompt": "evaluate.system_instruction",
+    "generation_kwargs": "evaluate.gen_kwargs",
+    "max_batch_size": "evaluate.batch_size, how many requests vLLM is given at once",
+}
 
 
 class _Strict(BaseModel):
@@ -154,12 +165,27 @@ class Evaluate(_Strict):
     `stopping: early` the checkpoint is read no further than the answer needs. `kl_limit` bounds the mean KL
     to the baseline and `nll_limit` the rise of the NLL, in nats a token, over `kl_prompts` prompts at most:
     beyond them is a warning.
+
+    How the models are asked has lm-eval's own names and meanings, for both models alike. Without
+    `apply_chat_template` (true, false or a template's name) a template is applied where the models have one;
+    with one, few-shot examples are turns of a conversation unless `fewshot_as_multiturn` is false.
+    `include_path` names folders with more tasks. `limit` takes the first documents, below 1 a share of them.
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    include_path: tuple[Path, ...] = ()
+    num_fewshot: Annotated[int, Ge(0)] | None = None
+    apply_chat_template: bool | str | None = None
+    fewshot_as_multiturn: bool | None = None
+    system_instruction: Annotated[str, Field(min_length=1)] | None = None
+    gen_kwargs: GenKwargs = {}
+    max_gen_toks: Annotated[int, Gt(0)] | None = None
+    think_end_token: Annotated[str, Field(min_length=1)] | None = None
+    enable_thinking: bool | None = None
+    batch_size: Annotated[BatchSize, Field(union_mode="left_to_right")] = "auto"
     margin: Annotated[float, Ge(0), Lt(1)] = DEFAULT_MARGIN
     alpha: Annotated[float, Gt(0), Lt(0.5)] = DEFAULT_ALPHA
-    limit: Annotated[int, Gt(0)] | None = None
+    limit: int | float | None = None
     gate: dict[str, str] = {}
     stopping: Literal["fixed", "early"] = "fixed"
     baseline: str | None = None
@@ -167,6 +193,48 @@ class Evaluate(_Strict):
     kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
     nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
     kl_prompts: Annotated[int, Gt(0)] = DEFAULT_KL_PROMPTS
+
+    @field_validator("include_path", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("apply_chat_template", mode="before")
+    @classmethod
+    def _whether_or_which(cls, value: object) -> object:
+        if not isinstance(value, bool | str | None) or value == "":
+            raise ValueError("true, false or the name of one of the model's templates")
+        return value
+
+    @field_validator("limit")
+    @classmethod
+    def _number_or_share(cls, value: int | float | None) -> int | float | None:
+        if value is not None and (value <= 0 or value >= 1 and value != int(value)):
+            raise ValueError("a number of documents from 1, or a share of them below 1")
+        return value if value is None or value < 1 else int(value)
+
+    @field_validator("batch_size")
+    @classmethod
+    def _positive(cls, value: BatchSize) -> BatchSize:
+        if value != "auto" and value < 1:
+            raise ValueError("auto, or a number of requests from 1")
+        return value
+
+    @field_validator("gen_kwargs")
+    @classmethod
+    def _spelled_right(cls, value: GenKwargs) -> GenKwargs:
+        hints = {key: nearest(key, GENERATION_KEYS) for key in value if key not in GENERATION_KEYS}
+        if wrong := [f"{key}{hint}" for key, hint in hints.items() if hint]:
+            raise ValueError(f"arguments that vLLM knows, not {', '.join(wrong)}")
+        return value
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.fewshot_as_multiturn and self.apply_chat_template is False:
+            raise ValueError("`fewshot_as_multiturn: true` only where a chat template is applied")
+        if self.enable_thinking and self.think_end_token is None:
+            raise ValueError("`think_end_token` with `enable_thinking: true`, to cut the thinking off")
+        return self
 
 
 class Scenario(_Strict):
@@ -213,11 +281,18 @@ def read_scenario(path: Path) -> Scenario:
     Paths inside are made absolute, relative to the scenario's folder. Raises InputError.
     """
     content = _load_yaml(path)
-    try:
+    with problems_at(str(path)):
         scenario = Scenario.model_validate(content)
-    except ValidationError as error:
-        raise InputErrors([_problem(path, detail) for detail in _causes(error.errors())]) from None
     return _absolute(scenario, path.parent)
+
+
+@contextmanager
+def problems_at(where: str) -> Iterator[None]:
+    """Raise what pydantic finds inside the block as InputErrors, each at its key in `where`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise InputErrors([_problem(where, detail) for detail in _causes(error.errors())]) from None
 
 
 def _load_yaml(path: Path) -> object:
@@ -250,15 +325,13 @@ def _causes(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     ]
 
 
-def _problem(path: Path, detail: ErrorDetails) -> InputError:
-    place = ".".join(str(part) for part in detail["loc"]) or "the file"
-    where = f"{path}: {place}"
+def _problem(file: str, detail: ErrorDetails) -> InputError:
+    place = ".".join(str(part) for part in detail["loc"])
+    where = f"{file}: {place}" if place else file
     if detail["type"] == "extra_forbidden":
         key, known = str(detail["loc"][-1]), _known_keys(detail["loc"][:-1])
         need = f"one of {', '.join(known)}"
-        return InputError(
-            where, got=f"the unknown key {key!r}", need=need, fix=f"remove it{nearest(key, known)}"
-        )
+        return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_where_to(key, known))
     if detail["type"] == "missing":
         return InputError(where, got="nothing", need="a value", fix="add the key")
     message = detail["msg"].removeprefix("Value error, ")
@@ -267,8 +340,8 @@ def _problem(path: Path, detail: ErrorDetails) -> InputError:
     return InputError(where, got=got, need=message, fix="mend the value")
 
 
-def _known_keys(location: Sequence[int | str]) -> list[str]:
-    models: dict[str, type[BaseModel]] = {
+def _sections() -> dict[str, type[BaseModel]]:
+    return {
         "rules": Rule,
         "calibration": Calibration,
         "auto": Auto,
@@ -276,9 +349,24 @@ def _known_keys(location: Sequence[int | str]) -> list[str]:
         "serve": Serve,
         "evaluate": Evaluate,
     }
+
+
+def _known_keys(location: Sequence[int | str]) -> list[str]:
+    models = _sections()
     section = next((str(part) for part in location if part in models), None)
     model = models[section] if section else Scenario
     return list(model.model_fields)
+
+
+def _where_to(key: str, known: Sequence[str]) -> str:
+    """What to do about an unknown key: where it belongs, or what it may have been meant to be."""
+    if key in _OTHER_NAMES:
+        return f"write {_OTHER_NAMES[key]}"
+    if homes := [name for name, model in _sections().items() if key in model.model_fields]:
+        return f"move it to {' or '.join(homes)}"
+    if key in GENERATION_KEYS:
+        return f"move it to evaluate.gen_kwargs: {{{key}: ...}}"
+    return f"remove it{nearest(key, known)}"
 
 
 def _known(value: str, known: Sequence[str]) -> str:
@@ -315,5 +403,7 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
         tasks = tuple(
             absolute(task) if task.endswith((".yaml", ".yml")) else task for task in scenario.evaluate.tasks
         )
-        changes["evaluate"] = scenario.evaluate.model_copy(update={"tasks": tasks, "baseline": baseline})
+        folders = tuple(Path(absolute(path)) for path in scenario.evaluate.include_path)
+        update = {"tasks": tasks, "baseline": baseline, "include_path": folders}
+        changes["evaluate"] = scenario.evaluate.model_copy(update=update)
     return scenario.model_copy(update=changes)

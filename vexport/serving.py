@@ -18,6 +18,7 @@ from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, Scored, drift_warnings, measure_drift
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.evaluation.harness import differences
+from vexport.evaluation.prompting import lm_eval_settings
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.stopping import stopping_rule
 from vexport.evaluation.tasks import resolve_tasks
@@ -25,13 +26,14 @@ from vexport.files import refuse_existing, to_json, write_text
 from vexport.outputs import NamedPath, require_separate
 from vexport.scenario import Evaluate, Serve
 from vexport.terminal import OnProgress
-from vexport.types import LoadReport, Verdict
+from vexport.types import LmEvalSettings, LoadReport, Verdict
 from vexport.verdict import decide
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
 BASELINE = "baseline"
 CANDIDATE = "candidate"
+PLAIN = LmEvalSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +74,16 @@ def serve_model(
     *,
     texts: Sequence[str] = (),
     settings: Evaluate | None = None,
+    asked: LmEvalSettings = PLAIN,
     baseline: Path | None = None,
     repeat: bool = False,
 ) -> Served:
     """Start vLLM once: prompts, log-probabilities and, with `settings`, the tasks of lm-eval.
 
-    lm-eval's files, the log and the log-probabilities go to `folder`. Raises EnvironmentFault as
-    `run_session`, InputError for unusable tasks; a checkpoint that vLLM refuses is a result. With `baseline`,
-    lm-eval's folder of it or an accepted one, and `stopping: early`, the tasks end when they are decided;
+    `asked` says how lm-eval asks, its files, the log and the log-probabilities go to `folder`. Raises
+    EnvironmentFault as `run_session`, InputError for unusable tasks; a checkpoint that vLLM refuses is a
+    result. With `baseline`, lm-eval's folder of it or an accepted one, and `stopping: early`, the tasks end
+    when they are decided;
     with `repeat` a part of them is asked again, and an engine that wavers is an EnvironmentFault.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +98,7 @@ def serve_model(
     )
     if settings is not None:
         request = _with_tasks(request, settings, options, folder, repeat=repeat)
+        request = replace(request, lm_eval=asked)
         if settings.stopping == "early" and baseline is not None:
             request = _stopping_early(request, settings, baseline, folder)
 
@@ -119,13 +124,17 @@ def _with_tasks(
 ) -> SessionRequest:
     """The request with lm-eval's tasks, whose files go to `folder`."""
     tasks = resolve_tasks(
-        settings.tasks, folder=folder / "tasks", trust_remote_code=options.trust_remote_code
+        settings.tasks,
+        folder=folder / "tasks",
+        include_paths=settings.include_path,
+        trust_remote_code=options.trust_remote_code,
     )
     length = options.serve.max_model_len or shortest_length(request.checkpoint, EVALUATION_LENGTH)
     return replace(
         request,
         max_model_len=length,
         tasks=tuple(task.spec for task in tasks),
+        include_paths=settings.include_path,
         limit=settings.limit,
         output=folder,
         seed=settings.seed,
@@ -170,22 +179,23 @@ def evaluate_checkpoint(
     require_tasks(settings, options)
     if against is not None:
         read_accepted(against)
-    models = {CANDIDATE: resolve_source(checkpoint)}
-    if settings.baseline is not None:
-        models[BASELINE] = resolve_source(settings.baseline)
+    compared = {BASELINE: settings.baseline, CANDIDATE: checkpoint}
+    models = {role: resolve_source(name) for role, name in compared.items() if name is not None}
     for model in models.values():
         require_checkpoint(model)
     require_separate(outputs, _named(models))
+    asked = lm_eval_settings(settings, models)
     shutil.rmtree(folder, ignore_errors=True)
     known = against or (folder / BASELINE if settings.baseline else None)
     served: dict[str, Served] = {}
-    for role in sorted(models):  # the baseline first: where it wavers, nothing is compared
+    for role in models:  # the baseline first: where it wavers, nothing is compared
         served[role] = serve_model(
             role,
             models[role],
             folder / role,
             options,
             settings=settings,
+            asked=asked,
             baseline=known if role == CANDIDATE else None,
             repeat=role == BASELINE or against is not None,
         )
@@ -204,8 +214,9 @@ def evaluate_checkpoint(
 
 
 def task_files(settings: Evaluate, label: str) -> list[NamedPath]:
-    """The tasks that are files, not names that lm-eval knows, under the label of what gave them."""
-    return [NamedPath(label=label, path=Path(task)) for task in settings.tasks if Path(task).is_file()]
+    """The tasks that are files, not names that lm-eval knows, and folders of tasks, labelled by their giver."""
+    files = [path for task in settings.tasks if (path := Path(task)).is_file()]
+    return [NamedPath(label=label, path=path) for path in (*files, *settings.include_path)]
 
 
 def _named(paths: Mapping[str, Path | None]) -> list[NamedPath]:
@@ -239,7 +250,12 @@ def _with_signals(
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
     """InputError, for all tasks at once, where one cannot be used; nothing is kept."""
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as folder:
-        resolve_tasks(settings.tasks, folder=Path(folder), trust_remote_code=options.trust_remote_code)
+        resolve_tasks(
+            settings.tasks,
+            folder=Path(folder),
+            include_paths=settings.include_path,
+            trust_remote_code=options.trust_remote_code,
+        )
 
 
 def require_served(role: str, result: SessionResult) -> None:

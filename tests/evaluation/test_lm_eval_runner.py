@@ -1,7 +1,9 @@
 """The real vLLM, with the real lm-eval around the engine that already stands."""
 
+import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,9 +13,11 @@ import pytest
 
 from tests.evaluation.make import make_model, make_tasks
 from vexport.engine.messages import SessionRequest
+from vexport.evaluation.repeat import read_repeated
 from vexport.evaluation.results import read_results
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import to_json
+from vexport.types import LmEvalSettings
 from vexport.verdict import decide
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("lm_eval")]
@@ -22,6 +26,20 @@ Evaluated = tuple[Path, list[dict[str, object]]]
 
 DOCUMENTS = 150
 TRUNCATING = 'generation_kwargs: {until: ["."], max_gen_toks: 300'
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} <|end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if enable_thinking is defined %} {{ enable_thinking }}{% endif %}"
+)
+SYSTEM = "Add both numbers."
+CHAT = LmEvalSettings(
+    num_fewshot=2,
+    apply_chat_template=True,
+    fewshot_as_multiturn=True,
+    system_instruction=SYSTEM,
+    gen_kwargs={"max_gen_toks": 3, "temperature": 0},
+    batch_size=16,
+)
 LEAKING = "doc_to_text: \"{{ ''.__class__.__mro__ }}\""
 
 
@@ -55,6 +73,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("vllm")
     model = make_model(folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     sums, choices, _ = make_tasks(folder / "tasks", DOCUMENTS)
     text = Path(sums).read_text()
     (folder / "tasks/long.yaml").write_text(
@@ -65,8 +84,14 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     (folder / "tasks/leak.yaml").write_text(
         text.replace("task: sums", "task: leak").replace('doc_to_text: "{{a}} + {{b}} ="', LEAKING)
     )
+    for name in ("sums", "choices"):
+        (folder / f"tasks/{name}-chat.yaml").write_text(
+            (folder / f"tasks/{name}.yaml").read_text() + "fewshot_split: test\n"
+        )
+    chat = [str(folder / f"tasks/{name}-chat.yaml") for name in ("sums", "choices")]
     tasks = {"first": [sums, choices], "second": [sums, choices]}
     tasks |= {name: [str(folder / f"tasks/{name}.yaml")] for name in ("long", "leak")}
+    tasks |= {"chat": chat}
     requests = [
         SessionRequest(
             checkpoint=model,
@@ -75,7 +100,8 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
             output=folder / name,
             max_model_len=64,
             limit=DOCUMENTS - 10,
-            repeat=name == "second",
+            repeat=name in ("second", "chat"),
+            lm_eval=CHAT if name == "chat" else LmEvalSettings(),
         )
         for name, given in tasks.items()
     ]
@@ -124,3 +150,57 @@ def test_a_template_that_reaches_for_python_is_refused(
 def test_nothing_is_left_in_the_home_folder(evaluated: Evaluated) -> None:
     home = evaluated[0] / "home"
     assert not list(home.glob(".cache/huggingface/datasets/json*"))
+
+
+def expected_prompts(folder: Path) -> list[str]:
+    """What transformers makes of the conversation about each document; examples as lm-eval draws them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    rows = [json.loads(line) for line in (folder / "tasks/additions.jsonl").read_text().splitlines()]
+    random_state, prompts = random.Random(0), []
+    for row in rows[: DOCUMENTS - 10]:
+        examples = [other for other in random_state.sample(rows, 3) if other != row][:2]
+        messages = [{"role": "system", "content": SYSTEM}]
+        for example in examples:
+            messages.append({"role": "user", "content": f"{example['a']} + {example['b']} ="})
+            messages.append({"role": "assistant", "content": str(example["sum"])})
+        messages.append({"role": "user", "content": f"{row['a']} + {row['b']} ="})
+        prompts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return prompts
+
+
+def samples(folder: Path, task: str) -> list[dict[str, dict[str, dict[str, object]]]]:
+    (file,) = folder.glob(f"samples_{task}_*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_chat_model_is_asked_as_its_template_says(evaluated: Evaluated) -> None:
+    folder, outcomes = evaluated
+    assert outcomes[4]["error"] is None
+    expected = expected_prompts(folder)
+    assert expected[0].startswith("<|system|> Add both numbers. <|end|> <|user|> ")
+    generated, chosen = (samples(folder / "chat", name) for name in ("sums", "choices"))
+    assert [row["arguments"]["gen_args_0"]["arg_0"] for row in generated] == expected
+    assert [row["arguments"]["gen_args_0"]["arg_0"] for row in chosen] == expected
+    assert [row["arguments"]["gen_args_2"]["arg_1"] for row in chosen] == ["0"] * len(expected)
+    until, most = (generated[0]["arguments"]["gen_args_0"]["arg_1"][key] for key in ("until", "max_gen_toks"))  # type: ignore[index]
+    assert (until, most) == (["."], 3)
+
+
+def test_how_it_was_asked_is_recorded_as_lm_eval_does(evaluated: Evaluated) -> None:
+    file = read_results(evaluated[0] / "chat").file
+    content = json.loads(file.read_text())
+    assert content["chat_template"] == TEMPLATE
+    assert content["chat_template_sha"] == hashlib.sha256(TEMPLATE.encode()).hexdigest()
+    assert content["system_instruction"] == SYSTEM
+    assert content["fewshot_as_multiturn"] is True
+    assert content["n-shot"] == {"choices": 2, "sums": 2}
+    assert content["config"]["gen_kwargs"] == {"max_gen_toks": 3, "temperature": 0}
+    assert content["config"]["batch_size"] == 16
+
+
+def test_documents_that_are_asked_again_get_the_same_examples(evaluated: Evaluated) -> None:
+    repeated = read_repeated(evaluated[0] / "chat")
+    assert repeated is not None
+    assert (repeated.documents, repeated.changed) == (200, 0)

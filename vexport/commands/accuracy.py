@@ -9,13 +9,14 @@ from vexport.commands.base import command, conclude, print_text
 from vexport.commands.help import RenamedOption
 from vexport.commands.options import (
     PATH,
-    POSITIVE,
     drift_options,
     engine_options,
     format_option,
     session_options,
     verdict_options,
 )
+from vexport.commands.prompting import GenerationValues, prompting_options
+from vexport.types import BatchSize
 
 
 @command("eval")
@@ -42,7 +43,7 @@ from vexport.commands.options import (
     show_default=True,
     help="early: stop as soon as the result is statistically clear.",
 )
-@click.option("--limit", type=POSITIVE, help="Use the first N documents of each task.")
+@prompting_options
 @click.option(
     "--output-dir",
     "--output",
@@ -67,7 +68,18 @@ def evaluate(
     kl_limit: float | None,
     nll_limit: float | None,
     stopping: Literal["fixed", "early"],
-    limit: int | None,
+    num_fewshot: int | None,
+    apply_chat_template: bool | None,
+    chat_template: str | None,
+    fewshot_as_multiturn: bool | None,
+    system_instruction: str | None,
+    gen_kwargs: GenerationValues,
+    max_gen_toks: int | None,
+    think_end_token: str | None,
+    enable_thinking: bool | None,
+    include_path: tuple[Path, ...],
+    batch_size: BatchSize,
+    limit: int | float | None,
     output_dir: Path | None,
     overwrite: bool,
     vllm_python: Path | None,
@@ -91,6 +103,8 @@ def evaluate(
     """
     from vexport.engine.session import require_engine
 
+    if chat_template and apply_chat_template is False:
+        raise click.UsageError("--chat-template names a template, --no-apply-chat-template applies none.")
     _require_a_question(baseline, against, accept, early=stopping == "early", limits=kl_limit or nll_limit)
     require_engine((vllm_python,))
     from vexport.evaluation.accepted import (
@@ -101,23 +115,34 @@ def evaluate(
         require_writable,
     )
     from vexport.reports import render_verdict
-    from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, Serve
+    from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, Serve, problems_at
     from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
     from vexport.terminal import progress_display
 
     if accept:
         require_writable(accept)
-    settings = Evaluate(
-        tasks=tasks,
-        margin=margin,
-        alpha=alpha,
-        gate=gate,
-        stopping=stopping,
-        limit=limit,
-        baseline=baseline,
-        kl_limit=kl_limit or DEFAULT_KL_LIMIT,
-        nll_limit=nll_limit or DEFAULT_NLL_LIMIT,
-    )
+    with problems_at("eval"):
+        settings = Evaluate(
+            tasks=tasks,
+            num_fewshot=num_fewshot,
+            apply_chat_template=chat_template or apply_chat_template,
+            fewshot_as_multiturn=fewshot_as_multiturn,
+            system_instruction=system_instruction,
+            gen_kwargs=gen_kwargs,
+            max_gen_toks=max_gen_toks,
+            think_end_token=think_end_token,
+            enable_thinking=enable_thinking,
+            include_path=tuple(path.resolve() for path in include_path),
+            batch_size=batch_size,
+            margin=margin,
+            alpha=alpha,
+            gate=gate,
+            stopping=stopping,
+            limit=limit,
+            baseline=baseline,
+            kl_limit=kl_limit or DEFAULT_KL_LIMIT,
+            nll_limit=nll_limit or DEFAULT_NLL_LIMIT,
+        )
     folder = output_dir or Path("runs") / f"eval-{Path(checkpoint).name}"
     with progress_display(quiet=quiet) as on_progress:
         options = EngineOptions(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vexport.types import Canary, EngineInfo
+from vexport.types import Canary, EngineInfo, LmEvalSettings
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
 CANARY_TOKENS = 200
@@ -19,7 +19,8 @@ class SessionRequest:
 
     `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
     written there (see `worker`). `tasks` are lm-eval task names or YAML files; with any, `output` is the
-    folder for lm-eval's own result and sample files. `limit` bounds the documents of each task. With
+    folder for lm-eval's own result and sample files, and `lm_eval` says how they are asked. `limit` bounds
+    the documents of each task, below 1 to a share of them. With
     `stopping_file` (a `vexport.evaluation.stopping.Stopping`) the evaluation ends when it is decided; with
     `repeat` a part of the documents is asked again.
     """
@@ -36,7 +37,8 @@ class SessionRequest:
     logprobs_file: Path | None = None
     tasks: tuple[str, ...] = ()
     include_paths: tuple[Path, ...] = ()
-    limit: int | None = None
+    lm_eval: LmEvalSettings = LmEvalSettings()
+    limit: int | float | None = None
     stopping_file: Path | None = None
     repeat: bool = False
     output: Path | None = None

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from vexport.checkpoint.chat_template import DEFAULT, chat_templates, template_digest
+from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
 from vexport.checkpoint.index import weight_files
-from vexport.files import digest_bytes, digest_file, read_json_object, write_text
+from vexport.files import digest_file, read_json_object, write_text
 from vexport.types import EngineInfo, device_words
 from vexport.version import __version__
 
@@ -21,13 +23,12 @@ TASK_HASH = "task hash of "
 EMULATED = "emulated kernels"
 """Follows from the scheme, so that a model and its quantized one differ in it: the blind spots say so."""
 COMPILATION = "compilation"
-_TEMPLATE = "chat_template.jinja"
 _BESIDE_WEIGHTS = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    _TEMPLATE,
+    TEMPLATE_FILE,
 )
 
 
@@ -79,12 +80,11 @@ def model_digest(root: Path) -> str:
 
 
 def _template_digest(root: Path) -> str:
-    """SHA-256, shortened to 16 digits, of the template in its own file or the tokenizer's settings."""
-    file, settings = root / _TEMPLATE, root / "tokenizer_config.json"
-    if file.is_file():
-        return digest_file(file)[:16]
-    template = read_json_object(settings).get("chat_template") if settings.is_file() else None
-    return digest_bytes(str(template).encode())[:16] if template else "none"
+    """Of the template that is used where none is named, else of all of them."""
+    templates = chat_templates(root)
+    if not templates:
+        return "none"
+    return template_digest(templates.get(DEFAULT) or str(sorted(templates.items())))
 
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:

@@ -23,7 +23,7 @@ def differences(baseline: Scored, candidate: Scored) -> Iterator[str]:
     """Yield a sentence for each thing that makes the candidate read, or end, otherwise than the baseline."""
     roots = baseline.checkpoint, candidate.checkpoint
     yield from _other_tokens(baseline.prompts, candidate.prompts)
-    yield from _other_template(*(AutoTokenizer.from_pretrained(root) for root in roots))
+    yield from other_template(*roots)
     yield from _other_settings(*map(_generation, roots))
 
 
@@ -37,8 +37,9 @@ def _other_tokens(old: Prompts, new: Prompts) -> Iterator[str]:
     yield f"tokenizer: it knows {len(new.tokens)} of the prompts, the baseline's {len(old.tokens)}"
 
 
-def _other_template(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> Iterator[str]:
-    before, after = _rendered(old), _rendered(new)
+def other_template(old: Path, new: Path) -> Iterator[str]:
+    """Yield a sentence where the checkpoint `new` renders a conversation otherwise than `old`."""
+    before, after = (_rendered(AutoTokenizer.from_pretrained(root)) for root in (old, new))
     if before != after:
         at = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), 0)
         yield (

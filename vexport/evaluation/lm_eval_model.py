@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from vexport.errors import InputError
+from vexport.evaluation.chat import ServedChat
+from vexport.types import LmEvalSettings
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -28,15 +30,17 @@ Answer = TypeVar("Answer")
 _PROGRESS_STEPS = 100
 
 
-def wrap_engine(llm: "LLM", arguments: ModelArguments, progress: Progress) -> "VLLM":
+def wrap_engine(
+    llm: "LLM", arguments: ModelArguments, settings: LmEvalSettings, progress: Progress
+) -> "VLLM":
     """lm-eval's VLLM around `llm`; `arguments` are its constructor's.
 
-    It raises InputError where lm-eval would cut a prompt, and reports the tasks' names, requests done and
-    requests in all.
+    It raises InputError where lm-eval would cut a prompt or leave a system instruction out, and where there
+    is no chat template to apply; it reports the tasks' names, requests done and requests in all.
     """
     from lm_eval.models import vllm_causallms
 
-    class BuiltVLLM(vllm_causallms.VLLM):  # type: ignore[misc]
+    class BuiltVLLM(ServedChat, vllm_causallms.VLLM):  # type: ignore[misc]
         _asked: Sequence["Instance"] = ()
         remembered: Memory | None = None
 
@@ -83,7 +87,9 @@ def wrap_engine(llm: "LLM", arguments: ModelArguments, progress: Progress) -> "V
             return answers
 
     with replaced(vllm_causallms, "LLM", lambda **_: _ReportingLLM(llm, progress)):
-        return BuiltVLLM(batch_size="auto", **arguments)
+        model = BuiltVLLM(batch_size=settings.batch_size, **arguments)
+    model.choose_template(settings)
+    return model
 
 
 def _recall(

@@ -18,6 +18,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError
+from vexport.evaluation.fewshot import draw_by_document
 from vexport.evaluation.lm_eval_model import ModelArguments, Progress, replaced, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
 from vexport.evaluation.stopping import Race, Stopping, look_line, require_unit_range, write_looks
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 _CONSTRUCTOR_KEYS = ("dtype", "trust_remote_code", "max_model_len", "seed")
+_ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
+"""Arguments of lm-eval's vLLM model that are the person's to set; recorded where they are."""
 
 
 def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: Progress) -> None:
@@ -53,7 +56,10 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
             stack.enter_context(_sandboxed_templates())
         arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
         arguments["pretrained"] = model_args["model"]
-        model = wrap_engine(llm, arguments, progress)
+        settings = request.lm_eval
+        given = {key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None}
+        arguments |= given
+        model = wrap_engine(llm, arguments, settings, progress)
         _evaluate(model, arguments, request, scratch / "output", progress)
         _move_files(scratch / "output", request.output)
 
@@ -98,11 +104,20 @@ def _simple_evaluate(
 ) -> "EvalResults":
     from lm_eval import simple_evaluate
 
+    settings = request.lm_eval
+    for task in _leaves(tasks):
+        draw_by_document(task, documents.get(task.task_name) if documents else None)
     return simple_evaluate(
         model=model,
         model_args=arguments,
         tasks=tasks,
         task_manager=manager,
+        num_fewshot=settings.num_fewshot,
+        batch_size=settings.batch_size,
+        system_instruction=settings.system_instruction,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.fewshot_as_multiturn,
+        gen_kwargs=dict(settings.gen_kwargs) or None,
         limit=None if documents else request.limit,
         samples=documents,
         log_samples=True,

@@ -88,6 +88,7 @@ def _report(stages: Stages, choices: Choices) -> Report:
     sessions = Sessions(stages, weights)
     plan = weights.planned[1]
     require_accepted(plan)
+    _ = sessions.asked  # InputError before any work where the models cannot be asked alike
     checked = weights.checked
     dry = sessions.dry_load if checked.ok else None
     loadable = checked.ok and (dry is None or dry.ok)

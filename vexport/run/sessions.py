@@ -6,11 +6,13 @@ from functools import cached_property
 from pathlib import Path
 
 from vexport.calibration.data import parse_rows
+from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.source import resolve_source
 from vexport.dry_loading import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, drift_warnings, measure_drift
+from vexport.evaluation.prompting import lm_eval_settings
 from vexport.files import from_json, to_json, write_text
 from vexport.run.stages import Stages
 from vexport.run.weights import Weights
@@ -18,12 +20,13 @@ from vexport.rundir import Digests, checkpoint_digest, path_digest, value_digest
 from vexport.serving import (
     BASELINE,
     CANDIDATE,
+    PLAIN,
     Served,
     require_served,
     scored_pair,
     serve_model,
 )
-from vexport.types import Attribution, Drift, DryLoadReport, LoadReport, Outcome, Verdict
+from vexport.types import Attribution, Drift, DryLoadReport, LmEvalSettings, LoadReport, Outcome, Verdict
 from vexport.verdict import decide
 
 # Settings that a session does not depend on.
@@ -143,6 +146,13 @@ class Sessions:
         name = settings.baseline if settings and settings.baseline else self.scenario.source
         return resolve_source(name)
 
+    @cached_property
+    def asked(self) -> LmEvalSettings:
+        """How lm-eval asks both models; the candidate has the source's tokenizer and chat template."""
+        settings = self.scenario.evaluate
+        models = {BASELINE: self.baseline, "source": self.weights.planned[0].root}
+        return lm_eval_settings(settings, models) if settings else PLAIN
+
     def _served(self, role: str, model: Path, digests: Digests) -> Served:
         folder = self.folder / "eval" / role
 
@@ -155,6 +165,7 @@ class Sessions:
                 self.options,
                 texts=self._texts,
                 settings=self.scenario.evaluate,
+                asked=self.asked,
                 baseline=self.folder / "eval" / BASELINE if role == CANDIDATE else None,
                 repeat=role == BASELINE,
             )
@@ -183,11 +194,16 @@ class Sessions:
         settings = self.scenario.evaluate
         decides = _WARN if self._early else _WARN | {"margin", "alpha", "gate"}
         sides = settings.model_dump(mode="json", exclude=decides) if settings else None
-        files = (
-            [path_digest(Path(task)) for task in settings.tasks if Path(task).is_file()] if settings else []
+        templates = chat_templates(self.baseline) if self.asked.apply_chat_template else None
+        tasks = map(Path, settings.tasks) if settings else ()
+        more = (
+            (file for folder in settings.include_path for file in sorted(folder.rglob("*")))
+            if settings
+            else ()
         )
+        files = [path_digest(path) for path in (*tasks, *more) if path.is_file()]
         return {
-            "evaluation": value_digest([sides, *files]),
+            "evaluation": value_digest([sides, templates, *files]),
             "serve settings": value_digest(self.scenario.serve.model_dump(mode="json")),
             "prompts": value_digest(list(self._texts)),
         }

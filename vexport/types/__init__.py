@@ -20,6 +20,7 @@ from vexport.types.loading import (
     device_words,
 )
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnMisfit, Plan
+from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
 from vexport.types.report import LayerError, LayerErrors, Report
 from vexport.types.sensitivity import (
     Attempt,
@@ -40,9 +41,11 @@ from vexport.types.values import Json, Outcome
 
 __all__ = [
     "ENGINE_CHECK",
+    "GENERATION_KEYS",
     "Attempt",
     "AttentionLayer",
     "Attribution",
+    "BatchSize",
     "BudgetKind",
     "Calibration",
     "Canary",
@@ -60,6 +63,7 @@ __all__ = [
     "Finding",
     "Flip",
     "FusionGroup",
+    "GenKwargs",
     "GroupSensitivity",
     "HeadRanges",
     "InputRange",
@@ -70,6 +74,7 @@ __all__ = [
     "LayerErrors",
     "LayerLoss",
     "LinearPlan",
+    "LmEvalSettings",
     "LoadReport",
     "LogprobAgreement",
     "Look",
@@ -82,8 +87,10 @@ __all__ = [
     "Plan",
     "Promotion",
     "PromptDrift",
+    "Prompting",
     "Report",
     "Rung",
+    "Scalar",
     "SchemeLoss",
     "Score",
     "Sensitivity",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from vexport.types.prompting import Prompting
 from vexport.types.signals import Attribution, Drift
 from vexport.types.values import Outcome
 
@@ -117,6 +118,7 @@ class Verdict:
 
     `pooled` takes all documents as one task, None where there is one task or a metric is not 0/1.
     `warnings` say what weakens the answer: samples that are missing, an environment that changed.
+    `prompting` says how the documents were asked, None in reports that were written before it was recorded.
     `looks` has every look of an evaluation that stopped early, in order. `drift` and `attribution` are what
     `vexport eval` measured beside the tasks; those of a run stand in its report. `device` ran the candidate
     (`CPU, emulated`), empty where its results do not tell.
@@ -131,6 +133,7 @@ class Verdict:
     device: str = ""
     pooled: Comparison | None = None
     warnings: tuple[str, ...] = ()
+    prompting: Prompting | None = None
     looks: tuple[Look, ...] = ()
     drift: Drift | None = None
     attribution: Attribution | None = None

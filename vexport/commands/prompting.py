@@ -1,0 +1,165 @@
+"""Options that say how lm-eval asks the models, under the names of lm-eval's command line."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from vexport.commands.help import RenamedOption
+from vexport.commands.options import POSITIVE, Function
+from vexport.types import BatchSize, Scalar
+
+GenerationValues = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
+_WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
+# A key's value: quoted text, a list or an object, or whatever comes before the next comma.
+_PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]*)(?:,|$)""")
+
+
+def _generation(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> GenerationValues:
+    """Generation arguments as lm-eval takes them: K=V,... or a JSON object; a later one wins."""
+    found: GenerationValues = {}
+    for value in values:
+        found |= dict(_generation_pairs(value))
+    return found
+
+
+def _generation_pairs(text: str) -> Iterator[tuple[str, Scalar | list[Scalar] | dict[str, Scalar]]]:
+    if text.lstrip().startswith("{"):
+        try:
+            yield from json.loads(text).items()
+        except ValueError as error:
+            raise click.BadParameter(f"{text!r} is not a JSON object ({error}).") from None
+        return
+    at = 0
+    while at < len(text):
+        pair = _PAIR.match(text, at)
+        if pair is None:
+            raise click.BadParameter(f"{text[at:]!r} is not K=V,... like temperature=0,max_gen_toks=512.")
+        yield pair[1], _generation_value(pair[2].strip())
+        at = pair.end()
+
+
+def _generation_value(text: str) -> Scalar | list[Scalar] | dict[str, Scalar]:
+    """A Python literal, true, false or none; everything else is text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, str | int | float | list | dict) else text
+
+
+def _documents(text: str) -> int | float:
+    """A number of documents, or a share of them below 1. A type for click."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0 or number >= 1 and number != int(number):
+        raise click.BadParameter(f"{text!r} is neither a number of documents nor a share below 1.")
+    return number if number < 1 else int(number)
+
+
+def _batch_size(text: str) -> BatchSize:
+    """`auto` or a number of requests. A type for click."""
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or not int(text):
+        raise click.BadParameter(f"{text!r} is neither auto nor a number of requests.")
+    return int(text)
+
+
+def prompting_options(function: Function) -> Function:
+    """How lm-eval asks both models; the names are those of lm-eval's command line."""
+    for option in reversed(
+        (
+            click.option(
+                "--num-fewshot",
+                "--num_fewshot",
+                cls=RenamedOption,
+                type=click.IntRange(0),
+                metavar="N",
+                help="Examples in each prompt.",
+            ),
+            click.option(
+                "--apply-chat-template/--no-apply-chat-template",
+                default=None,
+                help="Ask through the models' chat template [default: where they have one].",
+            ),
+            click.option("--chat-template", metavar="NAME", help="Which of several chat templates to apply."),
+            click.option(
+                "--fewshot-as-multiturn/--no-fewshot-as-multiturn",
+                default=None,
+                help="Examples as turns of the conversation [default: with a chat template].",
+            ),
+            click.option(
+                "--system-instruction",
+                "--system_instruction",
+                cls=RenamedOption,
+                metavar="TEXT",
+                help="System prompt.",
+            ),
+            click.option(
+                "--gen-kwargs",
+                "--gen_kwargs",
+                cls=RenamedOption,
+                multiple=True,
+                metavar="K=V,...",
+                callback=_generation,
+                help="Generation arguments that replace the tasks' own (or a JSON object); repeatable.",
+            ),
+            click.option(
+                "--max-gen-toks",
+                "--max_gen_toks",
+                cls=RenamedOption,
+                type=POSITIVE,
+                metavar="N",
+                help="Most new tokens where a task sets none [default: 256].",
+            ),
+            click.option(
+                "--think-end-token",
+                "--think_end_token",
+                cls=RenamedOption,
+                metavar="TEXT",
+                help="Score only what follows it, such as </think>.",
+            ),
+            click.option(
+                "--enable-thinking/--no-enable-thinking",
+                default=None,
+                help="Handed to the chat template [default: left to it].",
+            ),
+            click.option(
+                "--include-path",
+                "--include_path",
+                cls=RenamedOption,
+                type=click.Path(path_type=Path, exists=True, file_okay=False),
+                multiple=True,
+                metavar="DIR",
+                help="Folder with more lm-eval tasks; repeatable.",
+            ),
+            click.option(
+                "--batch-size",
+                "--batch_size",
+                cls=RenamedOption,
+                type=_batch_size,
+                default="auto",
+                metavar="N|auto",
+                show_default=True,
+                help="Requests that vLLM is given at once; auto is all of them.",
+            ),
+            click.option(
+                "--limit",
+                type=_documents,
+                metavar="N",
+                help="Use the first N documents of each task, below 1 a share of them.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function

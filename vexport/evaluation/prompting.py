@@ -1,0 +1,75 @@
+"""How both models are asked: one object of lm-eval's settings for both, decided before an engine starts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from vexport.checkpoint.chat_template import DEFAULT, chat_templates
+from vexport.errors import InputError, raise_all
+from vexport.evaluation.harness import other_template
+from vexport.scenario import Evaluate
+from vexport.types import LmEvalSettings
+
+_ADD = "copy the template from the model that has one (chat_template.jinja)"
+_SKIP = "do not apply it: --no-apply-chat-template, or apply_chat_template: false in a scenario"
+
+
+def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
+    """What lm-eval is given for each of `models`, of which the first is the baseline, where there is one.
+
+    The chat template is applied where the models have one and `settings` do not decide. InputError where a
+    template is asked for that a model lacks, where only some have one, or where they render a conversation
+    differently.
+    """
+    template = _template(settings, {role: chat_templates(root) for role, root in models.items()})
+    if template:
+        _require_alike(models)
+    elif settings.fewshot_as_multiturn:
+        role, root = next(iter(models.items()))
+        got, need = "no chat template", "one, for fewshot_as_multiturn"
+        fix = "leave fewshot_as_multiturn out, or add a chat template"
+        raise InputError(f"{role} {root}", got=got, need=need, fix=fix)
+    multiturn = settings.fewshot_as_multiturn
+    return LmEvalSettings(
+        num_fewshot=settings.num_fewshot,
+        apply_chat_template=template,
+        fewshot_as_multiturn=bool(template) if multiturn is None else multiturn,
+        system_instruction=settings.system_instruction,
+        gen_kwargs=settings.gen_kwargs,
+        max_gen_toks=settings.max_gen_toks,
+        think_end_token=settings.think_end_token,
+        enable_thinking=settings.enable_thinking,
+        batch_size=settings.batch_size,
+    )
+
+
+def _template(settings: Evaluate, templates: Mapping[str, Mapping[str, str]]) -> bool | str:
+    """The template to apply: its name, true for the default one, or false."""
+    asked = settings.apply_chat_template
+    if asked is False or (asked is None and not any(templates.values())):
+        return False
+    name = asked if isinstance(asked, str) else DEFAULT
+    raise_all([_lacking(role, name, of) for role, of in templates.items() if name not in of])
+    return asked if isinstance(asked, str) else True
+
+
+def _lacking(role: str, name: str, templates: Mapping[str, str]) -> InputError:
+    where = f"{role}: chat template"
+    if not templates:
+        fix = f"{_ADD}, or {_SKIP}"
+        return InputError(where, got="none", need="one, to be applied", fix=fix)
+    named = ", ".join(sorted(templates))
+    if name == DEFAULT:
+        fix = "name one (--chat-template NAME, or apply_chat_template: NAME in a scenario)"
+        return InputError(where, got=f"several without a default: {named}", need="one", fix=fix)
+    return InputError(where, got=f"no template named {name}", need=f"one of {named}", fix="name one of these")
+
+
+def _require_alike(models: Mapping[str, Path]) -> None:
+    """InputError where a model would be asked differently from the first, the baseline."""
+    (role, first), *others = models.items()
+    for other, root in others:
+        if chat_templates(first) == chat_templates(root):
+            continue
+        for difference in other_template(first, root):
+            fix = f"{_ADD.replace('the model that has one', role)}, or {_SKIP}"
+            raise InputError(f"{other} {root}", got=difference, need=f"the {role}'s prompts", fix=fix)
