@@ -214,7 +214,7 @@ def evaluate_checkpoint(
 
 
 def task_files(settings: Evaluate, label: str) -> list[NamedPath]:
-    """The tasks that are files, not names that lm-eval knows, and folders of tasks, labelled by their giver."""
+    """The tasks that are files and the folders of tasks, under the label of what gave them."""
     files = [path for task in settings.tasks if (path := Path(task)).is_file()]
     return [NamedPath(label=label, path=path) for path in (*files, *settings.include_path)]
 

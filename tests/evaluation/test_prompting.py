@@ -1,0 +1,173 @@
+"""How models are asked: defaults from their files, and what cannot be asked alike."""
+
+import json
+import shutil
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.command import vexport
+from vexport.checkpoint.chat_template import chat_templates
+from vexport.commands.prompting import prompting_options
+from vexport.errors import InputError
+from vexport.evaluation.prompting import lm_eval_settings
+from vexport.scenario import Evaluate
+
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+SPACED = TEMPLATE.replace("}}{% endfor", "}} {% endfor")
+RENAMED = TEMPLATE.replace("in messages", "in  messages")
+
+
+def model(folder: Path, files: dict[str, str] | None = None) -> Path:
+    """The demo model, which has no chat template, with files added."""
+    shutil.copytree(DEMO, folder)
+    for name, text in (files or {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def in_settings(template: object) -> str:
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
+    return json.dumps(settings | {"chat_template": template})
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"chat_template.jinja": TEMPLATE},
+        {"chat_template.jinja": TEMPLATE, "tokenizer_config.json": in_settings("old")},
+        {"tokenizer_config.json": in_settings(TEMPLATE)},
+        {"tokenizer_config.json": in_settings([{"name": "default", "template": TEMPLATE}])},
+        {
+            "tokenizer_config.json": in_settings(
+                [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": SPACED}]
+            )
+        },
+        {"chat_template.jinja": TEMPLATE, "additional_chat_templates/rag.jinja": SPACED},
+        {"additional_chat_templates/rag.jinja": SPACED},
+    ],
+    ids=["none", "file", "file first", "settings", "list of one", "list", "folder", "no default"],
+)
+def test_templates_are_those_that_transformers_finds(files: dict[str, str], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    root = model(tmp_path / "model", files)
+    found = AutoTokenizer.from_pretrained(root).chat_template
+    named = found if isinstance(found, dict) else {"default": found} if found else {}
+    assert chat_templates(root) == named
+
+
+def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None:
+    plain = model(tmp_path / "plain")
+    chat = {name: model(tmp_path / name, {"chat_template.jinja": TEMPLATE}) for name in ("old", "new")}
+    settings = Evaluate(tasks=("a",))
+    base = lm_eval_settings(settings, {"baseline": plain, "candidate": plain})
+    assert (base.apply_chat_template, base.fewshot_as_multiturn) == (False, False)
+    asked = lm_eval_settings(settings, chat)
+    assert (asked.apply_chat_template, asked.fewshot_as_multiturn) == (True, True)
+    one_turn = settings.model_copy(update={"fewshot_as_multiturn": False})
+    assert lm_eval_settings(one_turn, chat).fewshot_as_multiturn is False
+    without = settings.model_copy(update={"apply_chat_template": False})
+    assert lm_eval_settings(without, chat).apply_chat_template is False
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "settings", "message"),
+    [
+        ({}, {}, {"apply_chat_template": True}, "baseline: chat template: got none, need one, to be applied"),
+        ({}, {}, {"fewshot_as_multiturn": True}, "got no chat template, need one, for fewshot_as_multiturn"),
+        ({"chat_template.jinja": TEMPLATE}, {}, {}, "candidate: chat template: got none"),
+        ({}, {"chat_template.jinja": TEMPLATE}, {}, "baseline: chat template: got none"),
+        (
+            {"chat_template.jinja": TEMPLATE},
+            {"chat_template.jinja": SPACED},
+            {},
+            "new: got chat template: a conversation becomes ' <assistant>",
+        ),
+        (
+            {"chat_template.jinja": TEMPLATE},
+            {"chat_template.jinja": TEMPLATE},
+            {"apply_chat_template": "rag"},
+            "got no template named rag, need one of default",
+        ),
+        (
+            {
+                "additional_chat_templates/rag.jinja": TEMPLATE,
+                "additional_chat_templates/tool.jinja": TEMPLATE,
+            },
+            {"additional_chat_templates/rag.jinja": TEMPLATE},
+            {},
+            "got several without a default: rag, tool, need one; name one (--chat-template NAME",
+        ),
+    ],
+)
+def test_models_that_cannot_be_asked_alike_are_refused(
+    old: dict[str, str],
+    new: dict[str, str],
+    settings: dict[str, bool | str],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    models = {"baseline": model(tmp_path / "old", old), "candidate": model(tmp_path / "new", new)}
+    with pytest.raises(InputError) as caught:
+        lm_eval_settings(Evaluate(tasks=("a",), **settings), models)
+    assert message in str(caught.value)
+
+
+def test_templates_that_render_alike_may_be_written_differently(tmp_path: Path) -> None:
+    texts = {"baseline": TEMPLATE, "candidate": RENAMED}
+    models = {role: model(tmp_path / role, {"chat_template.jinja": text}) for role, text in texts.items()}
+    assert lm_eval_settings(Evaluate(tasks=("a",)), models).apply_chat_template is True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gen-kwargs", "temperature"), "'temperature' is not K=V,..."),
+        (("--gen-kwargs", "{broken"), "is not a JSON object"),
+        (("--gen-kwargs", "temprature=0"), "not temprature (did you mean temperature?)"),
+        (("--limit", "1.5"), "'1.5' is neither a number of documents nor a share below 1"),
+        (("--batch-size", "0"), "'0' is neither auto nor a number of requests"),
+        (("--chat-template", "x", "--no-apply-chat-template"), "--no-apply-chat-template applies none"),
+        (("--no-apply-chat-template", "--fewshot-as-multiturn"), "only where a chat template is applied"),
+        (("--enable-thinking",), "`think_end_token` with `enable_thinking: true`"),
+        (("--include-path", "nowhere"), "Directory 'nowhere' does not exist"),
+        (("--apply-chat-template",), "candidate: chat template: got none, need one, to be applied"),
+    ],
+)
+def test_options_are_checked_before_an_engine_starts(
+    options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    task = DEMO.parent / "tasks" / "addition.yaml"
+    done = vexport("eval", DEMO, "--accept", tmp_path / "a.json", "--task", task, *options)
+    assert done.code == 2
+    assert message in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("temperature=0,max_gen_toks=512",), {"temperature": 0, "max_gen_toks": 512}),
+        (("top_p=0.9", "do_sample=true,top_p=1e-1"), {"top_p": 0.1, "do_sample": True}),
+        (('until=["a, b", "c"],stop=None',), {"until": ["a, b", "c"], "stop": None}),
+        (('{"until": ["\\n"], "temperature": 0.5}',), {"until": ["\n"], "temperature": 0.5}),
+        (("stop='a, b',seed=3",), {"stop": "a, b", "seed": 3}),
+        (("until=Q:",), {"until": "Q:"}),
+    ],
+)
+def test_generation_arguments_are_read_as_lm_eval_reads_them(
+    given: tuple[str, ...], expected: dict[str, object]
+) -> None:
+
+    @prompting_options
+    def read(gen_kwargs: dict[str, object], **others: object) -> None:
+        assert gen_kwargs == expected
+
+    command = click.command()(read)
+    arguments = [part for value in given for part in ("--gen_kwargs", value)]
+    command.main(arguments, standalone_mode=False)
