@@ -202,7 +202,9 @@ def test_markdown_shows_hostile_text_as_it_is() -> None:
         "html_inline",
     }
     assert {token.content for token in inline if token.type == "html_inline"} == {"<sub>", "</sub>"}
-    assert not [token.type for token in tokens if token.type in ("html_block", "fence", "code_block")]
+    blocks = [token.content.strip() for token in tokens if token.type == "html_block"]
+    assert blocks == ["<details><summary>How to read this, and p values</summary>", "</details>"]
+    assert not [token.type for token in tokens if token.type in ("fence", "code_block")]
     assert [pattern for pattern in ("://", " @team", "www.") if pattern in text] == []
     for table in (block for block in text.split("\n\n") if block.startswith("|")):
         assert len({row.replace(r"\|", "").count("|") for row in table.splitlines()}) == 1

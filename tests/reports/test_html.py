@@ -15,7 +15,7 @@ import pytest
 from tests.reports import sample
 from vexport.reports import render, render_history
 from vexport.reports.charts.forest import forests
-from vexport.reports.charts.layers import MAX_DOTS, layer_chart, layer_kind
+from vexport.reports.charts.layers import LEAST_SPAN_DB, MAX_DOTS, layer_chart, layer_kind
 from vexport.types import LayerError, Report
 
 CHROMIUM = shutil.which("chromium")
@@ -231,3 +231,47 @@ frame.onload = () => {{
 }};
 frame.srcdoc = {source};
 </script>"""
+
+
+def test_prompts_that_both_models_end_at_once_are_counted_not_shown() -> None:
+    base = sample.report()
+    silent = tuple(replace(base.load.canaries[0], prompt=f"prompt {n}", text="") for n in range(4))
+    report = replace(
+        base,
+        load=replace(base.load, canaries=(*base.load.canaries, *silent)),
+        baseline_load=replace(base.baseline_load, canaries=(*base.baseline_load.canaries, *silent)),
+    )
+    words = " ".join(" ".join(Page(render(report, "html")).words).split())
+    assert "Not shown: 4 prompts at which both models ended the text at once." in words
+    assert "prompt 2" not in words
+    only = replace(
+        base,
+        load=replace(base.load, canaries=silent[:1]),
+        baseline_load=replace(base.baseline_load, canaries=silent[:1]),
+    )
+    words = " ".join(" ".join(Page(render(only, "html")).words).split())
+    assert "At 1 prompt both models ended the text at once." in words
+    noisy = replace(base, load=replace(base.load, canaries=(replace(silent[0], non_finite=3),)))
+    assert "prompt 0" in Page(render(noisy, "html")).words
+
+
+def test_noise_does_not_look_like_a_spread() -> None:
+    """Layers within 0.15 dB lie near each other; a spread of 12 dB fills the axis."""
+    alike = [LayerError(name=f"model.layers.{n}.up", scheme="NVFP4", snr_db=20.35 + n / 20) for n in range(4)]
+    chart = layer_chart(alike)
+    assert chart is not None
+    places = [dot.at for dot in chart.rows[0].dots]
+    assert max(places) - min(places) <= 100 * 0.15 / LEAST_SPAN_DB + 0.02
+    spread = layer_chart([*alike, replace(alike[0], snr_db=32.35)])
+    assert spread is not None
+    assert spread.rows[0].dots[-1].at > 90
+
+
+@pytest.mark.parametrize("format", ["html", "markdown", "text"])
+def test_levels_and_p_values_are_explained_where_they_stand(format: str) -> None:
+    text = " ".join(" ".join(Page(render(sample.report("FAIL"), format)).words).split())
+    assert "corrected for 2 tasks (Holm)" in text
+    assert "addition < 0.001" in text or "< 0.001" in text
+    assert "decide" in text
+    if format != "text":
+        assert "one alone stands at 97.5% to 95%, all together at 95%" in text

@@ -21,7 +21,8 @@ _SHADES = {
 }
 _STATUS = r"PASS|FAILS?|INCONCLUSIVE|REFUSED|FAULTY|NO ANSWER"
 _MARKS = re.compile(
-    rf"^(?P<head>{_STATUS}|error|warning|info)(?=  |:|$)|(?<=  )(?P<cell>{_STATUS})(?=  | \w|$)", re.MULTILINE
+    rf"^(?P<head>{_STATUS}|error|warning|info)(?=  | on |:|$)|(?<=  )(?P<cell>{_STATUS})(?=  | \w|$)",
+    re.MULTILINE,
 )
 _OFF = ("", "0")
 

@@ -40,6 +40,10 @@ class Scale:
         number = round(value * (100 if self.shares else 1), 2) + 0.0
         return f"{number:+.2f}" if sign and number else f"{number:.2f}"
 
+    def limit(self, value: float) -> str:
+        """A limit as it was set: 0.02 is `2` points."""
+        return f"{value * (100 if self.shares else 1):.6g}"
+
     def changes(self, low: float, high: float) -> str:
         """A two-sided interval of differences: `-1.30 to +0.10`."""
         return _interval(self.change(low), self.change(high))

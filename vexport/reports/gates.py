@@ -104,8 +104,8 @@ def task_gate(task: TaskVerdict, margin: float) -> Gate:
     """One task: the difference with its interval against the margin."""
     scale = scale_of(task)
     message = (
-        f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}) over "
-        f"{count(task.documents)} documents; a loss of {scale.change(margin, sign=False)} is accepted"
+        f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}), "
+        f"{scale.limit(margin)} accepted, {count(task.documents)} documents"
     )
     if task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
         message += f"; about {count(task.documents_needed)} documents would settle it"

@@ -16,8 +16,11 @@ from vexport.reports.escaping import clip, visible
 from vexport.reports.gates import Gate, finding_counts, report_gates, staged_findings
 from vexport.reports.matrix import matrix_tables
 from vexport.reports.mixing import budget_of
+from vexport.reports.reading import p_values_line, reading_lines
 from vexport.types import Canary, Flip, LayerError, LoadReport, Report, TaskVerdict
 
+# A prompt, and what the baseline and the quantized model wrote after it.
+_CanaryPair = tuple[str, Canary | None, Canary | None]
 MAX_FLIPS = 100
 MAX_LAYERS = 400
 MAX_FINDINGS = 200
@@ -37,6 +40,7 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
 def report(report: Report) -> str:
     """The page; the same report gives the same bytes."""
     *gates, _ = report_gates(report)
+    canaries = _paired_canaries(report.baseline_load, report.load)
     context = {
         "report": report,
         "device": sentences.report_device(report),
@@ -54,7 +58,8 @@ def report(report: Report) -> str:
         "bars": loss_bars(report.sensitivity, report.mixed) if report.sensitivity else (),
         "losses": loss_rows(report.sensitivity, report.mixed, MAX_LAYERS) if report.sensitivity else (),
         "tradeoff": tradeoff_chart(report.mixed) if report.mixed else None,
-        "canaries": _paired_canaries(report.baseline_load, report.load),
+        "canaries": [pair for pair in canaries if _has_text(pair)],
+        "silent": sum(not _has_text(pair) for pair in canaries),
     }
     return render("report.html", context)
 
@@ -80,6 +85,8 @@ def _environment() -> Environment:
         budget_of=budget_of,
         clip=_clip,
         coverage_lines=coverage_lines,
+        p_values_line=p_values_line,
+        reading_lines=reading_lines,
         heat=_heat,
         matrix_tables=matrix_tables,
         percent_interval=formatting.percent_interval,
@@ -136,9 +143,12 @@ def _adds_to(reason: str, gate: Gate) -> bool:
     return gate.status == "FAIL" and gate.message not in reason
 
 
-def _paired_canaries(
-    baseline: LoadReport, candidate: LoadReport
-) -> Sequence[tuple[str, Canary | None, Canary | None]]:
+def _has_text(pair: _CanaryPair) -> bool:
+    """Whether either model wrote something, or what it wrote could not be trusted."""
+    return any(canary and (canary.text.strip() or canary.non_finite) for canary in pair[1:])
+
+
+def _paired_canaries(baseline: LoadReport, candidate: LoadReport) -> Sequence[_CanaryPair]:
     """The two models' continuations by prompt; none where the candidate wrote none."""
     first = {canary.prompt: canary for canary in baseline.canaries}
     second = {canary.prompt: canary for canary in candidate.canaries}

@@ -8,17 +8,16 @@ from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import (
     count,
     duration,
-    p_value,
     percent,
     percent_interval,
     plural,
 )
 from vexport.reports.gates import Gate, checkpoint_gate, report_gates, staged_findings
 from vexport.reports.mixing import attempt_line, mixed_line
+from vexport.reports.reading import p_values_line, reading_lines
 from vexport.reports.sentences import (
     agreement_line,
     engine_line,
-    method_line,
     opening,
     outcome_line,
     report_device,
@@ -120,12 +119,21 @@ def _tasks(verdict: Verdict) -> str:
         "Difference",
         "Recovery",
         "Flips",
-        "McNemar p",
     )
-    parts = [f"### Accuracy\n\n{table(header, map(_task_row, verdict.tasks))}", safe(method_line(verdict))]
+    parts = [f"### Accuracy\n\n{table(header, map(_task_row, verdict.tasks))}"]
     if beside := shown_comparisons(verdict):
-        parts.append("Shown beside, decides nothing:\n\n" + table(_BESIDE, map(_comparison_row, beside)))
-    return "\n\n".join([*parts, *(f"**Warning** {safe(warning)}" for warning in verdict.warnings)])
+        parts.append("For information, decides nothing:\n\n" + table(_BESIDE, map(_comparison_row, beside)))
+    parts += [f"**Warning** {safe(warning)}" for warning in verdict.warnings]
+    return "\n\n".join([*parts, _reading(verdict)])
+
+
+def _reading(verdict: Verdict) -> str:
+    """What the numbers are, folded."""
+    lines = [*reading_lines(verdict)]
+    if p_values := p_values_line(verdict):
+        lines.append(f"p: {p_values}")
+    items = "\n".join(f"- {safe(line)}" for line in lines)
+    return f"<details><summary>How to read this, and p values</summary>\n\n{items}\n\n</details>"
 
 
 def _comparison_row(one: Comparison) -> tuple[str, ...]:
@@ -151,7 +159,6 @@ def _task_row(task: TaskVerdict) -> tuple[str, ...]:
         f"{percent(task.recovery)} ({percent_interval(task.recovery_low, task.recovery_high)})",
         f"{count(task.right_to_wrong)} lost, {count(task.wrong_to_right)} gained "
         f"({percent(task.flip_rate, 2)})",
-        p_value(task.mcnemar_p),
     )
 
 

@@ -142,7 +142,7 @@ def task_title(task: TaskVerdict | Comparison) -> str:
 def accepted_loss(verdict: Verdict) -> str:
     """The margin with its unit, or units where tasks differ."""
     scales = dict.fromkeys(map(scale_of, verdict.tasks)) or [Scale(True)]
-    return " or ".join(f"{scale.change(verdict.margin, sign=False)} {scale.unit}" for scale in scales)
+    return " or ".join(f"{scale.limit(verdict.margin)} {scale.unit}" for scale in scales)
 
 
 def method_line(verdict: Verdict) -> str:

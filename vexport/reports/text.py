@@ -14,7 +14,6 @@ from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import (
     count,
     duration,
-    p_value,
     percent,
     plural,
 )
@@ -28,6 +27,7 @@ from vexport.reports.gates import (
     verdict_gates,
 )
 from vexport.reports.mixing import attempt_line, mixed_line
+from vexport.reports.reading import levels_line, p_values_line
 from vexport.reports.sentences import (
     agreement_line,
     engine_line,
@@ -182,7 +182,15 @@ def _accuracy(verdict: Verdict) -> list[RenderableType]:
     """The tasks, what is shown beside their gates, and what weakens the answer."""
     beside = shown_comparisons(verdict)
     warnings = [harmless(f"warning  {warning}", "yellow") for warning in verdict.warnings]
-    return [_tasks(verdict), *([_comparisons(beside)] if beside else []), *warnings]
+    return [_tasks(verdict), *([_comparisons(beside)] if beside else []), _reading(verdict), *warnings]
+
+
+def _reading(verdict: Verdict) -> RenderableType:
+    """The levels of the intervals, and the p values."""
+    lines = [levels_line(verdict)]
+    if p_values := p_values_line(verdict):
+        lines.append(f"p values, which decide nothing: {p_values}")
+    return Group(*(harmless(line, "dim") for line in lines))
 
 
 def _comparisons(comparisons: Sequence[Comparison]) -> RenderableType:
@@ -195,7 +203,7 @@ def _comparisons(comparisons: Sequence[Comparison]) -> RenderableType:
             f"{scale.value(one.baseline)} -> {scale.value(one.candidate)}",
             f"{scale.change(one.difference)} ({scale.changes(one.low, one.high)})",
         )
-    return Group(Text("shown beside, decides nothing", "dim"), table)
+    return Group(Text("for information, decides nothing", "dim"), table)
 
 
 def _tasks(verdict: Verdict) -> RenderableType:
@@ -203,7 +211,7 @@ def _tasks(verdict: Verdict) -> RenderableType:
         box=box.SIMPLE_HEAD, caption=harmless(method_line(verdict)), caption_justify="left", pad_edge=False
     )
     table.add_column("task", overflow="fold")
-    for name in ("n", "baseline", "quantized", "difference", "recovery", "lost", "gained", "p"):
+    for name in ("n", "baseline", "quantized", "difference", "recovery", "lost", "gained"):
         table.add_column(name, justify="right")
     for task in verdict.tasks:
         scale = scale_of(task)
@@ -216,7 +224,6 @@ def _tasks(verdict: Verdict) -> RenderableType:
             percent(task.recovery),
             count(task.right_to_wrong),
             count(task.wrong_to_right),
-            p_value(task.mcnemar_p),
         )
     return table
 

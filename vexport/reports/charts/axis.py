@@ -33,10 +33,14 @@ class Axis:
         return tuple(index * step for index in range(first, last + 1))
 
 
-def padded(values: Sequence[float]) -> Axis:
-    """An axis with a little room on both sides of all values."""
+def padded(values: Sequence[float], *, least: float = 0.0) -> Axis:
+    """An axis with a little room on both sides of all values.
+
+    It spans `least` at least, the values in its middle: a difference that means nothing looks like nothing.
+    """
     low, high = min(values), max(values)
-    room = 0.06 * (high - low) or 1.0
+    room = 0.06 * (high - low) or (0.0 if least else 1.0)
+    room = max(room, (least - (high - low)) / 2)
     return Axis(low - room, high + room)
 
 

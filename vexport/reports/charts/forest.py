@@ -45,7 +45,7 @@ def _forest(scale: Scale, tasks: Sequence[TaskVerdict], margin: float) -> Forest
     axis = padded([*(end for task in tasks for end in (task.low, task.high)), -margin, 0.0])
     factor = 100 if scale.shares else 1
     return Forest(
-        unit="percentage points" if scale.shares else "units of the metric",
+        unit="points" if scale.shares else "units of the metric",
         rows=tuple(_forest_row(scale, task, axis) for task in tasks),
         ticks=tuple(Tick(axis.at(value), signed(factor * value)) for value in axis.values()),
         zero=axis.at(0.0),

@@ -10,6 +10,8 @@ from vexport.reports.formatting import decibels, plural
 from vexport.types import LayerError
 
 MAX_DOTS = 240
+LEAST_SPAN_DB = 3.0
+"""The axis spans this at least: half a bit is 3 dB, and layers of one scheme differ by tenths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ def layer_chart(layers: Sequence[LayerError]) -> LayerChart | None:
     noisy = [layer for layer in layers if math.isfinite(layer.snr_db)]
     if not noisy:
         return None
-    axis = padded([layer.snr_db for layer in noisy])
+    axis = padded([layer.snr_db for layer in noisy], least=LEAST_SPAN_DB)
     kinds: dict[tuple[str, str], list[LayerError]] = {}
     for layer in noisy:
         kinds.setdefault((layer_kind(layer.name), layer.scheme), []).append(layer)

@@ -143,7 +143,7 @@ def _looks(task: str, looks: Sequence[Look], verdict: Verdict) -> Plane:
     return Plane(
         title=f"{task}: {last.outcome} after {count(last.read)} of {count(last.of)} documents",
         x_unit="documents read",
-        y_unit=f"difference, {'percentage points' if scale.shares else scale.unit}",
+        y_unit=f"difference, {scale.unit}",
         x_ticks=tuple(Tick(across.at(value), count(round(value))) for value in across.values()),
         y_ticks=tuple(Tick(round(100 - up.at(value), 2), signed(factor * value)) for value in up.values()),
         area=" ".join([*upper, *reversed(lower)]),
