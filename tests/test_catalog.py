@@ -16,7 +16,7 @@ from vexport.observers.base import named_observers
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that are no plug-in but what plug-ins share.
 SHARED = {
-    "schemes": {"base", "config", "kv_cache"},
+    "schemes": {"base", "config", "gpus", "kv_cache"},
     "observers": {
         "args",
         "base",

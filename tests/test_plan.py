@@ -115,7 +115,7 @@ def test_merged_layers_with_ragged_blocks_are_refused(tmp_path: Path) -> None:
     refusals = plan_of(model, ("Linear", "FP8_BLOCK")).refusals
     assert [refusal.where for refusal in refusals] == [f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)]
     assert refusals[0].got == "out_features 328 is not a multiple of the block's 128"
-    assert "gate_proj and up_proj" in refusals[0].fix
+    assert "--ignore gate_proj --ignore up_proj" in refusals[0].fix
 
 
 @pytest.mark.parametrize(("ranks", "refused"), [((1,), 0), ((1, 2), 6), ((4,), 6)])
@@ -138,14 +138,21 @@ def test_keys_and_values_of_few_heads_are_repeated_on_many_ranks(tmp_path: Path)
 def test_what_does_not_fit_can_be_kept(tmp_path: Path) -> None:
     model = save_llama(tmp_path / "model", intermediate_size=328)
     ran = vexport(
-        "quantize", model, tmp_path / "out", "--scheme", "FP8_BLOCK", "--on-misfit", "keep", "--quiet"
+        "quantize",
+        model,
+        tmp_path / "out",
+        "--scheme",
+        "FP8_BLOCK",
+        "--on-unsupported-shape",
+        "keep",
+        "--quiet",
     )
     assert ran.code == 0, ran.stderr
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     kept = [f"model.layers.{i}.mlp.{part}_proj" for i in range(3) for part in ("gate", "up")]
     assert sorted(config["ignore"]) == sorted(["lm_head", *kept])
     assert vexport("check", tmp_path / "out").code == 0
-    plan = plan_of(model, ("Linear", "FP8_BLOCK"), settings=Settings(on_misfit="keep"))
+    plan = plan_of(model, ("Linear", "FP8_BLOCK"), settings=Settings(on_unsupported_shape="keep"))
     assert [note.where for note in plan.notes] == [f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)]
     assert "328" in plan.notes[0].got
 
@@ -153,7 +160,7 @@ def test_what_does_not_fit_can_be_kept(tmp_path: Path) -> None:
 def test_experts_of_a_layer_are_kept_together(tmp_path: Path) -> None:
     """An expert's down projection that does not fit keeps all experts, by a pattern that vLLM resolves."""
     model = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=136)
-    plan = plan_of(model, ("Linear", "NVFP4A16"), settings=Settings(on_misfit="keep"))
+    plan = plan_of(model, ("Linear", "NVFP4A16"), settings=Settings(on_unsupported_shape="keep"))
     assert not any("experts" in group.name for group in plan.groups)
     assert [entry for entry in plan.ignore if "experts" in entry] == [
         rf"re:.*\.layers\.{i}\.mlp\.experts\..*" for i in range(2)

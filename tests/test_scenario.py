@@ -29,7 +29,7 @@ def test_a_scenario_decides_about_cache_and_misfits(tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text(text)
     _, refused = plan_scenario(read_scenario(path))
-    path.write_text(text + "on_misfit: keep\nserve: {tensor_parallel: [1, 2]}\n")
+    path.write_text(text + "on_unsupported_shape: keep\nserve: {tensor_parallel: [1, 2]}\n")
     _, kept = plan_scenario(read_scenario(path))
     assert [refusal.where for refusal in refused.refusals] == ["model.layers.0.mlp.gate_up_proj"]
     assert kept.refusals == ()
@@ -82,7 +82,7 @@ def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
         ("calibration: {data: x, samples: 0}", "calibration.samples"),
         ("serve: {tensor_parallel: [0]}", "serve.tensor_parallel.0"),
         ("kv_cache: int8", "kv_cache"),
-        ("on_misfit: ignore", "on_misfit"),
+        ("on_unsupported_shape: ignore", "on_unsupported_shape"),
     ],
 )
 def test_values_out_of_range(change: str, place: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 An exception owns its exit code; `cli.main` is the only place that turns one into output.
 """
 
+import difflib
 from collections.abc import Sequence
 
 
@@ -58,3 +59,10 @@ def raise_all(problems: Sequence[InputError]) -> None:
         raise problems[0]
     if problems:
         raise InputErrors(problems)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """` (did you mean X?)` for the known word nearest to `word`, else nothing."""
+    lowered = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), lowered, n=1)
+    return f" (did you mean {lowered[matches[0]]}?)" if matches else ""

@@ -1,7 +1,7 @@
 """The stages of a quantization in order; `run.py` adds the run directory, `cli.py` the terminal."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import resolve_source
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
-from vexport.errors import InputError
+from vexport.errors import InputError, nearest
 from vexport.extras import require_extra
 from vexport.files import refuse_existing, resumable_directory
 from vexport.kernels.compiling import watch_compilation
@@ -24,15 +24,14 @@ from vexport.quantize import (
     Search,
     made_from,
     missing_calibration,
-    needs_calibration,
     needs_search,
     quantize,
     uses_calibration,
 )
 from vexport.scenario import Calibration as CalibrationSettings
-from vexport.scenario import Rule, Scenario, nearest
+from vexport.scenario import Rule, Scenario
 from vexport.scenario import Sensitivity as SensitivitySettings
-from vexport.schemes import KEEP, get_scheme
+from vexport.schemes import KEEP, get_scheme, scheme_name
 from vexport.sensitivity.auto import plan_mixed
 from vexport.sensitivity.units import Unit
 from vexport.terminal import OnProgress
@@ -52,14 +51,14 @@ def is_first_rank() -> bool:
 
 def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rule, ...]:
     """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
-    get_scheme(scheme)
+    get_scheme(scheme_name(scheme))
     try:
         kept = [Rule(match=pattern, scheme=KEEP) for pattern in ignore]
     except ValidationError as error:
         first = error.errors()[0]
         need = first["msg"].removeprefix("Value error, ")
         raise InputError("--ignore", got=repr(first["input"]), need=need, fix="mend the pattern") from None
-    return (*kept, Rule(match="Linear", scheme=scheme, observer=observer))
+    return (*kept, Rule(match="Linear", scheme=scheme_name(scheme), observer=observer))
 
 
 def plan_source(
@@ -101,15 +100,27 @@ def scenario_index(scenario: Scenario) -> SourceIndex:
 def plan_settings(scenario: Scenario) -> PlanSettings:
     """What a scenario's plan depends on besides its rules."""
     return PlanSettings(
-        ranks=scenario.serve.tensor_parallel, on_misfit=scenario.on_misfit, kv_cache=scenario.kv_cache
+        ranks=scenario.serve.tensor_parallel,
+        on_unsupported_shape=scenario.on_unsupported_shape,
+        kv_cache=scenario.kv_cache,
+        origin="scenario",
     )
 
 
 def will_calibrate(plan: Plan, settings: CalibrationSettings | None) -> bool:
-    """Whether samples are to be run; InputError where a plan needs them and there are none."""
-    if settings is None and needs_calibration(plan):
+    """Whether samples are to be run; InputError where a plan needs them and there are none, or no file."""
+    if settings is None and uses_calibration(plan):
         raise missing_calibration(plan)
+    if settings is not None:
+        require_data(settings.data)
     return settings is not None and uses_calibration(plan)
+
+
+def require_data(path: Path) -> None:
+    """InputError where there is no calibration file, whether or not it would be read."""
+    if not path.is_file():
+        got = "a folder" if path.is_dir() else "no such file"
+        raise InputError(str(path), got=got, need="a JSONL file", fix="check the path")
 
 
 def calibrate_plan(
@@ -276,8 +287,9 @@ def quantize_source(
     on_progress: OnProgress,
     device: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
 ) -> tuple[Plan, Calibration | None]:
-    """Quantize a checkpoint into the folder `out`; see `write_checkpoint`.
+    """Quantize a checkpoint into the folder `out`; see `write_checkpoint`. `on_plan` sees the plan first.
 
     The answer is what was done, and what the samples showed where they were run. Under torchrun all ranks
     calibrate and the first one writes.
@@ -289,6 +301,7 @@ def quantize_source(
     _require_separate(out, index.root, settings)
     require_accepted(plan)
     will_calibrate(plan, settings)
+    on_plan(plan)
     calibration = calibrate_plan(
         index, plan, settings, on_progress=on_progress, trust_remote_code=trust_remote_code
     )

@@ -255,10 +255,11 @@ def needs_search(plan: Plan) -> bool:
 def missing_calibration(plan: Plan) -> InputError:
     """The error for a plan that needs a calibration and has none."""
     calibrated = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
+    kv_cache = ["KV cache"] if plan.attention else []
     return InputError(
-        next(iter(calibrated), "KV cache"),
+        next(iter((*calibrated, *kv_cache)), f"observer {observer_names.IMPORTANCE}"),
         got="no calibration data",
-        need="samples for its static scales",
+        need="samples for its static scales" if calibrated or kv_cache else "samples that show importance",
         fix="add --calibration FILE.jsonl (or `calibration:` to the scenario)",
     )
 

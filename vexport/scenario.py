@@ -1,9 +1,8 @@
 """A scenario: one complete run as YAML, validated as a whole before anything starts."""
 
-import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -13,9 +12,18 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from vexport.errors import InputError, InputErrors
-from vexport.schemes import FAMILIES, KEEP
-from vexport.types import GENERATION_KEYS, BatchSize, BudgetKind, GenKwargs, KvCache, Method, OnMisfit
+from vexport.errors import InputError, InputErrors, nearest
+from vexport.schemes import FAMILIES, KEEP, fold_name
+from vexport.schemes.gpus import GENERATIONS, parse_capability
+from vexport.types import (
+    GENERATION_KEYS,
+    BatchSize,
+    BudgetKind,
+    GenKwargs,
+    KvCache,
+    Method,
+    OnUnsupportedShape,
+)
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128
@@ -89,9 +97,10 @@ class Auto(_Strict):
     @field_validator("candidates")
     @classmethod
     def _known_candidates(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(values)) < len(values):
+        names = tuple(_known(value, (*FAMILIES, KEEP)) for value in values)
+        if len(set(names)) < len(names):
             raise ValueError("each candidate once")
-        return tuple(_known(value, (*FAMILIES, KEEP)) for value in values)
+        return names
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
@@ -146,10 +155,18 @@ class Serve(_Strict):
     """
 
     tensor_parallel: tuple[Annotated[int, Gt(0)], ...] = (1,)
-    compute: tuple[Annotated[str, Field(pattern=r"^(cpu|sm[1-9][0-9]{1,2})$")], ...] = ("cpu",)
+    compute: tuple[str, ...] = ("cpu",)
     max_model_len: Annotated[int, Gt(0)] | None = None
     enforce_eager: bool = True
     timeout: Annotated[int, Gt(0)] = 3600
+
+    @field_validator("compute")
+    @classmethod
+    def _known_compute(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        known = {value: value if value == "cpu" else parse_capability(value) for value in values}
+        if None in known.values():
+            raise ValueError(f"cpu or the capability of a GPU: {', '.join(f'sm{sm}' for sm in GENERATIONS)}")
+        return tuple(value if value == "cpu" else f"sm{known[value]}" for value in values)
 
     @property
     def capabilities(self) -> tuple[int, ...]:
@@ -237,24 +254,36 @@ class Evaluate(_Strict):
         return self
 
 
+# Names that keys of a scenario had before.
+FORMER_KEYS = {"on_misfit": "on_unsupported_shape"}
+
+
 class Scenario(_Strict):
     """One complete run.
 
-    `on_misfit` says what becomes of layers whose shapes vLLM could not run; `kv_cache` how keys and values
-    are stored, in the model's dtype where it is not given. With `sensitivity` the report says what quantizing
-    each group of layers costs; a rule with scheme `auto` needs `auto` and implies it.
+    `on_unsupported_shape` says what becomes of layers whose shapes vLLM could not run; `kv_cache` how keys
+    and values are stored, in the model's dtype where it is not given. With `sensitivity` the report says
+    what quantizing each group of layers costs; a rule with scheme `auto` needs `auto` and implies it.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     source: str
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
-    on_misfit: OnMisfit = "refuse"
+    on_unsupported_shape: OnUnsupportedShape = "refuse"
     kv_cache: KvCache | None = None
     calibration: Calibration | None = None
     auto: Auto | None = None
     sensitivity: Sensitivity | None = None
     serve: Serve = Serve()
     evaluate: Evaluate | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_former_keys(cls, content: object) -> object:
+        if not isinstance(content, dict):
+            return content
+        renamed = {old: new for old, new in FORMER_KEYS.items() if new not in content}
+        return {renamed.get(key, key): value for key, value in content.items()}
 
     @model_validator(mode="after")
     def _has_what_auto_needs(self) -> Self:
@@ -295,9 +324,22 @@ def problems_at(where: str) -> Iterator[None]:
         raise InputErrors([_problem(where, detail) for detail in _causes(error.errors())]) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without repeated keys, of which PyYAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        """The mapping of a node; MarkedYAMLError where a key stands in it twice."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for number, (key, _) in enumerate(node.value):
+            if keys[number] in keys[:number]:
+                problem = f"the key {keys[number]!r} a second time"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _load_yaml(path: Path) -> object:
     try:
-        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise InputError(
             str(path), got="no such file", need="a scenario", fix="see scenarios/*.yaml"
@@ -370,17 +412,11 @@ def _where_to(key: str, known: Sequence[str]) -> str:
 
 
 def _known(value: str, known: Sequence[str]) -> str:
-    """The value; ValueError lists what is known where it is not."""
-    if value not in known:
+    """The known name that `value` spells, in whatever case and with `-` or `_`; ValueError lists them all."""
+    names = {fold_name(name): name for name in known}
+    if fold_name(value) not in names:
         raise ValueError(f"one of {', '.join(known)}{nearest(value, known)}")
-    return value
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean X?)` for the known word nearest to `word`, else nothing."""
-    lowered = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower(), lowered, n=1)
-    return f" (did you mean {lowered[matches[0]]}?)" if matches else ""
+    return names[fold_name(value)]
 
 
 def _absolute(scenario: Scenario, folder: Path) -> Scenario:

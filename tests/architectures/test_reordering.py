@@ -52,7 +52,7 @@ def test_a_refusal_names_tensor_layer_and_remedy(tmp_path: Path) -> None:
         in ran.errors[0]
     )
     assert "scheme: keep for query_key_value" in ran.errors[0]
-    kept = ("--scheme", "W4A16", "--on-misfit", "keep", "--quiet")
+    kept = ("--scheme", "W4A16", "--on-unsupported-shape", "keep", "--quiet")
     assert vexport("quantize", source, tmp_path / "out", *kept).code == 0
     ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert "transformer.h.1.self_attention.query_key_value" in ignore
@@ -75,5 +75,5 @@ def test_rows_that_only_a_plain_weight_follows_stay_as_they_are(tmp_path: Path) 
             f"model.layers.{i}.self_attn.qkv_proj" for i in range(3)
         }
         assert "only where it is not quantized" in refusals[0].got
-    kept = plan_of(source, "W4A16", Settings(on_misfit="keep"))
+    kept = plan_of(source, "W4A16", Settings(on_unsupported_shape="keep"))
     assert {group.name.rpartition(".")[2] for group in kept.groups} == {"o_proj", "gate_up_proj", "down_proj"}

@@ -19,7 +19,7 @@ from vexport.roundtrip import changed_tensors, layer_errors
 from vexport.scenario import Rule
 from vexport.schemes import FAMILIES
 from vexport.searched import search_scales
-from vexport.types import Calibration, InputRange, LayerError, OnMisfit, Plan
+from vexport.types import Calibration, InputRange, LayerError, OnUnsupportedShape, Plan
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
 LEAST = {
@@ -54,10 +54,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(
-    source: Path, out: Path, rules: tuple[Rule, ...], *, on_misfit: OnMisfit = "refuse"
+    source: Path, out: Path, rules: tuple[Rule, ...], *, on_unsupported_shape: OnUnsupportedShape = "refuse"
 ) -> tuple[SourceIndex, SourceIndex, Plan]:
     """(source, what was written, plan); static input scales get a range that does not matter here."""
-    index, plan = plan_source(str(source), rules, Settings(on_misfit=on_misfit))
+    index, plan = plan_source(str(source), rules, Settings(on_unsupported_shape=on_unsupported_shape))
     require_accepted(plan)
     names = [member.name for group in plan.groups for member in group.members]
     ranges = {name: InputRange(low=-1.0, high=1.0, tokens=1) for name in names}
@@ -88,7 +88,8 @@ def test_every_layer_comes_back(
 def test_ragged_blocks_come_back(tmp_path: Path) -> None:
     """500 columns: gate and up are merged and cannot be cut into blocks, down is alone and can."""
     source = save_llama(tmp_path / "source", intermediate_size=500, num_hidden_layers=1)
-    index, back, plan = written(source, tmp_path / "out", all_linears("FP8_BLOCK"), on_misfit="keep")
+    rules = all_linears("FP8_BLOCK")
+    index, back, plan = written(source, tmp_path / "out", rules, on_unsupported_shape="keep")
     errors = {error.name.rpartition(".")[2]: error.snr_db for error in layer_errors(index, back, plan)}
     assert errors.keys() == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
     assert min(errors.values()) > LEAST["FP8_BLOCK"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from vexport.checks.expected import layer_sides
 from vexport.checks.subject import ConfigGroup, Subject, Unit, error, warning
-from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import Names, names_of, text_config
+from vexport.plan.ranks import heads_of
 from vexport.plan.shapes import misfit_on
 from vexport.schemes import fp8, integer, mxfp, nvfp4
 from vexport.schemes.base import Family, Scheme, SchemeArgs
@@ -93,27 +93,18 @@ def _ranks(subject: Subject) -> Iterator[Finding]:
 
 
 def _heads(subject: Subject, names: Names, ranks: int) -> Iterator[Finding]:
-    """Sources: ModelConfig.verify_with_parallel_config (vllm/config/model.py); the attention of every model
-    class, which asserts that key and value heads can be cut, or repeated."""
     text = text_config(subject.index.config)
-    heads, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
-    if not isinstance(heads, int):
-        return
-    keyed = any(makes_keys(name, names) for unit in subject.units for name in unit.members)
-    if heads % ranks:
-        yield _refused(subject, f"{heads} attention heads", ranks)
-    elif keyed and isinstance(keys, int) and keys > 0 and keys % ranks and ranks % keys:
-        yield _refused(subject, f"{keys} key and value heads", ranks)
-
-
-def _refused(subject: Subject, got: str, ranks: int) -> Finding:
-    return error(
-        NAME,
-        f"{subject.config_path} (tp {ranks})",
-        expected=f"heads that {ranks} ranks can share, or of which each holds one",
-        got=got,
-        fix="serve it on another number of GPUs",
-    )
+    linears = (name for unit in subject.units for name in unit.members)
+    heads = heads_of(linears, names, text)
+    got = heads.uneven(ranks)
+    if got:
+        yield error(
+            NAME,
+            f"{subject.config_path} (tp {ranks})",
+            expected=f"heads that {ranks} ranks can share, or of which each holds one",
+            got=got,
+            fix=f"serve it on {heads.possible_ranks} GPUs",
+        )
 
 
 def _shapes(subject: Subject, names: Names, ranks: int) -> Iterator[Finding]:

@@ -19,6 +19,11 @@ EXIT_CODES = "Exit codes: see `vexport --help`."
 _READ = ("text", "github", "markdown")
 
 
+def note(text: str) -> None:
+    """A line on stderr about what the answer on stdout does not say."""
+    click.echo(f"note: {text}", err=True)
+
+
 def command(
     name: str | None = None, *, no_args_is_help: bool = False
 ) -> Callable[[Callable[..., None]], click.Command]:

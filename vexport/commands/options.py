@@ -1,12 +1,13 @@
 """Options that several commands share, as decorators."""
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import click
 from click.core import ParameterSource
+
+from vexport.commands.help import RenamedOption
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -21,8 +22,6 @@ FORMAT_OF_SUFFIX: Mapping[str, str] = {
 }
 # The name of --output, and where a context holds its value.
 ANSWER_FILE = "answer_file"
-# Pascal to Rubin: the capabilities that NVIDIA lists (developer.nvidia.com/cuda-gpus) or vLLM 0.32 names.
-KNOWN_SM = (60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 107, 110, 120, 121)
 
 
 class Count(click.IntRange):
@@ -63,17 +62,23 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def capabilities(text: str) -> tuple[int, ...]:
     """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for click."""
+    from vexport.schemes.gpus import GENERATIONS, parse_capability
+
     found = []
     for part in (part.strip() for part in text.split(",")):
-        written = re.fullmatch(r"(?:sm[ _-]?)?(\d+)(?:\.(\d))?[af]?", part.lower())
-        number = int(written[1] + (written[2] or "")) if written else 0
-        if number not in KNOWN_SM:
-            known = ", ".join(map(str, KNOWN_SM))
+        number = parse_capability(part)
+        if number is None:
+            known = ", ".join(map(str, GENERATIONS))
             raise click.BadParameter(
                 f"{part!r} is not a known compute capability; write 90 or 9.0. Known: {known}."
             )
         found.append(number)
     return tuple(dict.fromkeys(found))
+
+
+def is_scenario(source: str) -> bool:
+    """Whether what stands for SOURCE|SCENARIO is the file of a scenario."""
+    return source.endswith((".yaml", ".yml"))
 
 
 class FormatOption(click.Option):
@@ -225,7 +230,10 @@ def plan_options(function: Function) -> Function:
     """What is quantized how."""
     function = tp_option(function)
     function = click.option(
+        "--on-unsupported-shape",
         "--on-misfit",
+        "on_unsupported_shape",
+        cls=RenamedOption,
         type=click.Choice(("refuse", "keep")),
         default="refuse",
         show_default=True,

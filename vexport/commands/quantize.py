@@ -4,9 +4,23 @@ from pathlib import Path
 
 import click
 
-from vexport.commands.base import command, print_text
-from vexport.commands.options import PATH, POSITIVE, ByteSize, format_option, plan_options, trust_option
-from vexport.types import KvCache, OnMisfit
+from vexport.commands.base import command, note, print_text
+from vexport.commands.effects import (
+    CALIBRATION_OPTIONS,
+    note_unused,
+    note_unused_calibration,
+    require_scenario_alone,
+)
+from vexport.commands.options import (
+    PATH,
+    POSITIVE,
+    ByteSize,
+    format_option,
+    is_scenario,
+    plan_options,
+    trust_option,
+)
+from vexport.types import KvCache, OnUnsupportedShape
 
 
 @command()
@@ -24,7 +38,7 @@ def plan(
     observer: str,
     ignore: tuple[str, ...],
     kv_cache: KvCache | None,
-    on_misfit: OnMisfit,
+    on_unsupported_shape: OnUnsupportedShape,
     tp: tuple[int, ...] | None,
     format_: str,
     quiet: bool,
@@ -45,14 +59,17 @@ def plan(
     from vexport.scenario import read_scenario
 
     evaluate = None
-    if source.endswith((".yaml", ".yml")):
-        if scheme:
-            raise click.UsageError("--scheme does not go with a scenario, which has its own rules.")
+    if run_dir and not is_scenario(source):
+        raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")
+    if is_scenario(source):
         scenario = read_scenario(Path(source))
+        require_scenario_alone()
+        if run_dir and scenario.auto is None:
+            note("--run-dir has no effect: no rule of the scenario has scheme: auto")
         _, made = plan_scenario(scenario, run_dir)
         evaluate = scenario.evaluate
     elif scheme:
-        settings = Settings(ranks=tp or (1,), on_misfit=on_misfit, kv_cache=kv_cache)
+        settings = Settings(ranks=tp or (1,), on_unsupported_shape=on_unsupported_shape, kv_cache=kv_cache)
         _, made = plan_source(source, rules_for(scheme, observer=observer, ignore=ignore), settings)
     else:
         raise click.UsageError("SOURCE needs --scheme.")
@@ -102,7 +119,7 @@ def quantize(
     observer: str,
     ignore: tuple[str, ...],
     kv_cache: KvCache | None,
-    on_misfit: OnMisfit,
+    on_unsupported_shape: OnUnsupportedShape,
     tp: tuple[int, ...] | None,
     calibration: Path | None,
     samples: int,
@@ -133,6 +150,8 @@ def quantize(
     from vexport.terminal import progress_display
 
     settings = None
+    if calibration is None and is_first_rank():
+        note_unused(CALIBRATION_OPTIONS, "without --calibration")
     if calibration:
         settings = Calibration(
             data=calibration, samples=samples, seq_len=seq_len, all_experts=all_experts, device=device
@@ -143,12 +162,13 @@ def quantize(
             out,
             rules_for(scheme, observer=observer, ignore=ignore),
             settings,
-            planning=Settings(ranks=tp or (1,), on_misfit=on_misfit, kv_cache=kv_cache),
+            planning=Settings(ranks=tp or (1,), on_unsupported_shape=on_unsupported_shape, kv_cache=kv_cache),
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
             device=device,
             shard_bytes=max_shard_size,
+            on_plan=note_unused_calibration if calibration and is_first_rank() else lambda plan: None,
         )
     if not is_first_rank():
         return

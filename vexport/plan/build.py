@@ -8,31 +8,35 @@ from vexport.architectures.fusion import fuse, moe_layer
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import find_quantization
 from vexport.errors import InputError
+from vexport.plan.advice import Origin, advice, fitting_schemes
 from vexport.plan.blocks import output_bytes
 from vexport.plan.ignore import ignored, ignored_head
 from vexport.plan.kv_cache import attention_layers, refused_caches
 from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of, text_config
+from vexport.plan.ranks import OTHER_RANKS, is_uneven, refused_ranks
 from vexport.plan.rules import Treatment, choose_rule, require_matching_rules
-from vexport.plan.shapes import kept_instead, misfit
+from vexport.plan.shapes import kept_instead, refusal, unsupported
 from vexport.scenario import Rule
-from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearPlan, OnMisfit, Plan
+from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What else a plan depends on: tensor parallel sizes to serve, what to do on a misfit, the KV cache."""
+    """What else a plan depends on: tensor parallel sizes to serve, what becomes of unsupported shapes, the KV
+    cache. `origin` is what the advice of refusals names: options or keys of a scenario."""
 
     ranks: Sequence[int] = (1,)
-    on_misfit: OnMisfit = "refuse"
+    on_unsupported_shape: OnUnsupportedShape = "refuse"
     kv_cache: KvCache | None = None
+    origin: Origin = "options"
 
 
 def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = Settings()) -> Plan:
     """Decide for every tensor of a checkpoint whether and how it is quantized.
 
     Layers that vLLM fuses form one group. What vLLM would not run is a refusal in the plan, not an
-    exception; with `on_misfit` keep, layers whose shape does not fit stay unquantized, and a note says so.
-    Raises InputError for a source that cannot be a source (quantized, unknown class).
+    exception; with `on_unsupported_shape` keep, layers whose shape does not fit stay unquantized, and a
+    note says so. Raises InputError for a source that cannot be a source (quantized, unknown class).
     """
     _require_plain(index)
     architecture, notes = resolve(index.architecture, index.config)
@@ -45,7 +49,7 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
     refusals = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
     groups = [] if refusals else list(_groups(modules, chosen, linears))
     misfits = _misfits(groups, names, settings, index)
-    if settings.on_misfit == "keep":
+    if settings.on_unsupported_shape == "keep":
         groups, kept_notes = _without(groups, misfits)
         notes = (*notes, *kept_notes)
     else:
@@ -56,6 +60,9 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
         refusals.extend(refused_caches(attention, linears.values()))
     opaque = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
     quantized = {member.name for group in groups for member in group.members}
+    text = text_config(index.config)
+    if groups or not refusals:
+        refusals = [*refused_ranks(modules, linears, quantized, names, settings.ranks, text), *refusals]
     weights = {member.weight for group in groups for member in group.members}
     kept = tuple(name for members in modules.values() for name in members if name not in quantized)
     return Plan(
@@ -144,8 +151,22 @@ def _misfits(
 ) -> dict[str, Finding]:
     """Refusals by the name of the group."""
     text = text_config(index.config)
-    found = {group.name: misfit(group, names, settings.ranks, text) for group in groups}
-    return {name: finding for name, finding in found.items() if finding is not None}
+    reasons = unsupported(groups, names, settings.ranks, text)
+    refused = [group for group in groups if group.name in reasons]
+    fitting = {
+        scheme: fitting_schemes(scheme, groups, names, settings.ranks, text)
+        for scheme in dict.fromkeys(group.scheme for group in refused)
+    }
+    return {
+        group.name: refusal(
+            group,
+            reasons[group.name],
+            OTHER_RANKS
+            if is_uneven(group, names, settings.ranks, text)
+            else advice(group, fitting[group.scheme], settings.origin),
+        )
+        for group in refused
+    }
 
 
 def _without(

@@ -1,6 +1,6 @@
 """Which groups vLLM could not run in their scheme, whole or cut over ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from vexport.architectures.fusion import moe_layer
@@ -16,25 +16,55 @@ GATE_AND_UP = ("gate_up_proj", "dense_h_to_4h")
 QUERY_KEY_VALUE = ("qkv_proj", "query_key_value", "Wqkv", "W_pack")
 
 
-def misfit(
-    group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]
-) -> Finding | None:
-    """A refusal that names layers, sizes and rule, or None where vLLM runs the group on all these ranks."""
-    scheme = get_scheme(group.scheme)
-    reordered = reordered_misfit(group, names.architecture, text)
-    for count in ranks:
-        reason = reordered or misfit_on(group, scheme, names, count, text)
+def unsupported(
+    groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int], text: Mapping[str, Json]
+) -> dict[str, str]:
+    """Why vLLM could not run groups on all these ranks, by their names; groups that it runs are not there.
+
+    Groups alike in leaves and sizes are judged once: a model has few kinds of layers and many of each.
+    """
+    reasons: dict[str, str] = {}
+    judged: dict[tuple[object, ...], str | None] = {}
+    for group in groups:
+        kind = _kind(group)
+        if kind not in judged:
+            judged[kind] = _unsupported(group, names, ranks, text)
+        reason = judged[kind]
         if reason:
-            leaves = " and ".join(member.name.rpartition(".")[2] for member in group.members)
-            return Finding(
-                check="shape",
-                severity="error",
-                where=_where(group),
-                expected=f"a shape that {scheme.name} can store and vLLM can run",
-                got=reason,
-                fix=f"add a rule with scheme: keep for {leaves}, or use --on-misfit keep",
-            )
-    return None
+            reasons[group.name] = reason
+    return reasons
+
+
+def _kind(group: FusionGroup) -> tuple[object, ...]:
+    """All that `_unsupported` looks at but for the model."""
+    members = (
+        (member.name.rpartition(".")[2], member.out_features, member.in_features) for member in group.members
+    )
+    routed = moe_layer(group.members[0].name) is not None
+    return (group.name.rpartition(".")[2], group.scheme, routed, *members)
+
+
+def _unsupported(
+    group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]
+) -> str | None:
+    reordered = reordered_misfit(group, names.architecture, text)
+    if reordered:
+        return reordered
+    scheme = get_scheme(group.scheme)
+    reasons = (misfit_on(group, scheme, names, count, text) for count in ranks)
+    return next((reason for reason in reasons if reason), None)
+
+
+def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
+    """A refusal that names layers, sizes and rule."""
+    return Finding(
+        check="shape",
+        severity="error",
+        where=group.name if len(group.members) > 1 else group.members[0].name,
+        expected=f"a shape that {group.scheme} can store and vLLM can run",
+        got=reason,
+        fix=fix,
+    )
 
 
 def misfit_on(
@@ -89,10 +119,6 @@ def _repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> Linea
     return member
 
 
-def _where(group: FusionGroup) -> str:
-    return group.name if len(group.members) > 1 else group.members[0].name
-
-
 def kept_instead(finding: Finding, name: str) -> Finding:
     """What is said of layers that stay unquantized because one of them does not fit."""
-    return replace(finding, severity="warning", where=name, fix="kept unquantized, as --on-misfit keep asks")
+    return replace(finding, severity="warning", where=name, fix="kept unquantized")

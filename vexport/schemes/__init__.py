@@ -3,13 +3,14 @@
 Adding a scheme family is one new file and one line in `FAMILIES`.
 """
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
 from pydantic import TypeAdapter
 
-from vexport.errors import InputError
+from vexport.errors import InputError, nearest
 from vexport.schemes import fp8, integer, mxfp, nvfp4
 from vexport.schemes.base import Family, PresetFile, Scheme
 
@@ -46,6 +47,16 @@ def presets() -> PresetFile:
     return TypeAdapter(PresetFile).validate_json(text)
 
 
+def fold_name(name: str) -> str:
+    """A name without case and separators: `fp8-dynamic` and `FP8_DYNAMIC` are one."""
+    return re.sub(r"[-_ ]", "", name).casefold()
+
+
+def scheme_name(text: str) -> str:
+    """The scheme that `text` names, whatever its case and separators; the text itself where it is none."""
+    return next((name for name in FAMILIES if fold_name(name) == fold_name(text)), text)
+
+
 @cache
 def get_scheme(name: str) -> Scheme:
     """The scheme of that name; InputError lists what is known."""
@@ -54,7 +65,7 @@ def get_scheme(name: str) -> Scheme:
             f"scheme {name!r}",
             got="an unknown name",
             need=f"one of {', '.join(FAMILIES)}",
-            fix=f"see `vexport list schemes`; {KEEP!r} in a rule leaves layers unquantized",
+            fix=f"see `vexport list schemes`{nearest(name, list(FAMILIES))}",
         )
     return Scheme(name=name, args=presets().presets[name], family=FAMILIES[name])
 

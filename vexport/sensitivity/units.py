@@ -80,7 +80,7 @@ def find_units(
     fixed = build_plan(index, _with(rules, KEEP), settings)
     require_accepted(fixed)
     candidates = auto.candidates if auto else ()
-    lenient = replace(settings, on_misfit="keep")
+    lenient = replace(settings, on_unsupported_shape="keep")
     plans = {
         scheme: build_plan(index, _with(rules, scheme), lenient) for scheme in candidates if scheme != KEEP
     }
@@ -96,7 +96,7 @@ def find_units(
         _unit(index, name, _allowed(name, named, mixed, candidates), found, _refusals(name, plans))
         for name, found in options.items()
     )
-    if settings.on_misfit == "refuse" and KEEP not in candidates:
+    if settings.on_unsupported_shape == "refuse" and KEEP not in candidates:
         raise_all([_unfit(unit) for unit in units if unit.allowed == (KEEP,)])
     return units
 
@@ -197,5 +197,5 @@ def _unfit(unit: Unit) -> InputError:
         unit.name,
         got=f"candidates of which none fits ({first.got})",
         need=first.expected,
-        fix="add keep to the candidates, or use on_misfit: keep",
+        fix="add keep to the candidates, or use on_unsupported_shape: keep",
     )

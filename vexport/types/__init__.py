@@ -19,7 +19,7 @@ from vexport.types.loading import (
     MatrixRow,
     device_words,
 )
-from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnMisfit, Plan
+from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
 from vexport.types.report import LayerError, LayerErrors, Report
 from vexport.types.sensitivity import (
@@ -82,7 +82,7 @@ __all__ = [
     "MatrixRow",
     "Method",
     "MixedScheme",
-    "OnMisfit",
+    "OnUnsupportedShape",
     "Outcome",
     "Plan",
     "Promotion",

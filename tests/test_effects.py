@@ -1,0 +1,186 @@
+"""Nothing that is asked for is silently ignored: contradictions are refused, harmless extras are noted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from tests.models import save_llama
+from vexport.scenario import read_scenario
+
+DATA_FREE = ("--scheme", "FP8_DYNAMIC", "--quiet")
+
+
+def notes(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("note: ")]
+
+
+def scenario(
+    folder: Path, source: Path, more: str = "", rules: str = "[{match: Linear, scheme: W8A8}]"
+) -> Path:
+    path = folder / "scenario.yaml"
+    path.write_text(f"name: a\nsource: {source}\nrules: {rules}\n{more}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--samples", 3), "--samples has no effect without --calibration"),
+        (("--seq-len", 9, "--samples", 3), "--samples and --seq-len have no effect without --calibration"),
+        (("--no-calibrate-all-experts",), "--no-calibrate-all-experts has no effect without --calibration"),
+    ],
+)
+def test_calibration_options_without_data_are_noted(
+    options: tuple[object, ...], words: str, llama: Path, tmp_path: Path
+) -> None:
+    ran = vexport("quantize", llama, tmp_path / "out", *DATA_FREE, *options)
+    assert ran.code == 0, ran.stderr
+    assert notes(ran.stderr) == [f"note: {words}"]
+
+
+def test_calibration_data_that_nothing_reads_is_noted(llama: Path, tmp_path: Path, calibration: Path) -> None:
+    options = ("--calibration", calibration, "--samples", 3)
+    ran = vexport("quantize", llama, tmp_path / "out", *DATA_FREE, *options)
+    assert ran.code == 0
+    (line,) = notes(ran.stderr)
+    assert "--calibration and --samples have no effect on FP8_DYNAMIC" in line
+
+
+def test_routing_of_a_dense_model_is_noted(llama: Path, tmp_path: Path, calibration: Path) -> None:
+    options = ("--calibration", calibration, "--no-calibrate-all-experts", "--quiet")
+    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "FP8", *options)
+    assert ran.code == 0
+    assert notes(ran.stderr) == [
+        "note: --no-calibrate-all-experts has no effect on a model without routed experts"
+    ]
+
+
+def test_calibration_data_that_is_missing_is_an_error_even_where_it_would_not_be_read(
+    llama: Path, tmp_path: Path
+) -> None:
+    ran = vexport("quantize", llama, tmp_path / "out", *DATA_FREE, "--calibration", tmp_path / "no.jsonl")
+    assert ran.code == 2
+    assert "no.jsonl: got no such file" in ran.errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_importance_without_data_is_an_error(llama: Path, tmp_path: Path) -> None:
+    ran = vexport("quantize", llama, tmp_path / "out", *DATA_FREE, "--observer", "imatrix_mse")
+    assert ran.code == 2
+    assert "observer imatrix_mse: got no calibration data" in ran.errors[0]
+
+
+def test_options_that_need_a_scenario_or_contradict_one_are_refused(llama: Path, tmp_path: Path) -> None:
+    path = scenario(tmp_path, llama)
+    ran = vexport("plan", path, "--scheme", "FP8_DYNAMIC", "--kv-cache", "fp8", "--tp", "2")
+    assert ran.code == 2
+    assert all(option in ran.errors[0] for option in ("--scheme", "--kv-cache", "--tp", "scenario"))
+    ran = vexport("plan", llama, "--scheme", "W8A8", "--run-dir", tmp_path)
+    assert ran.code == 2
+    assert "--run-dir needs a SCENARIO" in ran.errors[0]
+    ran = vexport("plan", path, "--run-dir", tmp_path)
+    assert ran.code == 0
+    assert "--run-dir has no effect" in notes(ran.stderr)[0]
+
+
+@pytest.mark.parametrize("name", ["fp8-dynamic", "Fp8_Dynamic", "FP8DYNAMIC", "fp8 dynamic"])
+def test_schemes_are_understood_in_any_spelling(name: str, llama: Path, tmp_path: Path) -> None:
+    planned = json.loads(vexport("plan", llama, "--scheme", name, "--format", "json").stdout)
+    assert {group["scheme"] for group in planned["groups"]} == {"FP8_DYNAMIC"}
+    auto = f"auto: {{candidates: [{name}, Keep], bits: 5}}\ncalibration: {{data: x}}\n"
+    named = f"{{match: q_proj, scheme: {name}}}"
+    rules = f"[{{match: lm_head, scheme: KEEP}}, {named}, {{match: Linear, scheme: Auto}}]"
+    read = read_scenario(scenario(tmp_path, llama, auto, rules))
+    assert [rule.scheme for rule in read.rules] == ["keep", "FP8_DYNAMIC", "auto"]
+    assert read.auto is not None
+    assert read.auto.candidates == ("FP8_DYNAMIC", "keep")
+
+
+def test_a_near_miss_of_a_scheme_is_suggested(llama: Path) -> None:
+    ran = vexport("plan", llama, "--scheme", "NVFP4B16")
+    assert ran.code == 2
+    assert "did you mean NVFP4A16?" in ran.errors[0]
+
+
+def test_heads_are_refused_as_check_refuses_them(tmp_path: Path) -> None:
+    """Nine heads and three of keys and values, as SmolLM2-135M has them."""
+    heads = {
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "hidden_size": 576,
+        "intermediate_size": 1152,
+    }
+    source = save_llama(tmp_path / "model", **heads, num_hidden_layers=1)
+    planned = vexport("plan", source, "--scheme", "NVFP4A16", "--tp", "1,2")
+    assert planned.code == 2
+    assert "9 attention heads" in planned.errors[0]
+    assert "1, 3 or 9 GPUs" in planned.errors[0]
+    assert vexport("quantize", source, tmp_path / "no", "--scheme", "NVFP4A16", "--tp", "2").code == 2
+    assert not (tmp_path / "no").exists()
+    out = tmp_path / "out"
+    assert vexport("quantize", source, out, "--scheme", "NVFP4A16", "--tp", "1,3,9", "--quiet").code == 0
+    checked = vexport("check", out, "--tp", "2")
+    assert checked.code == 1
+    assert "9 attention heads" in checked.stdout
+    assert "1, 3 or 9 GPUs" in checked.stdout
+    assert vexport("check", out, "--tp", "3,9").code == 0
+
+
+def test_layers_that_stay_16_bit_must_fit_the_ranks_too(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "model", intermediate_size=321, num_hidden_layers=1)
+    ran = vexport("plan", source, "--scheme", "FP8_DYNAMIC", "--ignore", "re:.*mlp.*", "--tp", "2")
+    assert ran.code == 2
+    assert "321 is not a multiple of 2 ranks" in ran.errors[0]
+    assert "serve it on another number of GPUs" in ran.errors[0]
+    ran = vexport("plan", source, "--scheme", "FP8_DYNAMIC", "--tp", "2", "--on-unsupported-shape", "keep")
+    assert ran.code == 2
+    assert "321 is not a multiple of 2 ranks" in ran.errors[0]
+
+
+def test_a_shape_that_does_not_fit_names_the_schemes_that_do(tmp_path: Path) -> None:
+    """Columns of 96: no whole groups of 128."""
+    source = save_llama(tmp_path / "model", intermediate_size=96, num_hidden_layers=1)
+    (line,) = vexport("plan", source, "--scheme", "W4A16").errors
+    assert "use --scheme NVFP4A16, MXFP4A16 or FP8_DYNAMIC, which fit" in line
+    assert "--on-unsupported-shape keep" in line
+    assert "--ignore down_proj" in line
+    assert "rule" not in line
+    for scheme in ("NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"):
+        assert vexport("plan", source, "--scheme", scheme).code == 0
+    in_yaml = scenario(tmp_path, source, rules="[{match: Linear, scheme: W4A16}]")
+    (line,) = vexport("plan", in_yaml).errors
+    assert "on_unsupported_shape: keep, or a rule with scheme: keep for down_proj" in line
+    assert "--" not in line
+
+
+def test_former_names_still_work(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "model", intermediate_size=96, num_hidden_layers=1)
+    assert vexport("plan", source, "--scheme", "W4A16", "--on-misfit", "keep").code == 0
+    assert "on-misfit" not in vexport("plan", "--help").stdout
+    read = read_scenario(scenario(tmp_path, source, "on_misfit: keep\n"))
+    assert read.on_unsupported_shape == "keep"
+
+
+@pytest.mark.parametrize("sm", ["9999", "91", "9.9", "x"])
+def test_capabilities_that_no_gpu_has_are_refused(sm: str, llama: Path, tmp_path: Path) -> None:
+    ran = vexport("check", llama, "--sm", sm)
+    assert ran.code == 2
+    assert "is not a known compute capability" in ran.errors[0]
+    ran = vexport("plan", scenario(tmp_path, llama, f"serve: {{compute: [sm{sm}]}}\n"))
+    assert ran.code == 2
+    assert "serve.compute" in ran.errors[0]
+
+
+def test_capabilities_may_be_written_as_nvidia_does(llama: Path) -> None:
+    assert vexport("check", llama, "--sm", "9.0,sm100,90").code == 0
+
+
+def test_a_key_that_stands_twice_is_an_error(llama: Path, tmp_path: Path) -> None:
+    path = scenario(tmp_path, llama, "rules: [{match: Linear, scheme: W4A16}]\n")
+    ran = vexport("plan", path)
+    assert ran.code == 2
+    assert "scenario.yaml:4" in ran.errors[0]
+    assert "'rules' a second time" in ran.errors[0]
