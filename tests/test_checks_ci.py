@@ -11,6 +11,7 @@ from tests.command import vexport
 from tests.mutations.edits import drop, element, put, spoiled
 from vexport.checks import CHECKS
 from vexport.reports import summarize_checks
+from vexport.reports.places import place_of
 from vexport.types import CheckReport, Finding
 
 DOWN = "model.layers.2.mlp.down_proj"
@@ -34,7 +35,7 @@ def test_junit_has_a_case_for_every_family(good: Callable[[str], Path], tmp_path
     assert (suites.get("tests"), suites.get("failures")) == (str(2 * (1 + len(CHECKS))), "1")
 
 
-def test_annotations_are_ten_and_the_summary_has_more(
+def test_annotations_and_the_summary_are_folded(
     good: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scales = [
@@ -48,12 +49,13 @@ def test_annotations_are_ten_and_the_summary_has_more(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     ran = vexport("check", broken, "--format", "github")
     assert ran.code == 1
-    lines = ran.stdout.splitlines()
-    assert sum(line.startswith("::error ") for line in lines) == 10
-    assert "2 more annotations left out" in lines[-1]
+    (line,) = ran.stdout.splitlines()
+    assert line.startswith("::error ")
+    assert "(11 more like it)" in line
     text = summary.read_text()
     assert text.startswith("before\n")
-    assert all(f"layers.{layer}.mlp.down" in text for layer in range(3))
+    assert r"model.layers.0-2.\{" in text
+    assert "11 more like it" in text
     assert vexport("check", good("W8A8"), "--format", "text").code == 0
     assert summary.read_text() == text
 
@@ -76,3 +78,51 @@ def test_one_that_is_no_checkpoint_hides_no_other(good: Callable[[str], Path], t
     assert (ran.code, none["ok"], sound["ok"]) == (2, False, True)
     assert [finding["check"] for finding in none["findings"]] == ["files"]
     assert [line for line in ran.errors if str(tmp_path / "none") in line] == ran.errors != []
+
+
+def test_annotations_stand_at_the_file_and_line(
+    good: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "repository" / "models" / "broken"
+    folder.parent.mkdir(parents=True)
+    broken = spoiled(good("W8A8"), folder, put(f"{DOWN}.weight_scale", element(float("nan"))))
+    config = json.loads((broken / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 9
+    (broken / "config.json").write_text(json.dumps(config, indent=2))
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "repository"))
+    wrong, *_ = vexport("check", broken, "--format", "github").stdout.splitlines()
+    lines = (broken / "config.json").read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if '"group_0"' in line)
+    assert wrong.startswith(f"::error file=models/broken/config.json,line={number},title=")
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8
+    (broken / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path / "repository")
+    monkeypatch.delenv("GITHUB_WORKSPACE")
+    (nan,) = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
+    assert nan.startswith("::error file=models/broken/model.safetensors,line=1,title=")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "elsewhere"))
+    (outside,) = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
+    assert outside.startswith("::error title=")
+
+
+def test_annotations_find_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        "model.layers.0.a.weight": "model-1.safetensors",
+        "model.layers.1.b.weight": "model-2.safetensors",
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+
+    def file_of(where: str) -> str:
+        found = place_of(
+            str(tmp_path), Finding(check="x", severity="error", where=where, expected="", got="", fix="")
+        )
+        assert found is not None
+        return found.file
+
+    assert file_of("model.layers.0.a.weight") == "model-1.safetensors"
+    assert file_of("model.layers.1.b") == "model-2.safetensors"
+    assert file_of("model.layers.1.c.weight") == "model-2.safetensors"
+    assert file_of("lm_head.weight") == "model.safetensors.index.json"
+    assert file_of("model.safetensors.index.json: a") == "model.safetensors.index.json"
+    assert file_of("quantization_config: ignore") == "config.json"

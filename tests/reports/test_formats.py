@@ -174,11 +174,11 @@ def test_junit_keeps_hostile_text_as_text() -> None:
 
 
 def test_github_writes_at_most_ten_annotations_one_a_line() -> None:
-    findings = tuple(sample.finding("error", where=f"model.layers.{n}.mlp.up_proj") for n in range(30))
+    findings = tuple(replace(sample.finding("error"), check=f"family {n}") for n in range(30))
     check = CheckReport(checkpoint="a", ok=False, findings=findings)
     lines = render(replace(sample.unloaded(), check=check), "github").splitlines()
     assert [line.startswith("::error title=") for line in lines] == [True] * 10 + [False]
-    assert lines[-1] == "21 more annotations left out; the report has them all"
+    assert lines[-1] == "21 more annotations left out; --format json has them all"
 
 
 def test_github_escapes_what_would_end_or_begin_a_command() -> None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 )
 @device_options
 @vllm_option
+@click.option("--all", "every", is_flag=True, help="List each finding; text has those of one kind as one.")
 @format_option()
 def check(
     checkpoints: tuple[str, ...],
@@ -59,6 +60,7 @@ def check(
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
     vllm: tuple[int, int],
+    every: bool,
     format_: str,
     quiet: bool,
 ) -> None:
@@ -87,7 +89,7 @@ def check(
         against = _against(source, calibration, on_progress)
         reports, problems = _checked(checkpoints, target, against)
     if format_ != "text" or len(problems) < len(reports):
-        print_text(render_checks(reports, format_, (FILES, *CHECKS)))
+        print_text(render_checks(reports, format_, (FILES, *CHECKS), every=every))
     if format_ == "github":
         add_step_summary(summarize_checks(reports))
     raise_all(problems)

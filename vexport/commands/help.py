@@ -32,7 +32,16 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Target": ("tp", "sm", "vllm"),
     "vLLM": ("dry", "mode", "vllm_python", "max_model_len", "timeout", "trust_remote_code"),
     OTHERS: (),
-    "Output": ("format_", "answer_file", "output_dir", "run_dir", "max_shard_size", "overwrite", "quiet"),
+    "Output": (
+        "format_",
+        "answer_file",
+        "every",
+        "output_dir",
+        "run_dir",
+        "max_shard_size",
+        "overwrite",
+        "quiet",
+    ),
     "Help": ("debug", "version", "help"),
 }
 _SECTION_OF = {name: title for title, names in SECTIONS.items() for name in names}

@@ -61,7 +61,7 @@ def run(
         report = run_scenario(
             parsed, folder, options, overwrite=overwrite, until_pass=until_pass, file=scenario
         )
-    print_text(render(report, format_))
+    print_text(render(report, format_, scenario=scenario))
     click.echo(f"report: {folder / 'report.html'}", err=format_ != "text")
     conclude(report.outcome, report.name, report.reason)
 

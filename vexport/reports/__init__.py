@@ -6,6 +6,7 @@ vexport.types alone, so that a report.json from elsewhere renders just as well.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from vexport.errors import InputError
@@ -55,18 +56,29 @@ VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
 }
 
 
-def render(report: Report, format: str) -> str:
-    """The report of a run in one of FORMATS; InputError for another name."""
-    return _renderer(FORMATS, format)(report)
+def render(report: Report, format: str, *, scenario: Path | None = None) -> str:
+    """The report of a run in one of FORMATS; InputError for another name.
+
+    `scenario` is the file that the annotations of `github` stand at.
+    """
+    formats: dict[str, Callable[[Report], str]] = {
+        **FORMATS,
+        "github": partial(github.report, scenario=scenario),
+    }
+    return _renderer(formats, format)(report)
 
 
-def render_checks(reports: Sequence[CheckReport], format: str, families: Sequence[str] = ()) -> str:
+def render_checks(
+    reports: Sequence[CheckReport], format: str, families: Sequence[str] = (), *, every: bool = False
+) -> str:
     """Check reports in one of CHECK_FORMATS, in order; JSON is always a list.
 
     `families` are the names of the checks that looked, of which JUnit shows those without a finding too.
+    Text has findings of one kind as one unless `every`.
     """
     formats: dict[str, Callable[[Sequence[CheckReport]], str]] = {
         **CHECK_FORMATS,
+        "text": partial(text.checks, every=every),
         "junit": partial(junit.checks, families=families),
     }
     return _renderer(formats, format)(reports)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from vexport.reports.folding import SEVERITIES
 from vexport.reports.formatting import count, plural
 from vexport.reports.sentences import (
     outcome_line,
@@ -26,7 +27,7 @@ from vexport.types import (
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
 _NOT_RUN = "not run: an earlier gate failed"
-_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+_ORDER: dict[Severity, int] = {severity: number for number, severity in enumerate(SEVERITIES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

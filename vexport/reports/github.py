@@ -4,12 +4,15 @@ The escapes are those of actions/toolkit (packages/core/src/command.ts); GitHub 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from vexport.reports.escaping import clip, visible
+from vexport.reports.folding import fold
 from vexport.reports.formatting import plural
 from vexport.reports.gates import Gate, Status, checkpoint_gate, report_gates, verdict_gates
+from vexport.reports.places import Place, in_workspace, place_of
 from vexport.reports.sentences import outcome_line, report_device, report_sentence
 from vexport.types import CheckReport, Finding, LoadReport, Outcome, Report, Severity, Verdict
 
@@ -31,17 +34,24 @@ class _Annotation:
     level: _Level
     title: str
     message: str
+    place: Place | None = None
 
     def __str__(self) -> str:
-        title = _escape_property(visible(self.title))
-        return f"::{self.level} title={title}::{_escape_data(visible(clip(self.message, _MAX_CHARACTERS)))}"
+        file = {"file": self.place.file, "line": str(self.place.line or 1)} if self.place else {}
+        properties = ",".join(
+            f"{name}={_escape_property(visible(value))}"
+            for name, value in {**file, "title": self.title}.items()
+        )
+        return f"::{self.level} {properties}::{_escape_data(visible(clip(self.message, _MAX_CHARACTERS)))}"
 
 
-def report(report: Report) -> str:
-    """The answer, then errors and warnings of every gate."""
+def report(report: Report, scenario: Path | None = None) -> str:
+    """The answer, then errors and warnings of every gate; at the scenario, where it is known."""
     *gates, _ = report_gates(report)
+    place = in_workspace(scenario) if scenario else None
     answer = _answer(report.name, report.outcome, report_device(report), report_sentence(report))
-    return _lines(answer, (note for gate in gates for note in _of_gate(gate)))
+    notes = (replace(note, place=place) for gate in gates for note in _of_gate(gate))
+    return _lines(replace(answer, place=place), notes)
 
 
 def checks(reports: Sequence[CheckReport]) -> str:
@@ -81,9 +91,10 @@ def _of_gate(gate: Gate, place: str = "") -> Iterator[_Annotation]:
         yield _Annotation(
             level=_OF_STATUS[gate.status], title=f"{gate.name} {gate.status}", message=prefix + gate.message
         )
-    for finding in gate.findings:
-        if finding.severity != "info":
-            yield _of_finding(gate.name, prefix, finding)
+    for kind in fold(gate.findings):
+        if kind.first.severity != "info":
+            note = _of_finding(gate.name, prefix, kind.finding)
+            yield replace(note, place=place_of(place, kind.first))
 
 
 def _of_finding(gate: str, prefix: str, finding: Finding) -> _Annotation:
@@ -98,7 +109,7 @@ def _lines(answer: _Annotation | None, notes: Iterable[_Annotation]) -> str:
     lines = [str(note) for note in annotations[:MAX_ANNOTATIONS]]
     left_out = len(annotations) - len(lines)
     if left_out:
-        lines.append(f"{plural(left_out, 'more annotation')} left out; the report has them all")
+        lines.append(f"{plural(left_out, 'more annotation')} left out; --format json has them all")
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 from vexport.reports.columns import column_names
 from vexport.reports.escaping import visible
+from vexport.reports.folding import kinds
 from vexport.reports.gates import (
     Gate,
     cell_gate,
@@ -100,7 +101,9 @@ def _add_case(suite: ElementTree.Element, name: str, gate: Gate, seconds: Mappin
     }
     case = ElementTree.SubElement(suite, "testcase", attributes)
     message = visible(gate.message)
-    details = "\n".join(f"{finding.severity}: {visible(str(finding))}" for finding in gate.findings)
+    details = "\n".join(
+        f"{kind.first.severity}: {visible(str(kind.finding))}" for kind in kinds(gate.findings)
+    )
     if gate.status == "SKIPPED":
         ElementTree.SubElement(case, "skipped", {"message": message})
     elif gate.status == "PASS":

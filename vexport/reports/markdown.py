@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from vexport.reports.coverage import coverage_lines
 from vexport.reports.escaping import clip, visible
+from vexport.reports.folding import SEVERITIES, fold
 from vexport.reports.formatting import (
     count,
     duration,
@@ -180,12 +181,15 @@ def _findings(report: Report) -> str:
 
 
 def _finding_table(found: Sequence[tuple[str, Finding]], everything: str) -> str:
-    """The gravest findings, and where all of them are."""
+    """The gravest kinds of findings, and where all of them are."""
+    gates = dict.fromkeys(gate for gate, _ in found)
+    folded = [(gate, kind) for gate in gates for kind in fold([one for name, one in found if name == gate])]
+    folded.sort(key=lambda pair: SEVERITIES.index(pair[1].first.severity))
     rows = table(
         ("Severity", "Check", "Where", "Got", "Need", "Do"),
-        (_finding_row(gate, finding) for gate, finding in found[:MAX_FINDINGS]),
+        (_finding_row(gate, kind.finding) for gate, kind in folded[:MAX_FINDINGS]),
     )
-    more = len(found) - MAX_FINDINGS
+    more = sum(kind.count + kind.following for _, kind in folded[MAX_FINDINGS:])
     return rows + (f"\n\n{plural(more, 'more finding')} in {everything}" if more > 0 else "")
 
 

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from vexport.reports.coverage import coverage_lines
 from vexport.reports.escaping import clip, visible
+from vexport.reports.folding import Folded, fold
 from vexport.reports.formatting import (
     count,
     duration,
@@ -70,9 +72,9 @@ def summary(report: Report) -> RenderableType:
     return _spaced(parts)
 
 
-def checks_summary(reports: Sequence[CheckReport]) -> RenderableType:
-    """One block per checkpoint: its answer and its findings."""
-    return _spaced([part for report in reports for part in _checkpoint("check", report)])
+def checks_summary(reports: Sequence[CheckReport], *, every: bool = False) -> RenderableType:
+    """One block per checkpoint: its answer and its findings, those of a kind as one unless `every`."""
+    return _spaced([part for report in reports for part in _checkpoint("check", report, every=every)])
 
 
 def loads_summary(reports: Sequence[LoadReport]) -> RenderableType:
@@ -92,9 +94,9 @@ def report(report: Report) -> str:
     return plain(summary(report))
 
 
-def checks(reports: Sequence[CheckReport]) -> str:
+def checks(reports: Sequence[CheckReport], *, every: bool = False) -> str:
     """`checks_summary` without colour."""
-    return plain(checks_summary(reports))
+    return plain(checks_summary(reports, every=every))
 
 
 def loads(reports: Sequence[LoadReport]) -> str:
@@ -228,21 +230,42 @@ def _tasks(verdict: Verdict) -> RenderableType:
     return table
 
 
-def _checkpoint(name: str, report: CheckReport | LoadReport) -> list[RenderableType]:
+def _checkpoint(name: str, report: CheckReport | LoadReport, *, every: bool = False) -> list[RenderableType]:
     gate = checkpoint_gate(name, report)
     return [
         _headline(gate.status, report.checkpoint, finding_counts(report.findings)),
-        *_findings(gate.findings),
+        *_findings(gate.findings, every=every),
     ]
 
 
-def _findings(findings: Sequence[Finding]) -> list[RenderableType]:
-    """One block per finding: place, what was found and needed, what to do."""
-    shown: list[RenderableType] = [_finding(finding) for finding in findings[:MAX_FINDINGS]]
-    more = len(findings) - len(shown)
+def _findings(findings: Sequence[Finding], *, every: bool = False) -> list[RenderableType]:
+    """One block per kind of finding, or per finding: place, what was found and needed, what to do."""
+    if every:
+        return [_finding(finding) for finding in findings]
+    folded = fold(findings)
+    shown = [part for kind in folded[:MAX_FINDINGS] for part in _kind(kind)]
+    more = sum(kind.count + kind.following for kind in folded[MAX_FINDINGS:])
     if more:
         shown.append(Text(f"{plural(more, 'more finding')}: see --format json"))
     return shown
+
+
+def _kind(kind: Folded) -> list[RenderableType]:
+    """One block, and below it what may follow from it, a line for each kind."""
+    block = _finding(replace(kind.first, where=kind.places))
+    if kind.count > 1:
+        block = Group(
+            block, Text(f"  and {kind.count - 1:,} more like it: see --all or --format json", "dim")
+        )
+    if not kind.follow:
+        return [block]
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+    table.add_column(justify="right")
+    for other in kind.follow:
+        what = f"{other.places}: {other.first.got}, need {other.first.expected}  [{other.first.check}]"
+        table.add_row(f"{other.count:,}", harmless(what))
+    note = f"{plural(kind.following, 'more finding')} may follow from it; correct it and check again"
+    return [block, Group(Text(note), table)]
 
 
 def _finding(finding: Finding) -> RenderableType:

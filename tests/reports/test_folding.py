@@ -1,0 +1,131 @@
+"""Findings of one kind are one, and what follows from a wrong config stands under it; JSON has them all."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.command import vexport
+from tests.mutations.edits import Change, drop, element, put, spoiled
+from vexport.reports.folding import fold, folded_places
+from vexport.types import Finding, Json
+
+LINES = 40
+
+
+def finding(where: str, got: str = "3 NaN", check: str = "values") -> Finding:
+    return Finding(
+        check=check, severity="error", where=where, expected="numbers", got=got, fix="export again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("places", "folded"),
+    [
+        (["model.layers.3.mlp.up_proj"], "model.layers.3.mlp.up_proj"),
+        ([f"model.layers.{n}.o_proj" for n in range(4)], "model.layers.0-3.o_proj"),
+        ([f"model.layers.{n}.o_proj" for n in (0, 1, 5)], "model.layers.0-1,5.o_proj"),
+        ([f"model.layers.{n}.o_proj" for n in range(0, 20, 2)], "model.layers.*.o_proj"),
+        ([f"m.{n}.e.{e}.w" for n in range(2) for e in range(3)], "m.0-1.e.0-2.w"),
+        (["m.0.e.0.w", "m.1.e.1.w"], "m.*.e.*.w"),
+        (["m.0.mlp.up.w", "m.0.attn.q.w"], "m.0.{mlp.up, attn.q}.w"),
+        ([f"m.{name}" for name in "abcdef"], "m.{a, b, c, d, and 2 more}"),
+        (["a.b", "a.b.c"], "a.{b, b.c}"),
+        (["model-00001-of-00002.safetensors"], "model-00001-of-00002.safetensors"),
+        (["lm_head", "lm_head"], "lm_head"),
+    ],
+)
+def test_places_fold_and_name_no_other(places: list[str], folded: str) -> None:
+    assert folded_places(places) == folded
+
+
+def test_kinds_differ_by_check_severity_and_words_but_not_by_numbers() -> None:
+    found = [
+        finding("model.layers.0.a"),
+        finding("model.layers.1.a", got="7 NaN"),
+        finding("model.layers.1.a", got="7 zeros"),
+        finding("model.layers.1.a", check="shapes"),
+    ]
+    assert [(kind.places, kind.count) for kind in fold(found)] == [
+        ("model.layers.0-1.a", 2),
+        ("model.layers.1.a", 1),
+        ("model.layers.1.a", 1),
+    ]
+    assert fold(found)[0].finding.fix == "export again (1 more like it)"
+
+
+def test_what_may_follow_from_a_config_stands_under_the_last_of_its_errors() -> None:
+    causes = [finding(f"config.json: quantization_config.config_groups.{n}", check="config") for n in "ab"]
+    others = [finding("model.layers.0.a"), finding("tokenizer.json", check="tokenizer")]
+    first, other = fold([causes[0], *others, causes[1]])
+    assert (first.count, first.following, other.first.check) == (2, 1, "tokenizer")
+    assert [kind.first for kind in first.follow] == [others[0]]
+
+
+def _group(change: Mapping[str, Json], **arguments: Json) -> Change:
+    """Edits the only config group and its weights."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        (group,) = config["quantization_config"]["config_groups"].values()
+        group.update(change)
+        group["weights"].update(arguments)
+        path.write_text(json.dumps(config))
+
+    return edit
+
+
+def _drop_all(ending: str) -> Change:
+    def edit(folder: Path) -> None:
+        from vexport.checkpoint.index import read_index
+
+        drop(*(name for name in read_index(folder).tensors if name.endswith(ending)))(folder)
+
+    return edit
+
+
+SPOILED: Mapping[str, tuple[str, Change]] = {
+    "bits": ("FP8_DYNAMIC", _group({}, num_bits=7)),
+    "group size": ("W4A16", _group({}, group_size=48)),
+    "format": ("W4A16", _group({"format": "int-quantized"})),
+    "targets": ("FP8_DYNAMIC", _group({"targets": ["re:nothing"]})),
+    "no scales": ("W8A8", _drop_all("weight_scale")),
+    "NaN": ("W8A8", put("model.layers.0.mlp.down_proj.weight_scale", element(float("nan")))),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_spoiled_checkpoint_reads_on_one_screen(
+    what: str, good: Callable[[str], Path], tmp_path: Path
+) -> None:
+    scheme, edit = SPOILED[what]
+    broken = spoiled(good(scheme), tmp_path / "broken", edit)
+    ran = vexport("check", broken)
+    everything = json.loads(vexport("check", broken, "--format", "json").stdout)[0]["findings"]
+    assert ran.code == 1
+    assert len(ran.stdout.splitlines()) < LINES
+    counted = 0
+    for line in ran.stdout.splitlines():
+        words = line.split()
+        counted += line.startswith(("error  ", "warning  ", "info  "))
+        counted += int(words[1].replace(",", "")) if line.startswith("  and ") else 0
+        counted += int(words[0].replace(",", "")) if "may follow" in line else 0
+    assert counted == len(everything)
+    listed = vexport("check", broken, "--all").stdout
+    assert all(one["where"] in listed.replace("\n", " ") for one in everything)
+    assert listed.count("\n  got ") == len(everything)
+
+
+def test_the_cause_comes_first_in_every_format(good: Callable[[str], Path], tmp_path: Path) -> None:
+    broken = spoiled(good("FP8_DYNAMIC"), tmp_path / "broken", SPOILED["bits"][1])
+    text = vexport("check", broken).stdout
+    assert text.index("floats of 7 bits") < text.index("may follow from it") < text.index("weight_packed")
+    number = len(json.loads(vexport("check", broken, "--format", "json").stdout)[0]["findings"])
+    (line,) = vexport("check", broken, "--format", "github").stdout.splitlines()
+    assert f"({number - 1} more findings may follow from it)" in line
+    suites = ElementTree.fromstring(vexport("check", broken, "--format", "junit").stdout)
+    details = {case.get("name"): case.findtext("failure") for case in suites.iter("testcase")}
+    assert len((details["completeness"] or "").splitlines()) == 2
