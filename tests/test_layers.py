@@ -18,7 +18,7 @@ LAYERS = (
     {"checkpoint", "architectures"},
     {"schemes", "kernels"},
     {"observers"},
-    {"compress", "packing"},
+    {"compress", "packing", "engine_settings"},
     {"scenario", "terminal"},
     {"plan"},
     {"calibration", "checks", "quantize", "roundtrip", "searched"},

@@ -9,6 +9,7 @@ from pathlib import Path
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.session import EngineFault, require_vllm
+from vexport.engine_settings import Serve
 from vexport.serving import EngineOptions, serve_model
 from vexport.types import ENGINE_CHECK, EngineMode, Finding, LoadReport
 
@@ -16,13 +17,15 @@ from vexport.types import ENGINE_CHECK, EngineMode, Finding, LoadReport
 def load_checkpoints(
     names: Sequence[str],
     pythons: Sequence[Path | None],
+    serves: Sequence[Serve],
     modes: Sequence[EngineMode],
     options: EngineOptions,
 ) -> list[LoadReport]:
-    """A report for each checkpoint, interpreter and mode, in that order; None is our own interpreter.
+    """A report for each checkpoint, interpreter, engine setting and mode, in that order.
 
-    Raises InputError where a checkpoint cannot be read and EngineFault where an interpreter has no vLLM,
-    before the first engine starts; what stops an engine later is in its report.
+    None is our own interpreter; the settings differ in their tensor parallel size. Raises InputError where a
+    checkpoint cannot be read and EngineFault where an interpreter has no vLLM, before the first engine
+    starts; what stops an engine later is in its report.
     """
     roots = {name: resolve_source(name) for name in names}
     for root in roots.values():
@@ -30,9 +33,10 @@ def load_checkpoints(
     for python in pythons:
         require_vllm(python)
     return [
-        _load(name, roots[name], mode, replace(options, vllm_python=python))
+        _load(name, roots[name], mode, replace(options, vllm_python=python, serve=serve))
         for name in names
         for python in pythons
+        for serve in serves
         for mode in modes
     ]
 
@@ -47,7 +51,8 @@ def _load(name: str, root: Path, mode: EngineMode, options: EngineOptions) -> Lo
         report = _died(fault)
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    return replace(report, checkpoint=name, mode=mode, vllm_python=str(options.vllm_python or ""))
+    python = str(options.vllm_python or "")
+    return replace(report, checkpoint=name, mode=mode, tp=serve.ranks, vllm_python=python)
 
 
 def _died(fault: EngineFault) -> LoadReport:

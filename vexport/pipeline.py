@@ -100,7 +100,7 @@ def scenario_index(scenario: Scenario) -> SourceIndex:
 def plan_settings(scenario: Scenario) -> PlanSettings:
     """What a scenario's plan depends on besides its rules."""
     return PlanSettings(
-        ranks=scenario.serve.tensor_parallel,
+        ranks=scenario.serve.planned_ranks,
         on_unsupported_shape=scenario.on_unsupported_shape,
         kv_cache=scenario.kv_cache,
         origin="scenario",

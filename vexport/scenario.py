@@ -12,9 +12,9 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from vexport.engine_settings import Serve
 from vexport.errors import InputError, InputErrors, nearest
 from vexport.schemes import FAMILIES, KEEP, fold_name
-from vexport.schemes.gpus import GENERATIONS, parse_capability
 from vexport.types import (
     GENERATION_KEYS,
     BatchSize,
@@ -145,33 +145,6 @@ class Calibration(_Strict):
     seq_len: Annotated[int, Gt(0)] = DEFAULT_SEQ_LEN
     all_experts: bool = True
     device: str | None = None
-
-
-class Serve(_Strict):
-    """Where the checkpoint is meant to run.
-
-    `compute` has `cpu` and compute capabilities of GPUs (`sm90`). Each capability is loaded dry for every
-    size of `tensor_parallel`; what runs is the device that is there.
-    """
-
-    tensor_parallel: tuple[Annotated[int, Gt(0)], ...] = (1,)
-    compute: tuple[str, ...] = ("cpu",)
-    max_model_len: Annotated[int, Gt(0)] | None = None
-    enforce_eager: bool = True
-    timeout: Annotated[int, Gt(0)] = 3600
-
-    @field_validator("compute")
-    @classmethod
-    def _known_compute(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        known = {value: value if value == "cpu" else parse_capability(value) for value in values}
-        if None in known.values():
-            raise ValueError(f"cpu or the capability of a GPU: {', '.join(f'sm{sm}' for sm in GENERATIONS)}")
-        return tuple(value if value == "cpu" else f"sm{known[value]}" for value in values)
-
-    @property
-    def capabilities(self) -> tuple[int, ...]:
-        """The GPUs of `compute`: 90 for sm90."""
-        return tuple(int(name.removeprefix("sm")) for name in self.compute if name != "cpu")
 
 
 class Evaluate(_Strict):
@@ -379,7 +352,8 @@ def _problem(file: str, detail: ErrorDetails) -> InputError:
     message = detail["msg"].removeprefix("Value error, ")
     value = detail["input"]
     got = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else repr(value)
-    return InputError(where, got=got, need=message, fix="mend the value")
+    fix = str(detail.get("ctx", {}).get("fix", "correct the value"))
+    return InputError(where, got=got, need=message, fix=fix)
 
 
 def _sections() -> dict[str, type[BaseModel]]:

@@ -12,6 +12,7 @@ from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import Progress, SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
 from vexport.engine.session import run_session
+from vexport.engine_settings import Serve
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.accepted import read_accepted
 from vexport.evaluation.attribution import attribute
@@ -24,7 +25,7 @@ from vexport.evaluation.stopping import stopping_rule
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import refuse_existing, to_json, write_text
 from vexport.outputs import NamedPath, require_separate
-from vexport.scenario import Evaluate, Serve
+from vexport.scenario import Evaluate
 from vexport.terminal import OnProgress
 from vexport.types import LmEvalSettings, LoadReport, Verdict
 from vexport.verdict import decide
@@ -95,6 +96,7 @@ def serve_model(
         enforce_eager=options.serve.enforce_eager,
         trust_remote_code=options.trust_remote_code,
         max_model_len=options.serve.max_model_len or request.max_model_len,
+        arguments=options.serve.arguments(is_baseline=role == BASELINE),
     )
     if settings is not None:
         request = _with_tasks(request, settings, options, folder, repeat=repeat)

@@ -14,9 +14,9 @@ from tests.evaluation.faults import (
     with_swapped_scales,
     with_template,
 )
+from vexport.engine_settings import Serve
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored
-from vexport.scenario import Serve
 from vexport.serving import EngineOptions, serve_model
 from vexport.types import Attribution, Outcome
 

@@ -1,7 +1,7 @@
 """Is a checkpoint accurate enough."""
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -12,11 +12,15 @@ from vexport.commands.options import (
     drift_options,
     engine_options,
     format_option,
+    serve_options,
     session_options,
     verdict_options,
 )
 from vexport.commands.prompting import GenerationValues, prompting_options
 from vexport.types import BatchSize
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 
 @command("eval")
@@ -54,6 +58,7 @@ from vexport.types import BatchSize
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @engine_options
+@serve_options
 @session_options
 @format_option(names=("-o", "--output-file"))
 def evaluate(
@@ -84,6 +89,8 @@ def evaluate(
     overwrite: bool,
     vllm_python: Path | None,
     trust_remote_code: bool,
+    tp: int | None,
+    engine_args: dict[str, "JsonValue"],
     timeout: int,
     max_model_len: int | None,
     format_: str,
@@ -102,10 +109,13 @@ def evaluate(
       vexport eval NEXT --task gsm8k --against accepted.json
     """
     from vexport.engine.session import require_engine
+    from vexport.engine_settings import Serve, with_options
 
     if chat_template and apply_chat_template is False:
         raise click.UsageError("--chat-template names a template, --no-apply-chat-template applies none.")
     _require_a_question(baseline, against, accept, early=stopping == "early", limits=kl_limit or nll_limit)
+    typed = {"tensor_parallel_size": tp, "max_model_len": max_model_len}
+    serve = with_options(Serve(timeout=timeout), typed, engine_args)
     require_engine((vllm_python,))
     from vexport.evaluation.accepted import (
         accept_results,
@@ -115,7 +125,7 @@ def evaluate(
         require_writable,
     )
     from vexport.reports import render_verdict
-    from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, Serve, problems_at
+    from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, problems_at
     from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
     from vexport.terminal import progress_display
 
@@ -146,7 +156,7 @@ def evaluate(
     folder = output_dir or Path("runs") / f"eval-{Path(checkpoint).name}"
     with progress_display(quiet=quiet) as on_progress:
         options = EngineOptions(
-            serve=Serve(timeout=timeout, max_model_len=max_model_len),
+            serve=serve,
             vllm_python=vllm_python,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,

@@ -19,6 +19,7 @@ from vexport.commands.base import (
 from vexport.commands.options import (
     PATH,
     device_options,
+    engine_arg_option,
     format_option,
     interpreter_options,
     session_options,
@@ -28,6 +29,8 @@ from vexport.errors import CheckpointFailed, InputError, raise_all
 from vexport.types import CheckReport, DryLoadReport, EngineMode, LoadReport
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from vexport.checks import Against
     from vexport.checks.target import Target
     from vexport.fidelity.activations import Observed
@@ -151,6 +154,7 @@ def _observed(root: Path, calibration: Path, on_progress: "OnProgress") -> "Obse
     show_default=True,
     help="eager, default (compiled where the platform compiles; a CPU needs a C++ compiler for it), or both.",
 )
+@engine_arg_option
 @session_options
 @format_option()
 def load(
@@ -161,6 +165,7 @@ def load(
     vllm_python: tuple[Path, ...],
     mode: Literal["eager", "default", "both"],
     trust_remote_code: bool,
+    engine_args: dict[str, "JsonValue"],
     timeout: int,
     max_model_len: int | None,
     format_: str,
@@ -169,7 +174,8 @@ def load(
     """Load each CHECKPOINT in vLLM and compare it with a reference.
 
     The reference is transformers with the stored weights dequantized by compressed-tensors. The canaries are
-    200 tokens long: numbers that are not finite, repetition, an early end, another script are findings.
+    200 tokens long: numbers that are not finite, repetition, an early end, another script are findings. Each
+    --tp is one more engine, on as many devices.
 
     With --dry, vLLM's model class and weight loaders run on headers alone, for every --tp and --sm: what is
     refused, what gets no value or a converted one, which kernel each layer would get. Without --sm, SM 80,
@@ -185,10 +191,14 @@ def load(
     """
     from vexport.terminal import progress_display
 
-    if not dry and given("tp", "sm"):
-        raise click.UsageError("--tp and --sm need --dry: a real load uses the devices that are there.")
-    if dry and (max_model_len or mode != "eager"):
-        raise click.UsageError("--max-model-len and --mode do not go with --dry, which runs nothing.")
+    if not dry and given("sm"):
+        raise click.UsageError("--sm needs --dry: a real load uses the devices that are there.")
+    if dry and (max_model_len or engine_args or mode != "eager"):
+        raise click.UsageError(
+            "--max-model-len, --engine-arg and --mode do not go with --dry, which runs nothing."
+        )
+    if "enforce_eager" in engine_args:
+        raise click.UsageError("--engine-arg enforce_eager is what --mode says: use --mode.")
     pythons = vllm_python or (None,)
     reports: Sequence[LoadReport | DryLoadReport]
     with progress_display(quiet=quiet) as on_progress:
@@ -208,21 +218,26 @@ def load(
             text = render_dry_loads(shown, format_)
         else:
             from vexport.engine.session import require_engine
+            from vexport.engine_settings import Serve, with_options
 
+            typed = {"max_model_len": max_model_len}
+            serves = [
+                with_options(Serve(timeout=timeout), {**typed, "tensor_parallel_size": size}, engine_args)
+                for size in (tp if tp and given("tp") else (None,))
+            ]
             require_engine(pythons)
             from vexport.loading import load_checkpoints
             from vexport.reports import render_loads
-            from vexport.scenario import Serve
             from vexport.serving import EngineOptions
 
             options = EngineOptions(
-                serve=Serve(timeout=timeout, max_model_len=max_model_len),
+                serve=serves[0],
                 vllm_python=None,
                 trust_remote_code=trust_remote_code,
                 on_progress=on_progress,
             )
             modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
-            reports = real = load_checkpoints(checkpoints, pythons, modes, options)
+            reports = real = load_checkpoints(checkpoints, pythons, serves, modes, options)
             text = render_loads(real, format_)
     print_text(text)
     require_loaded(reports)

@@ -30,7 +30,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     ),
     "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit"),
     "Target": ("tp", "sm", "vllm"),
-    "vLLM": ("dry", "mode", "vllm_python", "max_model_len", "timeout", "trust_remote_code"),
+    "vLLM": ("dry", "mode", "vllm_python", "engine_args", "max_model_len", "timeout", "trust_remote_code"),
     OTHERS: (),
     "Output": (
         "format_",

@@ -1,13 +1,17 @@
 """Options that several commands share, as decorators."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from vexport.commands.help import RenamedOption
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -179,6 +183,49 @@ def session_options(function: Function) -> Function:
     return click.option("--max-model-len", type=POSITIVE, help="Longest sequence [default: the model's].")(
         function
     )
+
+
+def _engine_args(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, "JsonValue"]:
+    """NAME -> value: JSON where it is JSON, else text."""
+    arguments: dict[str, JsonValue] = {}
+    for value in values:
+        name, sign, text = value.partition("=")
+        key = name.strip().removeprefix("--").replace("-", "_")
+        if not key or not sign:
+            raise click.BadParameter(f"{value!r} is not NAME=VALUE.")
+        parsed = _json_or_text(text)
+        if arguments.get(key, parsed) != parsed:
+            raise click.BadParameter(f"{key} is given as {arguments[key]!r} and as {parsed!r}.")
+        arguments[key] = parsed
+    return arguments
+
+
+def _json_or_text(text: str) -> "JsonValue":
+    try:
+        value: JsonValue = json.loads(text)
+    except ValueError:
+        return text
+    return value
+
+
+engine_arg_option = click.option(
+    "--engine-arg",
+    "engine_args",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_engine_args,
+    help="Argument of vLLM's engine, as gpu_memory_utilization=0.8; VALUE is JSON or text; repeatable.",
+)
+
+
+def serve_options(function: Function) -> Function:
+    """How the engine is started, where one engine is asked for."""
+    function = engine_arg_option(function)
+    return click.option(
+        "--tp", type=POSITIVE, metavar="N", help="Tensor parallel size: serve the model on N devices."
+    )(function)
 
 
 def tp_option(function: Function) -> Function:

@@ -1,11 +1,15 @@
 """A scenario from start to end, and its report."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from vexport.commands.base import command, conclude, print_text
-from vexport.commands.options import FORMATS, PATH, engine_options, format_option
+from vexport.commands.options import FORMATS, PATH, engine_options, format_option, serve_options
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 
@@ -20,6 +24,7 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
     help="After FAIL give the layers that lose most more bits (FP8, then 16) and try again.",
 )
 @engine_options
+@serve_options
 @format_option(REPORT_FORMATS)
 def run(
     scenario: Path,
@@ -28,6 +33,8 @@ def run(
     until_pass: bool,
     vllm_python: Path | None,
     trust_remote_code: bool,
+    tp: int | None,
+    engine_args: dict[str, "JsonValue"],
     format_: str,
     quiet: bool,
 ) -> None:
@@ -41,11 +48,14 @@ def run(
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
     """
     from vexport.engine.session import require_engine
+    from vexport.engine_settings import with_options
     from vexport.reports import render
     from vexport.scenario import read_scenario
     from vexport.terminal import progress_display
 
     parsed = read_scenario(scenario)
+    serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
+    parsed = parsed.model_copy(update={"serve": serve})
     require_engine((vllm_python,))
     from vexport.run import run_scenario
     from vexport.serving import EngineOptions

@@ -1,5 +1,6 @@
 """What really ran: the kernel of each kind of layer, the machine, and what this platform cannot show."""
 
+import json
 import os
 import platform
 import re
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
+from vexport.engine_settings import TYPED, EngineArguments
 from vexport.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -22,9 +24,7 @@ _KERNEL_BLIND_SPOTS = {
     "CPUFp8PerTensorScaledMMLinearKernel": "static FP8 input scales are ignored (scaled_mm/cpu.py)",
     "EmulationMxfp8LinearKernel": "MXFP8 activations stay in the model's dtype (mxfp8/emulation.py)",
 }
-_CPU_BLIND_SPOTS = (
-    "GPU kernels were not run: their rounding order, their limits on shapes, and tensor parallelism",
-)
+_CPU_BLIND_SPOT = "GPU kernels were not run: their rounding order, their limits on shapes"
 
 
 class DescribeKernels:
@@ -65,12 +65,13 @@ def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
     return _KERNEL_BLIND_SPOTS.get(kernel, "")
 
 
-def describe(llm: "LLM", *, start_seconds: float) -> EngineInfo:
-    """EngineInfo of a loaded engine; asks the engine's worker, wherever that runs."""
+def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> EngineInfo:
+    """EngineInfo of a loaded engine, started with what was `given`; asks its workers, wherever they run."""
     from vllm import __version__ as vllm_version
     from vllm.platforms import current_platform
 
-    rows = llm.collective_rpc("vexport_kernels")[0]
+    # Ranks of tensor parallelism have the same layers, stages of a pipeline each its own.
+    rows = [row for rank in llm.collective_rpc("vexport_kernels") for row in rank]
     on_cpu = current_platform.is_cpu()
     spots = dict.fromkeys(row[3] for row in rows if row[3])
     return EngineInfo(
@@ -81,12 +82,39 @@ def describe(llm: "LLM", *, start_seconds: float) -> EngineInfo:
         processor=_processor() if on_cpu else str(current_platform.get_device_name()),
         dtype=str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
         compilation=_compilation(llm),
+        settings=_settings(llm, given),
         multiprocess=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
         emulated=any("Emulation" in row[2] for row in rows),
         kernels=_by_kind(rows),
-        blind_spots=(*_CPU_BLIND_SPOTS, *spots) if on_cpu else (),
+        blind_spots=(_cpu_blind_spot(llm), *spots) if on_cpu else (),
         start_seconds=start_seconds,
     )
+
+
+def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
+    """What the engine was started with, vLLM's defaults too: names of EngineArgs to values in words.
+
+    `kv_cache_dtype` is what was asked for: vLLM's own answer depends on the checkpoint.
+    """
+    config = llm.llm_engine.vllm_config
+    others = {name: value for name, value in given.items() if name not in TYPED}
+    return {
+        "tensor_parallel_size": str(config.parallel_config.tensor_parallel_size),
+        "pipeline_parallel_size": str(config.parallel_config.pipeline_parallel_size),
+        "distributed_executor_backend": str(config.parallel_config.distributed_executor_backend),
+        "gpu_memory_utilization": str(config.cache_config.gpu_memory_utilization),
+        "max_num_seqs": str(config.scheduler_config.max_num_seqs),
+        "kv_cache_dtype": str(given.get("kv_cache_dtype", "auto")),
+        "max_model_len": str(config.model_config.max_model_len),
+        "enforce_eager": str(config.model_config.enforce_eager),
+        "engine_args": json.dumps(others, sort_keys=True) if others else "none",
+    }
+
+
+def _cpu_blind_spot(llm: "LLM") -> str:
+    """What the CPU cannot show of the GPU's kernels."""
+    parallel = llm.llm_engine.vllm_config.parallel_config.world_size > 1
+    return _CPU_BLIND_SPOT + (", their collectives" if parallel else ", and tensor parallelism")
 
 
 def _compilation(llm: "LLM") -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from vexport.engine_settings import EngineArguments
 from vexport.types import Canary, EngineInfo, LmEvalSettings
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
@@ -17,6 +18,9 @@ FailureKind = Literal[
 class SessionRequest:
     """One engine start and everything to do in it.
 
+    Without `enforce_eager` the platform decides: compiled on a GPU, operator by operator on a CPU.
+    `arguments` are further ones of vLLM.
+
     `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
     written there (see `worker`). `tasks` are lm-eval task names or YAML files; with any, `output` is the
     folder for lm-eval's own result and sample files, and `lm_eval` says how they are asked. `limit` bounds
@@ -29,7 +33,8 @@ class SessionRequest:
     name: str
     dtype: str = "auto"
     max_model_len: int | None = None
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
+    arguments: EngineArguments = field(default_factory=dict)
     trust_remote_code: bool = False
     canaries: tuple[str, ...] = ()
     canary_tokens: int = CANARY_TOKENS

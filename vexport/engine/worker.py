@@ -16,8 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import JsonValue
+
+from vexport.engine.cpu import cpu_defaults, prepare_cpu
 from vexport.engine.failures import said
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
+from vexport.engine_settings import EngineArguments
 from vexport.errors import VexportError
 from vexport.files import from_json, to_json, write_text
 
@@ -26,10 +30,8 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, int, int], None]
 _PROGRESS_FD = "VEXPORT_PROGRESS_FD"
-# The engine reserves room for this many prompts at once; more only costs memory on the CPU.
-_MAX_SEQUENCES = 64
-_GPU_MEMORY_UTILIZATION = 0.85
 _MOST_MESSAGE = 1000
+CPU = "cpu"
 
 
 def main(arguments: list[str]) -> int:
@@ -49,15 +51,16 @@ def run(request: SessionRequest, report: Report) -> SessionResult:
     platform = str(current_platform.device_type)
     result = SessionResult(name=request.name, checkpoint=request.checkpoint, platform=platform, vllm=version)
     report("load", 0, 1)
+    arguments = model_arguments(request, platform)
     try:
         start = time.monotonic()
-        llm = _load(request)
+        llm = _load(arguments, platform)
     except Exception as error:
         return replace(result, failure=_failure("refused", error))
     seconds = time.monotonic() - start
     report("load", 1, 1)
     try:
-        return _use(llm, request, replace(result, seconds={"load": seconds}), report)
+        return _use(llm, request, arguments, replace(result, seconds={"load": seconds}), report)
     except VexportError as error:
         return replace(result, problem=_problem(error))
     except Exception as error:
@@ -66,12 +69,16 @@ def run(request: SessionRequest, report: Report) -> SessionResult:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: Report) -> SessionResult:
+def _use(
+    llm: "LLM", request: SessionRequest, arguments: EngineArguments, result: SessionResult, report: Report
+) -> SessionResult:
     from vexport.engine.describe import describe
     from vexport.engine.generate import run_canaries, write_logprobs
 
     seconds = dict(result.seconds)
-    result = replace(result, engine=describe(llm, start_seconds=seconds["load"]), seconds=seconds)
+    result = replace(
+        result, engine=describe(llm, request.arguments, start_seconds=seconds["load"]), seconds=seconds
+    )
     if request.canaries:
         start = time.monotonic()
         result = replace(result, canaries=run_canaries(llm, request, report))
@@ -85,28 +92,28 @@ def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: Rep
         from vexport.evaluation.lm_eval_runner import run_tasks
 
         start = time.monotonic()
-        run_tasks(model_arguments(request), llm, request, report)
+        run_tasks(arguments, llm, request, report)
         result = replace(result, tasks=request.tasks)
         seconds["evaluate"] = time.monotonic() - start
     return result
 
 
-def _load(request: SessionRequest) -> "LLM":
+def _load(arguments: EngineArguments, platform: str) -> "LLM":
     from vllm import LLM
 
-    return LLM(**model_arguments(request))
+    if platform == CPU:
+        prepare_cpu(arguments)
+    return LLM(**arguments)
 
 
-def model_arguments(request: SessionRequest) -> dict[str, str | int | float | bool]:
-    """The arguments of `vllm.LLM` for a request."""
-    arguments: dict[str, str | int | float | bool] = {
+def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
+    """The arguments of `vllm.LLM` for a request; what the request does not say has the platform's default."""
+    arguments: dict[str, JsonValue] = {
+        **(cpu_defaults() if platform == CPU else {}),
         "model": str(request.checkpoint),
         "dtype": request.dtype,
-        "enforce_eager": request.enforce_eager,
         "trust_remote_code": request.trust_remote_code,
         "seed": request.seed,
-        "max_num_seqs": _MAX_SEQUENCES,
-        "gpu_memory_utilization": _GPU_MEMORY_UTILIZATION,
         "disable_log_stats": True,
         # A prompt whose blocks are cached gets no log-probabilities, and answers must not depend on order.
         "enable_prefix_caching": False,
@@ -116,7 +123,9 @@ def model_arguments(request: SessionRequest) -> dict[str, str | int | float | bo
         arguments["max_model_len"] = request.max_model_len
     if request.logprob_prompts:
         arguments["max_logprobs"] = -1
-    return arguments
+    if request.enforce_eager is not None:
+        arguments["enforce_eager"] = request.enforce_eager
+    return {**arguments, **request.arguments}
 
 
 def _failure(kind: FailureKind, error: Exception) -> EngineFailure:

@@ -57,6 +57,7 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
         "dtype": engine.dtype,
         **({COMPILATION: engine.compilation} if engine.compilation else {}),
         EMULATED: str(engine.emulated),
+        **engine.settings,
     }
 
 

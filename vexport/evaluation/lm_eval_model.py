@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from pydantic import JsonValue
+
 from vexport.errors import InputError
 from vexport.evaluation.chat import ServedChat
 from vexport.types import LmEvalSettings
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 Progress = Callable[[str, int, int], None]
-ModelArguments = Mapping[str, str | int | float | bool]
+ModelArguments = Mapping[str, JsonValue]
 
 Memory = dict[str, object]
 """Answers that were given already, by request; where one model is asked again about the same documents."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
+from pydantic import JsonValue
 
 from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError
@@ -95,7 +96,7 @@ def _evaluate(
 
 def _simple_evaluate(
     model: "VLLM",
-    arguments: dict[str, str | int | float | bool],
+    arguments: dict[str, JsonValue],
     manager: "TaskManager",
     tracker: "EvaluationTracker",
     request: SessionRequest,

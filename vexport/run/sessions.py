@@ -67,7 +67,7 @@ class Sessions:
             (report,) = dry_load_checkpoints(
                 [str(self.weights.checkpoint)],
                 [self.options.vllm_python],
-                tp=serve.tensor_parallel,
+                tp=serve.dry_ranks,
                 sm=serve.capabilities,
                 trust_remote_code=self.options.trust_remote_code,
                 timeout=serve.timeout,
@@ -75,7 +75,7 @@ class Sessions:
             )
             write_text(file, to_json(report))
 
-        devices = value_digest([serve.tensor_parallel, serve.compute])
+        devices = value_digest([serve.dry_ranks, serve.compute])
         self.stages.once("dry load", {**self.weights.made_from, "serve devices": devices}, make)
         return from_json(DryLoadReport, file)
 
@@ -171,7 +171,7 @@ class Sessions:
             )
             write_text(folder / "session.json", to_json(served))
 
-        self.stages.once(f"serve {role}", {**digests, **self._served_with}, make)
+        self.stages.once(f"serve {role}", {**digests, **self._served_with(role)}, make)
         return from_json(Served, folder / "session.json")
 
     def _judged(self, role: str, served: Served, baseline: Served | None) -> LoadReport:
@@ -188,8 +188,7 @@ class Sessions:
         self.stages.once("load" if role == CANDIDATE else f"load {role}", inputs, make)
         return from_json(LoadReport, file)
 
-    @cached_property
-    def _served_with(self) -> Digests:
+    def _served_with(self, role: str) -> Digests:
         """What a session depends on besides the model."""
         settings = self.scenario.evaluate
         decides = _WARN if self._early else _WARN | {"margin", "alpha", "gate"}
@@ -204,7 +203,7 @@ class Sessions:
         files = [path_digest(path) for path in (*tasks, *more) if path.is_file()]
         return {
             "evaluation": value_digest([sides, templates, *files]),
-            "serve settings": value_digest(self.scenario.serve.model_dump(mode="json")),
+            "serve settings": value_digest(self.scenario.serve.arguments(is_baseline=role == BASELINE)),
             "prompts": value_digest(list(self._texts)),
         }
 

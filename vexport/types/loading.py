@@ -1,6 +1,7 @@
 """What the real engine did with a checkpoint, and what its loaders would do on other devices."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vexport.types.findings import Finding
@@ -10,7 +11,8 @@ from vexport.types.findings import Finding
 class EngineInfo:
     """What ran the model: versions, platform, kernels by layer kind, and what this platform cannot show.
 
-    `compilation` is vLLM's name of the mode (NONE in eager mode).
+    `compilation` is vLLM's name of the mode (NONE in eager mode); `settings` are arguments of the engine by
+    name, its defaults too, in words.
     """
 
     vllm: str
@@ -21,6 +23,7 @@ class EngineInfo:
     dtype: str
     multiprocess: bool
     compilation: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
     emulated: bool
     kernels: tuple[str, ...]
     blind_spots: tuple[str, ...]
@@ -86,14 +89,15 @@ EngineMode = Literal["default", "eager"]
 class LoadReport:
     """What the real engine did with a checkpoint.
 
-    `vllm` is its version where that is known, `vllm_python` the interpreter, empty for vexport's own;
-    `log_tail` the end of the log of an engine that died.
+    `tp` is the tensor parallel size, `vllm` the version where that is known, `vllm_python` the interpreter,
+    empty for vexport's own; `log_tail` the end of the log of an engine that died.
     """
 
     checkpoint: str
     ok: bool
     findings: tuple[Finding, ...]
     mode: EngineMode = "eager"
+    tp: int = 1
     vllm: str = ""
     vllm_python: str = ""
     log_tail: str = ""

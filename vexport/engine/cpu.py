@@ -1,0 +1,46 @@
+"""How vLLM's CPU build is started: what its defaults would not allow on a small machine."""
+
+import os
+from pathlib import Path
+
+from vexport.engine_settings import EngineArguments
+
+# The engine reserves room for this many prompts at once; more only costs memory on the CPU.
+_MAX_SEQUENCES = 64
+_MEMORY_UTILIZATION = 0.85
+_NODES = Path("/sys/devices/system/node")
+
+
+def cpu_defaults() -> EngineArguments:
+    """Arguments of vLLM that have other defaults here than on a GPU.
+
+    Eager, as compiling takes longer than the few prompts and needs a C++ compiler.
+    """
+    return {
+        "enforce_eager": True,
+        "max_num_seqs": _MAX_SEQUENCES,
+        "gpu_memory_utilization": _MEMORY_UTILIZATION,
+    }
+
+
+def prepare_cpu(arguments: EngineArguments) -> None:
+    """Set the environment variables that the engine's processes read at their start.
+
+    vLLM binds each rank to a NUMA node and refuses more ranks than nodes (utils/ompmultiprocessing.py).
+    There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND says otherwise.
+    """
+    if arguments.get("enforce_eager"):
+        # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    sizes = [arguments.get(name) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+    ranks = 1
+    for size in sizes:
+        ranks *= size if isinstance(size, int) else 1
+    if ranks > _nodes() and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+
+
+def _nodes() -> int:
+    """How many NUMA nodes the machine has; 1 where the kernel does not say."""
+    return len(list(_NODES.glob("node[0-9]*"))) or 1

@@ -1,0 +1,297 @@
+"""How vLLM's engine is started: what a scenario or command line may say, and what vexport decides itself."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from annotated_types import Ge, Gt, Le
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from vexport.errors import InputError, InputErrors, raise_all
+from vexport.schemes.gpus import GENERATIONS, parse_capability
+
+EngineArguments = Mapping[str, JsonValue]
+"""Arguments of `vllm.EngineArgs` by name."""
+
+# Arguments of vLLM with a key of their own in `serve`.
+TYPED = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "distributed_executor_backend",
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "kv_cache_dtype",
+    "max_model_len",
+    "enforce_eager",
+)
+# What quantizes the model that is served. The baseline is what the loss is measured against, so it runs
+# without them.
+CANDIDATE_ONLY = frozenset(
+    {
+        "kv_cache_dtype",
+        "kv_cache_dtype_skip_layers",
+        "calculate_kv_scales",
+        "quantization",
+        "quantization_config",
+        "allow_deprecated_quantization",
+    }
+)
+# Options of the command line for arguments of vLLM.
+_OPTIONS = {"tensor_parallel_size": "--tp", "max_model_len": "--max-model-len"}
+_OLD_RANKS = "tensor_parallel"
+_RANKS = "dry_tensor_parallel"
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """An argument that vexport decides: the values that change nothing, what is needed, what to do."""
+
+    allowed: Callable[[JsonValue], bool]
+    need: str
+    fix: str = "remove it"
+
+
+def _one_of(*values: JsonValue) -> Callable[[JsonValue], bool]:
+    return lambda value: value in values
+
+
+_NEVER = _one_of()
+_CHECKPOINT = "what the checkpoint itself holds, which is what is judged"
+_OWNED: Mapping[str, _Owned] = {
+    "model": _Owned(_NEVER, "no model: the checkpoint and its baseline are served"),
+    "model_weights": _Owned(_NEVER, _CHECKPOINT),
+    "hf_config_path": _Owned(_NEVER, _CHECKPOINT),
+    "tokenizer": _Owned(_NEVER, _CHECKPOINT, "copy the tokenizer into the checkpoint"),
+    "tokenizer_revision": _Owned(_NEVER, _CHECKPOINT),
+    "revision": _Owned(_NEVER, _CHECKPOINT),
+    "code_revision": _Owned(_NEVER, _CHECKPOINT),
+    "skip_tokenizer_init": _Owned(_one_of(False), "false: prompts are text"),
+    "runner": _Owned(_one_of("auto", "generate"), "generate: the answers are generated text"),
+    "convert": _Owned(_one_of("auto", "none"), "none: the answers are generated text"),
+    "load_format": _Owned(lambda value: value != "dummy", "the checkpoint's weights, not random ones"),
+    "trust_remote_code": _Owned(
+        _one_of(False), "the option --trust-remote-code", "use --trust-remote-code instead"
+    ),
+    "seed": _Owned(_NEVER, "evaluate.seed, which seeds vLLM and lm-eval alike", "use evaluate.seed"),
+    "enable_prefix_caching": _Owned(
+        _one_of(False),
+        "false: a cached prompt has no log-probabilities, and answers must not depend on their order",
+    ),
+    "max_logprobs": _Owned(_one_of(-1), "-1: log-probabilities of the whole vocabulary are compared"),
+    "logprobs_mode": _Owned(_one_of("raw_logprobs"), "raw_logprobs, which lm-eval scores"),
+    "generation_config": _Owned(
+        _one_of("auto", "vllm"), "the sampling that each task of lm-eval asks for", "set it in the task"
+    ),
+    "override_generation_config": _Owned(
+        _one_of({}), "the sampling that each task of lm-eval asks for", "set it in the task"
+    ),
+    "worker_extension_cls": _Owned(_NEVER, "vexport's own, which names the kernels that ran"),
+    "nnodes": _Owned(
+        _one_of(1),
+        "1: a model over several hosts needs vLLM's Ray executor",
+        "start a Ray cluster and set distributed_executor_backend to ray",
+    ),
+}
+
+
+class Serve(BaseModel):
+    """Where the checkpoint is meant to run, and how vLLM is started here.
+
+    `compute` has `cpu` and compute capabilities of GPUs (`sm90`). Each capability is loaded dry for every
+    size of `dry_tensor_parallel`; what runs is the device that is there. All else are arguments of vLLM, in
+    `engine_args` those without a key of their own; None is vLLM's default. Without `enforce_eager` the model
+    is compiled on a GPU and runs operator by operator on a CPU.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tensor_parallel_size: Annotated[int, Gt(0)] | None = None
+    pipeline_parallel_size: Annotated[int, Gt(0)] | None = None
+    data_parallel_size: Annotated[int, Gt(0)] | None = None
+    distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = None
+    max_num_seqs: Annotated[int, Gt(0)] | None = None
+    kv_cache_dtype: Annotated[str, Field(min_length=1)] | None = None
+    max_model_len: Annotated[int, Ge(1)] | None = None
+    enforce_eager: bool | None = None
+    engine_args: dict[str, JsonValue] = {}
+    dry_tensor_parallel: Annotated[
+        tuple[Annotated[int, Gt(0)], ...] | None,
+        Field(validation_alias=AliasChoices(_RANKS, _OLD_RANKS), min_length=1),
+    ] = None
+    compute: tuple[str, ...] = ("cpu",)
+    timeout: Annotated[int, Gt(0)] = 3600
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sorted_out(cls, values: object) -> object:
+        """Arguments in `engine_args` that have a key of their own go there; one given twice stays."""
+        if not isinstance(values, dict):
+            return values
+        if _RANKS in values and _OLD_RANKS in values:
+            need = f"one of {_RANKS} and {_OLD_RANKS}, its old name"
+            raise _line_errors([((_OLD_RANKS,), values[_OLD_RANKS], need, "remove it")])
+        if not isinstance(values.get("engine_args"), dict):
+            return values
+        found, others = {**values}, dict[str, JsonValue]()
+        for name, value in values["engine_args"].items():
+            key = name.replace("-", "_") if isinstance(name, str) else name
+            if key in TYPED and found.get(key) is None:
+                found[key] = value
+            elif key not in TYPED or found[key] != value:
+                others[key] = value
+        return {**found, "engine_args": others}
+
+    @field_validator("compute")
+    @classmethod
+    def _known_compute(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        known = {value: value if value == "cpu" else parse_capability(value) for value in values}
+        if None in known.values():
+            raise ValueError(f"cpu or the capability of a GPU: {', '.join(f'sm{sm}' for sm in GENERATIONS)}")
+        return tuple(value if value == "cpu" else f"sm{known[value]}" for value in values)
+
+    @field_validator("data_parallel_size")
+    @classmethod
+    def _one_replica(cls, value: int | None) -> int | None:
+        if value not in (None, 1):
+            raise ValueError(
+                "1: replicas change no answer, and vLLM's offline engine, which answers lm-eval, runs none"
+            )
+        return value
+
+    @field_validator("engine_args")
+    @classmethod
+    def _not_owned(cls, values: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+        """Refuse what vexport decides, and what contradicts a key of its own."""
+        problems = list(_refused(values, info.data))
+        if problems:
+            raise _line_errors(problems)
+        return values
+
+    @model_validator(mode="after")
+    def _uni_is_one(self) -> Self:
+        if self.distributed_executor_backend == "uni" and self.devices > 1:
+            raise ValueError(f"distributed_executor_backend mp or ray for {self.devices} devices")
+        return self
+
+    @property
+    def capabilities(self) -> tuple[int, ...]:
+        """The GPUs of `compute`: 90 for sm90."""
+        return tuple(int(name.removeprefix("sm")) for name in self.compute if name != "cpu")
+
+    @property
+    def ranks(self) -> int:
+        """The tensor parallel size of the engine that runs."""
+        return self.tensor_parallel_size or 1
+
+    @property
+    def devices(self) -> int:
+        """How many devices the engine needs."""
+        return self.ranks * (self.pipeline_parallel_size or 1)
+
+    @property
+    def dry_ranks(self) -> tuple[int, ...]:
+        """The tensor parallel sizes of the dry load."""
+        return self.dry_tensor_parallel or (self.ranks,)
+
+    @property
+    def planned_ranks(self) -> tuple[int, ...]:
+        """Every tensor parallel size that the checkpoint must fit."""
+        return tuple(dict.fromkeys((*self.dry_ranks, self.ranks)))
+
+    @property
+    def given(self) -> EngineArguments:
+        """What was given of vLLM's arguments, in the order of `TYPED` and then as written."""
+        typed = {name: value for name in TYPED if (value := getattr(self, name)) is not None}
+        return {**typed, **self.engine_args}
+
+    def arguments(self, *, is_baseline: bool) -> EngineArguments:
+        """What was given for one of the two models; see `CANDIDATE_ONLY`."""
+        return {
+            name: value for name, value in self.given.items() if not (is_baseline and name in CANDIDATE_ONLY)
+        }
+
+
+Problem = tuple[tuple[str, ...], JsonValue, str, str]
+"""Place, value, what is needed, what to do."""
+
+
+def _refused(values: EngineArguments, typed: EngineArguments) -> Iterator[Problem]:
+    for name, value in values.items():
+        if name in typed and typed[name] is not None:
+            need = f"{typed[name]!r}, as {name} has it"
+            yield (name,), value, need, f"give {name} once"
+        elif name in _OWNED and not _OWNED[name].allowed(value):
+            yield (name,), value, _OWNED[name].need, _OWNED[name].fix
+
+
+def _line_errors(problems: list[Problem]) -> ValidationError:
+    """Several errors of one model, each with its place; pydantic adds them to its own."""
+    return ValidationError.from_exception_data(
+        "serve",
+        [
+            InitErrorDetails(
+                type=PydanticCustomError("engine_setting", "{need}", {"need": need, "fix": fix}),
+                loc=place,
+                input=value,
+            )
+            for place, value, need, fix in problems
+        ],
+    )
+
+
+def with_options(serve: Serve, typed: Mapping[str, JsonValue], engine_args: EngineArguments) -> Serve:
+    """The settings with what the command line says, which replaces what a scenario says.
+
+    `typed` has the values of options by vLLM's name, None for one that is not given; `engine_args` is what
+    --engine-arg gave. Raises InputError for all that cannot be, and where the two contradict each other.
+    """
+    options = {name: value for name, value in typed.items() if value is not None}
+    raise_all(
+        [
+            InputError(
+                f"--engine-arg {name}",
+                got=repr(engine_args[name]),
+                need=f"{value!r}, as {_OPTIONS[name]} has it",
+                fix="give one of the two",
+            )
+            for name, value in options.items()
+            if engine_args.get(name, value) != value
+        ]
+    )
+    named = {**engine_args, **options}
+    others = {name: value for name, value in named.items() if name not in TYPED}
+    changed = {
+        **serve.model_dump(mode="json"),
+        **{name: value for name, value in named.items() if name in TYPED},
+        "engine_args": {**serve.engine_args, **others},
+    }
+    try:
+        return Serve.model_validate(changed)
+    except ValidationError as error:
+        problems = [_option_error(detail, options) for detail in error.errors()]
+    raise InputErrors(problems)
+
+
+def _option_error(detail: ErrorDetails, options: EngineArguments) -> InputError:
+    """Where the option stands that a value came from, and what is wrong with it."""
+    place = [str(part) for part in detail["loc"]]
+    name = place[1] if len(place) > 1 else place[0] if place else ""
+    return InputError(
+        _OPTIONS[name] if name in options else f"--engine-arg {name}".strip(),
+        got=repr(detail["input"]),
+        need=detail["msg"].removeprefix("Value error, "),
+        fix=str(detail.get("ctx", {}).get("fix", "correct the value")),
+    )
