@@ -106,7 +106,6 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
         "max_num_seqs": str(config.scheduler_config.max_num_seqs),
         "kv_cache_dtype": str(given.get("kv_cache_dtype", "auto")),
         "max_model_len": str(config.model_config.max_model_len),
-        "enforce_eager": str(config.model_config.enforce_eager),
         "engine_args": json.dumps(others, sort_keys=True) if others else "none",
     }
 
