@@ -23,7 +23,7 @@ from vexport.checkpoint.index import read_header, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.checkpoint.writer import Block, ShardWriter, copy_bytes, header_bytes, split_shards
-from vexport.files import RECORD, resumable_directory
+from vexport.outputs import resumable_directory
 from vexport.pipeline import quantize_source, rules_for
 from vexport.types import TensorInfo, TensorSpec, WeightPart
 
@@ -87,7 +87,7 @@ def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path, s
     while kills < 10:
         process = started(("quantize", source, out, *options))
         time.sleep(duration * moments.uniform(0.2, 1.0))
-        written = sum(file.stat().st_size for file in tmp_path.glob(".out.partial/*.safetensors"))
+        written = sum(file.stat().st_size for file in tmp_path.glob(".out.partial/new/*.safetensors"))
         process.send_signal(signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
         continued += written > 0
@@ -128,7 +128,7 @@ def test_what_is_written_is_not_written_again(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         quantize(interrupt=True)
-    (first,) = (tmp_path / ".out.partial").glob("model-00001-of-*.safetensors")
+    (first,) = (tmp_path / ".out.partial" / "new").glob("model-00001-of-*.safetensors")
     before = first.stat().st_mtime_ns
     assert quantize(interrupt=False)[0] > stop_at
     assert (out / first.name).stat().st_mtime_ns == before
@@ -150,13 +150,13 @@ def break_off(out: Path, made_from: str) -> list[str]:
 
 def test_another_input_begins_anew(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert break_off(out, "a") == [RECORD]
-    assert break_off(out, "a") == ["goes on where it was broken off", RECORD, "model.safetensors"]
-    assert break_off(out, "b") == ["begins anew: its inputs have changed", RECORD]
+    assert break_off(out, "a") == []
+    assert break_off(out, "a") == ["goes on where it was broken off", "model.safetensors"]
+    assert break_off(out, "b") == ["begins anew: its inputs have changed"]
     with resumable_directory(out, made_from="c", overwrite=False) as folder:
         (folder / "config.json").write_text("{}")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert {path.name for path in out.iterdir()} == {"config.json", "vexport.json"}
 
 
 def test_two_writers_of_one_output_are_refused(tmp_path: Path) -> None:

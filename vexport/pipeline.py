@@ -13,10 +13,15 @@ from vexport.checkpoint.source import resolve_source
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError, nearest
 from vexport.extras import require_extra
-from vexport.files import refuse_existing, resumable_directory
 from vexport.kernels.compiling import watch_compilation
 from vexport.observer_names import OBSERVERS
-from vexport.outputs import NamedPath, require_separate
+from vexport.outputs import (
+    NamedPath,
+    refuse_existing,
+    require_separate,
+    resumable_directory,
+    working_folder,
+)
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import build_plan, require_accepted
 from vexport.quantize import (
@@ -324,4 +329,4 @@ def _require_separate(out: Path, source: Path, settings: CalibrationSettings | N
     inputs = [NamedPath(label="SOURCE", path=source)]
     if settings:
         inputs.append(NamedPath(label="--calibration", path=settings.data))
-    require_separate([NamedPath(label="OUT", path=out)], inputs)
+    require_separate([NamedPath(label="OUT", path=path) for path in (out, working_folder(out))], inputs)

@@ -1,6 +1,5 @@
 """The run directory: which stage is done, and from what it was made."""
 
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,25 @@ from pydantic import TypeAdapter
 from vexport.checkpoint.index import weight_files
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
+from vexport.outputs import FolderKind
 from vexport.types import Report
 
 STAGES_FILE = "stages.json"
 REPORT = "report.json"
-# Says of a folder that it is a run directory and may be emptied with --overwrite.
 MARK = ".vexport-run"
-MARK_TEXT = "A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n"
+CHECKPOINT = "checkpoint"
+# `entries` are all that a run writes: --overwrite refuses a folder with anything else in it.
+KIND = FolderKind(
+    name="a run directory",
+    mark=MARK,
+    text="A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n",
+    entries=frozenset(
+        (STAGES_FILE, CHECKPOINT, "calibration", "sensitivity", "eval", "attempts")
+        + ("plan.json", "layers.json", "check.json", "load.json", "dry-load.json", "sensitivity.json")
+        + ("mixed.json", "attempts.json", "report.*", "junit.xml", "model-card.md")
+    ),
+    checkpoints=frozenset((CHECKPOINT,)),
+)
 Digests = Mapping[str, str]
 
 
@@ -45,19 +56,16 @@ class RunDirectory:
         self._stages = dict(records.stages)
 
     def begin(self, *, overwrite: bool) -> None:
-        """Make the folder, empty it with `overwrite`; InputError where it is something else's folder."""
-        if self.root.exists() and not self.root.is_dir():
-            raise InputError(str(self.root), got="a file", need="a folder", fix="choose another --run-dir")
-        if self.root.is_dir() and any(self.root.iterdir()):
-            if not (self.root / MARK).is_file():
-                fix = "choose another --run-dir"
-                raise InputError(
-                    str(self.root), got="a folder of something else", need="a run directory", fix=fix
-                )
-            if overwrite:
-                shutil.rmtree(self.root)
-                self._stages.clear()
-        write_text(self.root / MARK, MARK_TEXT)
+        """Make the folder, empty it with `overwrite`.
+
+        InputError where it is something else's, and with `overwrite` where something else is in it.
+        """
+        KIND.require_own(self.root)
+        if overwrite:
+            KIND.require_replaceable(self.root, overwrite=True)
+            KIND.begin(self.root)
+            self._stages.clear()
+        write_text(self.root / MARK, KIND.text)
 
     def is_done(self, stage: str, inputs: Digests) -> bool:
         """Whether the stage is finished; InputError where it was made from something else."""

@@ -1,6 +1,5 @@
 """One engine start for a model and everything that is asked of it there."""
 
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +22,8 @@ from vexport.evaluation.prompting import lm_eval_settings
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.stopping import stopping_rule
 from vexport.evaluation.tasks import resolve_tasks
-from vexport.files import refuse_existing, to_json, write_text
-from vexport.outputs import NamedPath, require_separate
+from vexport.files import to_json, write_text
+from vexport.outputs import FolderKind, NamedPath, require_separate
 from vexport.scenario import Evaluate
 from vexport.terminal import OnProgress
 from vexport.types import LmEvalSettings, LoadReport, Verdict
@@ -35,6 +34,13 @@ EVALUATION_LENGTH = 4096
 BASELINE = "baseline"
 CANDIDATE = "candidate"
 PLAIN = LmEvalSettings()
+RESULTS = FolderKind(
+    name="an output folder of `vexport eval`",
+    mark=".vexport-eval",
+    text="Results of vexport. `vexport eval --overwrite` replaces everything in this folder.\n",
+    entries=frozenset((BASELINE, CANDIDATE)),
+    earlier_mark=f"{CANDIDATE}/vllm.log",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +183,7 @@ def evaluate_checkpoint(
     names = {"CHECKPOINT": checkpoint, "--baseline": settings.baseline}
     local = {label: Path(name).expanduser() for label, name in names.items() if name}
     require_separate(outputs, [*_named(local), *files])
-    refuse_existing(folder, overwrite=overwrite, mark=CANDIDATE)
+    RESULTS.require_replaceable(folder, overwrite=overwrite)
     require_tasks(settings, options)
     if against is not None:
         read_accepted(against)
@@ -187,7 +193,7 @@ def evaluate_checkpoint(
         require_checkpoint(model)
     require_separate(outputs, _named(models))
     asked = lm_eval_settings(settings, models)
-    shutil.rmtree(folder, ignore_errors=True)
+    RESULTS.begin(folder)
     known = against or (folder / BASELINE if settings.baseline else None)
     served: dict[str, Served] = {}
     for role in models:  # the baseline first: where it wavers, nothing is compared

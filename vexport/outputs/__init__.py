@@ -1,5 +1,17 @@
 """Where a command writes: apart from what it reads, and only over what vexport itself made."""
 
+from vexport.outputs.directory import new_directory, resumable_directory, working_folder
+from vexport.outputs.marked import FolderKind
+from vexport.outputs.replaceable import RECIPE, refuse_existing
 from vexport.outputs.separate import NamedPath, require_separate
 
-__all__ = ["NamedPath", "require_separate"]
+__all__ = [
+    "RECIPE",
+    "FolderKind",
+    "NamedPath",
+    "new_directory",
+    "refuse_existing",
+    "require_separate",
+    "resumable_directory",
+    "working_folder",
+]

@@ -61,16 +61,19 @@ def _is_within(inner: Path, outer: Path) -> bool:
     return any(step == path or _is_same_file(step, path) for path in _real_paths(outer) for step in steps)
 
 
-def _real_paths(path: Path) -> set[Path]:
-    """The path without links and `..`, and the same but for its last part, which may be a link itself."""
+def resolved(path: Path) -> Path:
+    """The absolute path without links and `..`; InputError for a loop of links, or a NUL in it."""
     try:
-        real = {path.resolve()}
-        if path.name not in ("", ".."):
-            real.add(path.parent.resolve() / path.name)
-    except (ValueError, RuntimeError):  # a NUL in it, a loop of links
+        return path.resolve()
+    except (ValueError, RuntimeError):
         fix = "check the path and its links"
         raise InputError(ascii(str(path)), got="no usable path", need="a folder or file", fix=fix) from None
-    return real
+
+
+def _real_paths(path: Path) -> set[Path]:
+    """The path without links and `..`, and the same but for its last part, which may be a link itself."""
+    itself = set() if path.name in ("", "..") else {resolved(path.parent) / path.name}
+    return {resolved(path), *itself}
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

@@ -15,8 +15,7 @@ from vexport.checks.methods import other_method
 from vexport.checks.subject import Subject
 from vexport.errors import InputError
 from vexport.extras import MissingPackage, is_installed, require_extra
-from vexport.files import new_directory, refuse_existing
-from vexport.outputs import NamedPath, require_separate
+from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
 from vexport.repair import config, files, targets
 from vexport.repair.mends import Changes, Mend, RepairReport
 from vexport.repair.overlay import apply
@@ -44,7 +43,7 @@ def repair_checkpoint(
     require_checkpoint(checkpoint)
     inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
     require_separate(
-        [NamedPath(label="OUT", path=out)],
+        [NamedPath(label="OUT", path=path) for path in (out, working_folder(out))],
         [NamedPath(label=label, path=path) for label, path in inputs.items()],
     )
     refuse_existing(out, overwrite=overwrite)

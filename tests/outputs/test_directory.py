@@ -1,0 +1,192 @@
+"""The hidden folder next to OUT: ours or refused, and OUT is the old or the new folder at any time."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from tests.outputs.test_separate import tree
+from vexport.errors import InputError
+from vexport.outputs import resumable_directory
+
+
+def file_behind_record(work: Path, mine: Path) -> None:
+    work.mkdir()
+    (work / ".made-from").symlink_to(mine / "precious")
+
+
+def hard_link_as_record(work: Path, mine: Path) -> None:
+    work.mkdir()
+    os.link(mine / "precious", work / ".made-from")
+
+
+def folder_behind_it(work: Path, mine: Path) -> None:
+    work.symlink_to(mine)
+
+
+def shard_as_link(work: Path, mine: Path) -> None:
+    begun(work)
+    (work / "new" / "model.safetensors").symlink_to(mine / "precious")
+
+
+def shard_as_hard_link(work: Path, mine: Path) -> None:
+    begun(work)
+    os.link(mine / "precious", work / "new" / "model.safetensors")
+
+
+def new_as_link(work: Path, mine: Path) -> None:
+    begun(work)
+    (work / "new").rmdir()
+    (work / "new").symlink_to(mine)
+
+
+def folder_of_a_person(work: Path, mine: Path) -> None:
+    work.mkdir()
+    (work / "letter.txt").write_text("mine")
+
+
+def old_of_a_person(work: Path, mine: Path) -> None:
+    (work / "old").mkdir(parents=True)
+    (work / "old" / "letter.txt").write_text("mine")
+
+
+def subfolder(work: Path, mine: Path) -> None:
+    begun(work)
+    (work / "new" / "model.safetensors").mkdir()
+
+
+def record_as_folder(work: Path, mine: Path) -> None:
+    (work / ".made-from").mkdir(parents=True)
+
+
+def record_as_pipe(work: Path, mine: Path) -> None:
+    work.mkdir()
+    os.mkfifo(work / ".made-from")
+
+
+def only_a_file(work: Path, mine: Path) -> None:
+    work.write_text("mine")
+
+
+def of_another_user(work: Path, mine: Path) -> None:
+    begun(work)
+    os.chown(work, 12345, 12345)
+
+
+def begun(work: Path) -> None:
+    (work / "new").mkdir(parents=True)
+    (work / ".made-from").write_text("a digest")
+
+
+PLANTED = [
+    file_behind_record,
+    hard_link_as_record,
+    folder_behind_it,
+    shard_as_link,
+    shard_as_hard_link,
+    new_as_link,
+    folder_of_a_person,
+    old_of_a_person,
+    subfolder,
+    record_as_folder,
+    record_as_pipe,
+    only_a_file,
+    of_another_user,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+@pytest.mark.parametrize("command", ["quantize", "repair"])
+def test_a_hidden_folder_that_is_not_ours_is_named_and_left_alone(
+    command: str,
+    plant: Callable[[Path, Path], None],
+    tmp_path: Path,
+    llama: Path,
+    good: Callable[[str], Path],
+) -> None:
+    if plant is of_another_user and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    mine, work = tmp_path / "mine", tmp_path / ".out.partial"
+    mine.mkdir()
+    (mine / "precious").write_text("mine")
+    plant(work, mine)
+    pipes = {path for path in tmp_path.rglob("*") if path.is_fifo()}
+    before = tree(tmp_path) if not pipes else {}
+    words = {
+        "quantize": ("quantize", llama, tmp_path / "out", "--scheme", "FP8_DYNAMIC"),
+        "repair": ("repair", good("FP8_DYNAMIC"), tmp_path / "out"),
+    }
+    ran = vexport(*words[command], "--overwrite", "--quiet")
+    assert ran.code == 2, ran.stderr
+    (line,) = ran.stderr.splitlines()
+    assert f"look into {work} and remove it" in line
+    assert (tree(tmp_path) if not pipes else {}) == before
+    assert not (tmp_path / "out").exists()
+
+
+def write(out: Path, text: str, *, made_from: str = "x", stop: bool = False) -> None:
+    with resumable_directory(out, made_from=made_from, overwrite=True) as folder:
+        (folder / "config.json").write_text(text)
+        if stop:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, OSError])
+def test_broken_off_at_the_last_steps_the_old_or_the_new_is_there(
+    step: int,
+    moment: str,
+    fault: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, rename, steps = tmp_path / "out", Path.rename, []
+    write(out, "old")
+
+    def interrupted(self: Path, target: Path) -> Path:
+        steps.append(self)
+        stops = len(steps) == step + 1
+        if stops and moment == "before":
+            raise fault
+        renamed = rename(self, target)
+        if stops:
+            raise fault
+        return renamed
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "rename", interrupted)
+        with pytest.raises(fault):
+            write(out, "new")
+    assert (out / "config.json").read_text() == ("new" if (step, moment) == (1, "after") else "old")
+    write(out, "newer")
+    assert (out / "config.json").read_text() == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_killed_between_the_last_steps_the_next_call_puts_the_old_back(tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / ".out.partial"
+    write(out, "old")
+    with pytest.raises(KeyboardInterrupt):
+        write(out, "new", stop=True)
+    out.rename(work / "old")  # as SIGKILL after the first of the two leaves it
+    with pytest.raises(KeyboardInterrupt):
+        write(out, "other", made_from="y", stop=True)
+    assert (out / "config.json").read_text() == "old"
+
+
+def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def write_while_someone_else_does() -> None:
+        with resumable_directory(out, made_from="x", overwrite=True) as folder:
+            (folder / "model.safetensors").write_text("hours of work")
+            out.mkdir()
+            (out / "letter.txt").write_text("mine")
+
+    with pytest.raises(InputError, match="did not make"):
+        write_while_someone_else_does()
+    assert tree(out) == {"letter.txt": b"mine"}
+    assert (tmp_path / ".out.partial" / "new" / "model.safetensors").read_text() == "hours of work"

@@ -1,0 +1,217 @@
+"""Folders that appear whole or not at all, made in a hidden folder next to them.
+
+The working folder of `OUT` is `.OUT.partial`, which only its owner can enter: in it are the record of what
+OUT is made from, which is locked while a process writes; `new`, which becomes OUT; and for a moment `old`,
+the folder that it replaces. OUT is `new` or `old` at any time, or the next call puts `old` back.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from vexport.errors import InputError, VexportError
+from vexport.files import read_json_object, write_text
+from vexport.outputs.replaceable import FILES, RECIPE, refuse_existing
+from vexport.outputs.separate import resolved
+from vexport.types import Json
+from vexport.version import __version__
+
+RECORD, NEW, OLD = ".made-from", "new", "old"
+
+
+def working_folder(path: Path) -> Path:
+    """Where the folder `path` is made."""
+    return resolved(path).parent / f".{resolved(path).name}.partial"
+
+
+@contextmanager
+def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder that becomes `path` when the block ends without error, and else is removed.
+
+    InputError as `resumable_directory`.
+    """
+    with _directory(path, overwrite=overwrite) as (work, record):
+        _empty(work / NEW)
+        _rewrite(record, "not to be continued")
+        try:
+            yield work / NEW
+        except BaseException:
+            _remove_working_folder(work)
+            raise
+
+
+@contextmanager
+def resumable_directory(
+    path: Path,
+    *,
+    made_from: str,
+    overwrite: bool,
+    keep: str = "*.safetensors",
+    note: Callable[[str], None] = lambda text: None,
+) -> Iterator[Path]:
+    """Yield a folder that becomes `path` when the block ends without error.
+
+    Whatever breaks the block off but a refusal of ours leaves the folder for the next call with the same
+    `made_from`, a digest, to go on in: it finds the files that match `keep`. One with another digest begins
+    an empty folder. `note` is told of both. InputError where `path` exists and may not be replaced (see
+    `refuse_existing`), where it cannot be renamed, where the working folder is not ours, or where another
+    process is writing it.
+    """
+    with _directory(path, overwrite=overwrite) as (work, record):
+        before = record.read()
+        continued = before == made_from
+        if before:
+            note("goes on where it was broken off" if continued else "begins anew: its inputs have changed")
+        _empty(work / NEW, keep=keep if continued else "")
+        _rewrite(record, made_from)
+        try:
+            yield work / NEW
+        except VexportError:
+            _remove_working_folder(work)
+            raise
+
+
+@contextmanager
+def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
+    """The working folder and its locked record; when the block ends without error, `new` becomes `path`.
+
+    `path` is looked at once more then: what came to be there meanwhile is not ours to replace.
+    """
+    path = resolved(path)
+    if path.is_mount():
+        fix = "choose a folder below it"
+        raise InputError(str(path), got="a mount point", need="a folder that can be renamed", fix=fix)
+    refuse_existing(path, overwrite=overwrite)
+    work = working_folder(path)
+    with _locked(work, path) as record:
+        _settle(path, work)
+        refuse_existing(path, overwrite=overwrite)
+        yield work, record
+        _sign(work / NEW)
+        refuse_existing(path, overwrite=overwrite)
+        _swap(path, work)
+        shutil.rmtree(work / OLD, ignore_errors=True)
+        _remove_working_folder(work)
+
+
+@contextmanager
+def _locked(work: Path, path: Path) -> Iterator[TextIO]:
+    """The open record of a working folder of ours, locked for as long as this process lives.
+
+    InputError where it is someone else's, holds what vexport does not write, or where another process has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        work.mkdir(mode=0o700)
+    _require_own(work, path, stat.S_ISDIR)
+    work.chmod(0o700)
+    for entry in work.iterdir():
+        _require_own(entry, path, stat.S_ISREG if entry.name == RECORD else stat.S_ISDIR)
+        if entry.name not in (RECORD, NEW, OLD):
+            raise _foreign(entry, path)
+    if not (work / RECORD).exists() or not (work / RECORD).stat().st_size:
+        for entry in (entry for part in (NEW, OLD) for entry in (work / part).glob("*")):
+            raise _foreign(entry, path)  # we begin with the record
+    descriptor = os.open(work / RECORD, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace") as record:
+        _lock(record, work, path)
+        for entry in (work / NEW).glob("*"):
+            _require_own(entry, path, stat.S_ISREG)
+        yield record
+
+
+def _lock(record: TextIO, work: Path, path: Path) -> None:
+    """Lock the record, or InputError where another process has it or has just removed it."""
+    try:
+        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(record.fileno()), (work / RECORD).stat()):
+            return
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    fix = "wait for it, or choose another path"
+    raise InputError(str(path), got="another process that writes it", need="one at a time", fix=fix)
+
+
+def _require_own(entry: Path, path: Path, is_kind: Callable[[int], bool]) -> None:
+    """InputError unless an entry is a plain file or folder of ours, not a link and under no second name."""
+    status = entry.lstat()
+    linked = stat.S_ISREG(status.st_mode) and status.st_nlink > 1
+    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or linked:
+        raise _foreign(entry, path)
+
+
+def _foreign(entry: Path, path: Path) -> InputError:
+    work = working_folder(path)
+    where = "" if entry == work else f" ({ascii(str(entry.relative_to(work)))} in it)"
+    return InputError(
+        str(path),
+        got=f"a hidden folder {work} that vexport did not leave like this{where}",
+        need="its own folder for unfinished work",
+        fix=f"look into {work} and remove it, or choose another path",
+    )
+
+
+def _settle(path: Path, work: Path) -> None:
+    """Put right what a call that died between its last steps left: `old` goes back, or is done with."""
+    if not (work / OLD).exists():
+        return
+    if not path.exists():
+        (work / OLD).rename(path)
+    elif (work / NEW).exists():
+        fix = f"move {work / OLD} elsewhere, which was there before"
+        raise InputError(str(path), got="a folder in place of the one to be replaced", need="one", fix=fix)
+    else:
+        shutil.rmtree(work / OLD)
+
+
+def _swap(path: Path, work: Path) -> None:
+    """`path` becomes `old` and `new` becomes `path`; broken off between, `path` is what it was."""
+    try:
+        if path.exists():
+            path.rename(work / OLD)
+        (work / NEW).rename(path)
+    except BaseException:
+        if (work / OLD).exists() and not path.exists():
+            (work / OLD).rename(path)
+        raise
+
+
+def _empty(folder: Path, keep: str = "") -> None:
+    """Make the folder, or remove its files but those that match `keep`."""
+    folder.mkdir(exist_ok=True)
+    for entry in folder.iterdir():
+        if not (keep and entry.match(keep)):
+            entry.unlink()
+
+
+def _rewrite(record: TextIO, text: str) -> None:
+    """Put `text` in the record, which is never empty on the way."""
+    record.seek(0)
+    record.write(text)
+    record.truncate()
+    record.flush()
+
+
+def _sign(folder: Path) -> None:
+    """Name the files of a checkpoint in its recipe, by which vexport knows them as its own."""
+    recipe: dict[str, Json] = {"vexport": __version__}
+    with suppress(InputError):
+        recipe = read_json_object(folder / RECIPE)
+    names: list[Json] = [*sorted({RECIPE, *(entry.name for entry in folder.iterdir())})]
+    if recipe.get(FILES) != names:
+        write_text(folder / RECIPE, json.dumps({**recipe, FILES: names}, indent=2) + "\n")
+
+
+def _remove_working_folder(work: Path) -> None:
+    """Remove what vexport writes there, the record last; not what it was to replace."""
+    shutil.rmtree(work / NEW, ignore_errors=True)
+    if not (work / OLD).exists() and not (work / NEW).exists():
+        (work / RECORD).unlink(missing_ok=True)
+        with suppress(OSError):
+            work.rmdir()

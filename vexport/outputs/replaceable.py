@@ -1,0 +1,104 @@
+"""What `--overwrite` may replace: only what vexport wrote, and only where nothing else is with it."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from vexport.errors import InputError
+from vexport.files import read_json_object
+from vexport.types import Json
+
+# In a checkpoint that vexport wrote: how it was made, and under FILES the names of what was written.
+RECIPE = "vexport.json"
+FILES = "files"
+# Checkpoints of vexport 0.1 have no such file. Their quantization config has these keys and no others: what
+# compressed-tensors writes itself has a `version` too.
+_OLD_KEYS = frozenset(
+    ("config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "quant_method")
+) | {"quantization_status"}
+# And these files, in so far as their source had them.
+_OLD_FILES = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|tokenizer.*|vocab\..*|merges\.txt|"
+    r"(config|generation_config|special_tokens_map|added_tokens|(pre|video_pre)?processor_config)\.json|"
+    r"chat_template\..*|.*\.(model|tiktoken)|(LICENSE|NOTICE|USE_POLICY).*|\.gitattributes"
+)
+SHOWN = 3
+
+
+def refuse_existing(path: Path, *, overwrite: bool) -> None:
+    """InputError where writing a checkpoint to `path` would replace what may not be replaced.
+
+    Free are a path where nothing is and an empty folder; with `overwrite` also a checkpoint that vexport
+    wrote, unless something else is in its folder.
+    """
+    if not is_filled_folder(path):
+        return
+    owned = checkpoint_files(path)
+    if owned is None:
+        raise not_ours(path, "a checkpoint that vexport wrote")
+    refuse_others(path, others(path, owned.__contains__))
+    if not overwrite:
+        raise needs_overwrite(path)
+
+
+def refuse_others(folder: Path, names: Sequence[str]) -> None:
+    """InputError that names what is in a folder to be replaced though vexport did not write it."""
+    if not names:
+        return
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    raise InputError(
+        str(folder),
+        got=f"{', '.join(map(ascii, names[:SHOWN]))}{more}, which vexport did not write",
+        need="a folder with nothing else in it",
+        fix="move that elsewhere, or choose another folder",
+    )
+
+
+def others(folder: Path, is_own: Callable[[str], bool]) -> list[str]:
+    """The entries of a checkpoint's folder that are not its own; it has no folders."""
+    return [
+        entry.name
+        for entry in sorted(folder.iterdir())
+        if not is_own(entry.name) or (entry.is_dir() and not entry.is_symlink())
+    ]
+
+
+def checkpoint_files(folder: Path) -> frozenset[str] | None:
+    """The names of what vexport wrote into a checkpoint's folder; None where it wrote none."""
+    recipe = _object(folder / RECIPE)
+    files = recipe.get(FILES)
+    if isinstance(files, list):
+        return frozenset(name for name in files if isinstance(name, str)) | {RECIPE}
+    config = _object(folder / "config.json").get("quantization_config")
+    if recipe or (isinstance(config, dict) and config.keys() == _OLD_KEYS):
+        names = (entry.name for entry in folder.iterdir())
+        return frozenset(name for name in names if name == RECIPE or _OLD_FILES.fullmatch(name))
+    return None
+
+
+def _object(file: Path) -> Mapping[str, Json]:
+    try:
+        return read_json_object(file)
+    except InputError:
+        return {}
+
+
+def is_filled_folder(path: Path) -> bool:
+    """Whether a folder with something in it is there; InputError where it is a file."""
+    if path.exists() and not path.is_dir():
+        raise InputError(str(path), got="a file", need="a folder to write to", fix="choose another path")
+    return path.is_dir() and any(path.iterdir())
+
+
+def not_ours(path: Path, kind: str) -> InputError:
+    """The error for a folder of something else."""
+    fix = "choose another path, or remove the folder yourself if nobody needs it"
+    return InputError(
+        str(path), got="a folder that vexport did not make", need=f"an empty folder or {kind}", fix=fix
+    )
+
+
+def needs_overwrite(path: Path) -> InputError:
+    """The error for a folder that only --overwrite replaces."""
+    fix = "choose another path or add --overwrite"
+    return InputError(str(path), got="a folder that is not empty", need="a new folder", fix=fix)
