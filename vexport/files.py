@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,8 @@ from vexport.errors import InputError
 from vexport.types import Json
 
 T = TypeVar("T")
+LFS_VERSION = b"version https://git-lfs.github.com/spec/"
+LFS_POINTER_BYTES = 1024
 
 
 @contextmanager
@@ -38,8 +40,33 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def require_fetched(files: Iterable[Path]) -> None:
+    """InputError where Git LFS has left a pointer in the place of a file's content."""
+    pointers = [file for file in files if _is_lfs_pointer(file)]
+    if pointers:
+        others = f" (and {len(pointers) - 1:,} more files)" if len(pointers) > 1 else ""
+        raise InputError(
+            f"{pointers[0]}{others}",
+            got="a Git LFS pointer",
+            need="the file itself",
+            fix="run `git lfs pull`, or check out with `lfs: true`",
+        )
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    """Source: github.com/git-lfs/git-lfs/blob/main/docs/spec.md: a small text with the version first."""
+    try:
+        if not file.is_file() or file.stat().st_size > LFS_POINTER_BYTES:
+            return False
+        with file.open("rb") as stream:
+            return stream.read(len(LFS_VERSION)) == LFS_VERSION
+    except OSError:
+        return False
+
+
 def read_json(path: Path) -> Json:
     """The JSON value in `path`; InputError names the line of a syntax error."""
+    require_fetched([path])
     try:
         value: Json = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -48,10 +75,10 @@ def read_json(path: Path) -> Json:
         raise InputError(str(path), got=str(error), need="readable JSON", fix="check the file") from None
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}"
-        raise InputError(place, got=error.msg, need="valid JSON", fix="mend or restore the file") from None
+        raise InputError(place, got=error.msg, need="valid JSON", fix="correct or restore the file") from None
     except (ValueError, RecursionError) as error:
         got = f"broken JSON ({error})"
-        raise InputError(str(path), got=got, need="valid JSON", fix="mend or restore the file") from None
+        raise InputError(str(path), got=got, need="valid JSON", fix="correct or restore the file") from None
     return value
 
 
@@ -60,7 +87,7 @@ def read_json_object(path: Path) -> dict[str, Json]:
     value = read_json(path)
     if not isinstance(value, dict):
         kind = type(value).__name__
-        raise InputError(str(path), got=f"a JSON {kind}", need="a JSON object", fix="mend the file")
+        raise InputError(str(path), got=f"a JSON {kind}", need="a JSON object", fix="correct the file")
     return value
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import transformers
 
 from vexport.errors import InputError, raise_all
-from vexport.files import digest_bytes
+from vexport.files import digest_bytes, require_fetched
 
 KEYS = ("input_ids", "messages", "text")
 
@@ -90,6 +90,7 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:
 
 def parse_rows(path: Path) -> dict[int, Mapping[str, object]]:
     """The JSON objects of a JSONL file by line number (from 1); blank lines are passed over."""
+    require_fetched([path])
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.errors import InputError, raise_all
-from vexport.files import read_json_object
+from vexport.files import read_json_object, require_fetched
 from vexport.types import Json, TensorInfo
 
+# Endings of the files that a checkpoint is of: not its pictures.
+CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
@@ -74,7 +76,7 @@ def read_index(root: Path) -> SourceIndex:
 
 
 def require_checkpoint(root: Path) -> None:
-    """InputError unless `root` is a folder with a config.json."""
+    """InputError unless `root` is a folder with a config.json, whose files Git LFS has fetched."""
     if not root.exists():
         raise InputError(str(root), got="no such folder", need="a checkpoint folder", fix="check the path")
     if not root.is_dir():
@@ -88,6 +90,7 @@ def require_checkpoint(root: Path) -> None:
             need="a Hugging Face checkpoint (config.json and safetensors)",
             fix="check the path, or download the checkpoint again",
         )
+    require_fetched(sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT))
 
 
 def weight_files(root: Path) -> list[Path]:

@@ -1,0 +1,73 @@
+"""A Git LFS pointer in the place of a file is called one, by every command and before any work."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from tests.command import vexport
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 2336927755\n"
+TASK = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition.yaml"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "MODEL"),
+        ("plan", "MODEL", "--scheme", "FP8_DYNAMIC"),
+        ("quantize", "MODEL", "OUT", "--scheme", "FP8_DYNAMIC"),
+        ("load", "MODEL"),
+        ("load", "MODEL", "--dry"),
+        ("repair", "MODEL", "OUT"),
+        ("diff", "GOOD", "MODEL"),
+        ("check", "GOOD", "--source", "MODEL"),
+        ("eval", "MODEL", "--baseline", "GOOD", "--task", str(TASK), "--output-dir", "OUT"),
+        ("eval", "GOOD", "--baseline", "MODEL", "--task", str(TASK), "--output-dir", "OUT"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:3]),
+)
+def test_every_command_calls_a_pointer_one(
+    name: str, arguments: tuple[str, ...], good: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    copytree(good("W8A8"), model)
+    (model / name).write_text(POINTER)
+    places = {"MODEL": model, "GOOD": good("W8A8"), "OUT": tmp_path / "out"}
+    ran = vexport(*(places.get(argument, argument) for argument in arguments), "--quiet")
+    assert (ran.code, ran.stdout) == (2, "")
+    assert ran.errors == [
+        f"error: {model / name}: got a Git LFS pointer, need the file itself; "
+        "run `git lfs pull`, or check out with `lfs: true`"
+    ]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_many_pointers_are_one_line_and_a_finding(good: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    copytree(good("W8A8"), model)
+    for number in range(1, 4):
+        (model / f"model-{number}-of-3.safetensors").write_text(POINTER)
+    (model / "logo.png").write_text(POINTER)
+    ran = vexport("check", model, "--format", "json")
+    (finding,) = json.loads(ran.stdout)[0]["findings"]
+    assert finding["where"] == f"{model / 'model-1-of-3.safetensors'} (and 2 more files)"
+    assert finding["got"] == "a Git LFS pointer"
+
+
+def test_calibration_rows_may_be_a_pointer(llama: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(POINTER)
+    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "FP8", "--calibration", rows, "--quiet")
+    assert ran.code == 2
+    assert "Git LFS pointer" in ran.errors[0]
+
+
+def test_a_picture_that_was_not_fetched_is_no_matter(good: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    copytree(good("W8A8"), model)
+    (model / "logo.png").write_text(POINTER)
+    assert vexport("check", model).code == 0
