@@ -143,7 +143,7 @@ def test_activation_ordering_ends_with_a_version(good: Callable[[str], Path], tm
 
 def test_what_is_not_known_of_a_version_is_said(good: Callable[[str], Path]) -> None:
     (newer,) = findings(good("W8A8"), "--vllm", "0.40")
-    assert (newer["severity"], newer["got"]) == ("warning", "another: the rules of 0.32 are used")
+    assert (newer["severity"], newer["got"]) == ("warning", "unknown: checked by the rules of 0.32")
     (older,) = findings(good("W8A8"), "--vllm", "0.24")
     assert older["severity"] == "info"
     assert "judged as in vLLM 0.32" in older["got"]

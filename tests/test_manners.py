@@ -229,3 +229,17 @@ def test_capabilities_in_any_spelling(spelling: str, good: Callable[[str], Path]
 def test_version_has_a_short_option() -> None:
     assert vexport("-V").stdout == vexport("--version").stdout
     assert cli.name
+
+
+def test_a_check_says_what_it_was_judged_for(good: Callable[[str], Path]) -> None:
+    path = good("W8A8")
+    assert vexport("check", path).stdout == f"PASS  {path}\nno findings for vLLM 0.32, TP 1, any GPU\n"
+    options = ("--tp", "1,2", "--sm", "80,9.0", "--vllm", "0.30")
+    assert "for vLLM 0.30, TP 1, 2, SM 80, 90\n" in vexport("check", path, *options).stdout
+    assert "vLLM 0.32, TP 1, any GPU" in vexport("check", path, "--format", "github").stdout
+    (report,) = json.loads(vexport("check", path, *options, "--format", "json").stdout)
+    assert (report["vllm"], report["tp"], report["sm"]) == ("0.30", [1, 2], [80, 90])
+    assert report["ok"] is True
+    unknown = vexport("check", path, "--vllm", "0.99")
+    assert unknown.code == 0
+    assert "unknown: checked by the rules of 0.32" in unknown.stdout

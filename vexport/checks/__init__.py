@@ -26,7 +26,7 @@ from vexport.checks import (
     versions,
 )
 from vexport.checks.subject import Subject
-from vexport.checks.target import ANY, Target
+from vexport.checks.target import ANY, Target, said
 from vexport.errors import InputError, InputErrors
 from vexport.types import CheckReport, Finding
 
@@ -87,7 +87,14 @@ def check_checkpoint(name: str, target: Target = ANY, against: Against | None = 
     except InputError as problem:
         findings = findings_of(problem)
     ok = not any(finding.severity == "error" for finding in findings)
-    return CheckReport(checkpoint=name, ok=ok, findings=findings)
+    return CheckReport(
+        checkpoint=name,
+        ok=ok,
+        findings=findings,
+        vllm=said(target.vllm),
+        tp=tuple(target.tp) or (1,),
+        sm=tuple(target.sm),
+    )
 
 
 def findings_on(subject: Subject, against: Against | None = None) -> Iterator[Finding]:

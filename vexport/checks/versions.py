@@ -183,6 +183,6 @@ def _unknown(asked: Version, used: Version) -> Finding:
         severity="warning",
         where=f"vLLM {said(asked)}",
         expected=f"one of the versions whose rules are known, {said(KNOWN[0])} to {said(KNOWN[-1])}",
-        got=f"another: the rules of {said(used)} are used",
+        got=f"unknown: checked by the rules of {said(used)}",
         fix="load it in that version: vexport load --dry --vllm-python",
     )

@@ -136,6 +136,14 @@ def _overall(report: Report) -> str:
     return f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
 
 
+def judged_for(report: CheckReport | LoadReport) -> str:
+    """` for vLLM 0.32, TP 1, any GPU`: what a check asked; nothing for a load, which names its engine."""
+    if isinstance(report, LoadReport) or not report.vllm:
+        return ""
+    gpus = f"SM {', '.join(map(str, report.sm))}" if report.sm else "any GPU"
+    return f" for vLLM {report.vllm}, TP {', '.join(map(str, report.tp))}, {gpus}"
+
+
 def _load_gate(name: str, report: LoadReport) -> Gate:
     """A load without an engine and without a finding was never tried."""
     if not report.ok and not report.findings and report.engine is None:

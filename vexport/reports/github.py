@@ -11,7 +11,7 @@ from typing import Literal
 from vexport.reports.escaping import clip, visible
 from vexport.reports.folding import fold
 from vexport.reports.formatting import plural
-from vexport.reports.gates import Gate, Status, checkpoint_gate, report_gates, verdict_gates
+from vexport.reports.gates import Gate, Status, checkpoint_gate, judged_for, report_gates, verdict_gates
 from vexport.reports.places import Place, in_workspace, place_of
 from vexport.reports.sentences import outcome_line, report_device, report_sentence
 from vexport.types import CheckReport, Finding, LoadReport, Outcome, Report, Severity, Verdict
@@ -74,7 +74,7 @@ def verdict(verdict: Verdict) -> str:
 def _of_checkpoints(name: str, reports: Sequence[CheckReport | LoadReport]) -> str:
     gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in reports]
     if all(gate.status == "PASS" and not gate.findings for _, gate in gates):
-        message = f"{plural(len(gates), 'checkpoint')} without a finding"
+        message = f"{plural(len(gates), 'checkpoint')} without a finding{judged_for(reports[0])}"
         return _lines(_Annotation(level="notice", title=f"vexport {name} PASS", message=message), ())
     return _lines(None, (note for place, gate in gates for note in _of_gate(gate, place)))
 

@@ -13,7 +13,7 @@ from vexport.reports.formatting import (
     percent_interval,
     plural,
 )
-from vexport.reports.gates import Gate, checkpoint_gate, report_gates, staged_findings
+from vexport.reports.gates import Gate, checkpoint_gate, judged_for, report_gates, staged_findings
 from vexport.reports.mixing import attempt_line, mixed_line
 from vexport.reports.reading import p_values_line, reading_lines
 from vexport.reports.sentences import (
@@ -87,7 +87,7 @@ def _checkpoint_part(report: CheckReport) -> str:
 
 def _check_row(report: CheckReport) -> tuple[str, ...]:
     gate = checkpoint_gate("check", report)
-    return (report.checkpoint, gate.status, gate.summary)
+    return (report.checkpoint, gate.status, gate.summary + judged_for(report))
 
 
 def _gate_table(gates: Sequence[Gate]) -> str:

@@ -24,6 +24,7 @@ from vexport.reports.gates import (
     Status,
     checkpoint_gate,
     finding_counts,
+    judged_for,
     report_gates,
     staged_findings,
     verdict_gates,
@@ -233,7 +234,7 @@ def _tasks(verdict: Verdict) -> RenderableType:
 def _checkpoint(name: str, report: CheckReport | LoadReport, *, every: bool = False) -> list[RenderableType]:
     gate = checkpoint_gate(name, report)
     return [
-        _headline(gate.status, report.checkpoint, finding_counts(report.findings)),
+        _headline(gate.status, report.checkpoint, finding_counts(report.findings) + judged_for(report)),
         *_findings(gate.findings, every=every),
     ]
 

@@ -37,8 +37,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The findings on one checkpoint; `ok` means that none of them is an error."""
+    """The findings on one checkpoint; `ok` means that none of them is an error.
+
+    `vllm`, `tp` and `sm` say what it was judged for: a version, tensor parallel sizes and compute
+    capabilities, of which none means any. A report from before they were written has no version.
+    """
 
     checkpoint: str
     ok: bool
     findings: tuple[Finding, ...]
+    vllm: str = ""
+    tp: tuple[int, ...] = ()
+    sm: tuple[int, ...] = ()
