@@ -153,3 +153,20 @@ def test_a_loop_of_links_is_bad_input(home: Path) -> None:
     assert ran.code == 2
     assert "no usable path" in ran.stderr
     assert tree(home) == before
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("check", "model", "-o", "model/config.json"),
+        ("check", "hub/snapshots/main", "link", "-o", "other/model.safetensors"),
+        ("plan", "model", "--scheme", "FP8_DYNAMIC", "-o", "link/config.json"),
+        ("diff", "model", "link", "-o", "model/config.json"),
+        ("verdict", "data/accepted.json", "data/accepted.json", "-o", "up/data/accepted.json"),
+    ],
+    ids=" ".join,
+)
+def test_an_answer_is_not_written_over_an_input(case: tuple[str, ...], home: Path) -> None:
+    before = tree(home)
+    assert vexport(*case, "--quiet").code == 2
+    assert tree(home) == before

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -51,8 +51,18 @@ def print_text(text: str) -> None:
         click.echo(coloured(text) if colour else text, nl=not text.endswith("\n"), color=colour)
         return
     from vexport.files import write_text
+    from vexport.outputs import require_new_answer
 
+    require_new_answer(file, list(_given_paths(context)))
     write_text(file, text if text.endswith("\n") else f"{text}\n")
+
+
+def _given_paths(context: click.Context) -> Iterator[Path]:
+    """What a command was given that may be a path."""
+    for value in context.params.values():
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, str | Path):
+                yield Path(one).expanduser()
 
 
 def add_step_summary(markdown: str) -> None:

@@ -36,6 +36,16 @@ def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) 
             raise _overlap(output, "a folder that contains the file behind", target)
 
 
+def require_new_answer(file: Path, given: Sequence[Path]) -> None:
+    """InputError where the file of an answer is one of the paths given, or a file of a checkpoint given."""
+    for path in given:
+        is_file_of = (path / "config.json").is_file() and file.exists() and _is_within(file, path)
+        if os.path.lexists(path) and (is_file_of or _relation(file, path) == "the same path as"):
+            fix = "choose another file for --output"
+            got = f"a file of the input {path}" if is_file_of else f"the same path as the input {path}"
+            raise InputError(f"--output {file}", got=got, need="a separate file", fix=fix)
+
+
 def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
     return InputError(
         str(output),
