@@ -56,7 +56,11 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="Folder for lm-eval's files [default: runs/eval-NAME].",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the output folder if vexport made it and nothing else is in it.",
+)
 @engine_options
 @serve_options
 @session_options

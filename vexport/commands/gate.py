@@ -247,7 +247,7 @@ def load(
 @click.argument("checkpoint", type=PATH)
 @click.argument("out", type=PATH)
 @click.option("--source", type=PATH, help="The unquantized checkpoint that CHECKPOINT was made from.")
-@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if vexport made it and nothing else is in it.")
 @format_option(("text", "json"))
 def repair(
     checkpoint: Path, out: Path, source: Path | None, overwrite: bool, format_: str, quiet: bool

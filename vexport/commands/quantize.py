@@ -110,7 +110,7 @@ def plan(
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of weights."
 )
-@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if vexport made it and nothing else is in it.")
 @trust_option
 def quantize(
     source: str,
