@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -16,7 +17,8 @@ from tests.reports import sample
 from vexport.reports import render, render_history
 from vexport.reports.charts.forest import forests
 from vexport.reports.charts.layers import LEAST_SPAN_DB, MAX_DOTS, layer_chart, layer_kind
-from vexport.types import LayerError, Report
+from vexport.reports.charts.sizes import size_bars
+from vexport.types import KindSize, LayerError, Report
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
@@ -73,9 +75,12 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(build: Callable[[
     text = render(build(), "html")
     page = Page(text)
     assert page.open == []
-    assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "a", "form", "base"})
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "form", "base"})
     names = {name for name, _ in page.attributes}
-    assert names.isdisjoint({"src", "href", "xlink:href", "srcset", "action", "data", "poster"})
+    anchors = {value for name, value in page.attributes if name == "id"}
+    links = [value for name, value in page.attributes if name == "href"]
+    assert set(links) == {f"#{anchor}" for anchor in anchors}
+    assert names.isdisjoint({"src", "xlink:href", "srcset", "action", "data", "poster"})
     assert not [name for name in names if name.startswith("on")]
     style = text[text.index("<style>") : text.index("</style>")]
     assert "url(" not in style
@@ -275,3 +280,45 @@ def test_levels_and_p_values_are_explained_where_they_stand(format: str) -> None
     assert "decide" in text
     if format != "text":
         assert "one alone stands at 97.5% to 95%, all together at 95%" in text
+
+
+def test_the_page_in_a_run_directory_links_to_what_is_there_wherever_it_is(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "eval" / "candidate").mkdir(parents=True)
+    for name in ("report.json", "junit.xml", "eval/candidate/vllm.log", "unknown.txt"):
+        (folder / name).write_text("", encoding="utf-8")
+    page = Page(render(sample.full(), "html", folder=folder))
+    links = [value for name, value in page.attributes if name == "href" and not value.startswith("#")]
+    assert links == ["checkpoint/", "report.json", "junit.xml", "eval/candidate/vllm.log", "eval/candidate/"]
+    moved = folder.rename(tmp_path / "moved")
+    assert all((moved / unquote(link)).exists() for link in links)
+    assert str(tmp_path) not in render(sample.full(), "html", folder=moved)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (sample.report, "vllm serve runs/demo-nvfp4/checkpoint"),
+        (lambda: sample.report("FAIL"), "--until-pass"),
+        (lambda: sample.report("INCONCLUSIVE"), "Evaluate more documents"),
+        (sample.unloaded, "Fix the findings below"),
+    ],
+)
+def test_the_page_says_what_to_do_next(build: Callable[[], Report], words: str) -> None:
+    shown = " ".join(" ".join(Page(render(build(), "html")).words).split())
+    assert words in shown
+
+
+def test_sizes_stand_by_kind_of_layer() -> None:
+    sizes = (
+        KindSize(kind="mlp", source_bytes=2_000_000, output_bytes=600_000),
+        KindSize(kind="embed_tokens", source_bytes=800_000, output_bytes=800_000),
+    )
+    mlp, embeddings = size_bars(sizes)
+    assert (mlp.before, mlp.after, mlp.share) == (100.0, 30.0, "30%")
+    assert (embeddings.before, embeddings.after, embeddings.share) == (40.0, 40.0, "100%")
+    words = Page(render(replace(sample.report(), sizes=sizes), "html")).words
+    assert "embed_tokens" in words

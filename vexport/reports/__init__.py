@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from vexport.errors import InputError
 from vexport.reports import card, github, history, html, json, junit, loads, markdown, matrix, text
+from vexport.reports.files import run_files
 from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, Verdict
 
 T = TypeVar("T")
@@ -56,14 +57,16 @@ VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
 }
 
 
-def render(report: Report, format: str, *, scenario: Path | None = None) -> str:
+def render(report: Report, format: str, *, scenario: Path | None = None, folder: Path | None = None) -> str:
     """The report of a run in one of FORMATS; InputError for another name.
 
-    `scenario` is the file that the annotations of `github` stand at.
+    `scenario` is the file that the annotations of `github` stand at; `folder` the run directory that a page
+    is to lie in, to whose files it links.
     """
     formats: dict[str, Callable[[Report], str]] = {
         **FORMATS,
         "github": partial(github.report, scenario=scenario),
+        "html": partial(html.report, files=run_files(folder) if folder else ()),
     }
     return _renderer(formats, format)(report)
 

@@ -11,8 +11,10 @@ from vexport.reports.charts.forest import forests
 from vexport.reports.charts.layers import layer_chart
 from vexport.reports.charts.losses import loss_bars, loss_rows
 from vexport.reports.charts.plane import looks_charts, tradeoff_chart
+from vexport.reports.charts.sizes import size_bars
 from vexport.reports.coverage import coverage_lines
 from vexport.reports.escaping import clip, visible
+from vexport.reports.files import RunFile
 from vexport.reports.gates import Gate, finding_counts, report_gates, staged_findings
 from vexport.reports.matrix import matrix_tables
 from vexport.reports.mixing import budget_of
@@ -37,12 +39,16 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
 }
 
 
-def report(report: Report) -> str:
-    """The page; the same report gives the same bytes."""
+def report(report: Report, files: Sequence[RunFile] = ()) -> str:
+    """The page, with links to `files`; the same report gives the same bytes."""
     *gates, _ = report_gates(report)
     canaries = _paired_canaries(report.baseline_load, report.load)
     context = {
         "report": report,
+        "contents": _contents(report, files),
+        "files": files,
+        "next_step": sentences.next_step(report),
+        "sizes": size_bars(report.sizes),
         "device": sentences.report_device(report),
         "sentence": sentences.opening(sentences.report_sentence(report)),
         "gates": gates,
@@ -62,6 +68,28 @@ def report(report: Report) -> str:
         "silent": sum(not _has_text(pair) for pair in canaries),
     }
     return render("report.html", context)
+
+
+def _contents(report: Report, files: Sequence[RunFile]) -> Sequence[tuple[str, str]]:
+    """The anchor and the title of every section that the page has, in order."""
+    sections = (
+        ("accuracy", "Accuracy", bool(report.verdict and report.verdict.tasks)),
+        ("log-probabilities", "Log-probabilities", bool(report.drift or report.attribution)),
+        ("size", "Size", True),
+        ("signal-to-noise", "Signal-to-noise", layer_chart(report.layers) is not None),
+        ("sensitivity", "Sensitivity", report.sensitivity is not None),
+        ("load", "Load in vLLM", True),
+        ("devices", "Other devices", report.dry_load is not None),
+        ("findings", "Findings", True),
+        ("answers", "Answers that flipped", _has_flips(report)),
+        ("files", "Files", bool(files)),
+        ("provenance", "Provenance", True),
+    )
+    return tuple((anchor, title) for anchor, title, shown in sections if shown)
+
+
+def _has_flips(report: Report) -> bool:
+    return report.verdict is not None and any(task.flips for task in report.verdict.tasks)
 
 
 def render(template: str, context: Mapping[str, object]) -> str:

@@ -1,5 +1,6 @@
 """Sentences that several formats share."""
 
+import shlex
 from collections.abc import Sequence
 
 from vexport.reports.formatting import Scale, bits_per_weight, percent, ratio, size, small
@@ -34,6 +35,23 @@ def report_sentence(report: Report) -> str:
     if not report.load.ok or not report.plan.source_bytes:
         return report.reason
     return f"{report.reason}. {size_share(report.plan)}"
+
+
+def next_step(report: Report) -> tuple[str, str]:
+    """What to do now: a command, or nothing in its place, and a sentence."""
+    if report.outcome == "PASS":
+        return f"vllm serve {shlex.quote(report.load.checkpoint)}", "Serve it."
+    if report.outcome == "INCONCLUSIVE":
+        return (
+            "",
+            "Evaluate more documents or tasks (evaluate.tasks, evaluate.limit), or accept a larger loss.",
+        )
+    if report.verdict is not None:
+        return "", (
+            "Keep the layers that lose most, choose a scheme with more bits, or let vexport do so: "
+            "vexport run SCENARIO --until-pass."
+        )
+    return "", "Fix the findings below; vexport repair CHECKPOINT OUT fixes those that can be fixed."
 
 
 def opening(sentence: str) -> str:
@@ -103,7 +121,7 @@ def drift_line(drift: Drift) -> str:
 
 
 def attribution_line(attribution: Attribution) -> str:
-    """Whose fault a loss is, and why."""
+    """Where a loss comes from, and why."""
     guilty = "no part stands out" if attribution.guilty == "none" else f"the {attribution.guilty}"
     return f"{guilty}: {attribution.reason}"
 
@@ -114,7 +132,7 @@ def signal_lines(report: Report) -> Sequence[tuple[str, str]]:
     if report.drift:
         lines.append(("drift", drift_line(report.drift)))
     if report.attribution:
-        lines.append(("whose fault", attribution_line(report.attribution)))
+        lines.append(("cause", attribution_line(report.attribution)))
     return lines
 
 

@@ -16,8 +16,10 @@ from vexport.reports import render
 from vexport.reports.gates import checkpoint_gate
 from vexport.run.attempts import read_attempts
 from vexport.run.choices import Choices
+from vexport.run.naming import portable, source_name
 from vexport.run.promoting import attempts_with, promote, require_promotable
 from vexport.run.sessions import NOT_RUN, Loads, Sessions
+from vexport.run.sizes import size_by_kind
 from vexport.run.stages import Stages
 from vexport.run.weights import Weights
 from vexport.rundir import REPORT
@@ -26,7 +28,9 @@ from vexport.serving import EngineOptions, require_tasks, task_files
 from vexport.types import CheckReport, DryLoadReport, Outcome, Report, Verdict
 from vexport.version import __version__
 
-REPORT_FILES = {"report.html": "html", "report.md": "markdown", "junit.xml": "junit", "model-card.md": "card"}
+# The page comes last: it links to what is there.
+REPORT_FILES = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
+SCENARIO = "scenario.yaml"
 
 
 def run_scenario(
@@ -53,6 +57,8 @@ def run_scenario(
         require_tasks(scenario.evaluate, options)
     stages = Stages(scenario, folder, options)
     stages.directory.begin(overwrite=overwrite)
+    if file is not None:
+        _keep_scenario(file, folder)
     choices = Choices(stages)
     report = _written(_report(stages, choices), folder)
     while until_pass and promote(report, choices):
@@ -77,8 +83,14 @@ def _written(report: Report, folder: Path) -> Report:
     """The report, in its files too."""
     write_text(folder / REPORT, render(report, "json"))
     for name, format_ in REPORT_FILES.items():
-        write_text(folder / name, render(report, format_))
+        write_text(folder / name, render(report, format_, folder=folder))
     return report
+
+
+def _keep_scenario(file: Path, folder: Path) -> None:
+    """A copy of the scenario next to what it made."""
+    note = f"# A copy of {portable(str(file))}; its paths are relative to the folder of the original."
+    write_text(folder / SCENARIO, f"{note}\n{file.read_text(encoding='utf-8')}")
 
 
 def _report(stages: Stages, choices: Choices) -> Report:
@@ -86,7 +98,7 @@ def _report(stages: Stages, choices: Choices) -> Report:
     scenario = stages.scenario
     weights = Weights(stages, choices)
     sessions = Sessions(stages, weights)
-    plan = weights.planned[1]
+    index, plan = weights.planned
     require_accepted(plan)
     _ = sessions.asked  # InputError before any work where the models cannot be asked alike
     checked = weights.checked
@@ -100,13 +112,15 @@ def _report(stages: Stages, choices: Choices) -> Report:
         name=scenario.name,
         vexport=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join(["vexport", *sys.argv[1:]]),
-        source=scenario.source,
-        source_card=inherited_card(weights.planned[0].root),
-        baseline=str(sessions.baseline),
+        command=shlex.join(["vexport", *map(portable, sys.argv[1:])]),
+        source=portable(scenario.source),
+        source_name=source_name(scenario.source, index.root),
+        source_card=inherited_card(index.root),
+        baseline=portable(str(sessions.baseline)),
         outcome=outcome,
         reason=reason,
         plan=plan,
+        sizes=size_by_kind(index, weights.written),
         layers=weights.layers,
         calibration_rows=len(calibration.rows) if calibration else 0,
         calibration_digest=calibration.digest if calibration else None,

@@ -21,7 +21,7 @@ from vexport.types.loading import (
 )
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
-from vexport.types.report import LayerError, LayerErrors, Report
+from vexport.types.report import KindSize, LayerError, LayerErrors, Report
 from vexport.types.sensitivity import (
     Attempt,
     BudgetKind,
@@ -69,6 +69,7 @@ __all__ = [
     "InputRange",
     "Json",
     "KeyValueRanges",
+    "KindSize",
     "KvCache",
     "LayerError",
     "LayerErrors",

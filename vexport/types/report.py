@@ -31,8 +31,20 @@ class LayerErrors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KindSize:
+    """Bytes of all tensors of one kind (`mlp`, `embed_tokens`) in the source and in the checkpoint."""
+
+    kind: str
+    source_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything a run found; every other report format is made from this."""
+    """Everything a run found; every other report format is made from this.
+
+    `source_name` is what the source is called: its id on the hub where that is known, else its folder.
+    """
 
     schema_version: Literal[1] = 1
     name: str
@@ -40,11 +52,13 @@ class Report:
     created: str
     command: str
     source: str
+    source_name: str = ""
     source_card: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     baseline: str
     outcome: Outcome
     reason: str
     plan: Plan
+    sizes: tuple[KindSize, ...] = ()
     layers: tuple[LayerError, ...]
     calibration_rows: int
     calibration_digest: str | None
