@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.fingerprint import Fingerprint, changed_names
+from vexport.evaluation.fingerprint import Fingerprint, causes
 from vexport.evaluation.gates import Choice, GatedTask, gated_tasks
 from vexport.evaluation.pairs import TaskPair, join_group
 from vexport.evaluation.results import Results, read_results
@@ -232,7 +232,7 @@ def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results,
         raise InputError(place, got=got, need=f"the {task.documents} that were accepted", fix=fix)
     for sample in samples:
         if old[sample.doc_id][1] != _question(sample):
-            since = ", ".join(changed_names(accepted.fingerprint, candidate.fingerprint)) or "nothing known"
+            since = ", ".join(causes(accepted.fingerprint, candidate.fingerprint, name)) or "nothing known"
             got = f"another question in document {sample.doc_id} (changed since it was accepted: {since})"
             fix = "evaluate as before, or accept anew"
             raise InputError(place, got=got, need="the questions that were accepted", fix=fix)

@@ -20,6 +20,18 @@ FILE = "fingerprint.json"
 """Beside lm-eval's results: what lm-eval does not record."""
 MODEL = "model"
 TASK_HASH = "task hash of "
+CHAT_TEMPLATE, SYSTEM_INSTRUCTION = "chat template", "system instruction"
+MULTITURN, FEWSHOT = "few-shot as multiturn", "few-shot examples of "
+GEN_KWARGS = "gen kwargs"
+_ABSENT = {
+    CHAT_TEMPLATE: "not applied",
+    SYSTEM_INSTRUCTION: "none",
+    GEN_KWARGS: "the tasks' own",
+    "max gen toks": "256",
+    "think end token": "none",
+    "enable thinking": "left to the chat template",
+}
+"""What it means where lm-eval, or an accepted baseline, tells nothing of it: lm-eval's defaults."""
 EMULATED = "emulated kernels"
 """Follows from the scheme, so that a model and its quantized one differ in it: the blind spots say so."""
 COMPILATION = "compilation"
@@ -34,14 +46,40 @@ _BESIDE_WEIGHTS = (
 
 def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
     """What both sides tell, and tell differently."""
-    return [name for name in old if name in new and old[name] != new[name]]
+    names = [*old, *(name for name in _ABSENT if name in new and name not in old)]
+    differ = [name for name in names if name in {*new, *_ABSENT} and _value(old, name) != _value(new, name)]
+    follows = f"{GEN_KWARGS} of " if GEN_KWARGS in differ else None
+    return [name for name in differ if not (follows and name.startswith(follows))]
 
 
 def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tuple[str, ...]:
     """A sentence for each change; `where` names the sides."""
     return tuple(
-        f"{name}: {old[name]} {where[0]}, {new[name]} {where[1]}" for name in changed_names(old, new)
+        f"{name}: {_value(old, name)} {where[0]}, {_value(new, name)} {where[1]}"
+        for name in changed_names(old, new)
     )
+
+
+def prompt_changes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
+    """What makes the prompts of a task differ, with both values."""
+    shaping = (CHAT_TEMPLATE, SYSTEM_INSTRUCTION, MULTITURN, f"{FEWSHOT}{task}")
+    return [
+        f"{name} ({_value(new, name)}, the baseline's: {_value(old, name)})"
+        for name in changed_names(old, new)
+        if name in shaping
+    ]
+
+
+def causes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
+    """Everything that differs, what makes the task's prompts differ first and with both values."""
+    told = prompt_changes(old, new, task)
+    shaping = [one.partition(" (")[0] for one in told]
+    rest = [name for name in changed_names(old, new) if name not in shaping and name != MODEL]
+    return [*told, *rest]
+
+
+def _value(side: Fingerprint, name: str) -> str:
+    return side.get(name, _ABSENT.get(name, "none"))
 
 
 def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:

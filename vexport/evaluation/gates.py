@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.fingerprint import MODEL, changed_names
+from vexport.evaluation.fingerprint import causes, prompt_changes
 from vexport.evaluation.pairs import TaskPair, join_group, pair_metrics
 from vexport.evaluation.results import Results
 from vexport.evaluation.unpaired import UnpairedTask, join_unpaired, unpaired_metrics
@@ -84,15 +84,18 @@ def _compared(
 ) -> list[Compared]:
     """Every metric of a task; for a group the joined ones, then its tasks' own."""
     if all(member in run.tasks for member in members for run in (baseline, candidate)):
-        changed = [
-            name for name in changed_names(baseline.fingerprint, candidate.fingerprint) if name != MODEL
-        ]
+        sides = baseline.fingerprint, candidate.fingerprint
         pairs = [
-            list(pair_metrics(baseline.tasks[one], candidate.tasks[one], early=early, changed=changed))
+            list(
+                pair_metrics(
+                    baseline.tasks[one], candidate.tasks[one], early=early, changed=causes(*sides, one)
+                )
+            )
             for one in members
         ]
         found: list[Compared] = [*_with_joined(name, pairs, join_group)]
     else:
+        _require_the_same_prompts(members, baseline, candidate)
         means = [list(unpaired_metrics(baseline, candidate, one)) for one in members]
         found = [*_with_joined(name, means, join_unpaired)]
     if any(one.task == name for one in found):
@@ -100,6 +103,15 @@ def _compared(
     fix = "give a task with a metric for each document, such as acc or exact_match, and log its samples"
     got = "no metric that all its tasks share" if len(members) > 1 else "metrics of the whole corpus only"
     raise InputError(f"{baseline.file}: task {name}", got=got, need="one number a document", fix=fix)
+
+
+def _require_the_same_prompts(members: Sequence[str], baseline: Results, candidate: Results) -> None:
+    """Without samples nobody sees the prompts: InputError where what lm-eval records makes them differ."""
+    for task in members:
+        if differ := prompt_changes(baseline.fingerprint, candidate.fingerprint, task):
+            place, need = f"{candidate.file}: task {task}", "the same prompts for both models"
+            fix = "evaluate both alike; samples (--log_samples) would show whether the prompts differ"
+            raise InputError(place, got=", ".join(differ), need=need, fix=fix)
 
 
 def _with_joined(

@@ -11,6 +11,9 @@ from vexport.evaluation.clusters import MIN_CLUSTERS, Clusters
 from vexport.evaluation.samples import HASHES, Sample, TaskSamples
 from vexport.evaluation.statistics import Scores
 
+_SHOWN = 40
+"""Characters of two prompts from where they differ."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskPair:
@@ -119,11 +122,22 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
         for hash_name, ours, theirs in zip(HASHES, sample.hashes, twin.hashes, strict=True):
             if ours != theirs:
                 place = f"{right.file}: task {left.task}, document {sample.doc_id}"
-                got = (
-                    f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]} (what else differs: {changed})"
-                )
-                fix = "evaluate both with the same lm-eval, task files, few-shot seed and chat template"
+                prompts = _first_difference(sample.prompt, twin.prompt) if hash_name == "prompt_hash" else ""
+                differ = prompts or f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]}"
+                got = f"{differ} (what else differs: {changed})"
+                fix = "evaluate both with the same lm-eval, task files, few-shot examples and chat template"
                 raise InputError(place, got=got, need="the same question", fix=fix)
+
+
+def _first_difference(ours: str, theirs: str) -> str:
+    """Where two prompts part, in words; nothing where they are the same."""
+    if ours == theirs:
+        return ""
+    at = next(
+        (i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), min(len(ours), len(theirs))
+    )
+    old, new = (repr(text[at : at + _SHOWN]) for text in (ours, theirs))
+    return f"a prompt that goes on with {new} after {at} characters, the baseline's with {old}"
 
 
 def _common_metrics(pairs: tuple[tuple[Sample, Sample], ...]) -> list[str]:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from vexport.errors import InputError
 from vexport.evaluation.fingerprint import read_fingerprint
+from vexport.evaluation.recorded import recorded_fingerprint, recorded_prompting
 from vexport.evaluation.samples import TaskSamples, as_float, read_samples
 from vexport.files import read_json_object
-from vexport.types import Json
+from vexport.types import Json, Prompting
 
 STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 
@@ -38,7 +39,7 @@ class Results:
     """One lm-eval run.
 
     `summaries` has every task; `tasks` those with samples. `groups` maps a group that lm-eval aggregates to
-    its tasks, leaves only. `fingerprint` names what could change a score.
+    its tasks, leaves only. `fingerprint` names what could change a score, `prompting` says how it was asked.
     """
 
     file: Path
@@ -46,6 +47,7 @@ class Results:
     tasks: Mapping[str, TaskSamples]
     groups: Mapping[str, tuple[str, ...]]
     fingerprint: Mapping[str, str]
+    prompting: Prompting
 
 
 def read_results(path: Path) -> Results:
@@ -69,7 +71,8 @@ def read_results(path: Path) -> Results:
         },
         tasks=read,
         groups=_aggregated_groups(content, frozenset(names)),
-        fingerprint={**dict(_fingerprint(content, names)), **read_fingerprint(file.parent)},
+        fingerprint={**dict(recorded_fingerprint(content, names)), **read_fingerprint(file.parent)},
+        prompting=recorded_prompting(content, names),
     )
 
 
@@ -168,35 +171,6 @@ def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> di
     return {
         name: members for name, members in groups.items() if not any(set(members) < outer for outer in sets)
     }
-
-
-_PLAIN = {
-    "lm-eval": "lm_eval_version",
-    "transformers": "transformers_version",
-    "chat template": "chat_template_sha",
-    "system instruction": "system_instruction_sha",
-    "few-shot as multiturn": "fewshot_as_multiturn",
-}
-_CONFIGURED = ("limit", "gen_kwargs", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
-_ENGINE = ("dtype", "max_model_len", "quantization", "kv_cache_dtype", "enforce_eager")
-_OF_TASKS = {"version": "versions", "few-shot examples": "n-shot", "task hash": "task_hashes"}
-
-
-def _fingerprint(content: Mapping[str, Json], tasks: list[str]) -> Iterator[tuple[str, str]]:
-    """What lm-eval records of the circumstances of a run."""
-    config = _mapping(content, "config")
-    arguments = config.get("model_args")
-    if isinstance(arguments, str):
-        pairs = (part.partition("=") for part in arguments.split(","))
-        arguments = {name: value for name, _, value in pairs}
-    engine: dict[str, Json] = arguments if isinstance(arguments, dict) else {}
-    found: dict[str, Json] = {name: content.get(key) for name, key in _PLAIN.items()}
-    found |= {name.replace("_", " "): config.get(name) for name in _CONFIGURED}
-    found |= {name.replace("_", " "): engine.get(name) for name in _ENGINE}
-    for task in tasks:
-        for name, key in _OF_TASKS.items():
-            found[f"{name} of {task}"] = _mapping(content, key).get(task)
-    yield from ((name, str(value)) for name, value in found.items() if value is not None)
 
 
 def _mapping(content: Mapping[str, Json], key: str) -> dict[str, Json]:

@@ -119,6 +119,7 @@ def _environment() -> Environment:
         matrix_tables=matrix_tables,
         percent_interval=formatting.percent_interval,
         accepted_loss=sentences.accepted_loss,
+        prompting_line=sentences.prompting_line,
         scale_of=sentences.scale_of,
         scale_of_comparison=sentences.scale_of_comparison,
         shown_comparisons=sentences.shown_comparisons,

@@ -11,6 +11,7 @@ from vexport.types import (
     EngineInfo,
     LogprobAgreement,
     Plan,
+    Prompting,
     Report,
     TaskVerdict,
     Verdict,
@@ -164,5 +165,21 @@ def accepted_loss(verdict: Verdict) -> str:
 
 
 def method_line(verdict: Verdict) -> str:
-    """What loss is accepted, at what risk, by which test."""
-    return f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}"
+    """What loss is accepted, at what risk, by which test, and how the models were asked."""
+    asked = f"; {prompting_line(verdict.prompting)}" if verdict.prompting else ""
+    return f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}{asked}"
+
+
+def prompting_line(prompting: Prompting) -> str:
+    """How the models were asked: `chat template: applied (sha 4d4a31c9), 2-shot as multiturn`."""
+    template, system = prompting.chat_template, prompting.system_instruction
+    parts = [f"chat template: applied (sha {template[:8]})" if template else "chat template: not applied"]
+    turns = " as multiturn" if prompting.fewshot_as_multiturn else ""
+    by_count: dict[int, list[str]] = {}
+    for task, count in prompting.num_fewshot.items():
+        by_count.setdefault(count, []).append(task)
+    for count, tasks in sorted(by_count.items()):
+        named = f" ({', '.join(tasks)})" if len(by_count) > 1 and len(tasks) <= MAX_BESIDE else ""
+        parts.append(f"{count}-shot{turns if count else ''}{named}")
+    parts += [f"system instruction (sha {system[:8]})"] if system else []
+    return ", ".join([*parts, *(f"{name} {value}" for name, value in prompting.generation.items())])

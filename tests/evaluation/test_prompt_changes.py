@@ -1,0 +1,169 @@
+"""Two runs that were asked differently: what is refused, what is a warning, and how the cause is named."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from vexport.evaluation.accepted import accept_results
+
+Changes = Mapping[str, object]
+TEMPLATE = {"chat_template": "{{ x }}", "chat_template_sha": "ab12" * 16, "fewshot_as_multiturn": True}
+
+
+def changed(folder: Path, changes: Changes, *, prompts: str | None = None, samples: bool = True) -> Path:
+    """lm-eval's folder with another record of how it asked, and other prompts or none."""
+    (file,) = folder.rglob("results_*.json")
+    content = json.loads(file.read_text())
+    for name, value in changes.items():
+        part = content
+        *path, last = name.split("/")
+        for key in path:
+            part = part[key]
+        part[last] = value
+    file.write_text(json.dumps(content))
+    for answers in folder.rglob("samples_*.jsonl"):
+        if not samples:
+            answers.unlink()
+        elif prompts is not None:
+            answers.write_text("".join(map(prefixed(prompts), answers.read_text().splitlines())))
+    return folder
+
+
+def prefixed(start: str):  # type: ignore[no-untyped-def]
+    def line(text: str) -> str:
+        row = json.loads(text)
+        for arguments in row["arguments"].values():
+            arguments["arg_0"] = start + arguments["arg_0"]
+        prompt = row["arguments"]["gen_args_0"]["arg_0"]
+        return json.dumps(row | {"prompt_hash": hashlib.sha256(prompt.encode()).hexdigest()}) + "\n"
+
+    return line
+
+
+@pytest.fixture
+def pair(lm_eval_runs: Path, tmp_path: Path) -> tuple[Path, Path]:
+    old, new = (Path(shutil.copytree(lm_eval_runs / "twin", tmp_path / name)) for name in ("old", "new"))
+    return old, new
+
+
+def test_another_chat_template_is_named_where_the_prompts_differ(pair: tuple[Path, Path]) -> None:
+    old, new = pair
+    changed(new, TEMPLATE, prompts="<|user|> ")
+    done = vexport("verdict", old, new)
+    assert done.code == 2
+    assert (
+        "a prompt that goes on with '<|user|> 0 + 0 =' after 0 characters, the baseline's with '0 + 0 ='"
+        in (done.stderr)
+    )
+    assert (
+        "what else differs: chat template (sha ab12ab12ab12ab12, the baseline's: not applied)" in done.stderr
+    )
+
+
+def test_another_number_of_examples_is_named_too(pair: tuple[Path, Path]) -> None:
+    old, new = pair
+    changed(new, {"n-shot/sums": 2, "system_instruction_sha": "cd" * 32}, prompts="1 + 1 = 2 ")
+    done = vexport("verdict", old, new)
+    assert done.code == 2
+    assert "system instruction (sha cdcdcdcdcdcdcdcd, the baseline's: none)" in done.stderr
+    assert "few-shot examples of sums (2, the baseline's: 0)" in done.stderr
+
+
+def test_the_same_prompts_through_another_template_are_compared(pair: tuple[Path, Path]) -> None:
+    old, new = pair
+    changed(new, TEMPLATE)
+    done = vexport("verdict", old, new, "--format", "json")
+    assert done.code == 0
+    verdict = json.loads(done.stdout)
+    assert (
+        "chat template: not applied in the baseline, sha ab12ab12ab12ab12 in the results"
+        in verdict["warnings"]
+    )
+    assert verdict["prompting"] == {
+        "chat_template": "ab12ab12ab12ab12",
+        "system_instruction": None,
+        "num_fewshot": {"sums": 0, "choices": 0, "near": 0},
+        "fewshot_as_multiturn": True,
+        "generation": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        (TEMPLATE, "chat template (sha ab12ab12ab12ab12, the baseline's: not applied)"),
+        ({"n-shot/sums": 5}, "few-shot examples of sums (5, the baseline's: 0)"),
+        ({"system_instruction_sha": "cd" * 32}, "system instruction (sha cdcdcdcdcdcdcdcd"),
+    ],
+)
+def test_without_samples_other_prompts_are_refused(
+    changes: Changes, cause: str, pair: tuple[Path, Path]
+) -> None:
+    old, new = pair
+    changed(old, {}, samples=False)
+    changed(new, changes, samples=False)
+    done = vexport("verdict", old, new)
+    assert done.code == 2
+    assert f"task sums: got {cause}" in done.stderr
+    assert "need the same prompts for both models" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        (
+            {
+                "config/gen_kwargs": {"temperature": 0.7},
+                "configs/sums/generation_kwargs": {"temperature": 0.7},
+            },
+            'gen kwargs: the tasks\' own in the baseline, {"temperature": 0.7} in the results',
+        ),
+        (
+            {"configs/sums/generation_kwargs": {"max_gen_toks": 9}},
+            'in the baseline, {"max_gen_toks": 9} in the results',
+        ),
+        (
+            {"config/model_args": "pretrained=x,think_end_token=</think>"},
+            "think end token: none in the baseline, </think> in the results",
+        ),
+        (
+            {"config/model_args": {"pretrained": "x", "max_gen_toks": 1024}},
+            "max gen toks: 256 in the baseline, 1024 in the results",
+        ),
+        ({"config/gen_kwargs": {}}, None),
+    ],
+    ids=["gen_kwargs", "task", "thinking", "length", "lm-eval's command line"],
+)
+def test_other_generation_is_a_warning(
+    changes: Changes, warning: str | None, pair: tuple[Path, Path]
+) -> None:
+    old, new = pair
+    changed(new, changes)
+    done = vexport("verdict", old, new, "--format", "json")
+    assert done.code == 0
+    warnings = json.loads(done.stdout)["warnings"]
+    assert [warning in one for one in warnings] == ([True] if warning else [])
+
+
+def test_an_accepted_baseline_names_the_template(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    old, new = pair
+    accept_results(old, tmp_path / "accepted.json", {})
+    changed(new, TEMPLATE, prompts="<|user|> ")
+    done = vexport("verdict", tmp_path / "accepted.json", new)
+    assert done.code == 2
+    assert "chat template (sha ab12ab12ab12ab12, the baseline's: not applied)" in done.stderr
+
+
+def test_the_verdict_says_how_it_asked(pair: tuple[Path, Path]) -> None:
+    shot = {"n-shot/sums": 2, "n-shot/near": 2, "n-shot/choices": 2, "config/gen_kwargs": {"temperature": 0}}
+    for folder in pair:
+        changed(folder, {**TEMPLATE, **shot})
+    expected = 'chat template: applied (sha ab12ab12), 2-shot as multiturn, gen_kwargs {"temperature": 0}'
+    done = vexport("verdict", *pair)
+    assert done.code == 0
+    assert expected in " ".join(done.stdout.split())
