@@ -28,7 +28,7 @@ def dry_load_checkpoints(
     Without `sm` the capabilities are those of the GPUs in use, of which one must do for each `tp`. Raises as
     `engine.dry.load.dry_loads`, and InputError where a checkpoint cannot be read.
     """
-    roots = [resolve_source(name) for name in names]
+    roots = [resolve_source(name, on_progress) for name in names]
     for root in roots:
         require_checkpoint(root)
     for python in pythons:

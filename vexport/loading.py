@@ -27,7 +27,7 @@ def load_checkpoints(
     checkpoint cannot be read and EngineFault where an interpreter has no vLLM, before the first engine
     starts; what stops an engine later is in its report.
     """
-    roots = {name: resolve_source(name) for name in names}
+    roots = {name: resolve_source(name, options.on_progress) for name in names}
     for root in roots.values():
         require_checkpoint(root)
     for python in pythons:

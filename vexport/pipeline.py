@@ -66,12 +66,20 @@ def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rul
     return (*kept, Rule(match="Linear", scheme=scheme_name(scheme), observer=observer))
 
 
+def quiet(stage: str, done: int, total: int) -> None:
+    """Report progress to nowhere."""
+
+
 def plan_source(
-    source: str, rules: Sequence[Rule], settings: PlanSettings = DEFAULTS
+    source: str,
+    rules: Sequence[Rule],
+    settings: PlanSettings = DEFAULTS,
+    *,
+    on_progress: OnProgress = quiet,
 ) -> tuple[SourceIndex, Plan]:
     """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
     require_observers({rule.observer for rule in rules})
-    index = read_index(resolve_source(source))
+    index = read_index(resolve_source(source, on_progress))
     return index, build_plan(index, rules, settings)
 
 
@@ -96,10 +104,10 @@ def plan_scenario(scenario: Scenario, run_dir: Path | None = None) -> tuple[Sour
     return index, plan_mixed(index, scenario.rules, scenario.auto, settings, run_dir or scenario.run_dir)
 
 
-def scenario_index(scenario: Scenario) -> SourceIndex:
+def scenario_index(scenario: Scenario, *, on_progress: OnProgress = quiet) -> SourceIndex:
     """The headers of a scenario's source; InputError for unusable ones, and for unknown observers."""
     require_observers({rule.observer for rule in scenario.rules})
-    return read_index(resolve_source(scenario.source))
+    return read_index(resolve_source(scenario.source, on_progress))
 
 
 def plan_settings(scenario: Scenario) -> PlanSettings:
@@ -302,7 +310,7 @@ def quantize_source(
     _require_separate(out, Path(source).expanduser(), settings)
     if is_first_rank():
         refuse_existing(out, overwrite=overwrite)
-    index, plan = plan_source(source, rules, planning)
+    index, plan = plan_source(source, rules, planning, on_progress=on_progress)
     _require_separate(out, index.root, settings)
     require_accepted(plan)
     will_calibrate(plan, settings)

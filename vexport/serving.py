@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
-from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.source import require_source, resolve_source
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import Progress, SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
@@ -21,6 +21,7 @@ from vexport.evaluation.harness import differences
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.stopping import stopping_rule
+from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import to_json, write_text
 from vexport.outputs import FolderKind, NamedPath, require_separate
@@ -184,11 +185,15 @@ def evaluate_checkpoint(
     local = {label: Path(name).expanduser() for label, name in names.items() if name}
     require_separate(outputs, [*_named(local), *files])
     RESULTS.require_replaceable(folder, overwrite=overwrite)
-    require_tasks(settings, options)
     if against is not None:
         read_accepted(against)
     compared = {BASELINE: settings.baseline, CANDIDATE: checkpoint}
-    models = {role: resolve_source(name) for role, name in compared.items() if name is not None}
+    wanted = {role: name for role, name in compared.items() if name is not None}
+    for source in wanted.values():
+        require_source(source)
+    require_tasks(settings, options)
+    fetch_tasks(settings, options)
+    models = {role: resolve_source(name, options.on_progress) for role, name in wanted.items()}
     for model in models.values():
         require_checkpoint(model)
     require_separate(outputs, _named(models))
@@ -263,6 +268,28 @@ def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
             folder=Path(folder),
             include_paths=settings.include_path,
             trust_remote_code=options.trust_remote_code,
+        )
+
+
+def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
+    """Bring the tasks' documents into the cache before an engine starts; raises as `fetch_task_data`."""
+    with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
+        folder = Path(name)
+        tasks = resolve_tasks(
+            settings.tasks, folder=folder / "tasks", trust_remote_code=options.trust_remote_code
+        )
+        request = SessionRequest(
+            checkpoint=folder,
+            name="tasks",
+            tasks=tuple(task.spec for task in tasks),
+            trust_remote_code=options.trust_remote_code,
+        )
+        fetch_task_data(
+            request,
+            log=folder / "fetch.log",
+            timeout=options.serve.timeout,
+            vllm_python=options.vllm_python,
+            on_progress=options.on_progress,
         )
 
 

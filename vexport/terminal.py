@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -17,8 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# (stage, done, total): what every long stage reports.
-OnProgress = Callable[[str, int, int], None]
+from vexport.types import OnProgress as OnProgress
+
 LINE_EVERY_SECONDS = 15.0
 DETAIL = ": now "
 """Parts a stage's name from what is true of it at this moment, and may be another thing at the next."""

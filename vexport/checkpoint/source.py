@@ -1,42 +1,45 @@
 """Finds a checkpoint by name: a folder, or a model of the Hugging Face hub."""
 
-import os
-import re
 from pathlib import Path
 
+from vexport.checkpoint.hub import download
+from vexport.checkpoint.hub.names import HubName
 from vexport.errors import InputError
-
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-# Weights as safetensors and the files beside them; pickled weights are never fetched.
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*", "*.tiktoken"]
-HUB_TIMEOUT_SECONDS = 10.0
+from vexport.types import OnProgress
 
 
-def resolve_source(name: str) -> Path:
-    """The folder of a checkpoint; a hub id is downloaded into the hub's cache first.
+def _quiet(stage: str, done: int, total: int) -> None: ...
 
-    Raises InputError where `name` is neither a folder nor a model that the hub (or its cache) has.
+
+def hub_name(name: str) -> HubName | None:
+    """The model of the hub that `name` means; None where it is a folder, or no hub id."""
+    return None if Path(name).expanduser().exists() else HubName.parse(name)
+
+
+def resolve_source(name: str, on_progress: OnProgress = _quiet) -> Path:
+    """The folder of a checkpoint; ORG/NAME or ORG/NAME@REVISION is downloaded into the hub's cache first.
+
+    A folder is never looked up on the hub. Raises as `hub.download`.
     """
-    path = Path(name).expanduser()
-    return path if path.exists() or not HUB_ID.match(name) else download(name)
+    model = hub_name(name)
+    return Path(name).expanduser() if model is None else download.download(model, on_progress)
 
 
-def download(name: str) -> Path:
-    """The folder in the hub's cache of a model, fetched if need be; InputError where the hub has none."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+def require_source(name: str) -> None:
+    """Raise what `resolve_source` would for a model that cannot be had; fetches its config only."""
+    if (model := hub_name(name)) is not None:
+        download.require_model(model)
 
-    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    try:
-        folder = snapshot_download(
-            name, allow_patterns=HUB_PATTERNS, etag_timeout=HUB_TIMEOUT_SECONDS, local_files_only=offline
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            name,
-            got=f"no such folder, and the hub did not give the model ({reason[:120]})",
-            need="a folder or the id of a model on the hub",
-            fix="check the name and the network, or download the model and name its folder",
-        ) from None
-    return Path(folder)
+
+def with_revision(name: str, revision: str | None) -> str:
+    """`name` with a revision that was given next to it. InputError where it has none, or has another."""
+    if revision is None:
+        return name
+    model = hub_name(name)
+    if model is None:
+        got, need = f"the revision {revision!r} of a folder", "a model of the hub (ORG/NAME)"
+        raise InputError(name, got=got, need=need, fix="leave the revision out")
+    if model.revision not in (None, revision):
+        got = f"two revisions, {model.revision!r} and {revision!r}"
+        raise InputError(name, got=got, need="one", fix="leave one out")
+    return str(HubName(id=model.id, revision=revision))

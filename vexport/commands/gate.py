@@ -126,7 +126,7 @@ def _against(source: str | None, calibration: Path | None, on_progress: "OnProgr
     require_extra("torch", "--source")
     from vexport.fidelity.compare import against
 
-    root = resolve_source(source)
+    root = resolve_source(source, on_progress)
     observed = _observed(root, calibration, on_progress) if calibration else None
     return against(root, on_layer=partial(on_progress, "compare (layers)"), observed=observed)
 

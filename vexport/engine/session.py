@@ -32,7 +32,6 @@ _FIXED_ENVIRONMENT = {
 }
 # Ours unless the caller chose otherwise. The KV cache is in whole GiB.
 _DEFAULT_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
@@ -139,7 +138,7 @@ def run_worker(
 def _accept(result: SessionResult, where: str, log: Path) -> SessionResult:
     """The result, unless it tells of something that is not the checkpoint's fault."""
     if result.problem is not None:
-        raise _error(result.problem)
+        raise session_error(result.problem)
     if result.failure is None:
         return result
     failure = explain(result.failure, log, platform=result.platform)
@@ -148,7 +147,8 @@ def _accept(result: SessionResult, where: str, log: Path) -> SessionResult:
     return replace(result, failure=failure)
 
 
-def _error(problem: InputProblem) -> VexportError:
+def session_error(problem: InputProblem) -> VexportError:
+    """The error that a worker met, to be raised here."""
     kinds: tuple[type[VexportError], ...] = (CheckpointFailed, Inconclusive, EnvironmentFault)
     kind = next((kind for kind in kinds if kind.exit_code == problem.exit_code), InputError)
     return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)

@@ -62,7 +62,7 @@ def run(request: SessionRequest, report: Report) -> SessionResult:
     try:
         return _use(llm, request, arguments, replace(result, seconds={"load": seconds}), report)
     except VexportError as error:
-        return replace(result, problem=_problem(error))
+        return replace(result, problem=input_problem(error))
     except Exception as error:
         return replace(result, failure=_failure("crashed", error))
     finally:
@@ -133,7 +133,8 @@ def _failure(kind: FailureKind, error: Exception) -> EngineFailure:
     return EngineFailure(kind=kind, message=said(error)[:_MOST_MESSAGE], log_tail="")
 
 
-def _problem(error: VexportError) -> InputProblem:
+def input_problem(error: VexportError) -> InputProblem:
+    """The error as the parent will raise it; its traceback goes to the log."""
     traceback.print_exception(error)
     return InputProblem(
         exit_code=error.exit_code, where=error.where, got=error.got, need=error.need, fix=error.fix

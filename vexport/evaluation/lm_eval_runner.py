@@ -18,12 +18,13 @@ from jinja2.sandbox import SandboxedEnvironment
 from pydantic import JsonValue
 
 from vexport.engine.messages import SessionRequest
-from vexport.errors import EnvironmentFault, InputError
+from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.fewshot import draw_by_document
 from vexport.evaluation.lm_eval_model import ModelArguments, Progress, replaced, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
 from vexport.evaluation.stopping import Race, Stopping, look_line, require_unit_range, write_looks
-from vexport.evaluation.tasks import GROUP_SUFFIX
+from vexport.evaluation.task_data import explained_downloads
+from vexport.evaluation.tasks import GROUP_SUFFIX, reads_hub
 from vexport.files import atomic_path, from_json, write_text
 from vexport.types import Look
 
@@ -50,6 +51,7 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
     """
     assert request.output is not None, "a request with tasks has an output folder"
     with ExitStack() as stack:
+        stack.enter_context(explained_downloads(lambda *_: None, 0, len(request.tasks)))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
         stack.enter_context(_vllm_distribution(scratch / "packages"))
         stack.enter_context(_dataset_cache(scratch / "datasets", request))
@@ -71,9 +73,9 @@ def _evaluate(
     from lm_eval.loggers import EvaluationTracker
 
     tracker = EvaluationTracker(output_path=str(output))
-    manager = _task_manager(request)
+    manager = task_manager(request)
     run = partial(_simple_evaluate, model, dict(arguments), manager, tracker, request)
-    tasks = _load_tasks(request, manager)
+    tasks = load_tasks(request, manager, request.tasks)
     try:
         if request.stopping_file is None:
             results = run(tasks, None)
@@ -164,7 +166,7 @@ def _repeat(
 ) -> Repeated:
     """Ask a part of the documents again and count the answers that changed."""
     documents = ask_again(results["samples"], request.seed)
-    tasks = _leaves(_load_tasks(request, _task_manager(request)))
+    tasks = _leaves(load_tasks(request, task_manager(request), request.tasks))
     again = run(tasks, {name: Documents(chosen) for name, chosen in documents.items()})
     return compare_rows(results["samples"], again["samples"])
 
@@ -210,7 +212,7 @@ def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) ->
         raise EnvironmentFault(str(output), got=got, need=f"{1 + len(samples)} files", fix=fix)
 
 
-def _task_manager(request: SessionRequest) -> "TaskManager":
+def task_manager(request: SessionRequest) -> "TaskManager":
     """lm-eval's index of tasks; its own 14000 files are read only where a task is not a file of its own."""
     from lm_eval.tasks import TaskManager
 
@@ -224,18 +226,17 @@ def _group_folders(request: SessionRequest) -> list[Path]:
     return [Path(task).parent for task in request.tasks if task.endswith(GROUP_SUFFIX)]
 
 
-def _load_tasks(request: SessionRequest, manager: "TaskManager") -> list["Task | Group"]:
+def load_tasks(request: SessionRequest, manager: "TaskManager", names: Sequence[str]) -> list["Task | Group"]:
     """The tasks, and the outermost groups, which lm-eval then aggregates."""
     tasks: list[Task | Group] = []
-    for task in request.tasks:
+    for task in names:
         try:
             name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
             tasks += outermost(manager.load([name]))
+        except VexportError:
+            raise
         except Exception as error:
-            need, fix = (
-                "a task that lm-eval can load",
-                "mend the task; without network, its data must be cached",
-            )
+            need, fix = "a task that lm-eval can load", "correct the task"
             got = f"{type(error).__name__}: {error}"
             raise InputError(f"task {task}", got=got, need=need, fix=fix) from error
     return tasks
@@ -276,7 +277,7 @@ def _dataset_cache(folder: Path, request: SessionRequest) -> Iterator[None]:
     """Keep what is made of local data files out of the home folder; hub data stays in the person's cache."""
     import datasets
 
-    if not _only_files(request):
+    if any(map(reads_hub, request.tasks)):
         yield
         return
     with replaced(datasets.config, "HF_DATASETS_CACHE", folder):

@@ -22,6 +22,8 @@ REQUIRED_KEYS = ("task", "dataset_path")
 GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
 GROUP_SUFFIX = ".group.yaml"
 """How the file of a group ends: lm-eval 0.4.13 cannot be given a group's file, only its folder and name."""
+FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "pandas", "webdataset", "hdf5"}
+"""The `dataset_path` of documents that lie in `data_files` (datasets/packaged_modules)."""
 EVALUATION_SPLITS = ("test_split", "validation_split")
 _INDEXED = re.compile(
     rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
@@ -223,6 +225,36 @@ def _require_complete(path: Path, config: Config) -> None:
             fix = "check dataset_kwargs.data_files; paths are relative to the YAML file"
             problems.append(InputError(str(path), got=f"no file {file}", need="the task's data", fix=fix))
     raise_all(problems)
+
+
+def reads_hub(spec: str) -> bool:
+    """Whether a resolved task (`TaskFile.spec`), or one of a group, has documents that are no local files."""
+    path = Path(spec)
+    if not path.is_file():
+        return True
+    config = _parse(path, trust=True)
+    members = config["task"] if isinstance(config.get("task"), list) else [config]
+    assert isinstance(members, list)
+    merged = [{**config, **member} if isinstance(member, dict) else config for member in members]
+    return not all(
+        is_local_dataset(str(one.get("dataset_path")), one.get("dataset_kwargs")) for one in merged
+    )
+
+
+def is_local_dataset(dataset: str, kwargs: object) -> bool:
+    """Whether `datasets` finds a task's documents without the network."""
+    if not isinstance(kwargs, dict):
+        return Path(dataset).is_dir()
+    urls = any("://" in value for value in _texts([kwargs.get("data_files"), kwargs.get("data_dir")]))
+    return not urls and (Path(dataset).is_dir() or dataset in FILE_FORMATS)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _texts(member)
 
 
 def _data_files(config: Config) -> Iterator[Path]:

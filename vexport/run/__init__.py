@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vexport.calibration.coverage import expert_coverage
 from vexport.checkpoint.card import inherited_card
+from vexport.checkpoint.source import require_source
 from vexport.engine.session import require_vllm
 from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate
@@ -55,6 +56,7 @@ def run_scenario(
     require_vllm(options.vllm_python)
     if scenario.evaluate is not None:
         require_tasks(scenario.evaluate, options)
+    require_source(scenario.source)
     stages = Stages(scenario, folder, options)
     stages.directory.begin(overwrite=overwrite)
     if file is not None:
@@ -98,6 +100,7 @@ def _report(stages: Stages, choices: Choices) -> Report:
     scenario = stages.scenario
     weights = Weights(stages, choices)
     sessions = Sessions(stages, weights)
+    sessions.fetch_tasks()
     index, plan = weights.planned
     require_accepted(plan)
     _ = sessions.asked  # InputError before any work where the models cannot be asked alike

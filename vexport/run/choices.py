@@ -30,7 +30,7 @@ class Choices:
     @cached_property
     def index(self) -> SourceIndex:
         """The source's headers."""
-        return scenario_index(self.scenario)
+        return scenario_index(self.scenario, on_progress=self.stages.options.on_progress)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

@@ -22,6 +22,7 @@ from vexport.serving import (
     CANDIDATE,
     PLAIN,
     Served,
+    fetch_tasks,
     require_served,
     scored_pair,
     serve_model,
@@ -51,6 +52,13 @@ class Sessions:
         self.scenario = stages.scenario
         self.folder = stages.folder
         self.options = stages.options
+
+    def fetch_tasks(self) -> None:
+        """Bring the tasks' documents into the cache before anything takes long; once in a run."""
+        settings = self.scenario.evaluate
+        if settings is not None:
+            inputs = {"evaluation": self._served_with["evaluation"]}
+            self.stages.once("task data", inputs, lambda: fetch_tasks(settings, self.options))
 
     @cached_property
     def dry_load(self) -> DryLoadReport | None:
@@ -144,7 +152,7 @@ class Sessions:
         """The checkpoint to compare with."""
         settings = self.scenario.evaluate
         name = settings.baseline if settings and settings.baseline else self.scenario.source
-        return resolve_source(name)
+        return resolve_source(name, self.options.on_progress)
 
     @cached_property
     def asked(self) -> LmEvalSettings:

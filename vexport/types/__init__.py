@@ -37,7 +37,7 @@ from vexport.types.sensitivity import (
 )
 from vexport.types.signals import Attribution, Distance, Drift, Fault, PromptDrift, Rung, TokenDrift
 from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
-from vexport.types.values import Json, Outcome
+from vexport.types.values import Json, OnProgress, Outcome
 
 __all__ = [
     "ENGINE_CHECK",
@@ -83,6 +83,7 @@ __all__ = [
     "MatrixRow",
     "Method",
     "MixedScheme",
+    "OnProgress",
     "OnUnsupportedShape",
     "Outcome",
     "Plan",

@@ -1,6 +1,9 @@
 """Plain values that several topics share."""
 
+from collections.abc import Callable
 from typing import Literal
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+# (stage, done, total): what every long stage reports.
+OnProgress = Callable[[str, int, int], None]

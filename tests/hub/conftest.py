@@ -1,0 +1,81 @@
+"""A hub on localhost with a model and a dataset, and vexport as a user would call it with that hub."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.command import Ran
+from tests.hub.server import Hub, Repository, running_hub
+
+MODEL, DATA = "acme/llama", "acme/sums"
+TASK = """task: hub_sums
+dataset_path: acme/sums
+test_split: test
+output_type: generate_until
+doc_to_text: "{{a}} + {{b}} ="
+doc_to_target: "{{sum}}"
+generation_kwargs: {until: ["."], max_gen_toks: 2}
+metric_list: [{metric: exact_match}]
+"""
+HUB_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN")
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Path]:
+    """The folders of the model, with what a real repository also has, and of the dataset."""
+    root = tmp_path_factory.mktemp("repositories")
+    shutil.copytree(llama, root / "model")
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "model.gguf", "original/a.safetensors"):
+        file = root / "model" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"x" * 1000)
+    (root / "model/README.md").write_text("---\nlicense: mit\n---\n")
+    (root / "data").mkdir()
+    rows = [{"a": i % 10, "b": i // 10, "sum": i % 10 + i // 10} for i in range(30)]
+    (root / "data/test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {MODEL: root / "model", DATA: root / "data"}
+
+
+@pytest.fixture
+def hub(repositories: Mapping[str, Path]) -> Iterator[Hub]:
+    """A hub with both repositories."""
+    with running_hub() as running:
+        running.repositories[MODEL] = Repository(folder=repositories[MODEL])
+        running.repositories[DATA] = Repository(folder=repositories[DATA], kind="datasets")
+        yield running
+
+
+class Machine:
+    """A machine whose hub is ours, with a cache of its own."""
+
+    def __init__(self, folder: Path, hub: Hub) -> None:
+        self.folder, self.url = folder, hub.url
+        (folder / "task.yaml").write_text(TASK)
+
+    def run(self, *arguments: object, **variables: str) -> Ran:
+        """Run `vexport ARGUMENTS...` in `folder` with these environment variables."""
+        return self.python("-m", "vexport", *arguments, **variables)
+
+    def python(self, *arguments: object, **variables: str) -> Ran:
+        """Run the interpreter likewise."""
+        command = [sys.executable, *map(str, arguments)]
+        own = {name: value for name, value in os.environ.items() if name not in HUB_VARIABLES}
+        cache = str(self.folder / "cache")
+        environment = own | {"HF_ENDPOINT": self.url, "HF_HOME": cache, "HOME": cache} | variables
+        environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+        done = subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
+        )
+        return Ran(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, hub: Hub) -> Machine:
+    """A machine that has fetched nothing yet."""
+    return Machine(tmp_path, hub)

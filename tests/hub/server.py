@@ -1,0 +1,267 @@
+"""A small hub on localhost that speaks the Hugging Face hub's own protocol, and counts what it is asked.
+
+Model and dataset repositories of one commit each: repository info, file trees, `resolve` with ETag,
+commit and ranges, auth checks, and the hub's errors. Used through HF_ENDPOINT.
+"""
+
+import hashlib
+import json
+import re
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Literal
+from urllib.parse import parse_qs, unquote, urlsplit
+
+TOKEN = "hf_good"
+_RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_API = re.compile(
+    r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|auth-check|paths-info)(?:/([^/]+))?)?(?:/.*)?"
+)
+_LISTED = re.compile(r"/api/(models|datasets)")
+
+
+@dataclass(kw_only=True)
+class Repository:
+    """A repository: its folder, who may read it and how its files are served."""
+
+    folder: Path
+    kind: Literal["models", "datasets"] = "models"
+    gated: bool = False
+    branches: tuple[str, ...] = ("main",)
+
+    @property
+    def commit(self) -> str:
+        """A commit hash of the files' names and contents."""
+        digest = hashlib.sha1(usedforsecurity=False)
+        for path, data in self.files().items():
+            digest.update(path.encode() + hashlib.sha256(data).digest())
+        return digest.hexdigest()
+
+    def files(self) -> dict[str, bytes]:
+        """The files by path."""
+        found = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        return {path.relative_to(self.folder).as_posix(): path.read_bytes() for path in found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked, and how many bytes of content were sent."""
+
+    method: str
+    path: str
+    range: str | None
+    sent: int
+
+
+@dataclass(kw_only=True)
+class Hub:
+    """The state of a running hub; tests change it, and read what it was asked."""
+
+    url: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+    limited: bool = False
+    ranges: bool = True
+    cut: dict[str, int] = field(default_factory=dict)
+    """Path in a repository -> bytes after which the connection ends, once."""
+    reset: bool = False
+    """Whether such a connection is reset, not closed."""
+    lock: Lock = field(default_factory=Lock)
+
+    def paths(self, method: str | None = None) -> list[str]:
+        """The paths that were asked for, without the queries."""
+        return [one.path for one in self.requests if method in (None, one.method)]
+
+    def content(self, suffix: str) -> int:
+        """The bytes sent of files whose name ends like this."""
+        return sum(one.sent for one in self.requests if "/resolve/" in one.path and one.path.endswith(suffix))
+
+    def answer(self, request: Request) -> None:
+        """Note a request."""
+        with self.lock:
+            self.requests.append(request)
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    """A hub without repositories, as long as the block lasts."""
+    hub = Hub()
+
+    class Handler(_Handler):
+        state = hub
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: Hub
+
+    def do_GET(self) -> None:
+        self._handle()
+
+    def do_HEAD(self) -> None:
+        self._handle()
+
+    def do_POST(self) -> None:
+        self._handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on stderr."""
+
+    def _handle(self) -> None:
+        self._body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = unquote(urlsplit(self.path).path)
+        if self.state.limited:
+            self._fail(429, "", "Too many requests", {"Retry-After": "1"})
+        elif found := _RESOLVE.fullmatch(path):
+            self._resolve("datasets" if found[1] else "models", *found.groups()[1:])
+        elif found := _API.fullmatch(path):
+            self._api(found[1], found[2], found[3] or "revision", found[4])
+        elif found := _LISTED.fullmatch(path):
+            self._list(found[1])
+        else:
+            self._fail(404, "", "Not found")
+
+    def _repository(self, kind: str, name: str, revision: str | None, *, content: bool) -> Repository | None:
+        """The repository; None after the answer that it cannot be had."""
+        token = self.headers.get("Authorization")
+        repository = self.state.repositories.get(name)
+        if token is not None and token != f"Bearer {TOKEN}":
+            self._fail(401, "", "Invalid credentials in Authorization header")
+        elif repository is None or repository.kind != kind:
+            self._fail(404 if token else 401, "RepoNotFound", "Repository not found")
+        elif content and repository.gated:
+            self._fail(403 if token else 401, "GatedRepo", f"Access to {kind[:-1]} {name} is restricted.")
+        elif revision not in (None, *repository.branches, repository.commit):
+            self._fail(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        else:
+            return repository
+        return None
+
+    def _resolve(self, kind: str, name: str, revision: str, path: str) -> None:
+        repository = self._repository(kind, name, revision, content=True)
+        if repository is None:
+            return
+        data = repository.files().get(path)
+        if data is None:
+            self._fail(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": repository.commit})
+            return
+        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": repository.commit}
+        if path.endswith((".safetensors", ".parquet", ".bin")):
+            headers |= {"X-Linked-Size": str(len(data)), "X-Linked-ETag": headers["ETag"]}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted is None or not self.state.ranges:
+            self._send(200, data, headers | {"Accept-Ranges": "bytes"}, cut=self._cut(path))
+            return
+        start, last = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
+        headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
+        self._send(206, data[start : last + 1], headers)
+
+    def _cut(self, path: str) -> int | None:
+        return self.state.cut.pop(path, None) if self.command == "GET" else None
+
+    def _api(self, kind: str, name: str, what: str, revision: str | None) -> None:
+        repository = self._repository(kind, name, revision, content=what == "auth-check")
+        if repository is None:
+            return
+        files = repository.files()
+        if what == "tree":
+            below = unquote(urlsplit(self.path).path).partition(f"/tree/{revision}")[2].strip("/")
+            self._json(
+                [one for one in _tree(files) if str(one["path"]).startswith(f"{below}/" if below else "")]
+            )
+        elif what == "paths-info":
+            wanted = (
+                json.loads(self._body)["paths"] if self._is_json() else parse_qs(self._body.decode())["paths"]
+            )
+            self._json([one for one in _tree(files) if one["path"] in wanted])
+        elif what == "auth-check":
+            self._json({})
+        else:
+            siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
+            gated = "auto" if repository.gated else False
+            self._json(
+                {"id": name, "sha": repository.commit, "siblings": siblings, "gated": gated, "tags": []}
+            )
+
+    def _is_json(self) -> bool:
+        return "json" in self.headers.get("Content-Type", "")
+
+    def _list(self, kind: str) -> None:
+        author = parse_qs(urlsplit(self.path).query).get("author", [""])[0]
+        known = self.state.repositories.items()
+        self._json(
+            [{"id": name} for name, one in known if one.kind == kind and name.startswith(f"{author}/")]
+        )
+
+    def _json(self, value: object) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _fail(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
+        extra = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {}) | (headers or {})
+        self._send(status, json.dumps({"error": message}).encode(), extra)
+
+    def _send(self, status: int, data: bytes, headers: dict[str, str], *, cut: int | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        sent = b"" if self.command == "HEAD" else data[:cut]
+        self.state.answer(
+            Request(
+                method=self.command,
+                path=unquote(urlsplit(self.path).path),
+                range=self.headers.get("Range"),
+                sent=len(sent),
+            )
+        )
+        try:
+            self.wfile.write(sent)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        if cut is not None:
+            self.wfile.flush()
+            time.sleep(0.05)
+            self.close_connection = True
+            if self.state.reset:
+                linger = struct.pack("ii", 1, 0)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                self.connection.close()
+            else:
+                self.connection.shutdown(socket.SHUT_WR)
+
+
+def _tree(files: dict[str, bytes]) -> list[dict[str, str | int | dict[str, str | int]]]:
+    return [
+        {
+            "type": "file",
+            "path": path,
+            "size": len(data),
+            "oid": hashlib.sha1(data, usedforsecurity=False).hexdigest(),
+            **_lfs(path, data),
+        }
+        for path, data in files.items()
+    ]
+
+
+def _lfs(path: str, data: bytes) -> dict[str, dict[str, str | int]]:
+    if not path.endswith((".safetensors", ".parquet", ".bin")):
+        return {}
+    return {"lfs": {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}}

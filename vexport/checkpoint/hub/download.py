@@ -1,0 +1,145 @@
+"""Downloads what is needed of a model into the hub's cache; what is there already is not fetched again."""
+
+import glob
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from vexport.checkpoint.hub.failures import explain, is_network_error, offline
+from vexport.checkpoint.hub.files import side_files, weight_names
+from vexport.checkpoint.hub.names import HubName, offline_variable
+from vexport.checkpoint.hub.progress import Downloaded, bar_class
+from vexport.checkpoint.index import INDEX_NAME, index_file_names, require_checkpoint, weight_files
+from vexport.errors import EnvironmentFault, InputError
+from vexport.types import OnProgress
+
+CONFIG = "config.json"
+_WORKERS = 8
+# Seconds before a download whose connection was reset is tried again.
+_WAITS = (1.0, 4.0, 16.0)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The files of a model at one commit, with their sizes in bytes."""
+
+    name: HubName
+    commit: str
+    sizes: Mapping[str, int]
+
+    @property
+    def pinned(self) -> str:
+        """ORG/NAME@COMMIT."""
+        return f"{self.name.id}@{self.commit}"
+
+
+def download(name: HubName, on_progress: OnProgress) -> Path:
+    """The folder in the hub's cache with the model's config, tokenizer and safetensors.
+
+    Raises InputError where the hub has no such model or gives no access to it, EnvironmentFault where the
+    hub cannot be reached and the cache has no whole copy.
+    """
+    if variable := offline_variable():
+        return _cached(name, offline(name, "model", variable))
+    try:
+        listing = list_files(name)
+    except EnvironmentFault as fault:
+        folder = _cached(name, fault)
+        on_progress(f"{fault.where}: {fault.got}; using the copy in the cache", 1, 1)
+        return folder
+    folder = fetch(listing, side_files(listing.sizes))
+    return fetch(listing, needed_weights(listing, folder), on_progress)
+
+
+def require_model(name: HubName) -> None:
+    """Raise what `download` would where a model cannot be had, having fetched its config only."""
+    if variable := offline_variable():
+        _cached(name, offline(name, "model", variable))
+    else:
+        _fetch_config(name)
+
+
+def list_files(name: HubName) -> Listing:
+    """Resolve the revision to a commit and list its files; fetches the config. Raises as `explain`."""
+    from huggingface_hub import HfApi
+
+    info = _asked(name, lambda: HfApi().model_info(name.id, revision=name.revision, files_metadata=True))
+    commit = _fetch_config(name).parent.name
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    return Listing(name=name, commit=info.sha or commit, sizes=sizes)
+
+
+def _fetch_config(name: HubName) -> Path:
+    """The config in the cache, in the folder of its commit; notes which commit a branch or tag is."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(_asked(name, lambda: hf_hub_download(name.id, CONFIG, revision=name.revision)))
+
+
+def needed_weights(listing: Listing, folder: Path) -> list[str]:
+    """The weight files of a listing whose index, if any, lies in `folder`. InputError where it has none."""
+    indexed = index_file_names(folder / INDEX_NAME) if INDEX_NAME in listing.sizes else []
+    names = weight_names(listing.sizes, indexed)
+    if not names:
+        fix = "choose a repository with safetensors (pickled weights are never loaded)"
+        raise InputError(f"model {listing.name}", got="no safetensors file", need="weights", fix=fix)
+    return names
+
+
+def fetch(listing: Listing, files: list[str], on_progress: OnProgress | None = None) -> Path:
+    """Download files of a listing and return the snapshot's folder. Raises as `explain`.
+
+    huggingface_hub goes on in the middle of a file where a connection ends; where it is reset, the files
+    that are not complete are begun again here.
+    """
+    from huggingface_hub import snapshot_download
+
+    total = sum(listing.sizes.get(file, 0) for file in files)
+    for wait in (*_WAITS, None):
+        downloaded = Downloaded(listing.name.id, total, on_progress or _quiet)
+        try:
+            folder = snapshot_download(
+                listing.name.id,
+                revision=listing.commit,
+                allow_patterns=[glob.escape(file) for file in files],
+                max_workers=_WORKERS,
+                tqdm_class=bar_class(downloaded),
+            )
+        except Exception as error:
+            if wait is None or not is_network_error(error):
+                raise explain(error, listing.name) from error
+            time.sleep(wait)
+        else:
+            break
+    downloaded.end()
+    return Path(folder)
+
+
+def _quiet(stage: str, done: int, total: int) -> None: ...
+
+
+def _cached(name: HubName, fault: BaseException) -> Path:
+    """The whole copy in the cache; `fault` is raised where there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(
+            snapshot_download(name.id, revision=name.revision, local_files_only=True, allow_patterns=[CONFIG])
+        )
+        require_checkpoint(folder)
+        weight_files(folder)
+    except (LocalEntryNotFoundError, InputError):
+        raise fault from None
+    return folder
+
+
+def _asked(name: HubName, ask: Callable[[], T]) -> T:
+    """What the hub answers; its errors become ours."""
+    try:
+        return ask()
+    except Exception as error:
+        raise explain(error, name) from error

@@ -1,0 +1,50 @@
+"""How a model of the hub is written: ORG/NAME, or ORG/NAME@REVISION."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+# huggingface_hub/utils/_validators.py, with a git branch, tag or commit after the @.
+_NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
+# <cache>/models--ORG--NAME/snapshots/COMMIT, as huggingface_hub lays its cache out.
+_SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
+# The variables by which the hub's libraries are told to stay offline, the first that is set counts.
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+OFFLINE_DATA = (*OFFLINE, "HF_DATASETS_OFFLINE")
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A model of the hub; `revision` is a branch, tag or commit, None for the default branch."""
+
+    id: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """The hub's name in `name`; None where it is written otherwise. Says nothing about local folders."""
+        found = _NAME.fullmatch(name)
+        return cls(id=found["id"], revision=found["revision"]) if found else None
+
+    def __str__(self) -> str:
+        return f"{self.id}@{self.revision}" if self.revision else self.id
+
+
+def pinned_name(root: Path) -> str | None:
+    """ORG/NAME@COMMIT of a folder in the hub's cache; None of every other folder."""
+    found = _SNAPSHOT.search(str(root))
+    return f"{found['id'].replace('--', '/', 1)}@{found['commit']}" if found else None
+
+
+def offline_variable(
+    names: tuple[str, ...] = OFFLINE, environment: Mapping[str, str] = os.environ
+) -> str | None:
+    """`NAME=VALUE` of the variable by which the user keeps us offline, None where none does."""
+    for name in names:
+        if environment.get(name, "").upper() in _TRUE:
+            return f"{name}={environment[name]}"
+    return None

@@ -1,0 +1,84 @@
+"""The documents of tasks: fetched before any engine starts, and what to say where they cannot be had."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vexport.checkpoint.hub.failures import diagnose
+from vexport.checkpoint.hub.names import HubName
+from vexport.engine.messages import InputProblem, Progress, SessionRequest
+from vexport.engine.session import run_worker, session_error
+from vexport.evaluation.tasks import is_local_dataset, reads_hub
+from vexport.terminal import DETAIL, OnProgress
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
+STAGE = "task data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """What the worker answers: nothing, or why a task's data cannot be had."""
+
+    problem: InputProblem | None = None
+
+
+def fetch_task_data(
+    request: SessionRequest, *, log: Path, timeout: float, vllm_python: Path | None, on_progress: OnProgress
+) -> None:
+    """Bring the documents of `request.tasks` into the cache, with the lm-eval that will read them.
+
+    Starts nothing where all data are local files. InputError where a task or its dataset is wrong,
+    EnvironmentFault where network, token, disk or an offline variable is in the way.
+    """
+    if not any(map(reads_hub, request.tasks)):
+        return
+
+    def relay(progress: Progress) -> None:
+        on_progress(progress.stage, progress.done, progress.total)
+
+    fetched = run_worker(
+        "vexport.evaluation.task_data_worker",
+        request,
+        Fetched,
+        where=STAGE,
+        log=log,
+        timeout=timeout,
+        vllm_python=vllm_python,
+        extra={},
+        on_progress=relay,
+    )
+    if fetched.problem is not None:
+        raise session_error(fetched.problem)
+
+
+@contextmanager
+def explained_downloads(on_progress: OnProgress, done: int, total: int) -> Iterator[None]:
+    """Inside the block lm-eval's downloads are reported, and what goes wrong with the hub is our error."""
+    from lm_eval.api import task as lm_eval_task
+
+    cls = lm_eval_task.ConfigurableTask
+    original = cls.download
+
+    def download(self: "ConfigurableTask", dataset_kwargs: dict[str, object] | None = None) -> None:
+        dataset = str(self.DATASET_PATH)
+        on_progress(f"{STAGE}{DETAIL}{dataset}", done, total)
+        try:
+            original(self, dataset_kwargs)
+        except Exception as error:
+            revision = (dataset_kwargs or {}).get("revision")
+            name = HubName(id=dataset, revision=str(revision) if revision else None)
+            if is_local_dataset(dataset, dataset_kwargs):
+                raise
+            if (known := diagnose(error, name, "dataset")) is not None:
+                raise known from error
+            raise
+
+    cls.download = download
+    try:
+        yield
+    finally:
+        cls.download = original

@@ -1,0 +1,45 @@
+"""`python -m vexport.evaluation.task_data_worker REQUEST.json RESULT.json`: fetches what tasks read.
+
+It builds the tasks once; imports lm-eval and datasets, but no vLLM.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from vexport.engine.messages import SessionRequest
+from vexport.engine.worker import Report, end_with_parent, input_problem, reporter
+from vexport.errors import EnvironmentFault, VexportError
+from vexport.evaluation.lm_eval_runner import load_tasks, task_manager
+from vexport.evaluation.task_data import STAGE, Fetched, explained_downloads
+from vexport.files import from_json, to_json, write_text
+
+
+def main(arguments: list[str]) -> int:
+    """Read the request, fetch, write the result; 0 whenever there is a result to read."""
+    request_file, result_file = (Path(argument) for argument in arguments)
+    end_with_parent()
+    try:
+        fetch(from_json(SessionRequest, request_file), reporter())
+        result = Fetched()
+    except VexportError as error:
+        result = Fetched(problem=input_problem(error))
+    write_text(result_file, to_json(result))
+    return 0
+
+
+def fetch(request: SessionRequest, report: Report) -> None:
+    """Build every task once, which downloads its documents. Raises as `fetch_task_data`."""
+    if importlib.util.find_spec("lm_eval") is None:
+        fix = "install it there with `pip install lm-eval`"
+        raise EnvironmentFault(sys.executable, got="no module lm_eval", need="lm-eval", fix=fix)
+    report(STAGE, 0, len(request.tasks))
+    manager = task_manager(request)
+    for number, task in enumerate(request.tasks):
+        with explained_downloads(report, number, len(request.tasks)):
+            load_tasks(request, manager, [task])
+    report(STAGE, len(request.tasks), len(request.tasks))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
