@@ -276,12 +276,16 @@ def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
         folder = Path(name)
         tasks = resolve_tasks(
-            settings.tasks, folder=folder / "tasks", trust_remote_code=options.trust_remote_code
+            settings.tasks,
+            folder=folder / "tasks",
+            include_paths=settings.include_path,
+            trust_remote_code=options.trust_remote_code,
         )
         request = SessionRequest(
             checkpoint=folder,
             name="tasks",
             tasks=tuple(task.spec for task in tasks),
+            include_paths=tuple(settings.include_path),
             trust_remote_code=options.trust_remote_code,
         )
         fetch_task_data(

@@ -1,38 +1,51 @@
 """What a task reads is fetched before an engine starts."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.hub.conftest import DATA, Machine
 from tests.hub.server import Hub
 
-pytestmark = pytest.mark.vllm  # not started, but looked for
+CAUSE = """
+from vexport.checkpoint.hub.failures import diagnose
+from vexport.checkpoint.hub.names import HubName
+from vexport.errors import VexportError
+
+cause = diagnose(OSError(), HubName(id="acme/sums"), "dataset")
+print(cause.exit_code if cause else None, cause)
+"""
 
 
+@pytest.mark.vllm  # it is not started, but looked for
 @pytest.mark.slow
+def test_no_engine_starts_without_the_data(machine: Machine, hub: Hub, llama: Path) -> None:
+    hub.repositories[DATA].gated = True
+    ran = machine.run("eval", llama, "--baseline", llama, "--task", "task.yaml")
+    assert ran.code == 2, ran.stderr
+    assert f"dataset {DATA}: " in ran.stderr
+    assert f"accept them at {hub.url}/datasets/{DATA}" in ran.stderr
+    assert "baseline: load" not in ran.stderr
+    assert not (machine.folder / "runs").exists()
+
+
 @pytest.mark.parametrize(
-    ("change", "variables", "code", "message"),
+    ("change", "variables", "message"),
     [
-        ("gated", {}, 2, "accept them at "),
-        ("missing", {}, 2, "no dataset of that name on the hub"),
-        ("", {"HF_DATASETS_OFFLINE": "1"}, 4, "unset HF_DATASETS_OFFLINE"),
-        ("", {"HF_ENDPOINT": "http://127.0.0.1:9"}, 4, "no connection to http://127.0.0.1:9"),
+        ("missing", {}, "2 dataset acme/sums: got no dataset of that name on the hub"),
+        ("gated", {"HF_TOKEN": "hf_good"}, "with the account of your token"),
+        ("limited", {}, "4 dataset acme/sums: got a rate limit (429)"),
+        ("", {"HF_DATASETS_OFFLINE": "1"}, "unset HF_DATASETS_OFFLINE"),
+        ("", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "got no connection to http://127.0.0.1:9"),
+        ("", {}, "None None"),
     ],
 )
-def test_no_engine_starts_without_the_data(
-    machine: Machine,
-    hub: Hub,
-    llama: object,
-    change: str,
-    variables: dict[str, str],
-    code: int,
-    message: str,
+def test_the_cause_of_a_failed_download_is_named(
+    machine: Machine, hub: Hub, change: str, variables: dict[str, str], message: str
 ) -> None:
     hub.repositories[DATA].gated = change == "gated"
+    hub.limited = change == "limited"
     if change == "missing":
         del hub.repositories[DATA]
-    ran = machine.run("eval", llama, "--baseline", llama, "--task", "task.yaml", **variables)
-    assert ran.code == code, ran.stderr
-    assert f"dataset {DATA}: " in ran.stderr
-    assert message in ran.stderr
-    assert "load" not in ran.stderr
-    assert not (machine.folder / "runs").exists()
+    ran = machine.python("-c", CAUSE, **variables)
+    assert message in ran.stdout, ran.stderr
