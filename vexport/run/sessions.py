@@ -32,6 +32,7 @@ from vexport.verdict import decide
 
 # Settings that a session does not depend on.
 _WARN = {"kl_limit", "nll_limit"}
+SESSION = "session.json"
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 
 
@@ -54,11 +55,10 @@ class Sessions:
         self.options = stages.options
 
     def fetch_tasks(self) -> None:
-        """Bring the tasks' documents into the cache before anything takes long; once in a run."""
+        """Bring the tasks' documents into the cache before anything takes long, unless both models had them."""
         settings = self.scenario.evaluate
-        if settings is not None:
-            inputs = {"evaluation": self._served_with["evaluation"]}
-            self.stages.once("task data", inputs, lambda: fetch_tasks(settings, self.options))
+        if settings is not None and not (self.folder / "eval" / CANDIDATE / SESSION).is_file():
+            fetch_tasks(settings, self.options)
 
     @cached_property
     def dry_load(self) -> DryLoadReport | None:
@@ -177,10 +177,10 @@ class Sessions:
                 baseline=self.folder / "eval" / BASELINE if role == CANDIDATE else None,
                 repeat=role == BASELINE,
             )
-            write_text(folder / "session.json", to_json(served))
+            write_text(folder / SESSION, to_json(served))
 
         self.stages.once(f"serve {role}", {**digests, **self._served_with(role)}, make)
-        return from_json(Served, folder / "session.json")
+        return from_json(Served, folder / SESSION)
 
     def _judged(self, role: str, served: Served, baseline: Served | None) -> LoadReport:
         """The report on a session; its continuations are judged against the baseline's."""
