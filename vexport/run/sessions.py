@@ -55,7 +55,7 @@ class Sessions:
         self.options = stages.options
 
     def fetch_tasks(self) -> None:
-        """Bring the tasks' documents into the cache before anything takes long, unless both models had them."""
+        """Bring the tasks' documents into the cache first, unless both models have had them."""
         settings = self.scenario.evaluate
         if settings is not None and not (self.folder / "eval" / CANDIDATE / SESSION).is_file():
             fetch_tasks(settings, self.options)
