@@ -13,6 +13,7 @@ from tests.command import vexport
 from vexport.cli import cli
 
 COMMANDS = {
+    "demo",
     "run",
     "plan",
     "quantize",

