@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 manifest_maker.template = "scripts/sdist.in"
 
 
-class BuildPy(build_py):
+class BuildPy(build_py):  # type: ignore[misc]
     """Copies the demo into the package that is built."""
 
     def run(self) -> None:

@@ -47,6 +47,10 @@ def test_what_exists_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
         assert ran.code == 2
         assert [path.name for path in target.iterdir()] == ["mine.txt"]
     assert vexport("demo", tmp_path / "other").code == 0
+    (tmp_path / "other" / "demo" / "mine.txt").write_text("mine")
+    ran = vexport("demo", tmp_path / "other", "--overwrite")
+    assert (ran.code, "mine.txt" in ran.stderr) == (2, True)
+    (tmp_path / "other" / "demo" / "mine.txt").unlink()
     (tmp_path / "other" / "demo-nvfp4.yaml").write_text("changed")
     assert vexport("demo", tmp_path / "other").code == 2
     assert vexport("demo", tmp_path / "other", "--overwrite").code == 0

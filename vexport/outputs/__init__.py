@@ -2,7 +2,7 @@
 
 from vexport.outputs.directory import new_directory, resumable_directory, working_folder
 from vexport.outputs.marked import FolderKind
-from vexport.outputs.replaceable import RECIPE, refuse_existing
+from vexport.outputs.replaceable import RECIPE, refuse_existing, refuse_others
 from vexport.outputs.separate import NamedPath, require_new_answer, require_separate
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "NamedPath",
     "new_directory",
     "refuse_existing",
+    "refuse_others",
     "require_new_answer",
     "require_separate",
     "resumable_directory",
