@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
 from tests.command import vexport
 from tests.mutations.edits import drop, spoiled
@@ -243,3 +244,38 @@ def test_a_check_says_what_it_was_judged_for(good: Callable[[str], Path]) -> Non
     unknown = vexport("check", path, "--vllm", "0.99")
     assert unknown.code == 0
     assert "unknown: checked by the rules of 0.32" in unknown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered", "not_offered"),
+    [
+        ("plan MODEL --scheme nvfp", ["NVFP4", "NVFP4A16"], ["FP8"]),
+        ("quantize MODEL OUT --scheme W4", ["W4A16", "W4A16_ASYM"], ["W8A8"]),
+        ("quantize MODEL OUT --observer mem", ["memoryless_minmax", "memoryless_mse"], ["minmax"]),
+        ("eval OUT --task gsm8k_c", ["gsm8k_cot"], ["hellaswag"]),
+        ("eval OUT --task ./scenarios/demo/tasks/add", ["./scenarios/demo/tasks/add"], []),
+        ("list ", ["schemes", "observers", "checks", "architectures"], []),
+        ("check OUT --format j", ["json", "junit"], ["text"]),
+    ],
+)
+def test_the_shell_completes_names(
+    words: str, offered: list[str], not_offered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    *arguments, incomplete = words.split(" ")
+    completed = ShellComplete(cli, {}, "vexport", "_VEXPORT_COMPLETE").get_completions(arguments, incomplete)
+    names = [item.value for item in completed]
+    assert {*offered} <= {*names}
+    assert not {*not_offered} & {*names}
+
+
+def test_completion_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from click.shell_completion import ShellComplete; from vexport.cli import cli\n"
+        "complete = ShellComplete(cli, {}, 'vexport', '_VEXPORT_COMPLETE').get_completions\n"
+        "for words in (['plan', 'M', '--scheme'], ['eval', 'M', '--task'], ['plan', 'M', '--observer']):\n"
+        "    complete(words, 'm')\n"
+        "print({'torch', 'numpy', 'lm_eval', 'transformers'} & {*sys.modules})"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"

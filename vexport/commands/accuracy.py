@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from vexport.commands.base import command, conclude, print_text
+from vexport.commands.completion import complete_task
 from vexport.commands.help import RenamedOption
 from vexport.commands.options import (
     PATH,
@@ -36,7 +37,13 @@ if TYPE_CHECKING:
     help="Write CHECKPOINT's answers as an accepted baseline, unless it fails.",
 )
 @click.option(
-    "--task", "tasks", multiple=True, required=True, metavar="NAME_OR_YAML", help="lm-eval task; repeatable."
+    "--task",
+    "tasks",
+    multiple=True,
+    required=True,
+    metavar="NAME_OR_YAML",
+    shell_complete=complete_task,
+    help="lm-eval task; repeatable.",
 )
 @verdict_options
 @drift_options

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 from click.core import ParameterSource
 
+from vexport.commands.completion import complete_observer
 from vexport.commands.help import RenamedOption
 
 if TYPE_CHECKING:
@@ -300,6 +301,7 @@ def plan_options(function: Function) -> Function:
     return click.option(
         "--observer",
         metavar="O",
+        shell_complete=complete_observer,
         default="memoryless_minmax",
         show_default=True,
         help="How weight ranges are found.",

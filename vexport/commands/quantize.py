@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from vexport.commands.base import command, note, print_text
+from vexport.commands.completion import complete_scheme
 from vexport.commands.effects import (
     CALIBRATION_OPTIONS,
     note_unused,
@@ -25,7 +26,12 @@ from vexport.types import KvCache, OnUnsupportedShape
 
 @command()
 @click.argument("source", metavar="SOURCE|SCENARIO")
-@click.option("--scheme", metavar="S", help="Scheme for all linear layers; see `vexport list schemes`.")
+@click.option(
+    "--scheme",
+    metavar="S",
+    shell_complete=complete_scheme,
+    help="Scheme for all linear layers; see `vexport list schemes`.",
+)
 @click.option(
     "--run-dir", type=PATH, help="Where `run` measured what scheme: auto chooses by [default: runs/NAME]."
 )
@@ -86,7 +92,11 @@ def plan(
 @click.argument("source")
 @click.argument("out", type=PATH)
 @click.option(
-    "--scheme", metavar="S", required=True, help="Scheme for all linear layers; see `vexport list schemes`."
+    "--scheme",
+    metavar="S",
+    required=True,
+    shell_complete=complete_scheme,
+    help="Scheme for all linear layers; see `vexport list schemes`.",
 )
 @plan_options
 @click.option("--calibration", type=PATH, metavar="FILE.jsonl", help="Samples for static input scales.")
