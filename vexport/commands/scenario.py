@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.commands.base import command, conclude, print_text
+from vexport.commands.base import add_step_summary, command, conclude, print_text
 from vexport.commands.options import FORMATS, PATH, engine_options, format_option, serve_options
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def run(
             parsed, folder, options, overwrite=overwrite, until_pass=until_pass, file=scenario
         )
     print_text(render(report, format_, scenario=scenario))
+    if format_ == "github":
+        add_step_summary(render(report, "markdown"))
     click.echo(f"report: {folder / 'report.html'}", err=format_ != "text")
     conclude(report.outcome, report.name, report.reason)
 
