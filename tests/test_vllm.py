@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.command import Ran, vexport
+from vexport.rundir import KIND
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "scenarios" / "demo"
@@ -56,6 +57,7 @@ def report_of(folder: Path) -> dict[str, object]:
     report: dict[str, object] = json.loads((folder / "report.json").read_text())
     schema = json.loads((ROOT / "vexport" / "reports" / "report.schema.json").read_text())
     jsonschema.validate(report, schema)
+    KIND.require_replaceable(folder, overwrite=True)  # raises where a run writes what its list lacks
     return report
 
 

@@ -14,6 +14,7 @@ from vexport.types import Report
 
 STAGES_FILE = "stages.json"
 REPORT = "report.json"
+SCENARIO = "scenario.yaml"
 MARK = ".vexport-run"
 CHECKPOINT = "checkpoint"
 # `entries` are all that a run writes: --overwrite refuses a folder with anything else in it.
@@ -22,7 +23,7 @@ KIND = FolderKind(
     mark=MARK,
     text="A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n",
     entries=frozenset(
-        (STAGES_FILE, CHECKPOINT, "calibration", "sensitivity", "eval", "attempts")
+        (STAGES_FILE, CHECKPOINT, SCENARIO, "calibration", "sensitivity", "eval", "attempts")
         + ("plan.json", "layers.json", "check.json", "load.json", "dry-load.json", "sensitivity.json")
         + ("mixed.json", "attempts.json", "report.*", "junit.xml", "model-card.md")
     ),

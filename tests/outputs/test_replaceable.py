@@ -106,14 +106,15 @@ def test_a_recipe_names_all_files(good: Callable[[str], Path]) -> None:
     assert recipe["files"] == sorted(path.name for path in good("W8A8").iterdir())
 
 
-@pytest.mark.parametrize("extra", ["notes.md", "figures/a.png", "scenario.yaml", "checkpoint/README.md"])
+@pytest.mark.parametrize("extra", ["notes.md", "figures/a.png", "mine.yaml", "checkpoint/README.md"])
 def test_what_a_person_put_into_a_run_directory_stays(
     extra: str, tmp_path: Path, good: Callable[[str], Path]
 ) -> None:
     root = tmp_path / "run"
     RunDirectory(root).begin(overwrite=False)
     shutil.copytree(good("W8A8"), root / "checkpoint")
-    (root / "report.json").write_text("{}")
+    for name in ("report.json", "scenario.yaml"):
+        (root / name).write_text("{}")
     (root / extra).parent.mkdir(exist_ok=True)
     (root / extra).write_text("mine")
     before = tree(root)

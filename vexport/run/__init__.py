@@ -23,7 +23,7 @@ from vexport.run.sessions import NOT_RUN, Loads, Sessions
 from vexport.run.sizes import size_by_kind
 from vexport.run.stages import Stages
 from vexport.run.weights import Weights
-from vexport.rundir import REPORT
+from vexport.rundir import REPORT, SCENARIO
 from vexport.scenario import Scenario
 from vexport.serving import EngineOptions, require_tasks, task_files
 from vexport.types import CheckReport, DryLoadReport, Outcome, Report, Verdict
@@ -31,7 +31,6 @@ from vexport.version import __version__
 
 # The page comes last: it links to what is there.
 REPORT_FILES = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
-SCENARIO = "scenario.yaml"
 
 
 def run_scenario(
