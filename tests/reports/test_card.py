@@ -28,8 +28,62 @@ def test_a_local_source_is_no_base_model() -> None:
     report = replace(sample.full(), source="/models/llama")
     data: Any = ModelCard(render(report, "card")).data
     assert "base_model" not in data.to_dict()
-    assert "NVFP4 of llama: " in render(report, "card")
+    assert "# NVFP4 of llama\n" in render(report, "card")
     assert "/models" not in render(report, "card")
+
+
+def test_a_copy_in_the_hubs_cache_has_the_models_name_and_license() -> None:
+    report = replace(sample.full(), source="/cache/abc", source_name="Qwen/Qwen3-0.6B", source_card={})
+    card = ModelCard(render(report, "card"))
+    data: Any = card.data
+    assert (data.base_model, data.to_dict()["base_model_relation"]) == ("Qwen/Qwen3-0.6B", "quantized")
+    assert [one.dataset_name for one in data.eval_results] == ["facts", "addition"]
+    assert data.model_name == "NVFP4 of Qwen/Qwen3-0.6B"
+    assert card.text.strip().startswith("# NVFP4 of Qwen/Qwen3-0.6B\n")
+
+
+def test_the_card_has_no_folder_of_the_machine_that_made_it() -> None:
+    command = "vexport run /home/me/a.yaml --run-dir=/scratch/runs/a --format '/x y/z'"
+    text = render(replace(sample.full(), command=command), "card")
+    assert "vexport run a.yaml --run-dir=a" in text
+    assert "/home" not in text
+    assert "/scratch" not in text
+
+
+def test_the_card_says_how_to_install_serve_and_what_was_kept() -> None:
+    text = render(sample.full(), "card")
+    assert 'pip install "vllm>=0.32.0"\nvllm serve ' in text
+    assert "- 1 linear layer kept\n" in text
+    loaded = sample.full().load
+    assert loaded.engine is not None
+    odd = replace(loaded, engine=replace(loaded.engine, vllm="0.32.1.dev0+g1; rm -rf ~"))
+    assert "rm -rf" not in render(replace(sample.full(), load=odd), "card").split("## How")[0]
+
+
+def test_the_name_of_a_scheme_is_text() -> None:
+    report = sample.full()
+    groups = tuple(replace(group, scheme="<script>*x*") for group in report.plan.groups)
+    card: Any = ModelCard(render(replace(report, plan=replace(report.plan, groups=groups)), "card"))
+    assert "<script>" not in card.text
+    assert "*x*" not in card.text
+    assert "<script>*x*" in card.data.tags
+
+
+@pytest.mark.parametrize(
+    ("text", "license_"),
+    [
+        ("\n   Apache License\n   Version 2.0, January 2004\n", "apache-2.0"),
+        ("MIT License\n\nCopyright (c)", "mit"),
+        ("All rights reserved", None),
+    ],
+)
+def test_a_license_file_is_read_where_no_card_names_one(
+    tmp_path: Path, text: str, license_: str | None
+) -> None:
+    (tmp_path / "LICENSE").write_text(text, encoding="utf-8")
+    assert inherited_card(tmp_path).get("license") == license_
+    (tmp_path / "README.md").write_text("---\nlicense: gemma\n---\n", encoding="utf-8")
+    assert inherited_card(tmp_path)["license"] == "gemma"
 
 
 def test_recovery_stands_with_its_interval() -> None:

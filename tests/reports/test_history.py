@@ -1,7 +1,9 @@
 """Several runs beside each other: order, what they share, what one lacks."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,7 @@ from vexport.errors import InputError
 from vexport.evaluation.ladder import ladder
 from vexport.reports import render_history
 from vexport.reports.charts.plane import ladder_chart, looks_charts, tradeoff_chart
-from vexport.reports.charts.trend import trend
+from vexport.reports.charts.trend import Trend, trend
 from vexport.types import Report
 
 
@@ -40,7 +42,7 @@ def test_text_has_the_oldest_first_and_a_gap_where_nothing_was_measured() -> Non
         ["3", "third", "2025-03-16", "00:00"],
     ]
     (addition,) = [line for line in lines if "addition" in line]
-    assert addition.split()[-3:] == ["98.9%", "98.9%", "n/a"]
+    assert addition.split()[-4:] == ["98.9%", "98.9%", "(0.00)", "n/a"]
 
 
 def test_json_has_every_report_in_order() -> None:
@@ -115,7 +117,90 @@ def test_the_chosen_mixture_lies_on_the_axes() -> None:
 
 
 def test_a_trend_leaves_out_what_a_run_lacks() -> None:
-    chart = trend("KL", "nats", ["a", "b", "c"], ["PASS", "FAIL", "PASS"], [0.1, None, 0.3], "{:.1f}".format)
+    drawn = Trend(
+        title="KL",
+        unit="nats",
+        names=["a", "b", "c"],
+        outcomes=["PASS", "FAIL", "PASS"],
+        values=[0.1, None, 0.3],
+    )
+    chart = trend(drawn, "{:.1f}".format)
     assert chart is not None
     assert [point.label for point in chart.points] == ["a: 0.1", "c: 0.3"]
-    assert trend("KL", "nats", ["a", "b"], ["PASS", "PASS"], [0.1, None], "{:.1f}".format) is None
+    assert trend(replace(drawn, values=[0.1, None, None]), "{:.1f}".format) is None
+
+
+def scored(name: str, created: str, value: float, *, baseline: float = 0.99) -> Report:
+    """A run of one task with this score, 0.005 either way."""
+    base = sample.report()
+    assert base.verdict is not None
+    task = base.verdict.tasks[1]
+    task = replace(
+        task,
+        baseline=replace(task.baseline, value=baseline),
+        candidate=replace(task.candidate, value=value, low=value - 0.005, high=value + 0.005),
+        difference=value - baseline,
+    )
+    verdict = replace(base.verdict, tasks=(task,), pooled=None)
+    return replace(base, name=name, created=created, verdict=verdict)
+
+
+def test_a_score_stands_with_its_interval_the_baseline_and_the_accepted_loss() -> None:
+    runs = [
+        scored("a", "2025-03-14T00:00:00Z", 0.985),
+        scored("b", "2025-03-15T00:00:00Z", 0.955),
+    ]
+    page = render_history(runs, "html")
+    assert page.count('class="whisker pass"') == 2
+    assert '<polygon class="funnel"' not in page
+    heights = dict(re.findall(r'<polyline class="(zero|margin)" points="[\d.]+,([\d.]+) ', page))
+    first, second = (
+        float(y) for y in re.findall(r'<circle class="point pass" cx="[\d.]+%" cy="([\d.]+)%"', page)[:2]
+    )
+    # From the top: baseline 0.99, first run 0.985, accepted loss 0.97, second run 0.955.
+    assert float(heights["zero"]) < first < float(heights["margin"]) < second
+
+
+def test_the_change_since_the_run_before_is_told_in_points() -> None:
+    runs = [
+        scored("a", "2025-03-14T00:00:00Z", 0.985),
+        scored("b", "2025-03-15T00:00:00Z", 0.983),
+        replace(sample.unloaded(), name="c", created="2025-03-16T00:00:00Z"),
+    ]
+    text = " ".join(render_history(runs, "markdown").split())
+    assert "| first run | NVFP4 |" in text
+    assert "| addition -0.20 points | NVFP4 |" in text
+    assert "| n/a | NVFP4 |" in text
+    assert "| 98.5% | 98.3% (-0.20) | n/a |" in text
+    assert "PASS on CPU, emulated" in text
+
+
+def test_where_lower_is_better_a_rise_is_a_loss() -> None:
+    runs = [
+        scored("a", "2025-03-14T00:00:00Z", 27.2, baseline=27.0),
+        scored("b", "2025-03-15T00:00:00Z", 27.5, baseline=27.0),
+    ]
+    runs = [
+        replace(run, verdict=replace(run.verdict, tasks=(replace(task, difference=-task.difference),)))
+        for run in runs
+        if run.verdict
+        for task in run.verdict.tasks
+    ]
+    assert "addition -0.30 of the metric" in render_history(runs, "markdown")
+
+
+def test_runs_of_one_name_are_told_apart_and_linked(tmp_path: Path) -> None:
+    twins = [scored("nightly", f"2025-03-1{day}T00:00:00Z", 0.98) for day in (4, 5)]
+    folders = [tmp_path / "runs" / day for day in ("monday", "tuesday & more")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "report.html").write_text("", encoding="utf-8")
+    page = render_history(twins, "html", folders=folders, page=tmp_path)
+    assert re.findall(r'<a href="([^"]*)">([^<]*)</a>', page) == [
+        ("runs/monday/report.html", "1 nightly (monday)"),
+        ("runs/tuesday%20%26%20more/report.html", "2 nightly (tuesday &amp; more)"),
+    ]
+    assert "<a " not in render_history(twins, "html", folders=[tmp_path, tmp_path], page=tmp_path)
+    text = render_history(twins, "markdown")
+    assert "1 nightly (2025-03-14 00:00)" in text
+    assert "2 nightly (2025-03-15 00:00)" in text

@@ -7,11 +7,35 @@ import yaml
 
 # What stays true of a quantized model (https://huggingface.co/docs/hub/model-cards).
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+# What the texts begin with, and how the hub names them.
+LICENSES = {"Apache License Version 2.0": "apache-2.0", "MIT License": "mit"}
 _FENCE = "---"
 
 
 def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
-    """The keys of INHERITED in the folder's README.md; none where there is no card, or no valid one."""
+    """The keys of INHERITED in the folder's README.md; none where there is no card, or no valid one.
+
+    Without a license there, that of the folder's LICENSE file where it is one of LICENSES.
+    """
+    found = dict(_front_matter(root))
+    if "license" not in found and (license_ := _license(root)):
+        found["license"] = license_
+    return found
+
+
+def _license(root: Path) -> str:
+    """The hub's identifier of the license whose text the folder has; empty where that is not known."""
+    for name in ("LICENSE", "LICENSE.txt", "LICENSE.md"):
+        try:
+            start = " ".join((root / name).read_text(encoding="utf-8")[:500].split())
+        except (OSError, UnicodeDecodeError):
+            continue
+        return next((key for title, key in LICENSES.items() if title in start), "")
+    return ""
+
+
+def _front_matter(root: Path) -> Mapping[str, str | tuple[str, ...]]:
+    """The keys of INHERITED in the folder's card."""
     try:
         text = (root / "README.md").read_text(encoding="utf-8")
         first, *rest = text.split(f"\n{_FENCE}", 1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.commands.base import add_step_summary, command, conclude, print_text
-from vexport.commands.options import FORMATS, PATH, engine_options, format_option, serve_options
+from vexport.commands.options import FORMATS, PATH, answer_file, engine_options, format_option, serve_options
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -98,6 +98,11 @@ def report(run_dirs: tuple[Path, ...], format_: str, quiet: bool) -> None:
     from vexport.rundir import read_report
 
     reports = [read_report(folder) for folder in run_dirs]
-    print_text(render(reports[0], format_) if len(reports) == 1 else render_history(reports, format_))
+    file = answer_file(click.get_current_context())
+    page = file.parent if file else Path()
+    if len(reports) == 1:
+        print_text(render(reports[0], format_, folder=run_dirs[0], page=page))
+    else:
+        print_text(render_history(reports, format_, folders=run_dirs, page=page))
     newest = max(reports, key=lambda one: one.created)
     conclude(newest.outcome, newest.name, newest.reason)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from vexport.errors import InputError
 from vexport.reports import card, github, history, html, json, junit, loads, markdown, matrix, text
-from vexport.reports.files import run_files
+from vexport.reports.files import page_link, run_files
 from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, Verdict
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ DRY_LOAD_FORMATS: dict[str, Callable[[Sequence[DryLoadReport]], str]] = {
     "junit": matrix.junit,
     "github": matrix.github,
 }
-HISTORY_FORMATS: dict[str, Callable[[Sequence[Report]], str]] = {
+HISTORY_FORMATS: dict[str, Callable[[Sequence[history.Run]], str]] = {
     "text": history.text,
     "json": history.json,
     "html": history.html,
@@ -57,16 +57,23 @@ VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
 }
 
 
-def render(report: Report, format: str, *, scenario: Path | None = None, folder: Path | None = None) -> str:
+def render(
+    report: Report,
+    format: str,
+    *,
+    scenario: Path | None = None,
+    folder: Path | None = None,
+    page: Path | None = None,
+) -> str:
     """The report of a run in one of FORMATS; InputError for another name.
 
-    `scenario` is the file that the annotations of `github` stand at; `folder` the run directory that a page
-    is to lie in, to whose files it links.
+    `scenario` is the file that the annotations of `github` stand at; `folder` the run directory to whose
+    files a page links that is to lie in the folder `page`, which is the run directory unless it is given.
     """
     formats: dict[str, Callable[[Report], str]] = {
         **FORMATS,
         "github": partial(github.report, scenario=scenario),
-        "html": partial(html.report, files=run_files(folder) if folder else ()),
+        "html": partial(html.report, files=run_files(folder, page or folder) if folder else ()),
     }
     return _renderer(formats, format)(report)
 
@@ -102,9 +109,21 @@ def render_dry_loads(reports: Sequence[DryLoadReport], format: str) -> str:
     return _renderer(DRY_LOAD_FORMATS, format)(reports)
 
 
-def render_history(reports: Sequence[Report], format: str) -> str:
-    """Several runs in one of HISTORY_FORMATS, the oldest first."""
-    return _renderer(HISTORY_FORMATS, format)(reports)
+def render_history(
+    reports: Sequence[Report], format: str, *, folders: Sequence[Path] = (), page: Path | None = None
+) -> str:
+    """Several runs in one of HISTORY_FORMATS, the oldest first.
+
+    `folders` are their run directories in the same order; a page that is to lie in the folder `page` links to
+    the page of each run that has one.
+    """
+    runs = [
+        history.Run(
+            report=report, folder=folder.name, href=page_link(folder, page) if page is not None else ""
+        )
+        for report, folder in zip(reports, folders or [Path()] * len(reports), strict=True)
+    ]
+    return _renderer(HISTORY_FORMATS, format)(runs)
 
 
 def render_verdict(verdict: Verdict, format: str) -> str:

@@ -26,19 +26,23 @@ from vexport.types import Json, Report, TaskVerdict, Verdict
 
 # A name on the hub, as huggingface_hub.utils.validate_repo_id has it; a local path is none.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+# A release of vLLM: what else a report says stays out of a command.
+_VERSION = re.compile(r"\d+(\.\d+){1,3}")
+# A word of a command line, or the value of its option, that is an absolute path.
+_ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")
 _RECOVERY = ("Task", "Documents", "Baseline", "Quantized", "Recovery", "Answer")
 
 
 def report(report: Report) -> str:
     """The card; copy it into the checkpoint as README.md before it is uploaded."""
     front = yaml.safe_dump(_front_matter(report), sort_keys=False, allow_unicode=False)
-    made_of = f"{schemes_in_use(report.plan)} of {_source_name(report.source)}"
+    made_of = f"{schemes_in_use(report.plan)} of {_source_name(report)}"
     parts = [
         f"---\n{front}---",
-        f"# {safe(report.name)}",
-        f"{safe(made_of)}: {safe(size_change(report.plan))}.",
+        f"# {safe(made_of)}",
+        f"{safe(size_change(report.plan))}.",
         f"**{safe(outcome_line(report.outcome, report_device(report)))}**: {safe(report_sentence(report))}",
-        "## Use\n\n```sh\nvllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT\n```",
+        _use(report),
         _accuracy(report.verdict) if report.verdict else "",
         _made(report),
     ]
@@ -53,18 +57,37 @@ def _front_matter(report: Report) -> dict[str, Json]:
     front.setdefault("pipeline_tag", "text-generation")
     front["library_name"] = "vllm"
     front["tags"] = ["vllm", "compressed-tensors", "quantized", *formats]
-    if _HUB_ID.fullmatch(report.source):
-        front["base_model"] = report.source
+    if (name := _source_name(report)) and _HUB_ID.fullmatch(name):
+        front["base_model"] = name
         front["base_model_relation"] = "quantized"
     if report.verdict:
         results: list[Json] = [_result(task) for task in report.verdict.tasks]
-        front["model-index"] = [{"name": report.name, "results": results}]
+        model = f"{schemes_in_use(report.plan)} of {_source_name(report)}"
+        front["model-index"] = [{"name": model, "results": results}]
     return front
 
 
-def _source_name(source: str) -> str:
-    """A name on the hub as it is; of a local path its last part, since a card is for others."""
-    return source if _HUB_ID.fullmatch(source) else source.rstrip("/").rpartition("/")[2]
+def _source_name(report: Report) -> str:
+    """What the source is called; of a local path its last part, since a card is for others."""
+    if report.source_name:
+        return report.source_name
+    return report.source if _HUB_ID.fullmatch(report.source) else _last(report.source)
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _use(report: Report) -> str:
+    """How to serve it: the vLLM that loaded it, under a name that the reader fills in."""
+    version = report.load.engine.vllm if report.load.engine else ""
+    install = f'pip install "vllm>={version}"\n' if _VERSION.fullmatch(version) else ""
+    return f"## Use\n\n```sh\n{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT\n```"
+
+
+def _public(command: str) -> str:
+    """A command line without the folders of the machine that it ran on."""
+    return _ABSOLUTE.sub(lambda match: f"{match[1]}{_last(match[2])}", command)
 
 
 def _result(task: TaskVerdict) -> Json:
@@ -84,7 +107,8 @@ def _result(task: TaskVerdict) -> Json:
 
 def _accuracy(verdict: Verdict) -> str:
     return (
-        "## Accuracy\n\nBoth models in vLLM on the same documents; intervals in brackets.\n\n"
+        "## Accuracy\n\nBoth models in vLLM on the same documents; in brackets two-sided intervals of "
+        f"{100 * (1 - 2 * verdict.alpha):.4g}%.\n\n"
         f"{table(_RECOVERY, map(_recovery_row, verdict.tasks))}\n\n{safe(method_line(verdict))}"
     )
 
@@ -104,11 +128,11 @@ def _recovery_row(task: TaskVerdict) -> tuple[str, ...]:
 def _made(report: Report) -> str:
     kept = plural(len(report.plan.kept_linears), "linear layer")
     lines = [
-        f"vexport {report.vexport}, {report.created}: {report.command}",
+        f"vexport {report.vexport}, {report.created}: {_public(report.command)}",
         f"calibrated on {plural(report.calibration_rows, 'row')}"
         if report.calibration_rows
         else "no calibration",
-        f"{kept} kept as they are",
+        f"{kept} kept",
         *coverage_lines(report.experts),
     ]
     if report.load.engine:

@@ -1,5 +1,6 @@
 """What a run directory holds besides the page: links that stay right where the folder is moved as a whole."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,19 +27,31 @@ _FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """A file or folder of a run directory, as a link relative to that directory."""
+    """A file or folder of a run directory, as a link relative to the page."""
 
     name: str
     href: str
     about: str
 
 
-def run_files(folder: Path) -> Sequence[RunFile]:
-    """Those that exist."""
+def page_link(folder: Path, start: Path) -> str:
+    """The link from a page in the folder `start` to that of the run directory `folder`; empty without one."""
+    page = folder / "report.html"
+    return _relative(page, start) if page.is_file() else ""
+
+
+def _relative(path: Path, start: Path) -> str:
+    """A relative link; a colon in its first part is no scheme, since that part is escaped."""
+    return quote(os.path.relpath(path, start).replace(os.sep, "/"))
+
+
+def run_files(folder: Path, start: Path) -> Sequence[RunFile]:
+    """Those that exist, for a page in the folder `start`."""
     found = []
     for name, about in _FILES:
         path = folder / name
         if path.exists():
             shown = f"{name}/" if path.is_dir() else name
-            found.append(RunFile(name=shown, href=quote(shown), about=about))
+            href = _relative(path, start) + ("/" if path.is_dir() else "")
+            found.append(RunFile(name=shown, href=href, about=about))
     return tuple(found)

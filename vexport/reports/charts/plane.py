@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from vexport.reports.charts.axis import Axis, Tick, padded, signed
 from vexport.reports.formatting import count, size, small
@@ -27,6 +28,25 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Whisker:
+    """The interval of a point: `top` and `bottom` in per cent from the top."""
+
+    x: float
+    top: float
+    bottom: float
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """What points are compared with: a line through the corners `line`, and what it is."""
+
+    kind: Literal["zero", "margin"]
+    line: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
     """A chart: `lines` and `area` are the points of SVG shapes in a box of 100 x 100."""
 
@@ -37,6 +57,8 @@ class Plane:
     y_ticks: tuple[Tick, ...]
     points: tuple[Point, ...] = ()
     lines: tuple[str, ...] = ()
+    whiskers: tuple[Whisker, ...] = ()
+    guides: tuple[Guide, ...] = ()
     area: str = ""
     zero: float | None = None
     margin: float | None = None
