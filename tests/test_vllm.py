@@ -107,6 +107,9 @@ def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     refused = run(changed, folder)
     assert refused.code == 2
     assert "another source" in refused.errors[0]
+    otherwise = vexport("run", scenario, "--run-dir", folder, "--quiet", "--engine-arg", "max_num_seqs=8")
+    assert otherwise.code == 2
+    assert "another serve section" in otherwise.errors[0]
 
 
 def test_int4_on_outliers_fails_and_says_why(tmp_path: Path) -> None:

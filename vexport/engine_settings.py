@@ -84,6 +84,9 @@ _OWNED: Mapping[str, _Owned] = {
     "trust_remote_code": _Owned(
         _one_of(False), "the option --trust-remote-code", "use --trust-remote-code instead"
     ),
+    "hf_token": _Owned(
+        _NEVER, "the environment variable HF_TOKEN: reports name every argument", "set HF_TOKEN instead"
+    ),
     "seed": _Owned(_NEVER, "evaluate.seed, which seeds vLLM and lm-eval alike", "use evaluate.seed"),
     "enable_prefix_caching": _Owned(
         _one_of(False),

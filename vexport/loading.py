@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
+from vexport.engine.arguments import require_arguments, require_heads
 from vexport.engine.session import EngineFault, require_vllm
 from vexport.engine_settings import Serve
 from vexport.serving import EngineOptions, serve_model
@@ -23,15 +24,20 @@ def load_checkpoints(
 ) -> list[LoadReport]:
     """A report for each checkpoint, interpreter, engine setting and mode, in that order.
 
-    None is our own interpreter; the settings differ in their tensor parallel size. Raises InputError where a
-    checkpoint cannot be read and EngineFault where an interpreter has no vLLM, before the first engine
-    starts; what stops an engine later is in its report.
+    None is our own interpreter; the settings differ in their tensor parallel size. Before the first engine
+    starts, raises InputError where a checkpoint cannot be read, its heads cannot be cut or a vLLM does not
+    know an argument, EnvironmentFault where an interpreter has no vLLM or there are too few GPUs. What stops
+    an engine later is in its report.
     """
-    roots = {name: resolve_source(name, options.on_progress) for name in names}
-    for root in roots.values():
-        require_checkpoint(root)
+    for name in names:
+        if Path(name).is_dir():  # what is not downloaded is looked at before vLLM is asked, which takes longer
+            _require_fit(Path(name), serves)
     for python in pythons:
         require_vllm(python)
+        require_arguments(serves, python)
+    roots = {name: resolve_source(name, options.on_progress) for name in names}
+    for root in roots.values():
+        _require_fit(root, serves)
     return [
         _load(name, roots[name], mode, replace(options, vllm_python=python, serve=serve))
         for name in names
@@ -39,6 +45,12 @@ def load_checkpoints(
         for serve in serves
         for mode in modes
     ]
+
+
+def _require_fit(root: Path, serves: Sequence[Serve]) -> None:
+    require_checkpoint(root)
+    for serve in serves:
+        require_heads(root, serve.ranks)
 
 
 def _load(name: str, root: Path, mode: EngineMode, options: EngineOptions) -> LoadReport:

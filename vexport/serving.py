@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import require_source, resolve_source
+from vexport.engine.arguments import require_arguments, require_heads
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import Progress, SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
@@ -192,10 +193,16 @@ def evaluate_checkpoint(
     for source in wanted.values():
         require_source(source)
     require_tasks(settings, options)
+    for path in local.values():
+        if path.is_dir():  # before vLLM is asked, which takes longer
+            require_checkpoint(path)
+            require_heads(path, options.serve.ranks)
+    require_arguments([options.serve], options.vllm_python)
     fetch_tasks(settings, options)
     models = {role: resolve_source(name, options.on_progress) for role, name in wanted.items()}
     for model in models.values():
         require_checkpoint(model)
+        require_heads(model, options.serve.ranks)
     require_separate(outputs, _named(models))
     asked = lm_eval_settings(settings, models)
     RESULTS.begin(folder)

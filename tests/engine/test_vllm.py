@@ -62,11 +62,15 @@ def test_timeout_leaves_no_process(tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="timed out") as caught:
         serve(tiny_llama, tmp_path, timeout=15)
     assert caught.value.exit_code == 4
-    assert not [pid for pid in Path("/proc").glob("[0-9]*") if _writes(pid, tmp_path / "vllm.log")]
+    assert not processes_of(tmp_path / "vllm.log")
+
+
+def processes_of(log: Path) -> list[Path]:
+    """The processes that hold the log open, as every process of a session does."""
+    return [process for process in Path("/proc").glob("[0-9]*") if _writes(process, log)]
 
 
 def _writes(process: Path, log: Path) -> bool:
-    """Whether a process holds the log open, as every process of a session does."""
     try:
         return any(link.readlink() == log for link in (process / "fd").iterdir())
     except OSError:

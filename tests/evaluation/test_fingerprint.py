@@ -9,7 +9,7 @@ import pytest
 
 from tests.reports.sample import engine
 from vexport.errors import InputError
-from vexport.evaluation.fingerprint import changed_names, engine_fingerprint
+from vexport.evaluation.fingerprint import changed_names, changes, engine_fingerprint
 from vexport.evaluation.gates import gated_tasks
 from vexport.evaluation.results import read_results
 
@@ -38,6 +38,20 @@ def test_what_ran_the_model_is_named(model: Path) -> None:
     before = engine_fingerprint(model, engine())
     after = engine_fingerprint(model, replace(engine(), vllm="9.9", dtype="float16"))
     assert changed_names(before, after) == ["vllm", "dtype"]
+
+
+def test_how_the_model_was_served_is_named(model: Path) -> None:
+    one, two = (
+        engine_fingerprint(model, replace(engine(), settings=settings))
+        for settings in (
+            {"tensor_parallel_size": "1", "kv_cache_dtype": "auto", "engine_args": "none"},
+            {"tensor_parallel_size": "2", "kv_cache_dtype": "auto", "engine_args": '{"block_size": 32}'},
+        )
+    )
+    assert changes(one, two, where=("when accepted", "now")) == (
+        "tensor_parallel_size: 1 when accepted, 2 now",
+        'engine_args: none when accepted, {"block_size": 32} now',
+    )
 
 
 def test_other_questions_come_with_what_else_differs(lm_eval_runs: Path) -> None:

@@ -74,6 +74,21 @@ class InputProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentsRequest:
+    """Arguments of vLLM to look at, and how many devices an engine with them needs."""
+
+    arguments: EngineArguments
+    devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentsAnswer:
+    """What is wrong with them."""
+
+    problems: tuple[InputProblem, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
     """What the worker did; with `failure` set, what it did before that."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from vexport.engine.messages import Progress
+from vexport.engine.shared_memory import remove_segments, segments_of
 
 PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _POLL_SECONDS = 0.2
@@ -28,8 +29,18 @@ def run_group(
 
     Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD go to
     `on_progress`. Its stdin is a pipe that closes when this process dies, however it dies.
-    The whole group is gone when this returns or raises. TimeoutError after `timeout` seconds.
+    The whole group is gone when this returns or raises, and its shared memory. TimeoutError after `timeout`
+    seconds.
     """
+    segments: set[str] = set()
+    stages: set[str] = set()
+
+    def relay(progress: Progress) -> None:
+        if progress.stage not in stages:
+            stages.add(progress.stage)
+            segments.update(segments_of(process.pid))
+        on_progress(progress)
+
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
     with log.open("wb") as sink, os.fdopen(reader, "rb", buffering=0) as pipe:
@@ -46,10 +57,12 @@ def run_group(
         finally:
             os.close(writer)
         try:
-            _relay(process, pipe.fileno(), time.monotonic() + timeout, on_progress)
+            _relay(process, pipe.fileno(), time.monotonic() + timeout, relay)
             return process.wait()
         finally:
+            segments |= segments_of(process.pid)
             end_group(process)
+            remove_segments(segments)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from vexport.calibration.coverage import expert_coverage
 from vexport.checkpoint.card import inherited_card
 from vexport.checkpoint.source import require_source
+from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate
@@ -56,6 +57,7 @@ def run_scenario(
     if scenario.evaluate is not None:
         require_tasks(scenario.evaluate, options)
     require_source(scenario.source)
+    require_arguments([options.serve], options.vllm_python)
     stages = Stages(scenario, folder, options)
     stages.directory.begin(overwrite=overwrite)
     if file is not None:

@@ -211,7 +211,7 @@ class Sessions:
         files = [path_digest(path) for path in (*tasks, *more) if path.is_file()]
         return {
             "evaluation": value_digest([sides, templates, *files]),
-            "serve settings": value_digest(self.scenario.serve.arguments(is_baseline=role == BASELINE)),
+            "serve section": value_digest(self.scenario.serve.arguments(is_baseline=role == BASELINE)),
             "prompts": value_digest(list(self._texts)),
         }
 

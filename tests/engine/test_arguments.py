@@ -1,0 +1,81 @@
+"""Arguments of vLLM's engine, judged before an engine starts: types, names, heads."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import JsonValue
+
+from tests.command import vexport
+from vexport.engine.arguments_worker import unfit
+
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
+
+
+@dataclass
+class Section:
+    """As CompilationConfig: an argument whose value is an object."""
+
+    mode: int = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "need"),
+    [
+        (int, 3, ""),
+        (int, "3", "a valid integer"),
+        (int, True, "a valid integer"),
+        (float, 1, ""),
+        (bool, "yes", "a valid boolean"),
+        (int | None, 2.5, "a valid integer"),
+        (list[int] | None, [1, 2], ""),
+        (set[str], ["a"], ""),
+        (dict[str, Any], {"a": [1]}, ""),
+        (Literal["auto", "fp8"], "fp8", ""),
+        (Literal["auto", "fp8"], "fp9", "'auto' or 'fp8' (did you mean fp8?)"),
+        (Literal["ray", "mp"] | str | type[Any] | None, "anything", ""),
+        (Section | None, {"mode": 3}, ""),
+        (Section, {"mod": 3}, "a key of Section instead of 'mod' (did you mean mode?)"),
+    ],
+)
+def test_a_value_is_judged_by_the_type_that_vllm_declares(kind: object, value: JsonValue, need: str) -> None:
+    assert unfit(kind, value) == need
+
+
+@pytest.mark.parametrize("command", ["load", "eval"])
+def test_heads_that_cannot_be_cut_are_refused_with_what_can(command: str, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"num_attention_heads": 9, "num_key_value_heads": 3})
+    )
+    asked = (
+        () if command == "load" else ("--baseline", DEMO, "--task", "gsm8k", "--output-dir", tmp_path / "o")
+    )
+    ran = vexport(command, model, *asked, "--tp", "2")
+    assert ran.code == 2
+    (line,) = ran.errors
+    assert "got 9 attention heads, need heads that 2 ranks can share; use --tp 1, 3 or 9" in line
+
+
+@pytest.mark.vllm
+def test_all_unknown_arguments_are_named_at_once() -> None:
+    given = ("max_num_sqs=8", "kv_cache_dtype=fp9", 'compilation_config={"mod": 3}', "block_size=big")
+    ran = vexport("load", DEMO, "--quiet", *(part for one in given for part in ("--engine-arg", one)))
+    assert (ran.code, ran.stdout) == (2, "")
+    found = {line.split("argument ")[1].partition(":")[0]: line for line in ran.errors}
+    assert set(found) == {"max_num_sqs", "kv_cache_dtype", "compilation_config", "block_size"}
+    assert "did you mean max_num_seqs?" in found["max_num_sqs"]
+    assert "did you mean fp8?" in found["kv_cache_dtype"]
+    assert "did you mean mode?" in found["compilation_config"]
+
+
+@pytest.mark.vllm
+def test_ray_that_is_not_installed_is_the_environment_s_fault() -> None:
+    pytest.importorskip("vllm")
+    ran = vexport("load", DEMO, "--quiet", "--tp", "2", "--engine-arg", "distributed_executor_backend=ray")
+    assert ran.code == 4
+    assert "got no module ray" in ran.stderr

@@ -1,0 +1,77 @@
+"""One model over two ranks: vLLM's CPU build cuts the layers as a GPU's does, in two processes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from tests.engine.test_vllm import processes_of
+from vexport.engine.load import load_request
+from vexport.engine.messages import Progress
+from vexport.engine.prompts import fixed_prompts
+from vexport.engine.session import run_session
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
+SHARED = Path("/dev/shm")
+
+
+def segments() -> set[str]:
+    """What stands in shared memory of vLLM's."""
+    return {path.name for path in SHARED.iterdir() if path.name.startswith(("psm_", "vllm_dist_"))}
+
+
+def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "nvfp4"
+    assert vexport("quantize", DEMO / "model", checkpoint, "--scheme", "NVFP4A16").code == 0
+    before = segments()
+    ran = vexport("load", checkpoint, "--tp", "1,2", "--format", "json", "--quiet")
+    assert ran.code == 0, ran.stderr
+    one, two = json.loads(ran.stdout)
+    assert [
+        (report["tp"], report["engine"]["settings"]["tensor_parallel_size"]) for report in (one, two)
+    ] == [
+        (1, "1"),
+        (2, "2"),
+    ]
+    # Both against the same reference, transformers with dequantized weights.
+    assert all(report["logprobs"]["mean_kl"] < 0.003 for report in (one, two))
+    assert one["engine"]["kernels"] == two["engine"]["kernels"]
+    assert segments() <= before
+
+
+def test_lm_eval_asks_two_ranks(tmp_path: Path) -> None:
+    checkpoint, out = tmp_path / "w8a8", tmp_path / "out"
+    assert vexport("quantize", DEMO / "model", checkpoint, "--scheme", "W8A8").code == 0
+    given = ("--tp", "2", "--engine-arg", "max-num-seqs=16", "--engine-arg", "block_size=32")
+    asked = ("--baseline", DEMO / "model", "--task", DEMO / "tasks" / "addition.yaml", "--limit", "16")
+    ran = vexport("eval", checkpoint, *asked, *given, "--output-dir", out, "--format", "json", "--quiet")
+    assert ran.code in (0, 3), ran.stderr
+    assert json.loads(ran.stdout)["tasks"][0]["documents"] == 16
+    for role in ("baseline", "candidate"):
+        told = json.loads((out / role / "fingerprint.json").read_text())
+        assert told["tensor_parallel_size"] == "2"
+        assert told["max_num_seqs"] == "16"
+        assert told["engine_args"] == '{"block_size": 32}'
+
+
+class Enough(Exception):
+    """The session is ended from outside."""
+
+
+def test_an_end_from_outside_leaves_no_rank_and_no_memory(tiny_llama: Path, tmp_path: Path) -> None:
+    before, log = segments(), tmp_path / "vllm.log"
+    request = load_request(tiny_llama, fixed_prompts(tiny_llama), logprobs_file=tmp_path / "logprobs")
+    arguments = {"tensor_parallel_size": 2, "enforce_eager": True}
+
+    def end(progress: Progress) -> None:
+        if progress.stage == "canaries":
+            assert segments() - before, "the ranks share memory"
+            raise Enough
+
+    with pytest.raises(Enough):
+        run_session(replace(request, arguments=arguments), log=log, timeout=300, on_progress=end)
+    assert not processes_of(log)
+    assert segments() <= before

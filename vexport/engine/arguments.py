@@ -1,0 +1,67 @@
+"""Whether vLLM takes the arguments that were given for it, asked before anything long begins."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest
+from vexport.engine.session import session_error, run_worker
+from vexport.engine_settings import Serve
+from vexport.errors import InputError, raise_all
+from vexport.files import read_json_object
+from vexport.plan.linears import text_config
+from vexport.plan.ranks import Heads
+from vexport.types import Json
+
+# What every vLLM knows, and `Serve` has checked.
+_CERTAIN = {"max_model_len", "enforce_eager"}
+
+
+def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None:
+    """Ask vLLM about what was given for its engine; the settings differ in their number of devices.
+
+    InputError for all that this vLLM does not know, EnvironmentFault where the machine has too few GPUs or no
+    Ray. Imports vLLM in a process of its own, some seconds, and only where something was given.
+    """
+    largest = max(serves, key=lambda serve: serve.devices)
+    if not largest.given.keys() - _CERTAIN:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="vexport-arguments-"))
+    answer = run_worker(
+        "vexport.engine.arguments_worker",
+        ArgumentsRequest(arguments=largest.given, devices=largest.devices),
+        ArgumentsAnswer,
+        where="vLLM's arguments",
+        log=folder / "vllm.log",
+        timeout=largest.timeout,
+        vllm_python=vllm_python,
+        extra={},
+        on_progress=lambda progress: None,
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    errors = [session_error(problem) for problem in answer.problems]
+    raise_all([error for error in errors if isinstance(error, InputError)])
+    for error in errors:
+        raise error
+
+
+def require_heads(checkpoint: Path, ranks: int) -> None:
+    """InputError where vLLM could not cut the attention heads of a checkpoint for so many ranks."""
+    heads = _heads(text_config(read_json_object(checkpoint / "config.json")))
+    if (got := heads.uneven(ranks)) is not None:
+        raise InputError(
+            f"{checkpoint} (tensor_parallel_size {ranks})",
+            got=got,
+            need=f"heads that {ranks} ranks can share",
+            fix=f"use --tp {heads.possible_ranks}",
+        )
+
+
+def _heads(text: Mapping[str, Json]) -> Heads:
+    """The heads that config.json names; latent attention (MLA) has none of keys that are cut."""
+    queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    return Heads(
+        queries=queries if isinstance(queries, int) and queries > 0 else 0,
+        keys=keys if isinstance(keys, int) and keys > 0 and not text.get("kv_lora_rank") else 0,
+    )
