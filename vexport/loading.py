@@ -30,7 +30,9 @@ def load_checkpoints(
     an engine later is in its report.
     """
     for name in names:
-        if Path(name).is_dir():  # what is not downloaded is looked at before vLLM is asked, which takes longer
+        if Path(
+            name
+        ).is_dir():  # what is not downloaded is looked at before vLLM is asked, which takes longer
             _require_fit(Path(name), serves)
     for python in pythons:
         require_vllm(python)

@@ -106,6 +106,12 @@ def engine() -> EngineInfo:
         processor="Intel Xeon Platinum 8481C",
         dtype="bfloat16",
         multiprocess=False,
+        settings={
+            "tensor_parallel_size": "2",
+            "distributed_executor_backend": "mp",
+            "kv_cache_dtype": "fp8",
+            "engine_args": '{"block_size": 32}',
+        },
         emulated=True,
         kernels=("qkv_proj, o_proj: CompressedTensorsW4A4Fp4 (emulated)", "lm_head: unquantized"),
         blind_spots=(

@@ -263,6 +263,14 @@ def test_what_ran_the_model_stands_next_to_the_answer(format: str) -> None:
     assert "FAIL on NVIDIA H100, compiled" in text
 
 
+@pytest.mark.parametrize("format", ["text", "markdown", "html", "card"])
+def test_how_the_model_was_served_stands_with_the_engine(format: str) -> None:
+    text = render(sample.report("PASS"), format).replace("&#34;", '"').replace("\\", "").replace("\n", " ")
+    told = 'tensor_parallel_size 2, kv_cache_dtype fp8, engine_args {"block_size": 32}'
+    assert told in " ".join(text.split())
+    assert "distributed_executor_backend" not in text
+
+
 @pytest.mark.parametrize("format", ["text", "github", "junit"])
 def test_a_verdict_of_its_own_says_what_ran_the_model(format: str) -> None:
     judged = sample.verdict("PASS")

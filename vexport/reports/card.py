@@ -19,6 +19,7 @@ from vexport.reports.sentences import (
     report_sentence,
     scale_of,
     schemes_in_use,
+    served_with,
     size_change,
     task_title,
 )
@@ -137,5 +138,7 @@ def _made(report: Report) -> str:
     ]
     if report.load.engine:
         lines.append(f"loaded in vLLM {engine_line(report.load.engine)}")
+        if report.load.engine.settings:
+            lines.append(f"served there with {served_with(report.load.engine)}")
         lines += [f"not shown there: {spot}" for spot in report.load.engine.blind_spots]
     return "## How it was made\n\n" + "\n".join(f"- {safe(line)}" for line in lines)

@@ -125,6 +125,7 @@ def _environment() -> Environment:
         shown_comparisons=sentences.shown_comparisons,
         ratio=formatting.ratio,
         schemes_in_use=sentences.schemes_in_use,
+        served_with=sentences.served_with,
         shown_flips=_shown_flips,
         task_title=sentences.task_title,
         worst_task=_worst_task,

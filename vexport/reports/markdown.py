@@ -26,6 +26,7 @@ from vexport.reports.sentences import (
     scale_of,
     scale_of_comparison,
     schemes_in_use,
+    served_with,
     shown_comparisons,
     signal_lines,
     size_change,
@@ -167,6 +168,8 @@ def _load(load: LoadReport) -> str:
     lines = ["### Load in vLLM"]
     if load.engine:
         lines.append(f"- vLLM {safe(engine_line(load.engine))}")
+        if load.engine.settings:
+            lines.append(f"- Served with {safe(served_with(load.engine))}")
         lines += [f"- Not shown here: {safe(spot)}" for spot in load.engine.blind_spots]
     if load.logprobs:
         lines.append(f"- Log-probabilities: {safe(agreement_line(load.logprobs))}")

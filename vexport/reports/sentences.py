@@ -17,6 +17,14 @@ from vexport.types import (
     Verdict,
 )
 
+# What says nothing of how a model was served.
+_OFF = {
+    ("pipeline_parallel_size", "1"),
+    ("distributed_executor_backend", "uni"),
+    ("distributed_executor_backend", "mp"),
+    ("kv_cache_dtype", "auto"),
+    ("engine_args", "none"),
+}
 MAX_BESIDE = 8
 """Comparisons shown for each task besides its gate; JSON has all."""
 
@@ -85,6 +93,12 @@ def engine_line(engine: EngineInfo) -> str:
     """Which vLLM ran where."""
     emulated = ", kernels emulated" if engine.emulated else ""
     return f"{engine.vllm} on {engine.platform} ({engine.processor}{emulated})"
+
+
+def served_with(engine: EngineInfo) -> str:
+    """`tensor_parallel_size 2, max_num_seqs 256`: how the engine was started, without what is off."""
+    settings = [(name, value) for name, value in engine.settings.items() if (name, value) not in _OFF]
+    return ", ".join(f"{name} {value}" for name, value in settings)
 
 
 def agreement_line(agreement: LogprobAgreement) -> str:

@@ -42,6 +42,7 @@ from vexport.reports.sentences import (
     scale_of,
     scale_of_comparison,
     schemes_in_use,
+    served_with,
     shown_comparisons,
     signal_lines,
     size_change,
@@ -173,6 +174,8 @@ def _engine_rows(load: LoadReport) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     if load.engine:
         rows.append(("vLLM", harmless(engine_line(load.engine))))
+        if load.engine.settings:
+            rows.append(("served with", harmless(served_with(load.engine))))
         rows += [("not shown", harmless(spot)) for spot in load.engine.blind_spots]
     if load.logprobs:
         rows.append(("log-probs", harmless(agreement_line(load.logprobs))))
