@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest
-from vexport.engine.session import session_error, run_worker
+from vexport.engine.session import run_worker, session_error
 from vexport.engine_settings import Serve
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
