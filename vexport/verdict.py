@@ -67,6 +67,7 @@ def _with_run(verdict: Verdict, candidate: Results, repeated: str, early: bool) 
         verdict,
         method=verdict.method + repeated,
         looks=_looks(candidate, early),
+        warnings=(*verdict.warnings, *((candidate.warning,) if candidate.warning else ())),
         prompting=candidate.prompting,
         device=device_of(candidate.fingerprint),
     )

@@ -22,14 +22,14 @@ from vexport.files import from_json
 
 
 class Adder(LM):  # type: ignore[misc]
-    """Answers `a + b =`; on the documents `wrong` it is off by one."""
+    """Answers the last `a + b =`; on the documents `wrong` it is off by one."""
 
     def __init__(self, wrong: list[int]) -> None:
         super().__init__()
         self.wrong = frozenset(wrong)
 
     def _sum(self, request: Instance) -> str:
-        left, right = (int(number) for number in re.findall(r"\d+", request.args[0])[:2])
+        left, right = (int(number) for number in re.findall(r"\d+", request.args[0])[-2:])
         return str(left + right + (request.doc_id in self.wrong))
 
     def generate_until(self, requests: list[Instance]) -> list[str]:

@@ -167,3 +167,26 @@ def test_the_verdict_says_how_it_asked(pair: tuple[Path, Path]) -> None:
     done = vexport("verdict", *pair)
     assert done.code == 0
     assert expected in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        ({}, True),
+        ({"think_end_token": "</think>"}, False),
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+    ],
+)
+def test_thinking_that_is_not_cut_off_is_a_warning(
+    arguments: Changes, warned: bool, pair: tuple[Path, Path]
+) -> None:
+    for folder in pair:
+        template = {**TEMPLATE, "chat_template": "{{ x }}<think></think>"}
+        changed(folder, {**template, "config/model_args": {"pretrained": "x", **arguments}})
+    done = vexport("verdict", *pair, "--format", "json")
+    assert done.code == 0
+    warnings = json.loads(done.stdout)["warnings"]
+    assert ["the chat template has </think>: if the model thinks" in one for one in warnings] == [
+        True
+    ] * warned

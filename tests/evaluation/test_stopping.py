@@ -114,6 +114,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("early")
     sums, choices, _ = make_tasks(folder / "tasks", DOCUMENTS)
+    Path(sums).write_text(f"{Path(sums).read_text()}num_fewshot: 2\nfewshot_split: test\n")
     group = make_group(folder / "group", 12, 50)
     tasks = [task.spec for task in resolve_tasks([sums, choices, group], folder=folder / "resolved")]
     run_lm_eval(tasks, {folder / "baseline": []})
@@ -145,6 +146,7 @@ def test_lm_eval_writes_only_what_was_read_under_its_own_numbers(evaluated: Path
         assert 0 < len(task.samples) < len(whole.tasks[name].samples)
         for key, sample in task.samples.items():
             assert sample.hashes == whole.tasks[name].samples[key].hashes
+    assert "= " in next(iter(early.tasks["sums"].samples.values())).prompt  # an example comes first
     assert early.summaries["sums"][0].documents == len(early.tasks["sums"].samples)
 
 

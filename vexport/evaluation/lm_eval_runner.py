@@ -108,8 +108,6 @@ def _simple_evaluate(
     from lm_eval import simple_evaluate
 
     settings = request.lm_eval
-    for task in _leaves(tasks):
-        draw_by_document(task, documents.get(task.task_name) if documents else None)
     return simple_evaluate(
         model=model,
         model_args=arguments,
@@ -148,7 +146,7 @@ def until_decided(
     seen: dict[Look, None] = {}
     while True:
         documents = race.more()
-        results = run(tasks, {name: Documents(chosen) for name, chosen in documents.items()})
+        results = run(tasks, _chosen(tasks, documents))
         if set(results["samples"]) != set(documents):
             got, need = f"tasks {', '.join(results['samples'])}", f"the baseline's, {', '.join(documents)}"
             raise InputError("evaluation", got=got, need=need, fix="evaluate the same tasks")
@@ -167,8 +165,15 @@ def _repeat(
     """Ask a part of the documents again and count the answers that changed."""
     documents = ask_again(results["samples"], request.seed)
     tasks = _leaves(load_tasks(request, task_manager(request), request.tasks))
-    again = run(tasks, {name: Documents(chosen) for name, chosen in documents.items()})
+    again = run(tasks, _chosen(tasks, documents))
     return compare_rows(results["samples"], again["samples"])
+
+
+def _chosen(tasks: "list[Task | Group]", documents: Mapping[str, Sequence[int]]) -> "dict[str, list[int]]":
+    """The documents as lm-eval takes them; each keeps the few-shot examples of a run over all documents."""
+    for task in _leaves(tasks):
+        draw_by_document(task, documents.get(task.task_name))
+    return {name: Documents(chosen) for name, chosen in documents.items()}
 
 
 def _leaves(tasks: "list[Task | Group]") -> "list[Task | Group]":

@@ -20,6 +20,25 @@ _CONFIGURED = ("limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed
 _ANSWERS = ("max_gen_toks", "think_end_token", "enable_thinking", "chat_template_args")
 _ENGINE = ("dtype", "max_model_len", "quantization", "kv_cache_dtype", "enforce_eager", "add_bos_token")
 _OF_TASKS = {"version of ": "versions", FEWSHOT: "n-shot", TASK_HASH: "task_hashes"}
+# What ends thinking: Qwen3, DeepSeek-R1, GLM and SmolLM3; Magistral; Seed-OSS; gpt-oss.
+_THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|message|>")
+
+
+def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
+    """A warning where the applied chat template has a place for thinking that nothing cuts off answers."""
+    template, arguments = content.get("chat_template"), _arguments(content)
+    kinds = [_mapping(_mapping(content, "configs"), task) for task in _mapping(content, "configs")]
+    generates = any(kind.get("output_type") == "generate_until" for kind in kinds)
+    off = str(arguments.get("enable_thinking")).lower() == "false"
+    if not isinstance(template, str) or not generates or off or arguments.get("think_end_token"):
+        return None
+    for token in _THINK_ENDS:
+        if token in template:
+            return (
+                f"the chat template has {token}: if the model thinks, its thinking is scored as part of the "
+                f"answer; set --think-end-token '{token}' and enough --max-gen-toks, or --no-enable-thinking"
+            )
+    return None
 
 
 def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Prompting:

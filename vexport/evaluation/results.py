@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vexport.errors import InputError
 from vexport.evaluation.fingerprint import read_fingerprint
-from vexport.evaluation.recorded import recorded_fingerprint, recorded_prompting
+from vexport.evaluation.recorded import recorded_fingerprint, recorded_prompting, unseparated_thinking
 from vexport.evaluation.samples import TaskSamples, as_float, read_samples
 from vexport.files import read_json_object
 from vexport.types import Json, Prompting
@@ -39,7 +39,8 @@ class Results:
     """One lm-eval run.
 
     `summaries` has every task; `tasks` those with samples. `groups` maps a group that lm-eval aggregates to
-    its tasks, leaves only. `fingerprint` names what could change a score, `prompting` says how it was asked.
+    its tasks, leaves only. `fingerprint` names what could change a score, `prompting` says how it was asked,
+    `warning` what that may have spoiled.
     """
 
     file: Path
@@ -48,6 +49,7 @@ class Results:
     groups: Mapping[str, tuple[str, ...]]
     fingerprint: Mapping[str, str]
     prompting: Prompting
+    warning: str | None = None
 
 
 def read_results(path: Path) -> Results:
@@ -73,6 +75,7 @@ def read_results(path: Path) -> Results:
         groups=_aggregated_groups(content, frozenset(names)),
         fingerprint={**dict(recorded_fingerprint(content, names)), **read_fingerprint(file.parent)},
         prompting=recorded_prompting(content, names),
+        warning=unseparated_thinking(content),
     )
 
 

@@ -84,6 +84,8 @@ def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool
     path = Path(task)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
         _require_known(task, include_paths)
+        if not trust:
+            _require_no_python(task, include_paths)
         return TaskFile(name=task, path=None)
     config = _load(path, trust, ())
     if isinstance(config.get("task"), list):
@@ -294,3 +296,13 @@ def _require_known(name: str, include_paths: Sequence[Path]) -> None:
     close = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "list them with `lm-eval ls tasks`"
     raise InputError(f"task {name}", got="an unknown name", need="a task of lm-eval or a YAML file", fix=hint)
+
+
+def _require_no_python(name: str, folders: Sequence[Path]) -> None:
+    """InputError where a task of these folders may run Python of its own: any `!function` next to it."""
+    for folder in folders:
+        files = {file: file.read_bytes() for file in sorted(folder.rglob("*.yaml"))}
+        names = {(one or other).decode() for text in files.values() for one, other in _INDEXED.findall(text)}
+        for file in (file for file, text in files.items() if name in names and b"!function" in text):
+            got, need = "!function, Python that would be run", "tasks without Python in the folder"
+            raise InputError(str(file), got=got, need=need, fix=_fix(got))
