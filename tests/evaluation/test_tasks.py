@@ -112,3 +112,19 @@ def test_a_name_from_an_own_folder_is_known(tmp_path: Path) -> None:
     make_tasks(tmp_path / "tasks", 3)
     (task,) = resolve_tasks(["sums"], folder=tmp_path / "run", include_paths=[tmp_path / "tasks"])
     assert task.spec == "sums"
+
+
+@pytest.mark.parametrize("through", ["near", "subject", "all", "tagged"])
+def test_python_in_an_included_folder_needs_trust(through: str, tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    make_tasks(more, 3)
+    (more / "subject.yaml").write_text("include: near.yaml\ntask: subject\n")
+    (more / "all.yaml").write_text("group: all\ntask:\n  - sums\n  - near\n")
+    (more / "tagged.yaml").write_text("include: subject.yaml\ntask: other\ntag: tagged\n")
+    with pytest.raises(InputError, match=r"near\.yaml: got !function.*--trust-remote-code"):
+        resolve_tasks([through], folder=tmp_path / "resolved", include_paths=(more,))
+    for name, trust in ((through, True), ("sums", False)):
+        (task,) = resolve_tasks(
+            [name], folder=tmp_path / "resolved", include_paths=(more,), trust_remote_code=trust
+        )
+        assert task.spec == name

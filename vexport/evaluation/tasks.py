@@ -28,6 +28,7 @@ EVALUATION_SPLITS = ("test_split", "validation_split")
 _INDEXED = re.compile(
     rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
 )
+_INCLUDED = re.compile(rb"([\w./-]+[.]ya?ml)\b")
 
 Config = dict[str, object]
 
@@ -290,7 +291,7 @@ def _require_known(name: str, include_paths: Sequence[Path]) -> None:
     roots = [*include_paths, *(Path(place) / "tasks" for place in package.submodule_search_locations)]
     known: set[str] = set()
     for file in (file for root in roots for file in root.rglob("*.yaml")):
-        known.update((one or other).decode() for one, other in _INDEXED.findall(file.read_bytes()))
+        known |= _indexed(file.read_bytes())
         if name in known:
             return
     close = difflib.get_close_matches(name, known, n=3)
@@ -299,10 +300,27 @@ def _require_known(name: str, include_paths: Sequence[Path]) -> None:
 
 
 def _require_no_python(name: str, folders: Sequence[Path]) -> None:
-    """InputError where a task of these folders may run Python of its own: any `!function` next to it."""
-    for folder in folders:
-        files = {file: file.read_bytes() for file in sorted(folder.rglob("*.yaml"))}
-        names = {(one or other).decode() for text in files.values() for one, other in _INDEXED.findall(text)}
-        for file in (file for file, text in files.items() if name in names and b"!function" in text):
-            got, need = "!function, Python that would be run", "tasks without Python in the folder"
+    """InputError where a task of these folders, or a file that it names, would run Python of its own."""
+    texts = {file: file.read_bytes() for folder in folders for file in sorted(folder.rglob("*.yaml"))}
+    defined = {file: {one.decode() for one, _ in _INDEXED.findall(text)} for file, text in texts.items()}
+    pending = {file for file in texts if name in defined[file]}
+    pending = pending or {file for file in texts if name in _indexed(texts[file])}  # a tag in a list
+    reached = set[Path]()
+    while pending:
+        reached |= pending
+        words = {word for file in pending for word in (*_indexed(texts[file]), *_included(texts[file]))}
+        pending = {file for file in texts if words & {*defined[file], file.name}} - reached
+    for file in sorted(reached):
+        if b"!function" in texts[file]:
+            got, need = "!function, Python that would be run", "a task without Python"
             raise InputError(str(file), got=got, need=need, fix=_fix(got))
+
+
+def _indexed(text: bytes) -> set[str]:
+    """Tasks, groups and tags that a YAML file defines or lists."""
+    return {(one or other).decode() for one, other in _INDEXED.findall(text)}
+
+
+def _included(text: bytes) -> set[str]:
+    """The names of the files that a YAML file includes."""
+    return {Path(name.decode()).name for name in _INCLUDED.findall(text)}
