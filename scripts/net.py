@@ -4,9 +4,9 @@
     .venv/bin/python scripts/net.py record before.json
     .venv/bin/python scripts/net.py compare before.json
 
-Every scheme on every micro family, with other observers, calibrated, with a KV cache and mixed rules: the digest
-of each file that is written. `check` of the recorded spoiled checkpoints and the dry load: their findings without
-the prose. Calibrated scales depend on the processor, so a record is good on the machine that made it.
+Every scheme on every micro family, with other observers, calibrated, with a KV cache: the digest of what is
+written. `check` of the recorded spoiled checkpoints and the dry load: findings without the prose. Calibrated
+scales depend on the processor: a record is good on the machine that made it.
 """
 
 import hashlib
@@ -155,9 +155,8 @@ def record() -> Record:
             root.mkdir()
             for name, told in part(root):
                 made[name] = told
-                print(f"\r{len(made)} {name}"[:100].ljust(100), end="", file=sys.stderr, flush=True)
+            print(f"{part.__name__}: {len(made)} in all", file=sys.stderr, flush=True)
             rmtree(root)
-    print(file=sys.stderr)
     return made
 
 

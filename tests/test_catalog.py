@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport import checks, compress, observers, packing, reports, schemes
+from vexport import checks, observers, packing, reports, schemes
 from vexport.architectures import architecture_table
 from vexport.observer_names import OBSERVERS
 from vexport.observers.base import named_observers
@@ -55,7 +55,6 @@ SHARED = {
         "subject",
         "target",
     },
-    "compress": {"tiles"},
     "packing": {"base", "scales", "kv_cache"},
 }
 
@@ -75,15 +74,9 @@ def test_every_check_is_listed() -> None:
     assert all(check.run.__module__.rpartition(".")[2] == name for name, check in checks.CHECKS.items())
 
 
-def test_every_compressor_is_listed() -> None:
-    listed = {function.__module__.rpartition(".")[2] for function in compress.COMPRESSORS.values()}
-    assert listed == files("compress")
-    assert {family.format for family in schemes.FAMILIES.values()} == set(compress.COMPRESSORS)
-
-
 def test_every_packing_is_listed() -> None:
     assert {kind.__module__.rpartition(".")[2] for kind in packing.PACKINGS.values()} == files("packing")
-    assert set(packing.PACKINGS) == set(compress.COMPRESSORS)
+    assert {family.format for family in schemes.FAMILIES.values()} == set(packing.PACKINGS)
 
 
 def test_every_observer_is_listed() -> None:

@@ -25,7 +25,6 @@ from vexport.outputs import (
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import build_plan, require_accepted
 from vexport.quantize import (
-    Compress,
     Search,
     made_from,
     missing_calibration,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from vexport.calibration import Samples
 
 DEFAULTS = PlanSettings()
-CPU = "cpu"
 
 
 def is_first_rank() -> bool:
@@ -236,17 +234,14 @@ def write_checkpoint(
     *,
     overwrite: bool,
     on_progress: OnProgress,
-    device: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write the quantized checkpoint `out`, which appears whole or not at all.
 
-    A call that was broken off is continued by the next one with the same arguments. Weights are quantized by
-    the kernels for the CPU, or by torch on another `device`.
+    A call that was broken off is continued by the next one with the same arguments.
     """
-    compress = _compress(device) if device and device != CPU else None
-    search = _search() if needs_search(plan) and compress is None else None
-    digest = made_from(index, plan, calibration, shard_bytes=shard_bytes, device=device or CPU)
+    search = _search() if needs_search(plan) else None
+    digest = made_from(index, plan, calibration, shard_bytes=shard_bytes)
 
     def note(text: str) -> None:
         on_progress(f"quantize {text}", 1, 1)
@@ -266,7 +261,6 @@ def write_checkpoint(
             calibration,
             folder,
             search=search,
-            compress=compress,
             shard_bytes=shard_bytes,
             on_bytes=on_bytes,
         )
@@ -279,15 +273,6 @@ def _search() -> Search:
     return search_scales
 
 
-def _compress(device: str) -> Compress:
-    require_extra("torch", f"--device {device}")
-    from vexport.calibration.device import require_device
-    from vexport.on_device import compress_group
-
-    require_device(device)
-    return partial(compress_group, device=device)
-
-
 def quantize_source(
     source: str,
     out: Path,
@@ -298,7 +283,6 @@ def quantize_source(
     overwrite: bool,
     trust_remote_code: bool,
     on_progress: OnProgress,
-    device: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_plan: Callable[[Plan], None] = lambda plan: None,
 ) -> tuple[Plan, Calibration | None]:
@@ -326,7 +310,6 @@ def quantize_source(
             out,
             overwrite=overwrite,
             on_progress=on_progress,
-            device=device,
             shard_bytes=shard_bytes,
         )
     return plan, calibration

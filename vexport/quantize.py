@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from typing import TextIO
 import numpy as np
 
 from vexport import observer_names
+from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.writer import (
@@ -38,6 +39,7 @@ from vexport.packing.base import STORAGES, kernel_input, not_finite, shares_scal
 from vexport.packing.kv_cache import kv_scales
 from vexport.packing.scales import fp8_scale_of, global_scale_of
 from vexport.plan import blocks, output_blocks
+from vexport.plan.blocks import group_layout
 from vexport.schemes import get_scheme
 from vexport.schemes.config import quantization_config
 from vexport.types import AttentionLayer, Calibration, FusionGroup, Json, LinearPlan, Plan, TensorInfo
@@ -46,8 +48,6 @@ from vexport.version import __version__
 Progress = Callable[[int, int], None]
 # (group, source, calibration, reader) -> the scales of each member, for observers that search.
 Search = Callable[[FusionGroup, SourceIndex, Calibration, Reader], Sequence[Scales]]
-# The same -> the stored tensors of all members by name, for devices that the kernels do not run on.
-Compress = Callable[[FusionGroup, SourceIndex, Calibration, Reader], Mapping[str, Array]]
 
 # Elements that a thread reads, quantizes and hands to the writer at once (4 MiB of bf16).
 RUN_ELEMENTS = 1 << 21
@@ -62,20 +62,18 @@ def quantize(
     folder: Path,
     *,
     search: Search | None = None,
-    compress: Compress | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_bytes: Progress = lambda done, total: None,
 ) -> None:
     """Write the quantized checkpoint into `folder`: weights, side files, config.json last.
 
     `folder` is empty or holds what a call that was broken off left there, with the same arguments: it is
-    continued. `compress` does the arithmetic of whole fusion groups instead of the kernels. `on_bytes(done,
-    total)` counts the bytes handed to the writer. Raises InputError where a scheme needs a calibration and
-    there is none, or where a weight is not finite.
+    continued. `on_bytes(done, total)` counts the bytes handed to the writer. Raises InputError where a scheme
+    needs a calibration and there is none, or where a weight is not finite.
     """
     if calibration is None and needs_calibration(plan):
         raise missing_calibration(plan)
-    assert search or compress or not needs_search(plan), "observers that search need `search`"
+    assert search or not needs_search(plan), "observers that search need `search`"
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
     whole = [Block(source=block, tensors=tensors) for block, tensors in zip(sources, specs, strict=True)]
@@ -83,9 +81,7 @@ def quantize(
     threads, done = len(os.sched_getaffinity(0)), 0
     with Reader() as reader, ThreadPoolExecutor(threads) as pool, each_warning_once():
         seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
-        stream = Stream(
-            index=index, calibration=seen, search=search, compress=compress, reader=reader, pool=pool
-        )
+        stream = Stream(index=index, calibration=seen, search=search, reader=reader, pool=pool)
         for shard in shards:
             with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
                 done += sum(block.num_bytes for block in shard.blocks[: writer.done])
@@ -107,7 +103,6 @@ class Stream:
     index: SourceIndex
     calibration: Calibration
     search: Search | None
-    compress: Compress | None
     reader: Reader
     pool: ThreadPoolExecutor
 
@@ -120,20 +115,9 @@ class Stream:
             for scale in kv_scales(block.source, self.calibration.kv_ranges):
                 yield partial(np.asarray, scale)
             return
-        yield from self.packed_group(block.source) if self.compress is None else self.compressed(block)
+        yield from self.packed_group(block.source)
 
-    def compressed(self, block: Block) -> Iterator[Piece]:
-        """A group's tensors by `compress`, which works on the next group while this one is written."""
-        assert isinstance(block.source, FusionGroup)
-        assert self.compress is not None
-        group = block.source
-        made = self.pool.submit(self.compress, group, self.index, self.calibration, self.reader)
-        inputs = static_scales(group, self.calibration)
-        for spec in block.tensors:
-            leaf = spec.name.rpartition(".")[2]
-            yield partial(inputs.__getitem__, leaf) if leaf in inputs else partial(_one_of, made, spec.name)
-
-    def packed_group(self, group: FusionGroup) -> Iterator[Piece]:
+    def packed_group(self, group: FusionGroup) -> Iterator[Callable[[], Array]]:
         """A group's tensors by the kernels, member by member, a few rows at a time."""
         scheme = get_scheme(group.scheme)
         inputs = static_scales(group, self.calibration)
@@ -190,6 +174,26 @@ class Stream:
         return self.reader.weight(self.index.tensors[member.weight], member.part)[rows]
 
 
+def quantized_group(
+    group: FusionGroup, index: SourceIndex, calibration: Calibration, reader: Reader, *, search: Search
+) -> dict[str, Array]:
+    """The bytes of all tensors that replace a group's weights, by name, in memory.
+
+    Raises InputError where a weight is not finite.
+    """
+    stored: dict[str, Array] = {}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        stream = Stream(index=index, calibration=calibration, search=search, reader=reader, pool=pool)
+        pieces = stream.packed_group(group)
+        for spec in group_layout(group, index.tensors):
+            parts, missing = list[Array](), num_bytes(spec.dtype, spec.shape)
+            while missing:
+                parts.append(np.ascontiguousarray(next(pieces)()).reshape(-1).view(np.uint8))
+                missing -= parts[-1].size
+            stored[spec.name] = np.concatenate(parts)
+    return stored
+
+
 def static_scales(group: FusionGroup, calibration: Calibration) -> dict[str, Array]:
     """The static input scales of a group by their name within a layer: one value for all members."""
     inputs = get_scheme(group.scheme).args.input_activations
@@ -200,10 +204,6 @@ def static_scales(group: FusionGroup, calibration: Calibration) -> dict[str, Arr
     if inputs.strategy == "tensor_group":
         return {"input_global_scale": global_scale_of(largest)}
     return {"input_scale": fp8_scale_of(largest)}
-
-
-def _one_of(made: Future[Mapping[str, Array]], name: str) -> Array:
-    return made.result()[name]
 
 
 def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
@@ -264,13 +264,11 @@ def missing_calibration(plan: Plan) -> InputError:
     )
 
 
-def made_from(
-    index: SourceIndex, plan: Plan, calibration: Calibration | None, *, shard_bytes: int, device: str
-) -> str:
+def made_from(index: SourceIndex, plan: Plan, calibration: Calibration | None, *, shard_bytes: int) -> str:
     """A digest of all that the written bytes depend on; of the source's files, sizes and times."""
     files = sorted({tensor.file for tensor in index.tensors.values()})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    parts = (__version__, states, index.config, plan, calibration, shard_bytes, device)
+    parts = (__version__, states, index.config, plan, calibration, shard_bytes)
     return digest_bytes(repr(parts).encode())
 
 

@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import read_tensor, read_weight
-from vexport.compress.integer import unpack_int32
 from vexport.noise import NONE, noise_of
 from vexport.schemes import get_scheme
 from vexport.schemes.base import QuantArgs, SchemeArgs
@@ -25,6 +24,9 @@ CHECK = "roundtrip"
 RUN_ELEMENTS = 1 << 22
 # Rows of whole blocks of 128 and of whole words of packed zero points of any width.
 WHOLE_ROWS = 128
+# So many values of any width fill whole words.
+VALUES_OF_WHOLE_WORDS = INT32_BITS
+WORD_MASK = (1 << INT32_BITS) - 1
 
 
 def layer_errors(
@@ -139,3 +141,21 @@ def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> It
                     got="no such tensor" if copy is None else "other bytes",
                     fix="export the checkpoint again",
                 )
+
+
+def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """The (rows, columns) unsigned int64 values of `bits` bits that are packed into int32 words of each row.
+
+    Value i takes the bits from i*bits on, low bits first, also across the border of two words.
+    """
+    unsigned = packed.to(torch.int64) & WORD_MASK
+    padded = torch.nn.functional.pad(unsigned, (0, -packed.shape[1] % bits))
+    runs = padded.reshape(packed.shape[0], -1, bits)
+    values = torch.empty(*runs.shape[:2], VALUES_OF_WHOLE_WORDS, dtype=torch.int64, device=packed.device)
+    for position in range(VALUES_OF_WHOLE_WORDS):
+        word, offset = divmod(position * bits, INT32_BITS)
+        value = runs[..., word] >> offset
+        if offset + bits > INT32_BITS:
+            value = value | (runs[..., word + 1] << (INT32_BITS - offset))
+        values[..., position] = value & ((1 << bits) - 1)
+    return values.reshape(packed.shape[0], -1)[:, :columns]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.pack import as_scales, pack
 from tests.schemes.test_golden import VALUES
-from vexport.compress import COMPRESSORS
 from vexport.observers import load_observer
 from vexport.roundtrip import dequantize
 from vexport.schemes import FAMILIES, get_scheme
@@ -31,7 +31,7 @@ def test_error_is_not_above_the_peers(scheme: str, observer: str) -> None:
     args, format_ = get_scheme(scheme).args, get_scheme(scheme).family.format
     weights = replace(args.weights, scale_dtype="bfloat16") if format_ == "pack-quantized" else args.weights
     qparams = load_observer(observer, "weight", weights).forward(weight).get_qparams()
-    back = dequantize(scheme, COMPRESSORS[format_](weight, qparams, args)).double()
+    back = dequantize(scheme, pack(get_scheme(scheme), weight, as_scales(qparams))).double()
     exact = weight.double()
     error = float((back - exact).square().sum() / exact.square().sum())
     assert error <= PEER[scheme][observer] * (1 + CHANCE)

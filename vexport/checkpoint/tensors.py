@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from vexport.checkpoint.reader import Reader
-from vexport.types import TensorInfo, WeightPart
+from vexport.types import TensorInfo, TensorSpec, WeightPart
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -56,3 +56,8 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array.data
+
+
+def as_tensor(data: npt.NDArray[np.generic], spec: TensorSpec) -> torch.Tensor:
+    """A tensor of that dtype and shape that shares the memory of its bytes."""
+    return torch.from_numpy(data).view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)

@@ -114,8 +114,7 @@ def plan(
 @click.option(
     "--device",
     metavar="D",
-    help="Where calibration and the weights' arithmetic run: cpu, cuda, cuda:1 ... [default: calibration on "
-    "cuda if there is one, weights on the CPU]",
+    help="Where calibration runs: cpu, cuda, cuda:1 ... [default: cuda if there is one].",
 )
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of weights."
@@ -176,7 +175,6 @@ def quantize(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
-            device=device,
             shard_bytes=max_shard_size,
             on_plan=note_unused_calibration if calibration and is_first_rank() else lambda plan: None,
         )

@@ -1,6 +1,6 @@
 """From a weight's rows to the bytes that are stored, without torch: one file a family, one line each here.
 
-A packing wraps the family's kernel (`vexport.kernels`); `vexport.compress` defines what it has to give.
+A packing wraps the family's kernel (`vexport.kernels`).
 """
 
 from collections.abc import Mapping

@@ -46,7 +46,6 @@ class Weights:
         calibration = self.calibration
 
         def make() -> None:
-            settings = self.scenario.calibration
             write_checkpoint(
                 index,
                 plan,
@@ -54,7 +53,6 @@ class Weights:
                 self.checkpoint,
                 overwrite=True,
                 on_progress=self.options.on_progress,
-                device=settings.device if settings else None,
             )
 
         self.stages.once("quantize", self.made_from, make)

@@ -9,12 +9,13 @@ import torch
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.tensors import read_tensor
+from vexport.checkpoint.tensors import as_tensor, read_tensor
 from vexport.engine.reference import rounding_hook
-from vexport.on_device import compressed_group
-from vexport.quantize import static_scales
+from vexport.plan.blocks import group_layout
+from vexport.quantize import quantized_group, static_scales
 from vexport.roundtrip import ct_scheme, dequantize
 from vexport.schemes import get_scheme
+from vexport.searched import search_scales
 from vexport.sensitivity.units import Option
 from vexport.types import Calibration, FusionGroup, LinearPlan
 
@@ -70,7 +71,9 @@ class Quantizer:
         return tuple(layer for group in trial.option.groups for layer in self._group(group))
 
     def _group(self, group: FusionGroup) -> Iterator[QuantizedLayer]:
-        stored = compressed_group(group, self._index, self._calibration, self._reader, device=self._device)
+        found = quantized_group(group, self._index, self._calibration, self._reader, search=search_scales)
+        layout = group_layout(group, self._index.tensors)
+        stored = {spec.name: as_tensor(found[spec.name], spec).to(self._device) for spec in layout}
         inputs = get_scheme(group.scheme).args.input_activations
         scales = {
             name: torch.from_numpy(value).to(self._device)
