@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 
+import vexport
 from tests.models import save_llama
 
 LINE = "compile kernels, once"
@@ -28,3 +30,32 @@ def test_compiling_is_announced_once(tmp_path: Path) -> None:
     assert said[0][0] == f"{LINE} ..."
     assert said[0][1].startswith(f"{LINE}: done in ")
     assert said[1] == []
+
+
+@pytest.mark.slow
+def test_a_change_of_one_kernel_file_reaches_the_kernels_of_others(tmp_path: Path) -> None:
+    package = copytree(
+        Path(vexport.__file__).parent, tmp_path / "vexport", ignore=ignore_patterns("__pycache__")
+    )
+    code = (
+        "import numpy as np; from vexport.kernels.codes import e4m3_codes; codes = np.zeros(1, np.uint8); "
+        "e4m3_codes(np.float32([1e6]), np.float32([1]), codes); print(codes[0])"
+    )
+
+    def largest_code() -> int:
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
+        )
+        return int(ran.stdout)
+
+    assert largest_code() == 0x7E
+    arithmetic = package / "kernels" / "arithmetic.py"
+    arithmetic.write_text(
+        arithmetic.read_text().replace("float_format(448.0, -6, 3)", "float_format(240.0, -6, 3)")
+    )
+    assert largest_code() == 0x77

@@ -3,9 +3,6 @@
 Everything is branch-free inside its loop, so that the compiler turns each loop into vector code. Values are
 deterministic: `contract` only lets a multiply-add be one instruction, `reassoc` only lets a sum be kept in
 lanes, and neither depends on the number of threads.
-
-Compiled code is kept per file and made anew when that file changes: after a change here, touch the files of
-the kernels that call it.
 """
 
 from collections.abc import Callable, Sequence

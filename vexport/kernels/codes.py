@@ -1,7 +1,4 @@
-"""What the packing kernels share: magnitudes, codes of small floats, codes packed into bytes.
-
-Compiled code is kept per file (see `arithmetic`): after a change here, touch the files of the kernels.
-"""
+"""What the packing kernels share: magnitudes, codes of small floats, codes packed into bytes."""
 
 from collections.abc import Callable
 from typing import cast
