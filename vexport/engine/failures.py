@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vexport.engine.messages import EngineFailure, FailureKind
+from vexport.extras import is_mismatch
 
 TAIL_LINES = 40
 # What the allocators of torch and CUDA, the kernel and vLLM's own memory planning say.
@@ -72,6 +73,8 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
     kind: FailureKind = failure.kind
     if _OUT_OF_MEMORY.search(message) or _KILLED_CORE.search(failure.message):
         kind = "out of memory"
+    elif is_mismatch(message):
+        kind = "mismatched build"
     elif _NO_COMPILER.search(message):
         kind = "no compiler"
     elif kind in ("refused", "crashed") and platform == "cpu" and _NO_CPU_KERNEL.search(message):
@@ -84,10 +87,10 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
     ending = f"signal {-code}" if code < 0 else f"exit code {code}"
     cause = last_exception(log)
     message = f"the worker ended with {ending}" + (f" after {cause}" if cause else "")
-    memory = code == -9 or _OUT_OF_MEMORY.search(message) is not None
-    return EngineFailure(
-        kind="out of memory" if memory else "crashed", message=message, log_tail=log_tail(log)
-    )
+    kind: FailureKind = "mismatched build" if is_mismatch(message) else "crashed"
+    if code == -9 or _OUT_OF_MEMORY.search(message):
+        kind = "out of memory"
+    return EngineFailure(kind=kind, message=message, log_tail=log_tail(log))
 
 
 def _lines(log: Path) -> list[str]:

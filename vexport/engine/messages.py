@@ -10,7 +10,14 @@ from vexport.types import Canary, EngineInfo, LmEvalSettings
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
 CANARY_TOKENS = 200
 FailureKind = Literal[
-    "refused", "unsupported", "no compiler", "crashed", "out of memory", "timed out", "missing"
+    "refused",
+    "unsupported",
+    "no compiler",
+    "crashed",
+    "out of memory",
+    "timed out",
+    "missing",
+    "mismatched build",
 ]
 
 

@@ -13,7 +13,7 @@ from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.messages import EngineFailure, InputProblem, Progress, SessionRequest, SessionResult
 from vexport.engine.process import run_group
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
-from vexport.extras import require_extra
+from vexport.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.version import __version__
 
@@ -43,6 +43,7 @@ _FIXES = {
     "crashed": "read the log; report it to vLLM if the checkpoint is sound",
     "out of memory": "free memory, or lower max_model_len or VLLM_CPU_KVCACHE_SPACE",
     "timed out": "give it more time or less work",
+    "mismatched build": UNINSTALL,
     "missing": "install vLLM there (python -m pip install vllm), or choose another --vllm-python",
 }
 
