@@ -28,9 +28,9 @@ def test_a_scenario_decides_about_cache_and_misfits(tmp_path: Path) -> None:
     )
     path = tmp_path / "scenario.yaml"
     path.write_text(text)
-    _, refused = plan_scenario(read_scenario(path))
+    refused = plan_scenario(read_scenario(path))
     path.write_text(text + "on_unsupported_shape: keep\nserve: {tensor_parallel: [1, 2]}\n")
-    _, kept = plan_scenario(read_scenario(path))
+    kept = plan_scenario(read_scenario(path))
     assert [refusal.where for refusal in refused.refusals] == ["model.layers.0.mlp.gate_up_proj"]
     assert kept.refusals == ()
     assert {group.name for group in kept.groups} == {"model.layers.0.self_attn.o_proj"}

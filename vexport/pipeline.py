@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError, nearest
 from vexport.extras import require_extra
@@ -81,6 +82,13 @@ def plan_source(
     return index, build_plan(index, rules, settings)
 
 
+def plan_headers(source: str, rules: Sequence[Rule], settings: PlanSettings, on_progress: OnProgress) -> Plan:
+    """The plan alone: of a model on the hub no weights are fetched. Raises as `plan_source`."""
+    with source_headers(source, on_progress) as root:
+        plan = plan_source(str(root), rules, settings)[1]
+        return replace(plan, source=pinned_source(source, root))
+
+
 def require_observers(names: Collection[str]) -> None:
     """InputError for a name that no observer has."""
     for name in names:
@@ -93,13 +101,15 @@ def require_observers(names: Collection[str]) -> None:
             )
 
 
-def plan_scenario(scenario: Scenario, run_dir: Path | None = None) -> tuple[SourceIndex, Plan]:
+def plan_scenario(
+    scenario: Scenario, run_dir: Path | None = None, *, on_progress: OnProgress = quiet
+) -> Plan:
     """Plan what a scenario asks for; what `auto` comes to depends on `run_dir`, see `plan_mixed`."""
     settings = plan_settings(scenario)
     if scenario.auto is None:
-        return plan_source(scenario.source, scenario.rules, settings)
-    index = scenario_index(scenario)
-    return index, plan_mixed(index, scenario.rules, scenario.auto, settings, run_dir or scenario.run_dir)
+        return plan_headers(scenario.source, scenario.rules, settings, on_progress)
+    index = scenario_index(scenario, on_progress=on_progress)
+    return plan_mixed(index, scenario.rules, scenario.auto, settings, run_dir or scenario.run_dir)
 
 
 def scenario_index(scenario: Scenario, *, on_progress: OnProgress = quiet) -> SourceIndex:

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from vexport.checkpoint.source import with_revision
 from vexport.engine_settings import Serve
 from vexport.errors import InputError, InputErrors, nearest
 from vexport.schemes import FAMILIES, KEEP, fold_name
@@ -234,6 +235,7 @@ FORMER_KEYS = {"on_misfit": "on_unsupported_shape"}
 class Scenario(_Strict):
     """One complete run.
 
+    `source` is a folder or a model of the hub, `revision` its branch, tag or commit (or ORG/NAME@REVISION).
     `on_unsupported_shape` says what becomes of layers whose shapes vLLM could not run; `kv_cache` how keys
     and values are stored, in the model's dtype where it is not given. With `sensitivity` the report says
     what quantizing each group of layers costs; a rule with scheme `auto` needs `auto` and implies it.
@@ -241,6 +243,7 @@ class Scenario(_Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     source: str
+    revision: str | None = None
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
     on_unsupported_shape: OnUnsupportedShape = "refuse"
     kv_cache: KvCache | None = None
@@ -403,7 +406,8 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
     def local(name: str) -> str:
         return absolute(name) if (folder / name).exists() else name
 
-    changes: dict[str, object] = {"source": local(scenario.source)}
+    source = with_revision(local(scenario.source), scenario.revision)
+    changes: dict[str, object] = {"source": source, "revision": None}
     if scenario.calibration:
         changes["calibration"] = scenario.calibration.model_copy(
             update={"data": Path(absolute(scenario.calibration.data))}

@@ -16,7 +16,15 @@ from types import MappingProxyType
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.accepted import Accepted, is_accepted, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
-from vexport.evaluation.fingerprint import EMULATED, MODEL, TASK_HASH, Fingerprint, changes, device_of
+from vexport.evaluation.fingerprint import (
+    EMULATED,
+    MODEL,
+    REVISION,
+    TASK_HASH,
+    Fingerprint,
+    changes,
+    device_of,
+)
 from vexport.evaluation.gates import Choice, Compared, GatedTask, gated_tasks
 from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.reason import reason_for
@@ -54,7 +62,9 @@ def decide(
     left = read_results(baseline)
     repeated = "".join(_asked_again(run, alpha) for run in (left, right))
     where = ("in the baseline", "in the results")
-    others = {name: value for name, value in left.fingerprint.items() if name not in (MODEL, EMULATED)}
+    others = {
+        name: value for name, value in left.fingerprint.items() if name not in (MODEL, REVISION, EMULATED)
+    }
     changed = _circumstances(others, right.fingerprint, where, early)
     gated = gated_tasks(left, right, gate, early=early)
     verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed)

@@ -1,12 +1,24 @@
 """Models of the hub: what is fetched, what is not, and why something cannot be had."""
 
+import json
+import shutil
+import struct
 from pathlib import Path
 
 import pytest
 
 from tests.hub.conftest import MODEL, Machine
 from tests.hub.server import TOKEN, Hub, Repository
+from vexport.errors import InputError
+from vexport.scenario import read_scenario
 
+COUNT = """
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.source import source_headers
+
+with source_headers("acme/long") as root:
+    print(len(read_index(root).tensors))
+"""
 FP8 = ("--scheme", "FP8_DYNAMIC")
 
 
@@ -28,7 +40,7 @@ def test_only_what_is_needed_is_fetched_and_once(machine: Machine, hub: Hub) -> 
 
 def test_a_local_folder_asks_the_hub_for_nothing(machine: Machine, hub: Hub, llama: Path) -> None:
     assert machine.run("quantize", llama, "out", *FP8).code == 0
-    assert machine.run("check", "out", "--source", llama).code == 0
+    assert machine.run("check", "out").code == 0
     assert not hub.requests
 
 
@@ -85,6 +97,83 @@ def test_the_cause_is_named(
     assert not (machine.folder / "out").exists()
     if any("OFFLINE" in key for key in variables):
         assert not hub.requests
+
+
+def test_a_plan_reads_headers_only(machine: Machine, hub: Hub) -> None:
+    weights = hub.repositories[MODEL].folder / "model.safetensors"
+    ran = machine.run("plan", MODEL, *FP8)
+    assert ran.code == 0, ran.stderr
+    assert f"{MODEL}@{hub.repositories[MODEL].commit}: LlamaForCausalLM" in ran.stdout
+    (read,) = [one for one in hub.requests if one.path.endswith("/model.safetensors")]
+    assert (read.method, read.range) == ("GET", "bytes=0-99999")
+    assert read.sent <= 100_000 < weights.stat().st_size
+    local = machine.run("plan", hub.repositories[MODEL].folder, *FP8)
+    assert local.stdout.splitlines()[1:] == ran.stdout.splitlines()[1:]
+    hub.requests.clear()
+    hub.ranges = False
+    whole = machine.run("plan", MODEL, *FP8)
+    assert whole.stdout == ran.stdout
+    assert hub.content("/model.safetensors") >= weights.stat().st_size
+
+
+def test_a_long_header_takes_a_second_request(machine: Machine, hub: Hub, tmp_path: Path) -> None:
+    entries = {
+        f"model.layers.{at}.weight": {"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]}
+        for at in range(0, 8000, 4)
+    }
+    header = json.dumps(entries).encode()
+    repository = tmp_path / "long"
+    repository.mkdir()
+    (repository / "config.json").write_text("{}")
+    data = struct.pack("<Q", len(header)) + header + bytes(8000)
+    (repository / "model.safetensors").write_bytes(data)
+    hub.repositories["acme/long"] = Repository(folder=repository)
+    ran = machine.python("-c", COUNT)
+    assert ran.stdout.strip() == "2000", ran.stderr
+    assert hub.content("/model.safetensors") < len(data)
+    ranges = [one.range for one in hub.requests if one.path.endswith("/model.safetensors")]
+    assert ranges == ["bytes=0-99999", f"bytes=100000-{8 + len(header) - 1}"]
+
+
+def test_a_broken_header_is_named_by_the_model(machine: Machine, hub: Hub, tmp_path: Path) -> None:
+    shutil.copytree(hub.repositories[MODEL].folder, tmp_path / "broken")
+    (tmp_path / "broken/model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    hub.repositories["acme/broken"] = Repository(folder=tmp_path / "broken")
+    ran = machine.run("plan", "acme/broken", *FP8)
+    assert ran.code == 2
+    assert f"acme/broken@{hub.repositories['acme/broken'].commit}/model.safetensors" in ran.stderr
+
+
+def test_a_revision_is_one_of_the_hub_and_recorded(machine: Machine, hub: Hub) -> None:
+    hub.repositories[MODEL].branches = ("main", "v1", "refs/pr/2")
+    commit = hub.repositories[MODEL].commit
+    for name, options in ((MODEL, ("--revision", "v1")), (f"{MODEL}@{commit}", ())):
+        ran = machine.run("plan", name, *FP8, *options, "--format", "json")
+        assert ran.code == 0, ran.stderr
+        assert json.loads(ran.stdout)["source"] == f"{MODEL}@{commit}"
+    twice = machine.run("plan", f"{MODEL}@v1", *FP8, "--revision", "v2")
+    assert (twice.code, "two revisions, 'v1' and 'v2'" in twice.stderr) == (2, True)
+    folder = machine.run("plan", hub.repositories[MODEL].folder, *FP8, "--revision", "v2")
+    assert (folder.code, "the revision 'v2' of a folder" in folder.stderr) == (2, True)
+
+
+def test_a_scenario_has_a_revision(tmp_path: Path) -> None:
+    text = "name: s\nsource: acme/llama\nrevision: v1\nrules: [{match: Linear, scheme: FP8_DYNAMIC}]\n"
+    (tmp_path / "s.yaml").write_text(text)
+    assert read_scenario(tmp_path / "s.yaml").source == "acme/llama@v1"
+    (tmp_path / "s.yaml").write_text(text.replace("acme/llama", "."))
+    with pytest.raises(InputError, match="the revision 'v1' of a folder"):
+        read_scenario(tmp_path / "s.yaml")
+
+
+def test_a_checkpoint_of_the_hub_is_checked(machine: Machine, hub: Hub) -> None:
+    ran = machine.run("check", MODEL)
+    assert ran.code == 0, ran.stderr
+    assert f"PASS  {MODEL}\n" in ran.stdout
+    (machine.folder / "runs").mkdir()
+    mistake = machine.run("check", "runs/nope", HF_ENDPOINT="http://127.0.0.1:9")
+    assert mistake.code == 2
+    assert "no such folder, and the hub cannot be asked" in mistake.stderr
 
 
 def test_a_download_whose_connection_is_reset_is_begun_again(machine: Machine, hub: Hub) -> None:

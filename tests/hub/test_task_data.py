@@ -1,5 +1,6 @@
 """What a task reads is fetched before an engine starts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,19 @@ def test_the_cause_of_a_failed_download_is_named(
         del hub.repositories[DATA]
     ran = machine.python("-c", CAUSE, **variables)
     assert message in ran.stdout, ran.stderr
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_evaluates_on_data_of_the_hub_and_a_local_model_asks_for_nothing(
+    machine: Machine, hub: Hub
+) -> None:
+    model = Path(__file__).parents[2] / "scenarios/demo/model"
+    ran = machine.run("eval", model, "--accept", "accepted.json", "--task", "task.yaml", "--limit", "5")
+    assert ran.code == 0, ran.stderr
+    assert f"task data {DATA}" in ran.stderr
+    (results,) = (machine.folder / "runs/eval-model/candidate").glob("results_*.json")
+    assert json.loads(results.read_text())["n-samples"]["hub_sums"]["effective"] == 5
+    assert len([path for path in hub.paths("GET") if path.endswith("/test.jsonl")]) == 1
+    asked = [path for path in hub.paths() if DATA not in path and path != "/api/agent-harnesses"]
+    assert asked == []

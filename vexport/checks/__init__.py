@@ -70,14 +70,16 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
-def check_checkpoint(name: str, target: Target = ANY, against: Against | None = None) -> CheckReport:
-    """All findings on the checkpoint folder `name`, in the order of `CHECKS`.
+def check_checkpoint(
+    name: str, target: Target = ANY, against: Against | None = None, *, root: Path | None = None
+) -> CheckReport:
+    """All findings on the checkpoint `name`, a folder unless `root` is, in the order of `CHECKS`.
 
     `target` says what it is to be served with, `against` compares it with its source
     (`vexport.fidelity.compare`). Raises InputError where there is no checkpoint at all; broken files are
     findings.
     """
-    root = Path(name)
+    root = root or Path(name)
     require_checkpoint(root)
     try:
         index = read_index(root)

@@ -90,7 +90,7 @@ def check(
     target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
     with progress_display(quiet=quiet) as on_progress:
         against = _against(source, calibration, on_progress)
-        reports, problems = _checked(checkpoints, target, against)
+        reports, problems = _checked(checkpoints, target, against, on_progress)
     if format_ != "text" or len(problems) < len(reports):
         print_text(render_checks(reports, format_, (FILES, *CHECKS), every=every))
     if format_ == "github":
@@ -101,15 +101,17 @@ def check(
 
 
 def _checked(
-    names: Sequence[str], target: "Target", against: "Against | None"
+    names: Sequence[str], target: "Target", against: "Against | None", on_progress: "OnProgress"
 ) -> tuple[list[CheckReport], list[InputError]]:
     """A report for each name, and what was wrong with those that are no checkpoints at all."""
+    from vexport.checkpoint.source import resolve_source
     from vexport.checks import check_checkpoint, findings_of
 
     reports, problems = [], []
     for name in names:
         try:
-            reports.append(check_checkpoint(name, target, against))
+            root = resolve_source(name, on_progress)
+            reports.append(check_checkpoint(name, target, against, root=root))
         except InputError as problem:
             problems.append(problem)
             reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(problem)))

@@ -151,6 +151,11 @@ def format_option(
     return decorate
 
 
+revision_option = click.option(
+    "--revision", metavar="REV", help="Branch, tag or commit of a SOURCE on the hub, as in ORG/NAME@REV."
+)
+
+
 trust_option = click.option(
     "--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run."
 )

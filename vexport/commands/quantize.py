@@ -19,6 +19,7 @@ from vexport.commands.options import (
     format_option,
     is_scenario,
     plan_options,
+    revision_option,
     trust_option,
 )
 from vexport.types import KvCache, OnUnsupportedShape
@@ -26,6 +27,7 @@ from vexport.types import KvCache, OnUnsupportedShape
 
 @command()
 @click.argument("source", metavar="SOURCE|SCENARIO")
+@revision_option
 @click.option(
     "--scheme",
     metavar="S",
@@ -39,6 +41,7 @@ from vexport.types import KvCache, OnUnsupportedShape
 @format_option(("text", "json"))
 def plan(
     source: str,
+    revision: str | None,
     scheme: str | None,
     run_dir: Path | None,
     observer: str,
@@ -51,7 +54,7 @@ def plan(
 ) -> None:
     """Show what quantizing would do: layers, size, problems.
 
-    SOURCE is a folder or a hub id. Reads headers only.
+    SOURCE is a folder or a hub id (ORG/NAME or ORG/NAME@REVISION). Reads headers only, also from the hub.
 
     \b
     Examples:
@@ -59,10 +62,12 @@ def plan(
       vexport plan MODEL --scheme W4A16 --tp 2
       vexport plan SCENARIO.yaml
     """
-    from vexport.pipeline import plan_scenario, plan_source, rules_for
+    from vexport.checkpoint.source import with_revision
+    from vexport.pipeline import plan_headers, plan_scenario, rules_for
     from vexport.plan import Settings, require_accepted
     from vexport.reports.plan import render_plan
     from vexport.scenario import read_scenario
+    from vexport.terminal import progress_display
 
     evaluate = None
     if run_dir and not is_scenario(source):
@@ -70,13 +75,18 @@ def plan(
     if is_scenario(source):
         scenario = read_scenario(Path(source))
         require_scenario_alone()
+        if revision:
+            raise click.UsageError("--revision cannot be used with a scenario; set `revision` in it.")
         if run_dir and scenario.auto is None:
             note("--run-dir has no effect: no rule of the scenario has scheme: auto")
-        _, made = plan_scenario(scenario, run_dir)
+        with progress_display(quiet=quiet) as on_progress:
+            made = plan_scenario(scenario, run_dir, on_progress=on_progress)
         evaluate = scenario.evaluate
     elif scheme:
         settings = Settings(ranks=tp or (1,), on_unsupported_shape=on_unsupported_shape, kv_cache=kv_cache)
-        _, made = plan_source(source, rules_for(scheme, observer=observer, ignore=ignore), settings)
+        rules = rules_for(scheme, observer=observer, ignore=ignore)
+        with progress_display(quiet=quiet) as on_progress:
+            made = plan_headers(with_revision(source, revision), rules, settings, on_progress)
     else:
         raise click.UsageError("SOURCE needs --scheme.")
     text = render_plan(made, format_)
@@ -91,6 +101,7 @@ def plan(
 @command()
 @click.argument("source")
 @click.argument("out", type=PATH)
+@revision_option
 @click.option(
     "--scheme",
     metavar="S",
@@ -124,6 +135,7 @@ def plan(
 def quantize(
     source: str,
     out: Path,
+    revision: str | None,
     scheme: str,
     observer: str,
     ignore: tuple[str, ...],
@@ -140,7 +152,7 @@ def quantize(
     trust_remote_code: bool,
     quiet: bool,
 ) -> None:
-    """Quantize SOURCE, a folder or a hub id, into the folder OUT.
+    """Quantize SOURCE, a folder or a hub id (ORG/NAME or ORG/NAME@REVISION), into the folder OUT.
 
     lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT is written
     atomically; rerun an interrupted command to resume.
@@ -151,6 +163,7 @@ def quantize(
       vexport quantize MODEL OUT --scheme NVFP4 --calibration chats.jsonl --samples 256
       vexport quantize MODEL OUT --scheme W4A16 --ignore re:.*layers[.]0[.].*
     """
+    from vexport.checkpoint.source import with_revision
     from vexport.pipeline import is_first_rank, quantize_source, rules_for
     from vexport.plan import Settings
     from vexport.reports.coverage import coverage_lines
@@ -167,7 +180,7 @@ def quantize(
         )
     with progress_display(quiet=quiet or not is_first_rank()) as on_progress:
         made, seen = quantize_source(
-            source,
+            with_revision(source, revision),
             out,
             rules_for(scheme, observer=observer, ignore=ignore),
             settings,

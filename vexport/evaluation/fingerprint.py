@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 
 from vexport.checkpoint.chat_template import DEFAULT, chat_templates, template_digest
 from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
+from vexport.checkpoint.hub.names import pinned_name
 from vexport.checkpoint.index import weight_files
 from vexport.files import digest_file, read_json_object, write_text
 from vexport.types import EngineInfo, device_words
@@ -19,6 +20,7 @@ Fingerprint = Mapping[str, str]
 FILE = "fingerprint.json"
 """Beside lm-eval's results: what lm-eval does not record."""
 MODEL = "model"
+REVISION = "model's revision on the hub"
 TASK_HASH = "task hash of "
 CHAT_TEMPLATE, SYSTEM_INSTRUCTION = "chat template", "system instruction"
 MULTITURN, FEWSHOT = "few-shot as multiturn", "few-shot examples of "
@@ -84,7 +86,8 @@ def _value(side: Fingerprint, name: str) -> str:
 
 def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
     """Of a checkpoint's bytes and what ran it."""
-    return {
+    pinned = pinned_name(root)
+    return ({REVISION: pinned} if pinned else {}) | {
         MODEL: model_digest(root),
         "model's chat template": _template_digest(root),
         "vexport": __version__,

@@ -18,7 +18,7 @@ from vexport.reports import render
 from vexport.reports.gates import checkpoint_gate
 from vexport.run.attempts import read_attempts
 from vexport.run.choices import Choices
-from vexport.run.naming import portable, source_name
+from vexport.run.naming import commit_of, portable, source_name
 from vexport.run.promoting import attempts_with, promote, require_promotable
 from vexport.run.sessions import NOT_RUN, Loads, Sessions
 from vexport.run.sizes import size_by_kind
@@ -119,6 +119,7 @@ def _report(stages: Stages, choices: Choices) -> Report:
         command=shlex.join(["vexport", *map(portable, sys.argv[1:])]),
         source=portable(scenario.source),
         source_name=source_name(scenario.source, index.root),
+        source_revision=commit_of(index.root),
         source_card=inherited_card(index.root),
         baseline=portable(str(sessions.baseline)),
         outcome=outcome,

@@ -43,7 +43,8 @@ class KindSize:
 class Report:
     """Everything a run found; every other report format is made from this.
 
-    `source_name` is what the source is called: its id on the hub where that is known, else its folder.
+    `source_name` is what the source is called: its id on the hub where that is known, else its folder;
+    `source_revision` is the commit on the hub that was read.
     """
 
     schema_version: Literal[1] = 1
@@ -53,6 +54,7 @@ class Report:
     command: str
     source: str
     source_name: str = ""
+    source_revision: str | None = None
     source_card: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     baseline: str
     outcome: Outcome
