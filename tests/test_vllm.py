@@ -70,7 +70,9 @@ def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     scenario = ROOT / "scenarios" / "demo-nvfp4.yaml"
     ran = run(scenario, folder)
     assert ran.code == 0, ran.stderr
-    assert ran.stdout.startswith("PASS")
+    assert ran.stdout.startswith(
+        "PASS on CPU, emulated  demo-nvfp4\nAll 4 tasks lose less than 2 points (worst: "
+    )
     names = (
         "plan.json",
         "check.json",
@@ -78,10 +80,15 @@ def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
         "report.html",
         "report.md",
         "junit.xml",
+        "scenario.yaml",
         "checkpoint/config.json",
     )
     assert all((folder / name).is_file() for name in names)
     report = report_of(folder)
+    assert (report["source_name"], report["source"]) == ("demo", "scenarios/demo/model")
+    links = re.findall(r'href="([^#"]*)"', (folder / "report.html").read_text(encoding="utf-8"))
+    assert {"checkpoint/", "scenario.yaml", "report.json", "eval/candidate/vllm.log"} <= set(links)
+    assert all((folder / link).exists() for link in links)
     verdict = report["verdict"]
     assert isinstance(verdict, dict)
     assert {task["task"] for task in verdict["tasks"]} == {

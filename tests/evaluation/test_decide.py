@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from vexport.evaluation.reason import about
 from vexport.evaluation.statistics import tango_interval
 from vexport.files import from_json, to_json
 from vexport.types import TaskVerdict, Verdict
@@ -52,7 +53,7 @@ def test_too_few_documents_are_inconclusive_and_say_how_many(lm_eval_runs: Path)
     assert sums.documents_needed is not None
     assert sums.documents_needed > 400
     assert verdict.reason.startswith("2 of 3 tasks are not settled: ")
-    assert f"sums (read 400 documents, about {sums.documents_needed:,} needed)" in verdict.reason
+    assert f"sums (read 400 documents, {about(sums.documents_needed)} needed)" in verdict.reason
 
 
 def test_the_reason_is_one_short_sentence(lm_eval_runs: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.reports import sample
-from vexport.evaluation.reason import reason_for
+from vexport.evaluation.reason import about, reason_for
 from vexport.types import Outcome, TaskVerdict
 from vexport.verdict import overall_outcome
 
@@ -72,7 +72,7 @@ HOPELESS = task("facts", -0.02, -0.03, -0.01)
         (
             [OPEN, SAME],
             "addition is not settled after 1,382 documents: -1.41 points, between -2.52 and -0.47, "
-            "2 points were accepted; about 2,810 would settle it; the other task passes",
+            "2 points were accepted; about 2,900 would settle it; the other task passes",
         ),
         (
             [HOPELESS],
@@ -81,13 +81,13 @@ HOPELESS = task("facts", -0.02, -0.03, -0.01)
         ),
         (
             [OPEN, HOPELESS],
-            "2 of 2 tasks are not settled: addition (read 1,382 documents, about 2,810 needed), "
+            "2 of 2 tasks are not settled: addition (read 1,382 documents, about 2,900 needed), "
             "facts (read 1,382 documents, no number would settle it)",
         ),
         (
             [OPEN] * 5,
             "5 of 5 tasks are not settled: "
-            + ", ".join(["addition (read 1,382 documents, about 2,810 needed)"] * 3)
+            + ", ".join(["addition (read 1,382 documents, about 2,900 needed)"] * 3)
             + " and 2 more",
         ),
         (
@@ -125,3 +125,11 @@ def test_a_bound_next_to_the_margin_does_not_read_like_it() -> None:
     """Less than 2 points, at worst -2.00, would contradict itself."""
     close = task("addition", -0.0101, -0.019996, 0.0)
     assert "at worst -1.9996)" in reason_for("PASS", [close, SAME], margin=0.02)
+
+
+@pytest.mark.parametrize(
+    ("documents", "words"),
+    [(7, "about 7"), (303, "about 310"), (2810, "about 2,900"), (70941, "about 71,000")],
+)
+def test_an_estimate_has_two_digits_and_is_enough(documents: int, words: str) -> None:
+    assert about(documents) == words

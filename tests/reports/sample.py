@@ -219,7 +219,7 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
         "PASS": "both tasks lose less than 2 points (worst: addition -0.47, at worst -1.28)",
         "FAIL": "addition loses 10.5 points (at least 8.53), 2 points were accepted; the other task passes",
         "INCONCLUSIVE": "addition is not settled after 640 documents: -1.41 points, between -2.52 and -0.47, "
-        "2 points were accepted; about 2,810 would settle it; the other task passes",
+        "2 points were accepted; about 2,900 would settle it; the other task passes",
     }[outcome]
     beside = Comparison(
         task="addition",

@@ -44,7 +44,7 @@ def test_checkpoints_are_rows_and_versions_columns() -> None:
 
 
 def test_one_load_has_no_matrix() -> None:
-    assert render_loads([LOADS], "text").startswith("PASS  out/model\n")
+    assert render_loads([LOADS], "text").startswith("PASS on CPU, emulated  out/model\n")
 
 
 def test_modes_are_columns() -> None:

@@ -59,6 +59,12 @@ def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float)
     return sentences[outcome](tasks, margin)
 
 
+def about(documents: int) -> str:
+    """An estimate of documents with two digits: 70941 is `about 71,000`."""
+    scale = 10 ** max(0, len(str(documents)) - 2)
+    return f"about {-(-documents // scale) * scale:,}"
+
+
 def _unit(task: TaskVerdict, margin: float) -> _Unit:
     if max(task.baseline.value, task.candidate.value) <= 1:
         return _Unit(factor=100, name=" points", margin=margin)
@@ -139,12 +145,12 @@ def _others(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
 def _remedy(task: TaskVerdict) -> str:
     if task.documents_needed is None:
         return "at this difference no number of documents would settle it"
-    return f"about {task.documents_needed:,} would settle it"
+    return f"{about(task.documents_needed)} would settle it"
 
 
 def _need(task: TaskVerdict) -> str:
     needed = task.documents_needed
-    return "no number would settle it" if needed is None else f"about {needed:,} needed"
+    return "no number would settle it" if needed is None else f"{about(needed)} needed"
 
 
 def _documents(number: int) -> str:

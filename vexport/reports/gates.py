@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from vexport.evaluation.reason import about
 from vexport.reports.folding import SEVERITIES
 from vexport.reports.formatting import count, plural
 from vexport.reports.sentences import (
@@ -109,7 +110,7 @@ def task_gate(task: TaskVerdict, margin: float) -> Gate:
         f"{scale.limit(margin)} accepted, {count(task.documents)} documents"
     )
     if task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
-        message += f"; about {count(task.documents_needed)} documents would settle it"
+        message += f"; {about(task.documents_needed)} documents would settle it"
     return Gate(name=task_title(task), status=task.outcome, message=message)
 
 

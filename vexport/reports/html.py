@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from vexport.evaluation.reason import about
 from vexport.reports import formatting, sentences
 from vexport.reports.charts.forest import forests
 from vexport.reports.charts.layers import layer_chart
@@ -109,6 +110,7 @@ def _environment() -> Environment:
     )
     environment.filters.update(_FILTERS)
     environment.globals.update(
+        about=about,
         attribution_line=sentences.attribution_line,
         budget_of=budget_of,
         clip=_clip,

@@ -236,8 +236,11 @@ def _tasks(verdict: Verdict) -> RenderableType:
 
 def _checkpoint(name: str, report: CheckReport | LoadReport, *, every: bool = False) -> list[RenderableType]:
     gate = checkpoint_gate(name, report)
+    device = report.engine.device if isinstance(report, LoadReport) and report.engine else ""
     return [
-        _headline(gate.status, report.checkpoint, finding_counts(report.findings) + judged_for(report)),
+        _headline(
+            gate.status, report.checkpoint, finding_counts(report.findings) + judged_for(report), device
+        ),
         *_findings(gate.findings, every=every),
     ]
 
