@@ -52,7 +52,7 @@ def without(*names: str) -> Change:
 REFUSED: list[tuple[str, Change]] = [
     (TOKENIZER, without(TOKENIZER)),
     (f"{TOKENIZER}:1", file_bytes(TOKENIZER, lambda data: b"")),
-    (f"{TOKENIZER}:1", file_bytes(TOKENIZER, lambda data: b"version https://git-lfs.github.com/spec/v1\n")),
+    (TOKENIZER, file_bytes(TOKENIZER, lambda data: b"version https://git-lfs.github.com/spec/v1\n")),
     (f"{TOKENIZER}:1", file_bytes(TOKENIZER, lambda data: b"\xef\xbb\xbf" + data)),
     (TOKENIZER, written(TOKENIZER, [])),
     (f"{TOKENIZER}: model", changed(lambda content: content.pop("model"))),

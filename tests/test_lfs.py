@@ -17,7 +17,6 @@ TASK = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("check", "MODEL"),
         ("plan", "MODEL", "--scheme", "FP8_DYNAMIC"),
         ("quantize", "MODEL", "OUT", "--scheme", "FP8_DYNAMIC"),
         ("load", "MODEL"),
@@ -52,7 +51,9 @@ def test_many_pointers_are_one_line_and_a_finding(good: Callable[[str], Path], t
     for number in range(1, 4):
         (model / f"model-{number}-of-3.safetensors").write_text(POINTER)
     (model / "logo.png").write_text(POINTER)
+    assert "Git LFS pointer" in vexport("check", model).stdout
     ran = vexport("check", model, "--format", "json")
+    assert ran.code == 1
     (finding,) = json.loads(ran.stdout)[0]["findings"]
     assert finding["where"] == f"{model / 'model-1-of-3.safetensors'} (and 2 more files)"
     assert finding["got"] == "a Git LFS pointer"

@@ -279,3 +279,25 @@ def test_completion_imports_nothing_heavy() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"
+
+
+def test_a_refused_plan_is_printed_once(llama: Path) -> None:
+    options = ("--scheme", "W4A16", "--tp", "3")
+    ran = vexport("plan", llama, *options)
+    assert ran.code == 2
+    (line,) = ran.errors
+    assert line.endswith("need layers that vLLM can run; see the plan above")
+    first = json.loads(vexport("plan", llama, *options, "--format", "json").stdout)["refusals"][0]
+    assert first["got"] in ran.stdout
+    assert first["got"] not in line
+    assert first["got"] in vexport("plan", llama, *options, "--format", "json").errors[0]
+
+
+def test_a_repair_that_fails_folds_what_it_names(good: Callable[[str], Path], tmp_path: Path) -> None:
+    scales = [f"model.layers.{layer}.mlp.down_proj.weight_scale" for layer in range(3)]
+    broken = spoiled(good("W8A8"), tmp_path / "broken", drop(*scales))
+    ran = vexport("repair", broken, tmp_path / "out", "--quiet")
+    assert ran.code == 1
+    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("cannot be repaired: ")]
+    assert "model.layers.0-2.mlp.down_proj.weight_scale" in line
+    assert "(2 more like it)" in line

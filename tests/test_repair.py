@@ -337,7 +337,7 @@ def test_a_sound_checkpoint_is_copied(good: Callable[[str], Path], tmp_path: Pat
     out = tmp_path / "out"
     ran = vexport("repair", good("W8A8"), out, "--quiet")
     assert ran.code == 0
-    assert "nothing to mend" in ran.stdout
+    assert "nothing to repair" in ran.stdout
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in good("W8A8").iterdir()
     }

@@ -92,7 +92,7 @@ def test_a_plan_predicts_the_bytes(source: Path, written: dict[KvCache, Path], k
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(None, "none: vLLM would use 1.0"), (float("nan"), "NaN"), (0.0, "<= 0")]
+    ("value", "said"), [(None, "no scale: vLLM would use 1.0"), (float("nan"), "NaN"), (0.0, "<= 0")]
 )
 def test_bad_scales_are_found(
     written: dict[KvCache, Path], tmp_path: Path, value: float | None, said: str

@@ -77,6 +77,12 @@ def read_index(root: Path) -> SourceIndex:
 
 def require_checkpoint(root: Path) -> None:
     """InputError unless `root` is a folder with a config.json, whose files Git LFS has fetched."""
+    require_config(root)
+    require_fetched(sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT))
+
+
+def require_config(root: Path) -> None:
+    """InputError unless `root` is a folder with a config.json."""
     if not root.exists():
         raise InputError(str(root), got="no such folder", need="a checkpoint folder", fix="check the path")
     if not root.is_dir():
@@ -90,7 +96,6 @@ def require_checkpoint(root: Path) -> None:
             need="a Hugging Face checkpoint (config.json and safetensors)",
             fix="check the path, or download the checkpoint again",
         )
-    require_fetched(sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT))
 
 
 def weight_files(root: Path) -> list[Path]:

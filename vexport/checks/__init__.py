@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vexport.checkpoint.index import read_index, require_checkpoint
+from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
 from vexport.checks import (
     completeness,
@@ -80,7 +80,7 @@ def check_checkpoint(
     findings.
     """
     root = root or Path(name)
-    require_checkpoint(root)
+    require_config(root)
     try:
         index = read_index(root)
         with Reader() as reader:

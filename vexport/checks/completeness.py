@@ -1,4 +1,4 @@
-"""Is every tensor there that vLLM would otherwise leave uninitialized, without a word?"""
+"""Is every tensor there that vLLM would otherwise leave uninitialized, silently?"""
 
 import re
 from collections import Counter
@@ -99,7 +99,7 @@ def _head_beside_tie(subject: Subject) -> Iterator[Finding]:
             NAME,
             head.name,
             expected="no head, or that of the embeddings, as config.json ties them",
-            got="another one: vLLM would use it, transformers would not",
+            got="a different head: vLLM would use it, transformers would not",
             fix="set tie_word_embeddings to false, or remove the head",
         )
 
@@ -110,7 +110,7 @@ def _unread_bias(name: str, *, of_module: bool) -> Finding:
         NAME,
         name,
         expected="no bias, or a config that announces it" if of_module else "no such tensor",
-        got="a bias that vLLM drops without a word",
+        got="a bias that vLLM drops silently",
         fix="remove it if it is zero, else correct the config (attention_bias, mlp_bias)",
     )
 
@@ -121,7 +121,7 @@ def _unread_expert(name: str) -> Finding:
         NAME,
         name,
         expected="only experts and projections of the class, as many as config.json says",
-        got="another, which vLLM drops without a word",
+        got="an unknown name, which vLLM drops silently",
         fix="remove it, or correct its name or the number of experts",
     )
 
@@ -142,7 +142,7 @@ def _parameters(subject: Subject, unit: Unit, group: ConfigGroup, module: str) -
                 NAME,
                 f"{module}.{leaf}",
                 expected=f"the tensor ({group.format})",
-                got="none: vLLM would read uninitialized memory",
+                got="no such tensor: vLLM would read uninitialized memory",
                 fix="export the checkpoint again",
             )
     known = names | {"bias"}
@@ -162,7 +162,7 @@ def _covered(where: str, unit: Unit) -> Finding:
         NAME,
         where,
         expected="an input scale for each layer that runs as one",
-        got=f"none: vLLM would take that of the others in {unit.name}",
+        got=f"no such tensor: vLLM would take that of the others in {unit.name}",
         fix="export the checkpoint again",
     )
 
@@ -173,7 +173,7 @@ def _unread_shape(where: str) -> Finding:
         NAME,
         where,
         expected="the tensor, by which compressed-tensors unpacks the weight",
-        got="none: transformers cannot load the layer; vLLM does not read it",
+        got="no such tensor: transformers cannot load the layer; vLLM does not read it",
         fix="export the checkpoint again",
     )
 
@@ -266,5 +266,5 @@ def _text_config(subject: Subject) -> Mapping[str, Json]:
 
 
 def _missing(where: str, expected: str) -> Finding:
-    got = "none: vLLM would read uninitialized memory"
+    got = "no such tensor: vLLM would read uninitialized memory"
     return error(NAME, where, expected=expected, got=got, fix="export the checkpoint again")

@@ -42,7 +42,7 @@ def run(subject: Subject) -> Iterator[Finding]:
     if config is None:
         if any(unit.is_quantized for unit in subject.units):
             yield _finding(
-                subject, "", "a quantization_config for the quantized tensors", "none", "export again"
+                subject, "", "a quantization_config for the quantized tensors", "no such key", "export again"
             )
         return
     other = other_method(subject)
@@ -77,7 +77,7 @@ def _unreadable(subject: Subject, groups: Mapping[str, Json]) -> Iterator[Findin
             expected = "arguments that compressed-tensors accepts"
             yield _finding(subject, f"config_groups.{name}", expected, parsed, "correct the group")
         elif isinstance(raw, dict) and all(_is_static_int8(raw.get(side)) for side in SIDES):
-            place, expected = f"config_groups.{name}.output_activations", "none"
+            place, expected = f"config_groups.{name}.output_activations", "no quantized outputs"
             fix = "ask vLLM itself with `vexport load`, or quantize without them"
             yield _finding(subject, place, expected, OUTPUTS, fix)
 
@@ -133,7 +133,7 @@ def _sparsity(subject: Subject, config: Mapping[str, Json]) -> Iterator[Finding]
     """Source: _parse_sparsity_config of CompressedTensorsConfig."""
     sparsity = config.get("sparsity_config")
     if sparsity and not isinstance(sparsity, dict):
-        yield _finding(subject, "sparsity_config", "none", repr(sparsity), "remove it")
+        yield _finding(subject, "sparsity_config", "no such key", repr(sparsity), "remove it")
     if isinstance(sparsity, dict) and (sparsity.get("targets") or sparsity and "format" not in sparsity):
         got = (
             f"one with targets {sparsity.get('targets')}" if sparsity.get("targets") else "one without format"

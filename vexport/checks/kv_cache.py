@@ -52,7 +52,7 @@ def run(subject: Subject) -> Iterator[Finding]:
                 NAME,
                 f"{module}.{leaf}",
                 expected="the scale of the fp8 KV cache",
-                got="none: vLLM would use 1.0",
+                got="no scale: vLLM would use 1.0",
                 fix="quantize the KV cache again, or remove kv_cache_scheme",
             )
         else:
@@ -68,7 +68,7 @@ def _unannounced(subject: Subject) -> Iterator[Finding]:
             NAME,
             f"{subject.quantization_place}.kv_cache_scheme",
             expected="the scheme of the fp8 KV cache, of which all attention layers have the scales",
-            got="none: vLLM would not quantize the cache",
+            got="no scheme: vLLM would not quantize the cache",
             fix="set kv_cache_scheme, or remove the scales",
         )
 

@@ -94,7 +94,7 @@ def _dtype(subject: Subject, group: ConfigGroup, tensor: TensorInfo, expected: E
         tensor.name,
         expected=wanted,
         got=tensor.dtype,
-        fix="export it again: vLLM would cast the values without a word",
+        fix="export it again: vLLM would cast the values silently",
     )
 
 
@@ -110,7 +110,7 @@ def _shape(
             NAME,
             tensor.name,
             expected=wanted,
-            got=f"{list(tensor.shape)}, of which vLLM drops the end without a word",
+            got=f"{list(tensor.shape)}, of which vLLM silently drops the end",
             fix="export it again",
         )
         return
@@ -191,7 +191,7 @@ def _plain(subject: Subject, name: str, expected: Expected, cut: int | None) -> 
             name,
             expected=f"dtype {' or '.join(sorted(FLOATING))}",
             got=tensor.dtype,
-            fix="export it again: vLLM would cast the values without a word",
+            fix="export it again: vLLM would cast the values silently",
         )
     elif _loses_in_bfloat16(subject, tensor):
         yield error(
@@ -207,7 +207,7 @@ def _plain(subject: Subject, name: str, expected: Expected, cut: int | None) -> 
             NAME,
             name,
             expected=f"shape {list(expected.shape)}, as config.json sizes {subject.class_name}",
-            got=f"{list(tensor.shape)}{', of which vLLM drops the end without a word' if narrowed else ''}",
+            got=f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}",
             fix="export it again, or correct config.json",
         )
 

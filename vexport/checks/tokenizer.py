@@ -42,7 +42,7 @@ def run(subject: Subject) -> Iterator[Finding]:
     names = [path.name for path in subject.index.side_files]
     if SETTINGS in names and not any(VOCABULARY.match(name) for name in names):
         fix = "copy the source's tokenizer"
-        yield error(NAME, str(root / TOKENIZER), expected="a vocabulary", got="none", fix=fix)
+        yield error(NAME, str(root / TOKENIZER), expected="a vocabulary", got="no such file", fix=fix)
     if (root / GENERATION).is_file():
         yield from _generation(root / GENERATION)
 
@@ -59,7 +59,7 @@ def _unreadable(path: Path) -> Iterator[Finding]:
         if kind not in MODELS:
             yield _broken(path, "model", "a model of tokenizers (BPE, Unigram, ...)", repr(kind))
         if not isinstance(content.get("added_tokens"), list):
-            yield _broken(path, "added_tokens", "a list", "none")
+            yield _broken(path, "added_tokens", "a list", "no such list")
 
 
 def _generation(path: Path) -> Iterator[Finding]:

@@ -11,8 +11,8 @@ from click.core import ParameterSource
 from vexport.commands.colour import coloured, wants_colour
 from vexport.commands.help import SectionedCommand
 from vexport.commands.options import answer_file
-from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive
-from vexport.types import ENGINE_CHECK, DryLoadReport, Finding, LoadReport
+from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
+from vexport.types import ENGINE_CHECK, DryLoadReport, Finding, LoadReport, Plan
 
 EXIT_CODES = "Exit codes: see `vexport --help`."
 # Formats in which a person has read what was found before the last line on stderr.
@@ -101,6 +101,19 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
     raise CheckpointFailed(
         f"{checkpoint}: {first.where}", got=first.got, need=first.expected, fix=first.fix + more
     )
+
+
+def require_plan(source: str, plan: Plan) -> None:
+    """Exit with 2 where a plan has refusals, naming the first unless it has been read."""
+    from vexport.plan import require_accepted
+
+    if plan.refusals and is_read():
+        number = len(plan.refusals)
+        counted = "1 refusal" if number == 1 else f"{number:,} refusals"
+        raise InputError(
+            source, got=f"a plan with {counted}", need="layers that vLLM can run", fix="see the plan above"
+        )
+    require_accepted(plan)
 
 
 def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from vexport.commands.base import command, note, print_text
+from vexport.commands.base import command, note, print_text, require_plan
 from vexport.commands.completion import complete_scheme
 from vexport.commands.effects import (
     CALIBRATION_OPTIONS,
@@ -64,7 +64,7 @@ def plan(
     """
     from vexport.checkpoint.source import with_revision
     from vexport.pipeline import plan_headers, plan_scenario, rules_for
-    from vexport.plan import Settings, require_accepted
+    from vexport.plan import Settings
     from vexport.reports.plan import render_plan
     from vexport.scenario import read_scenario
     from vexport.terminal import progress_display
@@ -95,7 +95,7 @@ def plan(
 
         text += documents_needed(evaluate)
     print_text(text)
-    require_accepted(made)
+    require_plan(source, made)
 
 
 @command()

@@ -114,7 +114,7 @@ def _lost(subject: Subject, tensor: TensorInfo) -> Iterator[Finding]:
         SOURCE,
         tensor.name,
         expected="the source's tensor, as it is or quantized",
-        got="none: vLLM would read uninitialized memory",
+        got="no such tensor: vLLM would read uninitialized memory",
         fix="export the checkpoint again",
     )
 

@@ -54,10 +54,10 @@ def repair_checkpoint(
             index, mends = files.open_checkpoint(checkpoint)
             subject = Subject(index, reader)
             for name, family in _families() if other_method(subject) is None else ():
-                on_progress(f"mend {name}", 0, 1)
+                on_progress(f"repair {name}", 0, 1)
                 subject, made = _mended(subject, family(subject, origin), origin)
                 mends += made
-                on_progress(f"mend {name}", 1, 1)
+                on_progress(f"repair {name}", 1, 1)
             findings = list(findings_on(subject))
         except InputError as problem:
             return _report(checkpoint, out, mends, findings_of(problem))

@@ -107,9 +107,9 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def plural(number: int, noun: str) -> str:
-    """`1 error`, `2 errors`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """`1 error`, `2 errors`; `nouns` where an s is not enough."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {nouns or f'{noun}s'}"
 
 
 def _interval(low: str, high: str) -> str:

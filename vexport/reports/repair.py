@@ -1,9 +1,10 @@
-"""What a repair did, for people: each kind of mend with what it cost, then what cannot be mended."""
+"""What a repair did, for people: each kind of fix with what it cost, then what cannot be repaired."""
 
 from collections.abc import Iterator, Sequence
 
 from vexport.files import to_json
 from vexport.repair.mends import Mend, RepairReport, WeightChange
+from vexport.reports import folding
 from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import decibels, plural
 from vexport.types import Finding
@@ -23,14 +24,14 @@ def _lines(report: RepairReport) -> Iterator[str]:
     for mend in report.mends:
         kinds.setdefault((mend.family, mend.cost), []).append(mend)
     for (family, cost), mends in kinds.items():
-        yield f"{family}: {plural(len(mends), 'mend')}"
+        yield f"{family}: {plural(len(mends), 'fix', 'fixes')}"
         yield from (f"  {_mend(mend)}" for mend in mends[:SHOWN])
         if len(mends) > SHOWN:
             yield f"  and {len(mends) - SHOWN} more: see --format json"
         yield f"  cost: {_text(cost)}{_worst(mends)}"
         yield ""
-    yield from (f"{finding.severity}: {_finding(finding)}" for finding in report.warnings)
-    yield from (f"cannot be mended: {_finding(finding)}" for finding in report.refusals)
+    yield from (f"{kind.first.severity}: {_finding(kind.finding)}" for kind in folding.kinds(report.warnings))
+    yield from (f"cannot be repaired: {_finding(kind.finding)}" for kind in folding.kinds(report.refusals))
     yield _conclusion(report)
 
 
@@ -60,11 +61,11 @@ def _finding(finding: Finding) -> str:
 
 
 def _conclusion(report: RepairReport) -> str:
-    done = plural(len(report.mends), "mend")
+    done = plural(len(report.mends), "fix", "fixes")
     if not report.ok:
         return f"{_text(report.checkpoint)}: nothing written; {plural(len(report.refusals), 'error')} left"
     if not report.mends:
-        return f"{_text(report.out)}: nothing to mend, a copy"
+        return f"{_text(report.out)}: nothing to repair, a copy"
     return f"{_text(report.out)}: {done}; `vexport check` finds no error"
 
 
