@@ -5,6 +5,8 @@ from threading import Lock
 from vexport.types import OnProgress
 
 MEGABYTE = 1_000_000
+# The bar of the bytes received; the other one of bytes has those written.
+_RECEIVED = "Downloading bytes"
 
 
 class Downloaded:
@@ -44,10 +46,10 @@ class _Bar:
     downloaded: Downloaded
 
     def __init__(
-        self, *, desc: str = "", total: int | None = None, initial: int = 0, **other: object
+        self, *, desc: str = "", unit: str = "it", total: int | None = None, initial: int = 0, **other: object
     ) -> None:
         self.n, self.total = initial, total
-        self._counts = desc.startswith("Reconstructing")
+        self._counts = unit == "B" and not desc.startswith(_RECEIVED)
 
     def __enter__(self) -> "_Bar":
         return self
