@@ -28,6 +28,9 @@ def test_only_what_is_needed_is_fetched_and_once(machine: Machine, hub: Hub) -> 
     assert f"download {MODEL} (MB): done" in ran.stderr
     assert (machine.folder / "out/config.json").is_file()
     assert (machine.folder / "out/README.md").is_file()
+    recipe = json.loads((machine.folder / "out/vexport.json").read_text())
+    assert recipe["source"] == f"{MODEL}@{hub.repositories[MODEL].commit}"
+    assert "model.safetensors" in recipe["files"]
     weights = hub.repositories[MODEL].folder / "model.safetensors"
     assert hub.content("/model.safetensors") == weights.stat().st_size
     unwanted = ("pytorch_model.bin", "consolidated.safetensors", "model.gguf", "original/a.safetensors")
