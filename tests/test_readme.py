@@ -16,13 +16,14 @@ from vexport.scenario import Scenario
 from vexport.schemes import all_schemes
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^(?: {4}|      - run: )(vexport .*)$", README, flags=re.MULTILINE)
+COMMANDS = re.findall(r"^(?: {4}|      - run: )(vexport .*)$", README.replace("\\\n", ""), flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_and_options_exist(line: str) -> None:
     _, name, *rest = line.split(" #")[0].split()
-    options = {option for parameter in cli.commands[name].params for option in parameter.opts}
+    parameters = cli.commands[name].params
+    options = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
     assert {word for word in rest if word.startswith("--")} <= options
 
 
