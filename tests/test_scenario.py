@@ -62,6 +62,55 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
     assert any("calibration.sampels" in line and "did you mean samples?" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("evaluate: {tasks: [a], fewshot: 2}", "evaluate.fewshot: got the unknown key 'fewshot'"),
+        ("evaluate: {tasks: [a], fewshot: 2}", "write evaluate.num_fewshot"),
+        ("evaluate: {tasks: [a], chat_template: x}", "write evaluate.apply_chat_template (true, false"),
+        ("evaluate: {tasks: [a], num_fewshots: 2}", "(did you mean num_fewshot?)"),
+        ("evaluate: {tasks: [a], temperature: 0}", "move it to evaluate.gen_kwargs: {temperature: ...}"),
+        ("evaluate: {tasks: [a], max_model_len: 9}", "move it to serve"),
+        ("num_fewshot: 2", "move it to evaluate"),
+        ("serve: {system_prompt: x}", "write evaluate.system_instruction"),
+        ("evaluate: {tasks: [a], gen_kwargs: {temprature: 0}}", "not temprature (did you mean temperature?)"),
+    ],
+)
+def test_an_unknown_key_says_where_it_goes(text: str, fix: str, tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, f"{MINIMAL}{text}\n")
+    assert fix in line
+
+
+def test_how_models_are_asked_has_the_names_of_lm_eval(tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(
+        MINIMAL
+        + "evaluate: {tasks: [a], num_fewshot: 2, apply_chat_template: rag, fewshot_as_multiturn: false, "
+        "system_instruction: Be brief., gen_kwargs: {temperature: 0, until: [x], do_sample: false}, "
+        "max_gen_toks: 9, think_end_token: </think>, enable_thinking: true, include_path: more, "
+        "batch_size: 8, limit: 0.5}\n"
+    )
+    evaluate = read_scenario(path).evaluate
+    assert evaluate is not None
+    assert evaluate.include_path == (tmp_path / "more",)
+    assert evaluate.gen_kwargs == {"temperature": 0, "until": ["x"], "do_sample": False}
+    asked = (evaluate.num_fewshot, evaluate.apply_chat_template, evaluate.fewshot_as_multiturn)
+    assert asked == (2, "rag", False)
+    assert (evaluate.limit, evaluate.batch_size, evaluate.think_end_token) == (0.5, 8, "</think>")
+
+
+def test_a_template_that_a_model_lacks_ends_a_run_before_any_work(tmp_path: Path) -> None:
+    path, demo = tmp_path / "scenario.yaml", FOLDER / "demo"
+    path.write_text(
+        f"name: a\nsource: {demo / 'model'}\nrules: [{{match: Linear, scheme: FP8_DYNAMIC}}]\n"
+        f"evaluate: {{tasks: [{demo / 'tasks' / 'addition.yaml'}], apply_chat_template: true}}\n"
+    )
+    ran = vexport("run", path, "--run-dir", tmp_path / "run")
+    assert ran.code == 2
+    assert "baseline: chat template: got none, need one, to be applied" in ran.stderr
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
 def test_an_unknown_scheme_names_the_nearest(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, MINIMAL.replace("NVFP4", "nvpf4"))
     assert "rules.0.scheme" in line
@@ -79,6 +128,11 @@ def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
         ("evaluate: {tasks: [], margin: 0.02}", "evaluate.tasks"),
         ("evaluate: {tasks: [a], margin: 2}", "evaluate.margin"),
         ("evaluate: {tasks: [a], alpha: 0}", "evaluate.alpha"),
+        ("evaluate: {tasks: [a], limit: 1.5}", "evaluate.limit"),
+        ("evaluate: {tasks: [a], batch_size: 0}", "evaluate.batch_size"),
+        ("evaluate: {tasks: [a], apply_chat_template: 3}", "evaluate.apply_chat_template"),
+        ("evaluate: {tasks: [a], enable_thinking: true}", "evaluate"),
+        ("evaluate: {tasks: [a], fewshot_as_multiturn: true, apply_chat_template: false}", "evaluate"),
         ("calibration: {data: x, samples: 0}", "calibration.samples"),
         ("serve: {tensor_parallel: [0]}", "serve.tensor_parallel.0"),
         ("serve: {dry_tensor_parallel: [0]}", "serve.dry_tensor_parallel.0"),

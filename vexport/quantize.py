@@ -19,6 +19,7 @@ from typing import TextIO
 import numpy as np
 
 from vexport import observer_names
+from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
@@ -93,6 +94,7 @@ def quantize(
     write_index(folder, shards)
     for file in index.side_files:
         shutil.copyfile(file, folder / file.name)
+    copy_named_templates(index.root, folder)
     write_config(index, plan, folder)
 
 

@@ -4,6 +4,7 @@ Places and their order: `from_pretrained` of tokenizers and processors in transf
 `resolve_chat_template` in vllm/renderers/hf.py (0.32), which asks the processor before the tokenizer.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def chat_templates(root: Path) -> Mapping[str, str]:
         if (file := root / name).is_file() and (found := _named(read_json_object(file).get("chat_template"))):
             return found
     return {}
+
+
+def copy_named_templates(root: Path, folder: Path) -> None:
+    """Copy the templates in their own folder, which is not among a checkpoint's `side_files`."""
+    for file in sorted((root / _FOLDER).glob("*.jinja")):
+        (folder / _FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / _FOLDER / file.name)
 
 
 def template_digest(text: str) -> str:

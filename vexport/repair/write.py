@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex, read_header
 from vexport.checkpoint.writer import header_bytes
 from vexport.checks.subject import Subject
@@ -38,6 +39,7 @@ def write_checkpoint(subject: Subject, folder: Path, *, on_bytes: Progress) -> N
         write_text(folder / INDEX_NAME, index_text(index))
     for path in index.side_files:
         shutil.copyfile(path, folder / path.name)
+    copy_named_templates(index.root, folder)
     _write_config(index, folder)
 
 
