@@ -79,3 +79,11 @@ def test_ray_that_is_not_installed_is_the_environment_s_fault() -> None:
     ran = vexport("load", DEMO, "--quiet", "--tp", "2", "--engine-arg", "distributed_executor_backend=ray")
     assert ran.code == 4
     assert "got no module ray" in ran.stderr
+
+
+@pytest.mark.vllm
+def test_a_value_that_only_the_engine_s_start_refuses_is_bad_input() -> None:
+    ran = vexport("load", DEMO, "--quiet", "--engine-arg", "max_num_batched_tokens=0")
+    assert (ran.code, ran.stdout) == (2, "")
+    (line,) = ran.errors
+    assert line.startswith("error: vLLM's argument max_num_batched_tokens: got 0, need ")

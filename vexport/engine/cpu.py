@@ -1,5 +1,6 @@
 """How vLLM's CPU build is started: what its defaults would not allow on a small machine."""
 
+import math
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from vexport.engine_settings import EngineArguments
 # The engine reserves room for this many prompts at once; more only costs memory on the CPU.
 _MAX_SEQUENCES = 64
 _MEMORY_UTILIZATION = 0.85
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -27,17 +29,15 @@ def prepare_cpu(arguments: EngineArguments) -> None:
     """Set the environment variables that the engine's processes read at their start.
 
     vLLM binds each rank to a NUMA node and refuses more ranks than nodes (utils/ompmultiprocessing.py).
-    There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND says otherwise.
+    There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores.
     """
     if arguments.get("enforce_eager"):
         # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    sizes = [arguments.get(name) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
-    ranks = 1
-    for size in sizes:
-        ranks *= size if isinstance(size, int) else 1
-    if ranks > _nodes() and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    sizes = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+    ranks = math.prod(size for size in sizes if isinstance(size, int))
+    if ranks > _nodes() and os.environ.get(_BINDING, "auto") == "auto":
+        os.environ[_BINDING] = "nobind"
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 

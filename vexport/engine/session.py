@@ -1,5 +1,6 @@
 """Runs one model in the real vLLM, in a process of its own, and says what came of it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -41,7 +42,8 @@ _FIXES = {
     "unsupported": "load it on a GPU, or check it with `vexport load --dry`",
     "no compiler": "install a C++ compiler (g++), or load it with --mode eager",
     "crashed": "read the log; report it to vLLM if the checkpoint is sound",
-    "out of memory": "free memory, or lower max_model_len or VLLM_CPU_KVCACHE_SPACE",
+    "out of memory": "free memory, use more devices (--tp), or lower max_model_len, max_num_seqs, "
+    "gpu_memory_utilization or, on a CPU, VLLM_CPU_KVCACHE_SPACE",
     "timed out": "give it more time or less work",
     "mismatched build": UNINSTALL,
     "missing": "install vLLM there (python -m pip install vllm), or choose another --vllm-python",
@@ -91,7 +93,7 @@ def run_session(
         extra=extra,
         on_progress=on_progress,
     )
-    return _accept(result, where, log)
+    return _accept(result, request, where, log)
 
 
 def run_worker(
@@ -136,7 +138,7 @@ def run_worker(
         return from_json(kind, result_file)
 
 
-def _accept(result: SessionResult, where: str, log: Path) -> SessionResult:
+def _accept(result: SessionResult, request: SessionRequest, where: str, log: Path) -> SessionResult:
     """The result, unless it tells of something that is not the checkpoint's fault."""
     if result.problem is not None:
         raise session_error(result.problem)
@@ -145,7 +147,15 @@ def _accept(result: SessionResult, where: str, log: Path) -> SessionResult:
     failure = explain(result.failure, log, platform=result.platform)
     if failure.kind != "refused":
         raise EngineFault(where, failure, log)
-    return replace(result, failure=failure)
+    return replace(result, failure=replace(failure, message=failure.message + _served_with(request)))
+
+
+def _served_with(request: SessionRequest) -> str:
+    """` (served with block_size 33)`: what was given for the engine, which may be the cause."""
+    given = [
+        f"{name} {json.dumps(value)}" for name, value in request.arguments.items() if name != "enforce_eager"
+    ]
+    return f" (served with {', '.join(given)})" if given else ""
 
 
 def session_error(problem: InputProblem) -> VexportError:

@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from vexport.engine.cpu import cpu_defaults, prepare_cpu
 from vexport.engine.failures import said
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
 from vexport.engine_settings import EngineArguments
-from vexport.errors import VexportError
+from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def run(request: SessionRequest, report: Report) -> SessionResult:
         start = time.monotonic()
         llm = _load(arguments, platform)
     except Exception as error:
+        if (problem := _refused_argument(error, request.arguments)) is not None:
+            return replace(result, problem=problem)
         return replace(result, failure=_failure("refused", error))
     seconds = time.monotonic() - start
     report("load", 1, 1)
@@ -126,6 +128,23 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
     if request.enforce_eager is not None:
         arguments["enforce_eager"] = request.enforce_eager
     return {**arguments, **request.arguments}
+
+
+def _refused_argument(error: Exception, given: EngineArguments) -> InputProblem | None:
+    """The first argument that vLLM's own config classes refuse; None where it refuses something else."""
+    details = error.errors() if isinstance(error, ValidationError) else []
+    named = ((str(detail["loc"][0]), detail["msg"]) for detail in details if detail["loc"])
+    for name, message in named:
+        if name in given:
+            traceback.print_exception(error)
+            return InputProblem(
+                exit_code=InputError.exit_code,
+                where=f"vLLM's argument {name}",
+                got=json.dumps(given[name]),
+                need=message.removeprefix("Value error, "),
+                fix="correct the value",
+            )
+    return None
 
 
 def _failure(kind: FailureKind, error: Exception) -> EngineFailure:
