@@ -41,7 +41,7 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     checkpoint = tmp_path / "nvfp4"
     assert vexport("quantize", DEMO / "model", checkpoint, "--scheme", "NVFP4A16").code == 0
     before = orphans()
-    ran = vexport("load", checkpoint, "--tp", "1,2", "--format", "json", "--quiet")
+    ran = vexport("load", checkpoint, "--tp", "1,2", "--timeout", "300", "--format", "json", "--quiet")
     assert ran.code == 0, ran.stderr
     one, two = json.loads(ran.stdout)
     assert [
@@ -59,7 +59,16 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
 def test_lm_eval_asks_two_ranks(tmp_path: Path) -> None:
     checkpoint, out = tmp_path / "w8a8", tmp_path / "out"
     assert vexport("quantize", DEMO / "model", checkpoint, "--scheme", "W8A8").code == 0
-    given = ("--tp", "2", "--engine-arg", "max-num-seqs=16", "--engine-arg", "block_size=32")
+    given = (
+        "--tp",
+        "2",
+        "--timeout",
+        "300",
+        "--engine-arg",
+        "max-num-seqs=16",
+        "--engine-arg",
+        "block_size=32",
+    )
     asked = ("--baseline", DEMO / "model", "--task", DEMO / "tasks" / "addition.yaml", "--limit", "16")
     ran = vexport("eval", checkpoint, *asked, *given, "--output-dir", out, "--format", "json", "--quiet")
     assert ran.code in (0, 3), ran.stderr
