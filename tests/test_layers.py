@@ -38,14 +38,15 @@ LAYERS = (
     {"__init__", "__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Imports inside functions: commands import what they run, the pipeline what needs torch, a download the
-# hub's client, a repair what needs torch; workers, programs of their own, import vLLM, lm-eval and what of
-# vexport they are asked for.
+# Imports inside functions: commands import what they run, the pipeline, a repair and a diff what needs torch,
+# a download the hub's client; workers, programs of their own, import vLLM, lm-eval and what of vexport they
+# are asked for.
 LATE = {
     "commands": ("vexport",),
     "pipeline": ("vexport",),
     "checkpoint": ("huggingface_hub",),
     "repair": ("vexport",),
+    "diff": ("vexport",),
     "engine": ("vllm", "vexport"),
     "evaluation": ("vllm", "lm_eval", "datasets", "tqdm"),
 }

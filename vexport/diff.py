@@ -4,23 +4,25 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from vexport.checkpoint.dtypes import FLOATING
+from vexport.checkpoint.dtypes import BITS, FLOATING, to_numpy
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader, same_bytes
-from vexport.checkpoint.tensors import read_tensor
 from vexport.checks.layers import Layer, layers_of
 from vexport.checks.subject import Subject
-from vexport.fidelity.dequantize import dequantized
+from vexport.extras import is_installed
 from vexport.files import digest_file
-from vexport.noise import noise_of
+from vexport.noise import COMPARED, NONE, array_noise, noise_of
 from vexport.types import Json, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
 
 OnProgress = Callable[[int, int], None]
 ABSENT = "absent"
 SMALL_FLOATS = frozenset({"F8_E4M3", "F8_E5M2"})
+WITHOUT_NUMBERS = frozenset({"F4", "C64"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,8 @@ class DiffReport:
     """What differs between the checkpoints `a` and `b`.
 
     `only_a` and `only_b` are tensors that one of them has, `forms` those of another dtype or shape, `values`
-    those of other values, `weights` the linear layers whose dequantized weights differ. `sizes` are bytes of
-    all tensors.
+    those of other values, `weights` the linear layers whose dequantized weights differ, which were looked at
+    where `dequantized`: that needs torch. `sizes` are bytes of all tensors.
     """
 
     a: str
@@ -75,6 +77,7 @@ class DiffReport:
     forms: tuple[Difference, ...]
     values: tuple[TensorDifference, ...]
     weights: tuple[WeightDifference, ...]
+    dequantized: bool
 
 
 def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None) -> DiffReport:
@@ -86,7 +89,8 @@ def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None
     with Reader() as reader_a, Reader() as reader_b:
         old, new = Subject(one, reader_a), Subject(two, reader_b)
         values = tuple(_values(old, new, on_progress))
-        weights = tuple(_weights(old, new, {value.name for value in values}))
+        dequantized = is_installed("torch")
+        weights = tuple(_weights(old, new, {value.name for value in values})) if dequantized else ()
     config = tuple(_config("", dict(one.config), dict(two.config)))
     files = tuple(_files(one, two))
     only_a = tuple(name for name in one.tensors if name not in two.tensors)
@@ -104,6 +108,7 @@ def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None
         forms=forms,
         values=values,
         weights=weights,
+        dequantized=dequantized,
     )
 
 
@@ -154,17 +159,23 @@ def _values(a: Subject, b: Subject, on_progress: OnProgress) -> Iterator[TensorD
     for done, name in enumerate(shared, 1):
         one, two = a.index.tensors[name], b.index.tensors[name]
         if (one.dtype, one.shape) == (two.dtype, two.shape) and not same_bytes(a.reader, one, b.reader, two):
-            yield _compared(one, read_tensor(a.reader, one), read_tensor(b.reader, two))
+            yield _compared(a.reader, one, b.reader, two)
         a.reader.release([one])
         b.reader.release([two])
         on_progress(done, len(shared))
 
 
-def _compared(a: TensorInfo, one: torch.Tensor, two: torch.Tensor) -> TensorDifference:
-    sums = noise_of(one, two)
+def _compared(old: Reader, a: TensorInfo, new: Reader, b: TensorInfo) -> TensorDifference:
+    """Two tensors of one form, a part at a time; a dtype without numbers by its bytes."""
+    dtype = a.dtype if a.dtype not in WITHOUT_NUMBERS else "U8"
+    sums, step = NONE, COMPARED * BITS[dtype] // 8
+    before, after = old.raw(a), new.raw(b)
+    for start in range(0, len(before), step):
+        part = slice(start, start + step)
+        sums += array_noise(to_numpy(before[part], dtype), to_numpy(after[part], dtype))
     is_number = a.dtype in FLOATING or a.dtype in SMALL_FLOATS
     noise = sums.decibels if is_number and math.isfinite(sums.signal + sums.noise) else None
-    return TensorDifference(name=a.name, changed=sums.changed / one.numel(), snr_db=noise)
+    return TensorDifference(name=a.name, changed=sums.changed * BITS[dtype] / (8 * len(before)), snr_db=noise)
 
 
 def _weights(a: Subject, b: Subject, changed: set[str]) -> Iterator[WeightDifference]:
@@ -192,7 +203,10 @@ def _may_differ(a: Layer, b: Layer, changed: set[str]) -> bool:
     return arguments[0] != arguments[1]
 
 
-def _weight(subject: Subject, layer: Layer) -> torch.Tensor | None:
+def _weight(subject: Subject, layer: Layer) -> "torch.Tensor | None":
+    from vexport.checkpoint.tensors import read_tensor
+    from vexport.fidelity.dequantize import dequantized
+
     if layer.is_quantized:
         return dequantized(subject, layer.name)
     return read_tensor(subject.reader, layer.leaves["weight"]) if "weight" in layer.leaves else None

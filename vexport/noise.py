@@ -2,8 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 # A tensor that came back exactly has no noise; a report needs a finite number.
 EXACT_DB = 200.0
@@ -43,12 +48,23 @@ class Noise:
 NONE = Noise(changed=0, signal=0.0, noise=0.0)
 
 
-def noise_of(exact: torch.Tensor, other: torch.Tensor) -> Noise:
+def array_noise(exact: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> Noise:
+    """The noise of an array against another of its shape, all at once."""
+    old, new = exact.astype(np.float64), other.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return Noise(
+            changed=int((old != new).sum()),
+            signal=float(np.square(old).sum()),
+            noise=float(np.square(new - old).sum()),
+        )
+
+
+def noise_of(exact: "torch.Tensor", other: "torch.Tensor") -> Noise:
     """The noise of a tensor against another of its shape."""
     found = NONE
-    parts = zip(*(torch.split(side.reshape(-1), COMPARED) for side in (exact, other)), strict=True)
+    parts = zip(*(side.reshape(-1).split(COMPARED) for side in (exact, other)), strict=True)
     for first, second in parts:
-        old, new = first.to(torch.float64), second.to(torch.float64)
+        old, new = first.double(), second.double()
         found += Noise(
             changed=int((old != new).sum()),
             signal=float(old.square().sum()),

@@ -289,9 +289,6 @@ def diff_command(a: Path, b: Path, format_: str, quiet: bool) -> None:
       vexport diff OUT REPAIRED
       vexport diff MODEL OUT --format json
     """
-    from vexport.extras import require_extra
-
-    require_extra("torch", "comparing the values of tensors")
     from vexport.diff import diff
     from vexport.reports.diff import render_diff
     from vexport.terminal import progress_display

@@ -6,6 +6,7 @@ from statistics import median
 from typing import TypeVar
 
 from vexport.diff import Difference, DiffReport, TensorDifference, WeightDifference
+from vexport.extras import fix
 from vexport.files import to_json
 from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import decibels, percent, plural, ratio, size
@@ -34,6 +35,9 @@ def _lines(report: DiffReport) -> Iterator[str]:
     yield from _section("only in B", _kinds(report.only_b, _itself, _plain), _text)
     yield from _section("dtype or shape", _kinds(report.forms, _place, _form), _text)
     yield from _section("values", _kinds(report.values, _name, _values), _text)
+    if not report.dequantized:
+        yield ""
+        yield f"weights once dequantized: not compared, which needs torch; {fix('torch')}"
     yield from _section("weights once dequantized", _kinds(report.weights, _layer, _weights), _text)
 
 
