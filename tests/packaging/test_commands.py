@@ -36,7 +36,6 @@ CALLS: Mapping[str, Sequence[Call]] = {
             "quantize",
         ),
         ((PLAIN, "mse", "--scheme", "FP8_DYNAMIC", "--observer", "memoryless_mse"), "quantize"),
-        ((PLAIN, "on-gpu", "--scheme", "FP8_DYNAMIC", "--device", "cuda"), "quantize"),
     ],
     "check": [
         ((QUANTIZED, "--tp", "1", "--sm", "90"), WORKS),

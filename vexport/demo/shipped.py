@@ -15,7 +15,7 @@ PATTERNS = (
     "demo/model-x16/*",
     "demo/tasks/*",
 )
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def scenarios() -> Path:
