@@ -62,9 +62,10 @@ def array_noise(exact: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) 
 def noise_of(exact: "torch.Tensor", other: "torch.Tensor") -> Noise:
     """The noise of a tensor against another of its shape."""
     found = NONE
-    parts = zip(*(side.reshape(-1).split(COMPARED) for side in (exact, other)), strict=True)
-    for first, second in parts:
-        old, new = first.double(), second.double()
+    left, right = exact.reshape(-1), other.reshape(-1)
+    for start in range(0, left.numel(), COMPARED):
+        part = slice(start, start + COMPARED)
+        old, new = left[part].double(), right[part].double()
         found += Noise(
             changed=int((old != new).sum()),
             signal=float(old.square().sum()),
