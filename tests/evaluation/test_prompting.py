@@ -143,8 +143,11 @@ def test_templates_that_render_alike_may_be_written_differently(tmp_path: Path) 
         (("--limit", "1.5"), "'1.5' is neither a number of documents nor a share below 1"),
         (("--batch-size", "0"), "'0' is neither auto nor a number of requests"),
         (("--chat-template", "x", "--no-apply-chat-template"), "--no-apply-chat-template applies none"),
-        (("--no-apply-chat-template", "--fewshot-as-multiturn"), "only where a chat template is applied"),
-        (("--enable-thinking",), "`think_end_token` with `enable_thinking: true`"),
+        (
+            ("--no-apply-chat-template", "--fewshot-as-multiturn"),
+            "--fewshot-as-multiturn needs a chat template",
+        ),
+        (("--enable-thinking",), "--enable-thinking needs --think-end-token"),
         (("--include-path", "nowhere"), "Directory 'nowhere' does not exist"),
         (("--apply-chat-template",), "candidate: chat template: got none, need one, to be applied"),
     ],

@@ -124,6 +124,10 @@ def evaluate(
 
     if chat_template and apply_chat_template is False:
         raise click.UsageError("--chat-template names a template, --no-apply-chat-template applies none.")
+    if fewshot_as_multiturn and apply_chat_template is False:
+        raise click.UsageError("--fewshot-as-multiturn needs a chat template: drop --no-apply-chat-template.")
+    if enable_thinking and not think_end_token:
+        raise click.UsageError("--enable-thinking needs --think-end-token, to cut the thinking off answers.")
     _require_a_question(baseline, against, accept, early=stopping == "early", limits=kl_limit or nll_limit)
     typed = {"tensor_parallel_size": tp, "max_model_len": max_model_len}
     serve = with_options(Serve(timeout=timeout), typed, engine_args)
