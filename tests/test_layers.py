@@ -22,7 +22,7 @@ LAYERS = (
     {"packing", "engine_settings"},
     {"scenario", "terminal"},
     {"plan"},
-    {"calibration", "checks", "quantize", "roundtrip", "searched"},
+    {"calibration", "checks", "quantize", "recipe", "roundtrip", "searched"},
     {"fidelity"},
     {"repair"},
     {"diff"},

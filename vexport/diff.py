@@ -14,6 +14,7 @@ from vexport.checks.subject import Subject
 from vexport.extras import is_installed
 from vexport.files import digest_file
 from vexport.noise import COMPARED, NONE, array_noise, noise_of
+from vexport.outputs.replaceable import RECIPE
 from vexport.types import Json, TensorInfo
 
 if TYPE_CHECKING:
@@ -130,8 +131,11 @@ def _shown(config: Mapping[str, Json], key: str) -> str:
 
 
 def _files(a: SourceIndex, b: SourceIndex) -> Iterator[Difference]:
-    """Side files (tokenizer, template, generation config) that only one has or that differ."""
-    ours, theirs = ({path.name: path for path in index.side_files} for index in (a, b))
+    """Side files (tokenizer, template, generation config) that only one has or that differ.
+
+    What a checkpoint was made from is no part of it: recipes are not compared.
+    """
+    ours, theirs = ({path.name: path for path in index.side_files if path.name != RECIPE} for index in (a, b))
     for name in sorted(ours.keys() | theirs.keys()):
         one, two = ours.get(name), theirs.get(name)
         if one is None or two is None:

@@ -29,14 +29,15 @@ from vexport.outputs import (
 )
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import build_plan, require_accepted
+from vexport.plan.needs import needs_search, uses_calibration
+from vexport.plan.table import scheme_table
 from vexport.quantize import (
     Search,
     made_from,
     missing_calibration,
-    needs_search,
     quantize,
-    uses_calibration,
 )
+from vexport.recipe import recipe, write_recipe
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule, Scenario
 from vexport.scenario import Sensitivity as SensitivitySettings
@@ -44,7 +45,7 @@ from vexport.schemes import KEEP, get_scheme, scheme_name
 from vexport.sensitivity.auto import plan_mixed
 from vexport.sensitivity.units import Unit
 from vexport.terminal import OnProgress
-from vexport.types import Calibration, Plan, Sensitivity
+from vexport.types import Calibration, Plan, SchemeTable, Sensitivity
 from vexport.version import __version__
 
 if TYPE_CHECKING:
@@ -61,13 +62,18 @@ def is_first_rank() -> bool:
 def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rule, ...]:
     """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
     get_scheme(scheme_name(scheme))
+    rule = Rule(match="Linear", scheme=scheme_name(scheme), observer=observer)
+    return (*ignored_rules(ignore), rule)
+
+
+def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:
+    """A rule that keeps for each --ignore."""
     try:
-        kept = [Rule(match=pattern, scheme=KEEP) for pattern in ignore]
+        return tuple(Rule(match=pattern, scheme=KEEP) for pattern in ignore)
     except ValidationError as error:
         first = error.errors()[0]
         need = first["msg"].removeprefix("Value error, ")
-        raise InputError("--ignore", got=repr(first["input"]), need=need, fix="mend the pattern") from None
-    return (*kept, Rule(match="Linear", scheme=scheme_name(scheme), observer=observer))
+        raise InputError("--ignore", got=repr(first["input"]), need=need, fix="correct the pattern") from None
 
 
 def quiet(stage: str, done: int, total: int) -> None:
@@ -89,9 +95,25 @@ def plan_source(
 
 def plan_headers(source: str, rules: Sequence[Rule], settings: PlanSettings, on_progress: OnProgress) -> Plan:
     """The plan alone: of a model on the hub no weights are fetched. Raises as `plan_source`."""
+    return plan_with_headers(source, rules, settings, on_progress)[1]
+
+
+def plan_with_headers(
+    source: str, rules: Sequence[Rule], settings: PlanSettings, on_progress: OnProgress
+) -> tuple[SourceIndex, Plan]:
+    """As `plan_headers`, with the headers; their files may be gone."""
     with source_headers(source, on_progress) as root:
-        plan = plan_source(str(root), rules, settings)[1]
-        return replace(plan, source=pinned_source(source, root))
+        index, plan = plan_source(str(root), rules, settings)
+        return index, replace(plan, source=pinned_source(source, root))
+
+
+def table_of_schemes(
+    source: str, kept: Sequence[Rule], settings: PlanSettings, on_progress: OnProgress
+) -> SchemeTable:
+    """What every scheme would give for a model, from its headers; see `vexport.plan.table`."""
+    with source_headers(source, on_progress) as root:
+        table = scheme_table(read_index(root), kept, settings)
+        return replace(table, source=pinned_source(source, root))
 
 
 def require_observers(names: Collection[str]) -> None:
@@ -110,11 +132,18 @@ def plan_scenario(
     scenario: Scenario, run_dir: Path | None = None, *, on_progress: OnProgress = quiet
 ) -> Plan:
     """Plan what a scenario asks for; what `auto` comes to depends on `run_dir`, see `plan_mixed`."""
+    return plan_scenario_with_headers(scenario, run_dir, on_progress=on_progress)[1]
+
+
+def plan_scenario_with_headers(
+    scenario: Scenario, run_dir: Path | None = None, *, on_progress: OnProgress = quiet
+) -> tuple[SourceIndex, Plan]:
+    """As `plan_scenario`, with the source's headers; their files may be gone."""
     settings = plan_settings(scenario)
     if scenario.auto is None:
-        return plan_headers(scenario.source, scenario.rules, settings, on_progress)
+        return plan_with_headers(scenario.source, scenario.rules, settings, on_progress)
     index = scenario_index(scenario, on_progress=on_progress)
-    return plan_mixed(index, scenario.rules, scenario.auto, settings, run_dir or scenario.run_dir)
+    return index, plan_mixed(index, scenario.rules, scenario.auto, settings, run_dir or scenario.run_dir)
 
 
 def scenario_index(scenario: Scenario, *, on_progress: OnProgress = quiet) -> SourceIndex:
@@ -250,8 +279,9 @@ def write_checkpoint(
     overwrite: bool,
     on_progress: OnProgress,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    recipe: str,
 ) -> None:
-    """Write the quantized checkpoint `out`, which appears whole or not at all.
+    """Write the quantized checkpoint `out` with its `recipe`, which appears whole or not at all.
 
     A call that was broken off is continued by the next one with the same arguments.
     """
@@ -265,6 +295,7 @@ def write_checkpoint(
         resumable_directory(out, made_from=digest, overwrite=overwrite, note=note) as folder,
         watch_compilation(partial(on_progress, "compile kernels, once")) as compilation,
     ):
+        write_recipe(recipe, folder)
 
         def on_bytes(done: int, total: int) -> None:
             compilation.end()
@@ -329,6 +360,16 @@ def quantize_source(
             overwrite=overwrite,
             on_progress=on_progress,
             shard_bytes=shard_bytes,
+            recipe=recipe(
+                index,
+                plan,
+                rules,
+                settings,
+                calibration,
+                out,
+                planning=planning,
+                source=source,
+            ),
         )
     return plan, calibration
 

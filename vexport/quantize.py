@@ -35,12 +35,14 @@ from vexport.checkpoint.writer import (
 from vexport.errors import InputError
 from vexport.files import digest_bytes, write_text
 from vexport.kernels.codes import largest_magnitude
+from vexport.outputs.replaceable import RECIPE
 from vexport.packing import PACKINGS, Known, Packing, Scales
 from vexport.packing.base import STORAGES, kernel_input, not_finite, shares_scale
 from vexport.packing.kv_cache import kv_scales
 from vexport.packing.scales import fp8_scale_of, global_scale_of
 from vexport.plan import blocks, output_blocks
 from vexport.plan.blocks import group_layout
+from vexport.plan.needs import needs_calibration, needs_search
 from vexport.schemes import get_scheme
 from vexport.schemes.config import quantization_config
 from vexport.types import AttentionLayer, Calibration, FusionGroup, Json, LinearPlan, Plan, TensorInfo
@@ -93,6 +95,8 @@ def quantize(
                     on_bytes(done, plan.output_bytes)
     write_index(folder, shards)
     for file in index.side_files:
+        if file.name == RECIPE:  # of the source, were it vexport's own
+            continue
         shutil.copyfile(file, folder / file.name)
     copy_named_templates(index.root, folder)
     write_config(index, plan, folder)
@@ -235,23 +239,6 @@ def each_warning_once() -> Iterator[None]:
 
         warnings.showwarning = show_new
         yield
-
-
-def needs_calibration(plan: Plan) -> bool:
-    """Whether a scheme of the plan has static scales of inputs, or of keys and values."""
-    return bool(plan.attention) or any(get_scheme(name).args.calibrated for name in plan.schemes)
-
-
-def uses_calibration(plan: Plan) -> bool:
-    """Whether samples change the plan's output: static input scales, or weights searched by importance."""
-    return needs_calibration(plan) or any(
-        group.observer == observer_names.IMPORTANCE for group in plan.groups
-    )
-
-
-def needs_search(plan: Plan) -> bool:
-    """Whether an observer of the plan searches for scales instead of taking those of the range."""
-    return any(group.observer not in observer_names.MIN_MAX for group in plan.groups)
 
 
 def missing_calibration(plan: Plan) -> InputError:

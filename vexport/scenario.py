@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from vexport.checkpoint.source import with_revision
 from vexport.engine_settings import Serve
 from vexport.errors import InputError, InputErrors, nearest
+from vexport.outputs.replaceable import RECIPE
 from vexport.schemes import FAMILIES, KEEP, fold_name
 from vexport.types import (
     GENERATION_KEYS,
@@ -286,6 +287,8 @@ def read_scenario(path: Path) -> Scenario:
     Paths inside are made absolute, relative to the scenario's folder. Raises InputError.
     """
     content = _load_yaml(path)
+    if path.name == RECIPE and isinstance(content, dict):
+        content = content.get("scenario")
     with problems_at(str(path)):
         scenario = Scenario.model_validate(content)
     return _absolute(scenario, path.parent)

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 from vexport.commands.base import note
 from vexport.types import Plan
 
-CALIBRATION_OPTIONS = ("samples", "seq_len", "all_experts")
+CALIBRATION_OPTIONS = ("samples", "seq_len", "all_experts", "device")
 PLAN_OPTIONS = ("scheme", "observer", "ignore", "kv_cache", "on_unsupported_shape", "tp")
 
 
@@ -26,6 +26,21 @@ def given_options(*names: str) -> list[str]:
         if parameter.name in names
         and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
+
+
+def given_values(*names: str) -> list[str]:
+    """As `given_options`, each with its value, as they would stand on another command line."""
+    words: list[str] = []
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        if parameter.name in names and given_options(parameter.name):
+            value = context.params[parameter.name]
+            if parameter.multiple:
+                words += [word for one in value for word in (parameter.opts[0], str(one))]
+            else:
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                words += [parameter.opts[0], text]
+    return words
 
 
 def require_scenario_alone() -> None:
@@ -45,7 +60,7 @@ def note_unused(names: tuple[str, ...], reason: str) -> None:
 def note_unused_calibration(plan: Plan) -> None:
     """Notes on calibration options that change nothing in a plan."""
     from vexport.architectures.fusion import moe_layer
-    from vexport.quantize import uses_calibration
+    from vexport.plan.needs import uses_calibration
 
     if not uses_calibration(plan):
         names = ("calibration", *CALIBRATION_OPTIONS)

@@ -82,8 +82,8 @@ def capabilities(text: str) -> tuple[int, ...]:
 
 
 def is_scenario(source: str) -> bool:
-    """Whether what stands for SOURCE|SCENARIO is the file of a scenario."""
-    return source.endswith((".yaml", ".yml"))
+    """Whether what stands for SOURCE|SCENARIO is the file of a scenario, or the recipe of a checkpoint."""
+    return source.endswith((".yaml", ".yml", "/vexport.json")) or source == "vexport.json"
 
 
 class FormatOption(click.Option):

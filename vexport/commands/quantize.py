@@ -1,6 +1,8 @@
 """A plan from headers, and the checkpoint that comes of it."""
 
+import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -8,6 +10,8 @@ from vexport.commands.base import command, note, print_text, require_plan
 from vexport.commands.completion import complete_scheme
 from vexport.commands.effects import (
     CALIBRATION_OPTIONS,
+    PLAN_OPTIONS,
+    given_values,
     note_unused,
     note_unused_calibration,
     require_scenario_alone,
@@ -22,7 +26,11 @@ from vexport.commands.options import (
     revision_option,
     trust_option,
 )
-from vexport.types import KvCache, OnUnsupportedShape
+from vexport.types import ExpertCoverage, KvCache, OnUnsupportedShape, Plan
+
+if TYPE_CHECKING:
+    from vexport.plan.estimates import Samples
+    from vexport.scenario import Calibration
 
 
 @command()
@@ -52,20 +60,29 @@ def plan(
     format_: str,
     quiet: bool,
 ) -> None:
-    """Show what quantizing would do: layers, size, problems.
+    """Show what quantizing would do: layers, size, problems, time.
 
     SOURCE is a folder or a hub id (ORG/NAME or ORG/NAME@REVISION). Reads headers only, also from the hub.
+    SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes.
 
     \b
     Examples:
+      vexport plan MODEL
       vexport plan MODEL --scheme FP8_DYNAMIC
       vexport plan MODEL --scheme W4A16 --tp 2
       vexport plan SCENARIO.yaml
     """
     from vexport.checkpoint.source import with_revision
-    from vexport.pipeline import plan_headers, plan_scenario, rules_for
+    from vexport.pipeline import (
+        ignored_rules,
+        plan_scenario_with_headers,
+        plan_with_headers,
+        rules_for,
+        table_of_schemes,
+    )
     from vexport.plan import Settings
-    from vexport.reports.plan import render_plan
+    from vexport.plan.outlook import outlook
+    from vexport.reports.plan import render_next, render_plan, render_table
     from vexport.scenario import read_scenario
     from vexport.terminal import progress_display
 
@@ -80,22 +97,55 @@ def plan(
         if run_dir and scenario.auto is None:
             note("--run-dir has no effect: no rule of the scenario has scheme: auto")
         with progress_display(quiet=quiet) as on_progress:
-            made = plan_scenario(scenario, run_dir, on_progress=on_progress)
-        evaluate = scenario.evaluate
+            index, made = plan_scenario_with_headers(scenario, run_dir, on_progress=on_progress)
+        evaluate, samples = scenario.evaluate, _samples(scenario.calibration)
+        then = shlex.join(["vexport", "run", source, *given_values("run_dir")])
     elif scheme:
         settings = Settings(ranks=tp or (1,), on_unsupported_shape=on_unsupported_shape, kv_cache=kv_cache)
         rules = rules_for(scheme, observer=observer, ignore=ignore)
         with progress_display(quiet=quiet) as on_progress:
-            made = plan_headers(with_revision(source, revision), rules, settings, on_progress)
+            index, made = plan_with_headers(with_revision(source, revision), rules, settings, on_progress)
+        samples = _samples(None)
+        then = _quantize_command(source, made)
     else:
-        raise click.UsageError("SOURCE needs --scheme.")
-    text = render_plan(made, format_)
-    if evaluate is not None and format_ == "text":
-        from vexport.reports.power import documents_needed
+        note_unused(("observer", "on_unsupported_shape"), "without --scheme")
+        settings = Settings(ranks=tp or (1,), kv_cache=kv_cache)
+        kept = ignored_rules(ignore)
+        with progress_display(quiet=quiet) as on_progress:
+            table = table_of_schemes(with_revision(source, revision), kept, settings, on_progress)
+        print_text(render_table(table, format_))
+        return
+    seen = outlook(index, made, samples, then)
+    text = render_plan(made, seen, format_)
+    if format_ == "text":
+        if evaluate is not None:
+            from vexport.reports.power import documents_needed
 
-        text += documents_needed(evaluate)
+            text += documents_needed(evaluate)
+        text += render_next(seen)
     print_text(text)
     require_plan(source, made)
+
+
+def _quantize_command(source: str, plan: Plan) -> str:
+    """The command that does what was planned, into a folder named after source and scheme."""
+    from vexport.plan.needs import uses_calibration
+
+    out = f"{Path(source).resolve().name}-{'-'.join(plan.schemes)}"
+    calibration = ["--calibration", "FILE.jsonl"] if uses_calibration(plan) else []
+    return shlex.join(
+        ["vexport", "quantize", source, out, *given_values("revision", *PLAN_OPTIONS), *calibration]
+    )
+
+
+def _samples(settings: "Calibration | None") -> "Samples":
+    """The calibration samples of a scenario, or those that `quantize` takes by itself."""
+    from vexport.plan.estimates import Samples
+    from vexport.scenario import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
+
+    if settings is None:
+        return Samples(number=DEFAULT_SAMPLES, tokens=DEFAULT_SEQ_LEN)
+    return Samples(number=settings.samples, tokens=settings.seq_len)
 
 
 @command()
@@ -132,6 +182,7 @@ def plan(
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if vexport made it and nothing else is in it.")
 @trust_option
+@format_option(("text", "json"))
 def quantize(
     source: str,
     out: Path,
@@ -150,6 +201,7 @@ def quantize(
     max_shard_size: int,
     overwrite: bool,
     trust_remote_code: bool,
+    format_: str,
     quiet: bool,
 ) -> None:
     """Quantize SOURCE, a folder or a hub id (ORG/NAME or ORG/NAME@REVISION), into the folder OUT.
@@ -166,8 +218,7 @@ def quantize(
     from vexport.checkpoint.source import with_revision
     from vexport.pipeline import is_first_rank, quantize_source, rules_for
     from vexport.plan import Settings
-    from vexport.reports.coverage import coverage_lines
-    from vexport.reports.sentences import size_change
+    from vexport.reports.quantized import quantized_answer, render_quantized
     from vexport.scenario import Calibration
     from vexport.terminal import progress_display
 
@@ -193,9 +244,12 @@ def quantize(
         )
     if not is_first_rank():
         return
-    click.echo(f"{out}: {scheme}, {size_change(made)}")
+    experts: tuple[ExpertCoverage, ...] = ()
     if seen is not None:
         from vexport.calibration.coverage import expert_coverage
 
-        for line in coverage_lines(expert_coverage(seen)):
-            click.echo(line)
+        experts = expert_coverage(seen)
+    answer = quantized_answer(str(out), made, seen, experts)
+    for warning in answer.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    print_text(render_quantized(answer, format_))

@@ -61,15 +61,20 @@ def output_bytes(
     index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
 ) -> int:
     """Bytes of all tensors to be written."""
-    tensors = index.tensors
     weights = {member.weight for group in groups for member in group.members}
-    copied = sum(tensor.num_bytes for tensor in tensors.values() if tensor.name not in weights)
-    quantized = sum(
-        _layer_bytes(group.scheme, member.out_features, member.in_features, tensors[member.weight].dtype)
+    copied = sum(tensor.num_bytes for tensor in index.tensors.values() if tensor.name not in weights)
+    return copied + quantized_bytes(index, groups) + sum(_bytes(kv_layout(layer)) for layer in attention)
+
+
+def quantized_bytes(index: SourceIndex, groups: Sequence[FusionGroup]) -> int:
+    """Bytes of the tensors that replace the groups' weights, scales included."""
+    return sum(
+        _layer_bytes(
+            group.scheme, member.out_features, member.in_features, index.tensors[member.weight].dtype
+        )
         for group in groups
         for member in group.members
     )
-    return copied + quantized + sum(_bytes(kv_layout(layer)) for layer in attention)
 
 
 @cache

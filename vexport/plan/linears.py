@@ -16,6 +16,8 @@ from vexport.types import Json, LinearPlan, TensorInfo, WeightPart
 # config, or as experts of the class's own.
 Place = Literal["decoder", "outside", "unquantizable"]
 
+# Numbers of layers and experts in a name.
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 # Layers that predict tokens further ahead; transformers drops them, vLLM drafts with them.
 PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_block|mtp_layers)\b")

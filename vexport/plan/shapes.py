@@ -26,7 +26,7 @@ def unsupported(
     reasons: dict[str, str] = {}
     judged: dict[tuple[object, ...], str | None] = {}
     for group in groups:
-        kind = _kind(group)
+        kind = kind_of_group(group)
         if kind not in judged:
             judged[kind] = _unsupported(group, names, ranks, text)
         reason = judged[kind]
@@ -35,8 +35,8 @@ def unsupported(
     return reasons
 
 
-def _kind(group: FusionGroup) -> tuple[object, ...]:
-    """All that `_unsupported` looks at but for the model."""
+def kind_of_group(group: FusionGroup) -> tuple[object, ...]:
+    """Equal for groups that vLLM runs or refuses alike: leaves, sizes, scheme, whether they are experts."""
     members = (
         (member.name.rpartition(".")[2], member.out_features, member.in_features) for member in group.members
     )

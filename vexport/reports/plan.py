@@ -1,26 +1,86 @@
 """A plan for people: what is quantized how, what it will weigh, what vLLM would refuse."""
 
-import re
+import json
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from vexport.files import to_json
-from vexport.reports.formatting import bits_per_weight, count, plural, ratio, size
+from vexport.plan.linears import NUMBER
+from vexport.reports.formatting import count, duration, plural, ratio, size
 from vexport.schemes import get_scheme
-from vexport.types import Finding, FusionGroup, Plan
+from vexport.types import Finding, FusionGroup, Outlook, Plan, SchemeTable
 
 # Lines of text; a plan as JSON has everything.
 MOST_KINDS = 16
-MOST_KEPT = 8
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+MOST_REASONS = 6
+# Reasons to keep layers of which a reader wants to know the layers.
+WORTH_NAMING = ("unsupported shape", "kept by a rule or --ignore")
 
 
-def render_plan(plan: Plan, format_: str) -> str:
-    """The plan as text or JSON, with a final newline."""
-    return to_json(plan) if format_ == "json" else _text(plan)
+def render_plan(plan: Plan, outlook: Outlook, format_: str) -> str:
+    """The plan as text or JSON (plan.schema.json), with a final newline."""
+    if format_ == "json":
+        merged = {**json.loads(to_json(plan)), "outlook": json.loads(to_json(outlook))}
+        return json.dumps(merged, indent=2) + "\n"
+    return _text(plan, outlook)
 
 
-def _text(plan: Plan) -> str:
+def render_next(outlook: Outlook) -> str:
+    """The line of a plan that says what to type then; nothing where the plan is refused."""
+    return _line("next", outlook.next_command) if outlook.next_command else ""
+
+
+def render_table(table: SchemeTable, format_: str) -> str:
+    """What each scheme would give, as text or JSON (plan-schemes.schema.json), with a final newline."""
+    if format_ == "json":
+        return to_json(table)
+    name = max(len(one.scheme) for one in table.schemes)
+    lines = [
+        f"{table.source}: {table.architecture}, {count(table.parameters)} parameters, "
+        f"{size(table.source_bytes)}, {plural(table.layers, 'linear layer')}",
+        f"  {'scheme':<{name}}  {'size':>8}  {'bits':>5}  {'data':<6}  {'from':<18}  fits",
+    ]
+    for one in table.schemes:
+        data = "needed" if one.needs_calibration else "no"
+        verdict = "yes" if one.fits else f"no: {one.reason}{_part(one.layers, table.layers)}"
+        lines.append(
+            f"  {one.scheme:<{name}}  {size(one.output_bytes):>8}  {one.bits:>5.2f}  {data:<6}  "
+            f"{one.generation:<18}  {verdict}"
+        )
+    lines += [
+        "",
+        "bits: over all weights; data: calibration text; from: the least GPU that vLLM runs it on; "
+        "where it does not fit, the size is that with --on-unsupported-shape keep.",
+        f"next: vexport plan {shlex.quote(table.source)} --scheme SCHEME",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _part(layers: int, of: int) -> str:
+    return f" ({count(layers)} of {count(of)} layers fit)" if 0 < layers < of else ""
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<12} {text}\n"
+
+
+def _outlook_lines(plan: Plan, outlook: Outlook) -> list[str]:
+    kept = sum(share.parameters for share in outlook.kept)
+    lines = [f"{count(kept)} of {count(plan.parameters)} weights ({ratio(kept, plan.parameters)})"]
+    for share in outlook.kept[:MOST_REASONS]:
+        kinds = f": {', '.join(share.kinds)}" if share.reason in WORTH_NAMING else ""
+        lines.append(f"  {count(share.parameters)} {share.reason}{kinds}")
+    return lines
+
+
+def _stages(outlook: Outlook) -> str:
+    return ", ".join(
+        f"{one.stage} {duration(one.seconds)} in {size(one.memory_bytes)}" for one in outlook.estimates
+    )
+
+
+def _text(plan: Plan, outlook: Outlook) -> str:
     lines = [f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"]
     for scheme in plan.schemes:
         groups = [group for group in plan.groups if group.scheme == scheme]
@@ -30,21 +90,35 @@ def _text(plan: Plan) -> str:
             f"  {scheme:<12} {plural(layers, 'linear layer')} in {plural(len(groups), 'group')} ({stored})"
         )
         lines += [f"  {'':<12}   {kind}" for kind in _shortened(_group_kinds(groups), MOST_KINDS)]
-    kept = _shortened(_counted(map(kind_of, plan.kept_linears)), MOST_KEPT)
-    lines.append(
-        f"  {'kept':<12} {plural(len(plan.kept_linears), 'linear layer')}: {', '.join(kept) or 'none'}"
-    )
+    first, *others = _outlook_lines(plan, outlook)
+    lines += [f"  {'stay 16 bit':<12} {first}", *(f"  {'':<12} {line}" for line in others)]
     if plan.kv_cache:
         lines.append(
             f"  {'KV cache':<12} {plan.kv_cache} in {plural(len(plan.attention), 'attention layer')}"
         )
     change = f"{size(plan.source_bytes)} -> {size(plan.output_bytes)}"
     share = ratio(plan.output_bytes, plan.source_bytes)
-    bits = bits_per_weight(plan.output_bytes, plan.parameters)
-    lines.append(f"  {'size':<12} {change} ({share}, {bits} bits per weight)")
+    lines += [
+        f"  {'size':<12} {change} ({share}); {outlook.bits_quantized:.2f} bits per quantized weight, "
+        f"{outlook.bits:.2f} over all",
+        f"  {'calibration':<12} {_calibration(outlook)}",
+        f"  {'runs from':<12} {outlook.generation} on",
+        f"  {'estimates':<12} about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk",
+        f"  {'':<12} (on two idle CPU cores, files in memory{_faster(outlook)})",
+    ]
     lines += [f"  {'note':<12} {note}" for note in _findings(plan.notes)]
     lines += [f"  {'refused':<12} {refusal}" for refusal in _findings(plan.refusals)]
     return "\n".join(lines) + "\n"
+
+
+def _faster(outlook: Outlook) -> str:
+    return "; a GPU calibrates faster" if outlook.needs_calibration else ""
+
+
+def _calibration(outlook: Outlook) -> str:
+    if not outlook.needs_calibration:
+        return "not needed"
+    return f"needed; {next(one.basis for one in outlook.estimates if one.stage == 'calibrate')}"
 
 
 def kind_of(name: str) -> str:
@@ -65,10 +139,6 @@ def _group_kinds(groups: Sequence[FusionGroup]) -> list[str]:
 def _fused(members: Sequence[str]) -> str:
     leaves = [member.rpartition(".")[2] for member in members]
     return f" = {' + '.join(leaves)}" if len(leaves) > 1 else ""
-
-
-def _counted(kinds: Iterable[str]) -> list[str]:
-    return [f"{kind} ({count(number)})" if number > 1 else kind for kind, number in Counter(kinds).items()]
 
 
 def _findings(findings: Sequence[Finding]) -> list[str]:

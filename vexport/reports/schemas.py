@@ -2,13 +2,31 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.files import json_schema, write_text
-from vexport.types import CheckReport, DryLoadReport, Json, LoadReport, Report
+from vexport.types import (
+    CheckReport,
+    DryLoadReport,
+    Json,
+    LoadReport,
+    Outlook,
+    Plan,
+    Quantized,
+    Report,
+    SchemeTable,
+)
 
 FOLDER = Path(__file__).parent
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer(Plan):
+    """What `vexport plan --format json` writes: the plan and what comes of it."""
+
+    outlook: Outlook
 
 
 def schemas() -> Mapping[str, str]:
@@ -16,6 +34,9 @@ def schemas() -> Mapping[str, str]:
     return {
         "report.schema.json": _titled("vexport report", json_schema(Report)),
         "check.schema.json": _titled("vexport check --format json", json_schema(list[CheckReport])),
+        "plan.schema.json": _titled("vexport plan --format json", json_schema(PlanAnswer)),
+        "plan-schemes.schema.json": _titled("vexport plan SOURCE --format json", json_schema(SchemeTable)),
+        "quantize.schema.json": _titled("vexport quantize --format json", json_schema(Quantized)),
         "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),
         "dry-load.schema.json": _titled("vexport load --dry --format json", json_schema(list[DryLoadReport])),
     }

@@ -8,6 +8,7 @@ from vexport.checks import check_checkpoint
 from vexport.files import from_json, to_json, write_text
 from vexport.pipeline import plan_settings, write_checkpoint
 from vexport.plan import build_plan
+from vexport.recipe import recipe
 from vexport.roundtrip import changed_tensors, layer_errors
 from vexport.run.choices import Choices
 from vexport.run.stages import Stages
@@ -53,6 +54,16 @@ class Weights:
                 self.checkpoint,
                 overwrite=True,
                 on_progress=self.options.on_progress,
+                recipe=recipe(
+                    index,
+                    plan,
+                    self.choices.rules,
+                    self.scenario.calibration,
+                    calibration,
+                    self.checkpoint,
+                    planning=plan_settings(self.scenario),
+                    source=self.scenario.source,
+                ),
             )
 
         self.stages.once("quantize", self.made_from, make)

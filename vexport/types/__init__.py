@@ -19,8 +19,10 @@ from vexport.types.loading import (
     MatrixRow,
     device_words,
 )
+from vexport.types.outlook import Estimate, KeptShare, Outlook, SchemeOutlook, SchemeTable
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
+from vexport.types.quantized import Quantized
 from vexport.types.report import KindSize, LayerError, LayerErrors, Report
 from vexport.types.sensitivity import (
     Attempt,
@@ -40,6 +42,11 @@ from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
 from vexport.types.values import Json, OnProgress, Outcome
 
 __all__ = [
+    "Estimate",
+    "KeptShare",
+    "Outlook",
+    "SchemeOutlook",
+    "SchemeTable",
     "ENGINE_CHECK",
     "GENERATION_KEYS",
     "Attempt",
@@ -88,6 +95,7 @@ __all__ = [
     "Outcome",
     "Plan",
     "Promotion",
+    "Quantized",
     "PromptDrift",
     "Prompting",
     "Report",

@@ -1,5 +1,6 @@
 """Tensors by name, place, dtype and shape, and the parts of them that are weights."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,10 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         return self.end - self.start
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,167 @@
+"""What a plan says before hours are spent, what `quantize` answers, and the recipe that it leaves."""
+
+import json
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.architectures.headers import save_headers
+from tests.command import vexport
+from tests.models import save_llama
+from vexport.checkpoint.index import read_index
+from vexport.schemes import FAMILIES
+
+
+def valid(name: str, text: str) -> dict[str, object]:
+    """The JSON of a command, checked against the committed schema."""
+    schema = json.loads(files("vexport.reports").joinpath(f"{name}.schema.json").read_text())
+    answer: dict[str, object] = json.loads(text)
+    jsonschema.validate(answer, schema)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of 192 columns, which are no whole groups of 128; o_proj and down_proj have 256."""
+    sizes = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2}
+    return save_llama(tmp_path_factory.mktemp("narrow") / "model", **sizes)
+
+
+def test_a_plan_without_a_scheme_compares_all(narrow: Path) -> None:
+    ran = vexport("plan", narrow, "--format", "json")
+    assert ran.code == 0, ran.stderr
+    table = valid("plan-schemes", ran.stdout)
+    assert isinstance(table["schemes"], list)
+    rows = {row["scheme"]: row for row in table["schemes"]}
+    assert list(rows) == list(FAMILIES)
+    assert rows["NVFP4"]["fits"]
+    assert rows["NVFP4"]["needs_calibration"]
+    assert not rows["NVFP4A16"]["needs_calibration"]
+    assert not rows["W4A16"]["fits"]
+    assert "192 is not a multiple of 128" in rows["W4A16"]["reason"]
+    assert 0 < rows["W4A16"]["layers"] < table["layers"] == rows["NVFP4"]["layers"]
+    for scheme, row in rows.items():
+        single = vexport(
+            "plan", narrow, "--scheme", scheme, "--on-unsupported-shape", "keep", "--format", "json"
+        )
+        assert json.loads(single.stdout)["output_bytes"] == row["output_bytes"], scheme
+        assert (vexport("plan", narrow, "--scheme", scheme).code == 0) == row["fits"], scheme
+
+
+def test_the_table_names_reason_size_and_gpu(narrow: Path) -> None:
+    ran = vexport("plan", narrow, "--ignore", "down_proj")
+    assert ran.code == 0
+    lines = {line.split()[0]: line for line in ran.stdout.splitlines()[2:] if line}
+    assert "SM 89 (Ada)" in lines["FP8_DYNAMIC"]
+    assert lines["FP8_DYNAMIC"].endswith("yes")
+    assert "no: " in lines["W4A16"]
+    assert f"vexport plan {narrow} --scheme" in ran.stdout
+
+
+def test_the_table_of_a_large_model_takes_seconds(tmp_path: Path) -> None:
+    model = save_headers("Qwen3-235B-A22B", tmp_path / "model")
+    before = time.process_time()
+    ran = vexport("plan", model, "--format", "json")
+    assert time.process_time() - before < 10
+    assert len(json.loads(ran.stdout)["schemes"]) == len(FAMILIES)
+
+
+def test_a_plan_says_what_stays_why_and_what_comes_next(narrow: Path) -> None:
+    ran = vexport("plan", narrow, "--scheme", "w4a16", "--on-unsupported-shape", "keep", "--tp", "1,2")
+    assert ran.code == 0, ran.stderr
+    for words in ("unsupported shape: ", "output head", "embeddings", "norms", "SM 75 (Turing)"):
+        assert words in ran.stdout
+    assert ran.stdout.splitlines()[-1].split(maxsplit=1) == [
+        "next",
+        f"vexport quantize {narrow} model-W4A16 --scheme w4a16 --on-unsupported-shape keep --tp 1,2",
+    ]
+    refused = vexport("plan", narrow, "--scheme", "W4A16")
+    assert "vexport quantize" not in refused.stdout
+
+
+def test_shares_and_bits_add_up(narrow: Path) -> None:
+    ignore = ("--ignore", "re:.*[qkv]_proj")
+    ran = vexport("plan", narrow, "--scheme", "FP8", *ignore, "--format", "json")
+    plan = valid("plan", ran.stdout)
+    outlook = plan["outlook"]
+    assert isinstance(outlook, dict)
+    kept = {share["reason"]: share["parameters"] for share in outlook["kept"]}
+    assert sum(kept.values()) + outlook["quantized_parameters"] == plan["parameters"]
+    assert kept["output head"] == kept["embeddings"]
+    assert kept["kept by a rule or --ignore"] > 0
+    assert 8 <= outlook["bits_quantized"] < outlook["bits"] < 16
+    assert outlook["needs_calibration"]
+    assert [one["stage"] for one in outlook["estimates"]] == ["calibrate", "quantize", "check"]
+    assert all(one["seconds"] > 0 and one["memory_bytes"] > 10**8 for one in outlook["estimates"])
+    assert "--calibration FILE.jsonl" in outlook["next_command"]
+
+
+def test_a_scenario_ends_with_the_run(narrow: Path, tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    rules = f"name: a\nsource: {narrow}\nrules: [{{match: Linear, scheme: FP8}}]\n"
+    path.write_text(rules + "calibration: {data: x.jsonl, samples: 7, seq_len: 9}\n")
+    ran = vexport("plan", path)
+    assert "7 samples of 9 tokens at most" in ran.stdout
+    assert ran.stdout.splitlines()[-1].split(maxsplit=1) == ["next", f"vexport run {path}"]
+
+
+def test_quantize_says_how_much_it_did_and_warns_of_little(narrow: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ran = vexport("quantize", narrow, out, "--scheme", "W4A16", "--on-unsupported-shape", "keep", "--quiet")
+    assert ran.code == 0, ran.stderr
+    assert f"{out}: W4A16: 4 of 15 linear layers" in ran.stdout
+    assert f"vexport check {out}" in ran.stdout
+    assert f"vllm serve {out}" in ran.stdout
+    warnings = [line for line in ran.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2
+    assert "192 is not a multiple of 128" in warnings[0]
+    assert "only" in warnings[1]
+
+
+def test_quantize_answers_in_json(narrow: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ran = vexport("quantize", narrow, out, "--scheme", "W8A8", "--format", "json")
+    answer = valid("quantize", ran.stdout)
+    assert answer["checkpoint"] == str(out)
+    assert answer["schemes"] == ["W8A8"]
+    assert (answer["layers"], answer["of_layers"]) == (14, 15)
+    assert answer["output_bytes"] == read_index(out).num_bytes
+    assert answer["warnings"] == []
+
+
+def test_the_recipe_makes_the_same_checkpoint_again(llama: Path, tmp_path: Path, calibration: Path) -> None:
+    options = ("--calibration", calibration, "--samples", 3, "--seq-len", 16, "--quiet")
+    choice = ("--scheme", "NVFP4", "--ignore", "o_proj", "--kv-cache", "fp8", "--tp", "1,2")
+    first, again = tmp_path / "first", tmp_path / "again"
+    for out in (first, again):
+        assert vexport("quantize", llama, out, *choice, *options).code == 0
+    assert (first / "vexport.json").read_bytes() == (again / "vexport.json").read_bytes()
+    recipe = json.loads((first / "vexport.json").read_text())
+    assert recipe["calibration"]["rows"] == "1-3"
+    assert len(recipe["calibration"]["token_ids_sha256"]) == 64
+    planned = vexport("plan", first / "vexport.json", "--format", "json")
+    assert planned.code == 0, planned.stderr
+    direct = json.loads(vexport("plan", llama, *choice, "--format", "json").stdout)
+    from_recipe = json.loads(planned.stdout)
+    for key in ("groups", "ignore", "attention", "output_bytes"):
+        assert from_recipe[key] == direct[key]
+    scenario = recipe["scenario"]
+    assert scenario["calibration"]["samples"] == 3
+    assert (first / scenario["source"]).resolve() == llama.resolve()
+    assert (first / scenario["calibration"]["data"]).resolve() == calibration.resolve()
+
+
+def test_a_recipe_disturbs_nobody(llama: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "deeper" / "other"
+    other.parent.mkdir()
+    for folder in (out, other):
+        assert vexport("quantize", llama, folder, "--scheme", "W8A8", "--quiet").code == 0
+    assert (out / "vexport.json").read_bytes() != (other / "vexport.json").read_bytes()
+    assert vexport("diff", out, other).code == 0
+    assert vexport("check", out).code == 0
+    assert vexport("repair", out, tmp_path / "repaired", "--quiet").code == 0
+    ours, theirs = (json.loads((one / "vexport.json").read_text()) for one in (out, tmp_path / "repaired"))
+    assert theirs["scenario"] == ours["scenario"]

@@ -1,0 +1,98 @@
+"""About how long the stages of a plan take and how much memory: from measured rates, all of which stand here.
+
+They hold for two CPU cores, files in the page cache and an idle machine (README, "Speed"; the sources of
+single numbers are with them). Reading from a slow disk comes on top, a GPU is not considered.
+"""
+
+from dataclasses import dataclass
+
+from vexport.architectures.fusion import moe_layer
+from vexport.checkpoint.index import SourceIndex
+from vexport.plan.linears import STACK
+from vexport.plan.needs import needs_search, uses_calibration
+from vexport.types import Estimate, Plan
+
+# Start of a command, and nanoseconds a parameter by bits of a quantized weight: 1.1 B parameters in 0.9 to
+# 1.0 s (FP8, INT4) and 1.3 s (NVFP4, whose codes take arithmetic).
+START_SECONDS = 1.1
+NANOSECONDS, NANOSECONDS_FP4 = 0.9, 1.2
+# A search for scales takes that of processor time instead, per parameter of two cores: SmolLM2-135M in
+# NVFP4A16 and W8A8 with memoryless_mse, 17.7 and 6.2 s of processor time, 1.5 s without a search.
+NANOSECONDS_SEARCH, NANOSECONDS_SEARCH_FP4 = 22.0, 76.0
+SEARCH_MEMORY = 500_000_000
+# Llama 1.1 B took 237 to 293 MB, Llama 70 B 479 MB: the headers grow, the rows in flight do not.
+MEMORY, MEMORY_PER_PARAMETER = 290_000_000, 0.0027
+# `check`: 1.1 B parameters in 1.6 to 2.3 s, 1 s of it the start; 260 MB.
+CHECK_NANOSECONDS, CHECK_MEMORY = 0.9, 260_000_000
+# Floating-point operations a second of a calibration's forward on two cores, by processor time: FP8 of
+# SmolLM2-135M with 2,048 tokens, bf16. torch and transformers are loaded first.
+FORWARD_FLOPS = 3e10
+CALIBRATION_START_SECONDS, CALIBRATION_MEMORY = 12.0, 650_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """How many calibration samples are run at most, and how long each may be."""
+
+    number: int
+    tokens: int
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of all samples at most."""
+        return self.number * self.tokens
+
+
+def estimates(index: SourceIndex, plan: Plan, samples: Samples) -> tuple[Estimate, ...]:
+    """An estimate for each stage that the plan will have."""
+    calibrate = (_calibrate(index, plan, samples),) if uses_calibration(plan) else ()
+    return (*calibrate, _quantize(plan), _check(plan))
+
+
+def _quantize(plan: Plan) -> Estimate:
+    searched = needs_search(plan)
+    nanoseconds = 0.0
+    for group in plan.groups:
+        fp4 = "FP4" in group.scheme
+        slow, fast = (NANOSECONDS_SEARCH_FP4, NANOSECONDS_FP4) if fp4 else (NANOSECONDS_SEARCH, NANOSECONDS)
+        rate = slow if searched else fast
+        nanoseconds += rate * sum(one.out_features * one.in_features for one in group.members)
+    quantized = sum(one.out_features * one.in_features for group in plan.groups for one in group.members)
+    nanoseconds += NANOSECONDS * (plan.parameters - quantized)
+    memory = SEARCH_MEMORY if searched else MEMORY
+    return Estimate(
+        stage="quantize",
+        seconds=START_SECONDS + nanoseconds / 1e9,
+        memory_bytes=memory + round(MEMORY_PER_PARAMETER * plan.parameters),
+        basis=f"{plan.parameters:,} parameters",
+    )
+
+
+def _check(plan: Plan) -> Estimate:
+    return Estimate(
+        stage="check",
+        seconds=START_SECONDS + CHECK_NANOSECONDS * plan.parameters / 1e9,
+        memory_bytes=CHECK_MEMORY + round(MEMORY_PER_PARAMETER * plan.parameters),
+        basis="without --source",
+    )
+
+
+def _calibrate(index: SourceIndex, plan: Plan, samples: Samples) -> Estimate:
+    """Two operations a parameter and token; one decoder layer and the hidden states are in memory."""
+    layers: dict[str, int] = {}
+    in_layers = 0
+    for tensor in index.tensors.values():
+        stack = STACK.search(tensor.name)
+        if stack:
+            layers[stack[0]] = layers.get(stack[0], 0) + tensor.num_bytes
+            in_layers += tensor.num_elements
+    routed = any(moe_layer(member.name) for group in plan.groups for member in group.members)
+    experts = ", all of which every expert sees" if routed else ""
+    hidden = index.config.get("hidden_size")
+    states = 2 * 2 * samples.all_tokens * (hidden if isinstance(hidden, int) else 0)
+    return Estimate(
+        stage="calibrate",
+        seconds=CALIBRATION_START_SECONDS + 2.0 * in_layers * samples.all_tokens / FORWARD_FLOPS,
+        memory_bytes=CALIBRATION_MEMORY + max(layers.values(), default=0) + states,
+        basis=f"{samples.number:,} samples of {samples.tokens:,} tokens at most{experts}",
+    )

@@ -1,0 +1,113 @@
+"""What every scheme would give for one model, from headers alone."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vexport.architectures import resolve
+from vexport.checkpoint.dtypes import num_bytes
+from vexport.checkpoint.index import SourceIndex
+from vexport.plan.blocks import group_layout
+from vexport.plan.build import Settings, build_plan
+from vexport.plan.linears import Names, names_of, text_config
+from vexport.plan.shapes import kind_of_group, unsupported
+from vexport.scenario import Rule
+from vexport.schemes import FAMILIES, get_scheme
+from vexport.schemes.gpus import generation
+from vexport.types import FusionGroup, Plan, SchemeOutlook, SchemeTable
+
+# The scheme whose plan says which layers a rule for all linear layers reaches; any would do.
+PROBE = "FP8_DYNAMIC"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """Fused layers alike in names and sizes: one of them, how many there are, their bytes unquantized."""
+
+    group: FusionGroup
+    number: int
+    source_bytes: int
+
+
+def scheme_table(index: SourceIndex, kept: Sequence[Rule], settings: Settings) -> SchemeTable:
+    """Every scheme for all linear layers but those that the rules in `kept` keep.
+
+    Raises InputError for a source that cannot be a source, as `build_plan` does.
+    """
+    plan = build_plan(index, (*kept, Rule(match="Linear", scheme=PROBE)), settings)
+    names = names_of(index, resolve(index.architecture, index.config)[0])
+    kinds = _kinds(index, plan)
+    # What stays in every scheme: copied tensors and scales of the KV cache.
+    rest = plan.output_bytes - sum(kind.number * _stored(index, kind.group, PROBE) for kind in kinds)
+    refused = next((str(one.got) for one in plan.refusals if one.check != "shape"), "")
+    return SchemeTable(
+        source=plan.source,
+        architecture=plan.architecture,
+        parameters=plan.parameters,
+        source_bytes=plan.source_bytes,
+        layers=sum(kind.number * len(kind.group.members) for kind in kinds),
+        schemes=tuple(
+            _outlook(name, index, plan, names, kinds, settings, rest=rest, refused=refused)
+            for name in FAMILIES
+        ),
+    )
+
+
+def _kinds(index: SourceIndex, plan: Plan) -> list[_Kind]:
+    """The groups of a plan by kind and dtype."""
+    found: dict[tuple[object, ...], FusionGroup] = {}
+    counted: Counter[tuple[object, ...]] = Counter()
+    for group in plan.groups:
+        dtypes = tuple(index.tensors[member.weight].dtype for member in group.members)
+        key = (kind_of_group(group), dtypes)
+        found.setdefault(key, group)
+        counted[key] += 1
+    return [
+        _Kind(group=group, number=counted[key], source_bytes=_unquantized(index, group))
+        for key, group in found.items()
+    ]
+
+
+def _unquantized(index: SourceIndex, group: FusionGroup) -> int:
+    return sum(
+        num_bytes(index.tensors[member.weight].dtype, (member.out_features, member.in_features))
+        for member in group.members
+    )
+
+
+def _stored(index: SourceIndex, group: FusionGroup, scheme: str) -> int:
+    specs = group_layout(replace(group, scheme=scheme), index.tensors)
+    return sum(num_bytes(spec.dtype, spec.shape) for spec in specs)
+
+
+def _outlook(
+    name: str,
+    index: SourceIndex,
+    plan: Plan,
+    names: Names,
+    kinds: Sequence[_Kind],
+    settings: Settings,
+    *,
+    rest: int,
+    refused: str,
+) -> SchemeOutlook:
+    scheme = get_scheme(name)
+    groups = [replace(kind.group, scheme=name) for kind in kinds]
+    reasons = unsupported(groups, names, settings.ranks, text_config(index.config))
+    size, layers = rest, 0
+    for kind in kinds:
+        fits = kind.group.name not in reasons
+        size += kind.number * (_stored(index, kind.group, name) if fits else kind.source_bytes)
+        layers += kind.number * len(kind.group.members) * fits
+    reason = refused or next(iter(reasons.values()), "") or ("" if kinds else "no linear layer to quantize")
+    return SchemeOutlook(
+        scheme=name,
+        fits=not reason,
+        reason=reason,
+        layers=layers,
+        output_bytes=size,
+        bits=8 * size / plan.parameters,
+        needs_calibration=scheme.args.calibrated or bool(plan.attention),
+        least_sm=scheme.family.least_sm,
+        generation=generation(scheme.family.least_sm),
+    )

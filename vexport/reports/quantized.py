@@ -1,0 +1,72 @@
+"""The answer of `quantize`: how much was quantized, how large it is, what to type next."""
+
+import shlex
+
+from vexport.files import to_json
+from vexport.reports.coverage import coverage_lines
+from vexport.reports.formatting import count, ratio, size
+from vexport.types import Calibration, ExpertCoverage, Plan, Quantized
+
+# Of the weights of the linear layers in decoder layers, below which a checkpoint is hardly a quantized one.
+LITTLE = 0.5
+
+
+def quantized_answer(
+    checkpoint: str, plan: Plan, calibration: Calibration | None, experts: tuple[ExpertCoverage, ...]
+) -> Quantized:
+    """What `quantize` has written, in numbers."""
+    members = [member for group in plan.groups for member in group.members]
+    quantized = sum(one.out_features * one.in_features for one in members)
+    return Quantized(
+        checkpoint=checkpoint,
+        source=plan.source,
+        schemes=plan.schemes,
+        layers=len(members),
+        of_layers=len(members) + len(plan.kept_linears),
+        quantized_parameters=quantized,
+        parameters=plan.parameters,
+        source_bytes=plan.source_bytes,
+        output_bytes=plan.output_bytes,
+        bits=8 * plan.output_bytes / plan.parameters if plan.parameters else 0.0,
+        calibration_rows=len(calibration.rows) if calibration else 0,
+        calibration_digest=calibration.digest if calibration else None,
+        experts=experts,
+        warnings=_warnings(plan, len(members), quantized),
+        next_commands=(
+            shlex.join(["vexport", "check", checkpoint]),
+            shlex.join(["vllm", "serve", checkpoint]),
+        ),
+    )
+
+
+def render_quantized(answer: Quantized, format_: str) -> str:
+    """The answer as text or JSON (quantize.schema.json), with a final newline."""
+    if format_ == "json":
+        return to_json(answer)
+    share = ratio(answer.quantized_parameters, answer.parameters)
+    lines = [
+        f"{answer.checkpoint}: {', '.join(answer.schemes) or 'nothing quantized'}: {count(answer.layers)} of "
+        f"{count(answer.of_layers)} linear layers, {share} of the weights",
+        f"  size  {size(answer.source_bytes)} -> {size(answer.output_bytes)} "
+        f"({ratio(answer.output_bytes, answer.source_bytes)}), {answer.bits:.2f} bits per weight",
+        *coverage_lines(answer.experts),
+        *(f"  next  {command}" for command in answer.next_commands),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:
+    """That little was quantized, and why layers were kept that rules meant to quantize."""
+    unsupported = [note for note in plan.notes if note.check == "shape"]
+    warnings = []
+    if unsupported:
+        first = unsupported[0]
+        more = f" and {count(len(unsupported) - 1)} more" if len(unsupported) > 1 else ""
+        warnings.append(f"{first.where}{more} stay 16 bit: {first.got}")
+    others = layers + len(plan.kept_linears)
+    if quantized < LITTLE * plan.parameters and layers < LITTLE * others:
+        share = ratio(quantized, plan.parameters)
+        warnings.append(
+            f"only {share} of the weights are quantized; `vexport plan SOURCE` shows the schemes that fit"
+        )
+    return tuple(warnings)

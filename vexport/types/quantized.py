@@ -1,0 +1,29 @@
+"""What `quantize` answers."""
+
+from dataclasses import dataclass
+
+from vexport.types.calibration import ExpertCoverage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """A checkpoint that was written: what it is made of and what to type next.
+
+    `layers` of `of_layers` linear layers are quantized, and `quantized_parameters` of `parameters`.
+    """
+
+    checkpoint: str
+    source: str
+    schemes: tuple[str, ...]
+    layers: int
+    of_layers: int
+    quantized_parameters: int
+    parameters: int
+    source_bytes: int
+    output_bytes: int
+    bits: float
+    calibration_rows: int
+    calibration_digest: str | None
+    experts: tuple[ExpertCoverage, ...]
+    warnings: tuple[str, ...]
+    next_commands: tuple[str, ...]
