@@ -61,7 +61,7 @@ def test_means_alone_give_newcombes_interval_and_a_warning(bare: Path) -> None:
     assert (task.outcome, task.flip_rate, task.mcnemar_p, task.flips) == ("FAIL", None, None, ())
     assert "unpaired Newcombe interval" in verdict.method
     (warning,) = verdict.warnings
-    assert "needs 2.7 times the documents that pairs need where 5 % of the answers change" in warning
+    assert "needs 2.7 times the documents that pairs need where 5% of the answers change" in warning
 
 
 def test_one_side_without_samples_is_enough_to_lose_the_pairs(lm_eval_runs: Path, bare: Path) -> None:
