@@ -1,6 +1,5 @@
 """The stages of a quantization in order; `run.py` adds the run directory, `cli.py` the terminal."""
 
-import json
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -10,17 +9,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from vexport.checkpoint.hub.names import pinned_name
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError, nearest
 from vexport.extras import require_extra
-from vexport.files import write_text
 from vexport.kernels.compiling import watch_compilation
 from vexport.observer_names import OBSERVERS
 from vexport.outputs import (
-    RECIPE,
     NamedPath,
     refuse_existing,
     require_separate,
@@ -46,7 +42,6 @@ from vexport.sensitivity.auto import plan_mixed
 from vexport.sensitivity.units import Unit
 from vexport.terminal import OnProgress
 from vexport.types import Calibration, Plan, SchemeTable, Sensitivity
-from vexport.version import __version__
 
 if TYPE_CHECKING:
     from vexport.calibration import Samples
@@ -310,9 +305,6 @@ def write_checkpoint(
             shard_bytes=shard_bytes,
             on_bytes=on_bytes,
         )
-        if pinned := pinned_name(index.root):
-            recipe = {"vexport": __version__, "source": pinned}
-            write_text(folder / RECIPE, json.dumps(recipe, indent=2) + "\n")
 
 
 def _search() -> Search:

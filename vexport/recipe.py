@@ -51,7 +51,12 @@ def recipe(
     if settings is not None and calibration is not None:
         data = settings.model_dump(mode="json", exclude_none=True)
         scenario["calibration"] = {**data, "data": _relative(settings.data, folder)}
-    made: dict[str, Json] = {"vexport": __version__, "scenario": scenario, "source": dict(_source(index))}
+    made: dict[str, Json] = {
+        "vexport": __version__,
+        "source": scenario["source"],
+        "headers": dict(_source(index)),
+        "scenario": scenario,
+    }
     if calibration is not None:
         made["calibration"] = {
             "token_ids_sha256": calibration.digest,
