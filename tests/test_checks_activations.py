@@ -135,3 +135,14 @@ def test_what_the_norm_cannot_make_is_an_error_without_a_source(
     ran = vexport("check", folder, "--format", "json", "--quiet")
     (report,) = json.loads(ran.stdout)
     assert [f["where"] for f in report["findings"] if "the norm before" in f["expected"]] == [name]
+
+
+def test_a_checkpoint_without_static_scales_is_told_that_the_text_changes_nothing(
+    model: Path, text: Path
+) -> None:
+    out = model.with_name("dynamic")
+    assert vexport("quantize", model, out, "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
+    code, (finding,) = check(out, model, text)
+    assert code == 0
+    assert finding["severity"] == "info"
+    assert "no effect" in finding["got"]

@@ -186,3 +186,21 @@ def test_a_key_that_stands_twice_is_an_error(llama: Path, tmp_path: Path) -> Non
     assert ran.code == 2
     assert "scenario.yaml:4" in ran.errors[0]
     assert "'rules' a second time" in ran.errors[0]
+
+
+def test_a_rule_whose_layers_all_have_an_earlier_match_is_named(llama: Path, tmp_path: Path) -> None:
+    rules = "[{match: Linear, scheme: W8A8}, {match: down_proj, scheme: keep}]"
+    ran = vexport("plan", scenario(tmp_path, llama, rules=rules))
+    assert ran.code == 0, ran.stderr
+    assert "rule 2 (down_proj)" in ran.stdout
+    assert "3 layers, each matched by an earlier rule" in ran.stdout
+    in_order = "[{match: down_proj, scheme: keep}, {match: Linear, scheme: W8A8}]"
+    assert "earlier rule" not in vexport("plan", scenario(tmp_path, llama, rules=in_order)).stdout
+
+
+def test_a_run_without_its_calibration_data_ends_before_anything_starts(llama: Path, tmp_path: Path) -> None:
+    path = scenario(tmp_path, llama, "calibration: {data: nothing.jsonl}\n")
+    ran = vexport("run", path, "--run-dir", tmp_path / "run", "--quiet")
+    assert ran.code == 2
+    assert "nothing.jsonl: got no such file" in ran.errors[0]
+    assert not (tmp_path / "run").exists()

@@ -63,7 +63,7 @@ def plan(
     """Show what quantizing would do: layers, size, problems, time.
 
     SOURCE is a folder or a hub id (ORG/NAME or ORG/NAME@REVISION). Reads headers only, also from the hub.
-    SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes.
+    Without --scheme it compares all schemes.
 
     \b
     Examples:

@@ -99,7 +99,10 @@ class Compared:
 def unlike(subject: Subject, observed: Observed) -> Iterator[Finding]:
     """Findings on static ranges that are far from what was observed, and how near the others are."""
     kinds: dict[str, list[Compared]] = {}
-    for compared in (*_of_inputs(subject, observed), *_of_cache(subject, observed)):
+    found = (*_of_inputs(subject, observed), *_of_cache(subject, observed))
+    if not found:
+        yield _nothing_static()
+    for compared in found:
         if LEAST <= compared.ratio <= compared.most or not compared.seen:
             kinds.setdefault(INDEX.sub("*", compared.where), []).append(compared)
         else:
@@ -138,6 +141,17 @@ def _far(compared: Compared) -> Finding:
         expected=f"a range of about {compared.seen:.3g}, the largest value on the text that was given",
         got=f"one of {compared.range_:.3g}: {effect}",
         fix="calibrate again, on text like that which is to be served",
+    )
+
+
+def _nothing_static() -> Finding:
+    return Finding(
+        check=ACTIVATIONS,
+        severity="info",
+        where="checkpoint",
+        expected="static scales of inputs or of the KV cache to compare with the text",
+        got="none: the calibration text has no effect on this check",
+        fix="nothing",
     )
 
 

@@ -14,7 +14,7 @@ from vexport.plan.ignore import ignored, ignored_head
 from vexport.plan.kv_cache import attention_layers, refused_caches
 from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of, text_config
 from vexport.plan.ranks import OTHER_RANKS, is_uneven, refused_ranks
-from vexport.plan.rules import Treatment, choose_rule, require_matching_rules
+from vexport.plan.rules import Treatment, choose_rule, hidden_rules, require_matching_rules
 from vexport.plan.shapes import kept_instead, refusal, unsupported
 from vexport.scenario import Rule
 from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
@@ -76,7 +76,7 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
         refusals=tuple(refusals),
-        notes=(*notes, *_opaque_experts(opaque)),
+        notes=(*notes, *hidden_rules(rules, places), *_opaque_experts(opaque)),
         kv_cache=settings.kv_cache,
         attention=attention,
     )

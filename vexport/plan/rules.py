@@ -1,13 +1,14 @@
 """Which rule decides about a linear layer."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vexport.errors import InputError, raise_all
 from vexport.plan.linears import Place
 from vexport.scenario import Rule
 from vexport.schemes import KEEP
+from vexport.types import Finding
 
 ALL = "Linear"
 PATTERN = "re:"
@@ -30,14 +31,38 @@ def choose_rule(rules: Sequence[Rule], name: str, place: Place) -> Treatment | N
     What is outside the decoder layers is quantized only by a rule that names it rather than all linear
     layers; what vLLM builds unquantized only by one that names it without a pattern (and is then refused).
     """
-    for rule in rules:
-        if rule.match == ALL and place != "decoder":
-            continue
-        if rule.match.startswith(PATTERN) and place == "unquantizable":
-            continue
-        if matches(rule.match, name):
-            return None if rule.scheme == KEEP else Treatment(rule.scheme, rule.observer)
-    return None
+    rule = next((rule for rule in rules if _applies(rule, name, place)), None)
+    if rule is None or rule.scheme == KEEP:
+        return None
+    return Treatment(rule.scheme, rule.observer)
+
+
+def _applies(rule: Rule, name: str, place: Place) -> bool:
+    """Whether a rule decides about a layer if none before it does."""
+    if rule.match == ALL and place != "decoder":
+        return False
+    if rule.match.startswith(PATTERN) and place == "unquantizable":
+        return False
+    return matches(rule.match, name)
+
+
+def hidden_rules(rules: Sequence[Rule], places: Mapping[str, Place]) -> Iterator[Finding]:
+    """A warning for each rule that decides about no layer, because earlier rules match all of its layers."""
+    deciding = {
+        next((number for number, rule in enumerate(rules) if _applies(rule, name, place)), None)
+        for name, place in places.items()
+    }
+    for number, rule in enumerate(rules):
+        count = sum(_applies(rule, name, place) for name, place in places.items())
+        if count and number not in deciding:
+            yield Finding(
+                check="rules",
+                severity="warning",
+                where=f"rule {number + 1} ({rule.match})",
+                expected="a layer that no earlier rule matches",
+                got=f"{count} layer{'s' if count > 1 else ''}, each matched by an earlier rule",
+                fix="move the rule up, or remove it: the first match wins",
+            )
 
 
 def matches(pattern: str, name: str) -> bool:

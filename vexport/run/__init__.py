@@ -13,6 +13,7 @@ from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate
+from vexport.pipeline import require_data
 from vexport.plan import require_accepted
 from vexport.reports import render
 from vexport.reports.gates import checkpoint_gate
@@ -51,6 +52,8 @@ def run_scenario(
     missing or dies. A checkpoint that fails is a report with outcome FAIL.
     """
     require_separate([NamedPath(label="--run-dir", path=folder)], list(_inputs(scenario, file)))
+    if scenario.calibration:
+        require_data(scenario.calibration.data)
     if until_pass:
         require_promotable(scenario)
     require_vllm(options.vllm_python)
