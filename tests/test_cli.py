@@ -25,6 +25,7 @@ COMMANDS = {
     "report",
     "diff",
     "list",
+    "explain",
 }
 
 

@@ -31,19 +31,21 @@ LAYERS = (
     {"verdict"},
     {"reports", "rundir"},
     {"pipeline", "serving", "dry_loading", "catalog"},
-    {"loading"},
+    {"loading", "explain"},
     {"run"},
     {"commands"},
     {"cli"},
     {"__init__", "__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Imports inside functions: commands import what they run, the pipeline, a repair and a diff what needs torch,
+# Imports inside functions: commands import what they run, the catalog the table that is asked for, the
+# pipeline, a repair and a diff what needs torch,
 # a download the hub's client; workers, programs of their own, import vLLM, lm-eval and what of vexport they
 # are asked for.
 LATE = {
     "commands": ("vexport",),
     "pipeline": ("vexport",),
+    "catalog": ("vexport",),
     "checkpoint": ("huggingface_hub",),
     "repair": ("vexport",),
     "diff": ("vexport",),

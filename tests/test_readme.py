@@ -1,6 +1,10 @@
-"""The README says what the commands and tables say."""
+"""The README and the reference pages say what the commands, schemes, scenarios and workflows are."""
 
+import ast
+import importlib.util
+import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -8,44 +12,271 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree
 
+import click
 import pytest
 import yaml
+from pydantic import BaseModel
 
+from vexport.catalog import checks
 from vexport.cli import cli
-from vexport.scenario import Scenario
+from vexport.engine_settings import Serve
+from vexport.explain.pages import PAGES as NAMES
+from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
 from vexport.schemes import all_schemes
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^(?: {4}|      - run: )(vexport .*)$", README.replace("\\\n", ""), flags=re.MULTILINE)
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "vexport" / "docs"
+FILES = (ROOT / "README.md", *(DOCS / f"{name}.md" for name in NAMES))
+PAGES: Mapping[str, str] = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+EVERY_PAGE = pytest.mark.parametrize("page", list(PAGES))
+README_LINES = 180
+README_COLUMNS = 120
+PAGE_COLUMNS = 120
+# Where a line is longer than that: tables, and links and paths that cannot be broken.
+_WHOLE = re.compile(r"^(\||\[|!\[|\s{4}|`?vllm/|- )")
 
 
-@pytest.mark.parametrize("line", COMMANDS)
-def test_commands_and_options_exist(line: str) -> None:
-    _, name, *rest = line.split(" #")[0].split()
-    parameters = cli.commands[name].params
-    options = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
-    assert {word for word in rest if word.startswith("--")} <= options
+def lines_of(text: str) -> Iterator[str]:
+    """Lines with those that end in a backslash joined with the next."""
+    yield from text.replace("\\\n", " ").splitlines()
 
 
-def test_enough_commands_were_found() -> None:
-    assert {line.split()[1] for line in COMMANDS} >= {"run", "quantize", "check", "load", "eval", "report"}
+def commands(text: str) -> Iterator[str]:
+    """Every call of vexport that is shown as one: indented, or a step of a workflow."""
+    for line in lines_of(text):
+        if shown := re.match(r"^(?: {4}|\s+- run: )(?:[.]venv/bin/)?(vexport .*)$", line):
+            yield re.split(r"\s+(?:#|>|&&)\s?", shown[1])[0]
+
+
+def inline(text: str) -> Iterator[str]:
+    """What stands between single backticks, outside of blocks of code."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))
+
+
+def yaml_blocks(text: str) -> Iterator[str]:
+    yield from re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+
+
+COMMANDS = [(page, line) for page, text in PAGES.items() for line in commands(text)]
+MENTIONED = [
+    (page, code) for page, text in PAGES.items() for code in inline(text) if re.match(r"vexport [a-z]", code)
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_a_command_shown_is_accepted(page: str, line: str) -> None:
+    """click parses it: command, options, their values and the number of arguments."""
+    _, name, *rest = shlex.split(line)
+    with cli.commands[name].make_context(name, rest):
+        pass
+
+
+@pytest.mark.parametrize(("page", "code"), MENTIONED)
+def test_a_command_mentioned_exists(page: str, code: str) -> None:
+    _, name, *rest = code.split()
+    options = {option for one in cli.commands[name].params for option in (*one.opts, *one.secondary_opts)}
+    assert {word.partition("=")[0] for word in rest if word.startswith("-")} <= options | {"--help"}
+
+
+@EVERY_PAGE
+def test_an_option_named_alone_is_one_of_some_command(page: str) -> None:
+    known = {
+        option
+        for command in cli.commands.values()
+        for one in command.params
+        for option in (*one.opts, *one.secondary_opts)
+    }
+    of_others = {"--log_samples", "--nproc-per-node"}
+    named = {code.split()[0].partition("=")[0] for code in inline(PAGES[page]) if code.startswith("--")}
+    assert named <= known | of_others
+
+
+def test_every_command_is_shown_somewhere() -> None:
+    assert {shlex.split(line)[1] for _, line in COMMANDS} == set(cli.commands)
+
+
+def test_a_command_that_is_wrong_is_noticed() -> None:
+    with pytest.raises(click.UsageError), cli.commands["check"].make_context("check", ["OUT", "--tpp", "2"]):
+        pass
+
+
+@EVERY_PAGE
+def test_lines_are_short_enough_to_read(page: str) -> None:
+    limit = README_COLUMNS if page == "README" else PAGE_COLUMNS
+    long = [line for line in PAGES[page].splitlines() if len(line) > limit and not _WHOLE.match(line)]
+    assert not long
+
+
+def test_the_readme_is_read_in_a_minute_or_two() -> None:
+    assert len(PAGES["README"].splitlines()) <= README_LINES
+    assert all(len(line) <= README_COLUMNS for line in PAGES["README"].splitlines())
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors(path: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        if not target.startswith(("http:", "https:")):
+            file = path.parent / name if name else path
+            assert file.is_file(), target
+            assert not anchor or anchor in anchors(file), target
+
+
+@EVERY_PAGE
+def test_files_named_are_there(page: str) -> None:
+    for code in inline(PAGES[page]):
+        name = code.split()[0].removeprefix("./")
+        if re.match(r"(scripts|tests|scenarios|vexport)/[\w/.*-]+$", name):
+            assert list(ROOT.glob(name)), name
+
+
+@EVERY_PAGE
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_files_of_vllm_named_are_there(page: str) -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent.parent
+    for code in inline(PAGES[page]):
+        if code.startswith("vllm/"):
+            assert (folder / code).exists(), code
+
+
+def test_the_picture_is_small() -> None:
+    (picture,) = re.findall(r"!\[[^]]+\]\(([^)]+)\)", PAGES["README"])
+    assert 10_000 < (ROOT / picture).stat().st_size < 200_000
+
+
+def test_every_page_is_listed_and_linked_from_the_readme() -> None:
+    assert {path.stem for path in DOCS.glob("*.md")} == set(NAMES)
+    linked = set(re.findall(r"\(vexport/docs/(\w+)\.md", PAGES["README"]))
+    assert linked == set(NAMES)
 
 
 def test_every_scheme_is_in_the_table() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \|.*?\|.*?\| (\d+)", README, flags=re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*?\|.*?\| (\d+)", PAGES["schemes"], flags=re.MULTILINE))
     assert rows == {scheme.name: str(scheme.family.least_sm) for scheme in all_schemes()}
 
 
-def test_the_scenario_shown_is_one() -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
-    scenarios = [block for block in blocks if "rules:" in block]
-    assert len(scenarios) == 1
-    assert Scenario.model_validate(yaml.safe_load(scenarios[0])).name == "qwen3-nvfp4"
+@pytest.mark.parametrize("page", ["README", "schemes"])
+def test_a_scheme_named_for_a_gpu_runs_there(page: str) -> None:
+    rows = re.findall(r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES[page], flags=re.MULTILINE)
+    assert len(rows) == 4
+    least = {scheme.name: scheme.family.least_sm for scheme in all_schemes()}
+    for capabilities, *cells in rows:
+        lowest, highest = (pick(map(int, capabilities.split(", "))) for pick in (min, max))
+        for name in re.findall(r"`(\w+)`", " ".join(cells)):
+            assert least[name] <= lowest
+            assert name != "W4AFP8" or lowest == highest == 90
+            assert name not in ("W8A8", "INT8") or highest < 100
 
 
-def test_scripts_named_are_there() -> None:
-    for name in re.findall(r"\./(scripts/\w+)", README):
-        assert (Path(__file__).parent.parent / name).is_file(), name
+SCENARIOS = [
+    (page, block) for page, text in PAGES.items() for block in yaml_blocks(text) if "rules:" in block
+]
+
+
+@pytest.mark.parametrize(("page", "block"), SCENARIOS)
+def test_a_scenario_shown_is_one(page: str, block: str) -> None:
+    assert Scenario.model_validate(yaml.safe_load(block)).rules
+
+
+def test_a_page_shows_a_scenario() -> None:
+    assert {page for page, _ in SCENARIOS} >= {"scenario", "mixed"}
+
+
+SECTIONS: Mapping[str, type[BaseModel]] = {
+    "calibration": Calibration,
+    "auto": Auto,
+    "sensitivity": Sensitivity,
+    "serve": Serve,
+    "evaluate": Evaluate,
+}
+
+
+@EVERY_PAGE
+def test_keys_shown_inline_are_keys_of_scenarios(page: str) -> None:
+    """`evaluate: {...}` in a sentence, with what else the section requires."""
+    required: Mapping[str, dict[str, object]] = {
+        "evaluate": {"tasks": ["gsm8k"]},
+        "calibration": {"data": "x.jsonl"},
+    }
+    for code in inline(PAGES[page]):
+        if shown := re.match(rf"({'|'.join(SECTIONS)}): (\{{.*\}})$", code):
+            values = {**required.get(shown[1], {}), **yaml.safe_load(shown[2])}
+            assert SECTIONS[shown[1]].model_validate(values)
+
+
+def documented() -> Mapping[str, str]:
+    """The keys of the reference with their defaults."""
+    return dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \|", PAGES["scenario"], flags=re.MULTILINE))
+
+
+def defaults(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of a model with their defaults, as the reference writes them."""
+    for name, field in model.model_fields.items():
+        if field.is_required():
+            default = "required"
+        elif isinstance(field.default, BaseModel):
+            default = "all defaults"
+        elif isinstance(field.default, str):
+            default = f"`{field.default}`"
+        elif isinstance(field.default, tuple):
+            default = f"`[{', '.join(map(str, field.default))}]`"
+        else:
+            default = f"`{json.dumps(field.default)}`"
+        yield prefix + name, default
+
+
+def test_the_scenario_reference_has_every_key_with_its_default() -> None:
+    models: Mapping[str, type[BaseModel]] = {**SECTIONS, "rules": Rule}
+    expected = dict(defaults(Scenario))
+    for name, model in models.items():
+        expected |= dict(defaults(model, f"{name}."))
+    assert documented() == expected
+
+
+def test_each_check_has_its_section() -> None:
+    """What it looks at in the words of `vexport list checks`, why with vLLM's file, and what to do."""
+    text = PAGES["check"]
+    for row in checks():
+        name, description = row.values()
+        section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        what, why, fix = section.strip().split("\n\n")
+        assert " ".join(what.split()) == f"**What:** {description}."
+        assert why.startswith("**Why:** ")
+        assert "`vllm/" in why
+        assert fix.startswith("**Fix:** ")
+
+
+def test_the_python_shown_is_python() -> None:
+    blocks = [
+        block for text in PAGES.values() for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ]
+    assert blocks
+    example = (ROOT / "scenarios" / "observers_example.py").read_text(encoding="utf-8")
+    for block in blocks:
+        imported = [node for node in ast.parse(block).body if isinstance(node, ast.ImportFrom)]
+        assert imported
+        assert all(alias.name in example for node in imported for alias in node.names)
+
+
+def test_the_hook_shown_is_the_one_there_is() -> None:
+    (block,) = [block for block in yaml_blocks(PAGES["ci"]) if block.startswith("repos:")]
+    (shown,) = yaml.safe_load(block)["repos"][0]["hooks"]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    assert [hook["id"] for hook in hooks] == [shown["id"]]
 
 
 # Stands for the run of hours on a GPU in the workflow: it leaves a report where `vexport run` would.
@@ -75,7 +306,7 @@ class Step:
 
 
 def workflows() -> Iterator[tuple[Step, ...]]:
-    for block in re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL):
+    for block in yaml_blocks(PAGES["ci"]):
         for job in yaml.safe_load(block).get("jobs", {}).values():
             yield tuple(
                 Step(uses=step.get("uses", ""), run=step.get("run", ""), options=step.get("with", {}))
@@ -94,7 +325,7 @@ def test_a_workflow_passes_in_a_fresh_checkout(
     (tmp_path / "bin" / "vexport").chmod(0o755)
     environment = {
         "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": str(ROOT),
         "GITHUB_STEP_SUMMARY": str(summary),
         "GITHUB_WORKSPACE": str(workspace),
         "GITHUB_RUN_ID": "42",

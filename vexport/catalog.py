@@ -1,4 +1,7 @@
-"""What vexport knows, as tables: schemes, observers, checks, architectures."""
+"""What vexport knows, as tables: schemes, observers, checks, architectures.
+
+Checks and architectures are imported when asked for: `vexport explain` answers at once without them.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -7,8 +10,6 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from vexport.architectures import architecture_table
-from vexport.checks import ACTIVATIONS, CHECKS, COMPARED, FILES, OBSERVED, SOURCE
 from vexport.observer_names import OBSERVERS
 from vexport.schemes import all_schemes
 from vexport.schemes.base import Family, QuantArgs
@@ -59,6 +60,8 @@ def observers() -> Rows:
 
 def checks() -> Rows:
     """Names and what each looks at."""
+    from vexport.checks import ACTIVATIONS, CHECKS, COMPARED, FILES, OBSERVED, SOURCE
+
     files = {
         "check": FILES,
         "what is looked at": "folder, config.json, index and safetensors headers can be read",
@@ -73,6 +76,8 @@ def checks() -> Rows:
 
 def architectures() -> Rows:
     """Model classes and what vLLM fuses in each."""
+    from vexport.architectures import architecture_table
+
     return [
         {
             "architecture": name,

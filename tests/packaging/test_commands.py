@@ -58,6 +58,7 @@ CALLS: Mapping[str, Sequence[Call]] = {
         (("checks",), WORKS),
         (("architectures",), WORKS),
     ],
+    "explain": [((), WORKS), (("NVFP4",), WORKS), (("completeness",), WORKS), (("margin",), WORKS)],
 }
 # Seconds of the processor. Importing torch takes more.
 AT_ONCE = 3.0

@@ -3,7 +3,7 @@
 import click
 
 from vexport.commands.accuracy import evaluate, verdict_command
-from vexport.commands.catalog import list_command
+from vexport.commands.catalog import explain_command, list_command
 from vexport.commands.demo import demo
 from vexport.commands.gate import check, diff_command, load, repair
 from vexport.commands.quantize import plan, quantize
@@ -22,4 +22,5 @@ COMMANDS: tuple[click.Command, ...] = (
     repair,
     diff_command,
     list_command,
+    explain_command,
 )

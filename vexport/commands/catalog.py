@@ -3,6 +3,7 @@
 import click
 
 from vexport.commands.base import command, print_text
+from vexport.commands.completion import complete_topic
 from vexport.commands.options import format_option
 
 
@@ -20,3 +21,23 @@ def list_command(what: str, format_: str, quiet: bool) -> None:
     from vexport.catalog import render_catalog
 
     print_text(render_catalog(what, format_))
+
+
+@command("explain")
+@click.argument("name", required=False, nargs=-1, shell_complete=complete_topic)
+@format_option(("text", "json"))
+def explain_command(name: tuple[str, ...], format_: str, quiet: bool) -> None:
+    """Explain a scheme, observer, check, finding or topic.
+
+    NAME is what a report, message or list calls it, in any case. Without NAME: all that can be explained.
+
+    \b
+    Examples:
+      vexport explain
+      vexport explain NVFP4
+      vexport explain completeness
+      vexport explain margin
+    """
+    from vexport.explain import explain, render_entry, render_topics
+
+    print_text(render_entry(explain(" ".join(name)), format_) if name else render_topics(format_))

@@ -38,6 +38,20 @@ def complete_observer(
     ]
 
 
+def complete_topic(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Names that `vexport explain` knows and that begin so, in any case, with their page."""
+    from vexport.explain.pages import all_sections
+
+    return [
+        CompletionItem(name, help=section.page)
+        for section in all_sections()
+        for name in section.names
+        if name.lower().startswith(incomplete.lower())
+    ]
+
+
 def complete_task(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:

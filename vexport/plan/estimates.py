@@ -1,7 +1,7 @@
 """About how long the stages of a plan take and how much memory: from measured rates, all of which stand here.
 
-They hold for two CPU cores, files in the page cache and an idle machine (README, "Speed"; the sources of
-single numbers are with them). Reading from a slow disk comes on top, a GPU is not considered.
+They hold for two CPU cores, files in the page cache and an idle machine (docs/speed.md; the sources of single
+numbers are with them). Reading from a slow disk comes on top, a GPU is not considered.
 """
 
 from dataclasses import dataclass

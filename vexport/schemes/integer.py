@@ -1,7 +1,7 @@
 """Integer weights: INT8 per channel with dynamic INT8 inputs (W8A8), packed groups (WNA16 and W4A8).
 
-Layouts: compressed_tensors_w8a8_int8.py, _wNa16.py, _wNa8.py and _w4a8_fp8.py in vLLM's
-quantization/compressed_tensors/schemes.
+Layouts: compressed_tensors_w8a8_int8.py, compressed_tensors_wNa16.py, compressed_tensors_wNa8.py and
+compressed_tensors_w4a8_fp8.py in vllm/model_executor/layers/quantization/compressed_tensors/schemes.
 """
 
 from dataclasses import dataclass

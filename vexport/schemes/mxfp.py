@@ -1,7 +1,7 @@
 """MXFP4 and MXFP8: groups of 32 with a power of two as scale, stored as an exponent (e8m0).
 
-Layouts: compressed_tensors_w4a4_mxfp4.py and compressed_tensors_w8a8_mxfp8.py in vLLM's
-quantization/compressed_tensors/schemes.
+Layouts: compressed_tensors_w4a4_mxfp4.py and compressed_tensors_w8a8_mxfp8.py in
+vllm/model_executor/layers/quantization/compressed_tensors/schemes.
 """
 
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ class Nvfp4Family:
     cpu: str = "emulated"
 
     def layout(self, args: SchemeArgs, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
-        """weight_packed (out, in/2), weight_scale (out, in/16), global scales (1,) as divisors."""
+        """weight_packed (out, in/2), weight_scale (out, in/16), global scales (1,): 448*6/absmax."""
         rows, columns, name = linear.out_features, linear.in_features, linear.name
         weight = (
             TensorSpec(name=f"{name}.weight_packed", dtype="U8", shape=(rows, columns // 2)),

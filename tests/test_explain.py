@@ -1,0 +1,106 @@
+"""`vexport explain`: every scheme, observer, check, page and section is explained, wrong names get a hint."""
+
+import json
+from collections import Counter
+
+import pytest
+from click.testing import CliRunner
+
+from tests.command import vexport
+from tests.test_layers import loaded_by
+from vexport.catalog import checks, observers, schemes
+from vexport.cli import cli
+from vexport.commands.completion import complete_topic
+from vexport.explain import all_sections, explain, topic_names
+from vexport.explain.pages import fold
+from vexport.explain.render import plain
+
+ROWS = [
+    (kind, next(iter(row.values())))
+    for kind, rows in (("scheme", schemes()), ("observer", observers()), ("check", checks()))
+    for row in rows
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), ROWS)
+def test_what_is_listed_is_explained(kind: str, name: str) -> None:
+    ran = vexport("explain", name)
+    assert ran.code == 0
+    assert ran.stdout.startswith(f"{name} ({kind})\n")
+    assert len(ran.stdout.split()) > 25
+    assert max(map(len, ran.stdout.splitlines())) <= 130
+
+
+def test_a_scheme_has_its_row_its_tensors_and_its_source() -> None:
+    (row,) = [row for row in schemes() if row["scheme"] == "FP8_BLOCK"]
+    facts = explain("fp8-block").facts
+    assert facts.items() >= {key: value for key, value in row.items() if key != "scheme"}.items()
+    assert "weight_scale" in facts["stored as"]
+    assert "blocks" in facts["shapes"]
+    for _, name in ROWS[: len(schemes())]:
+        assert "vllm/model_executor/" in explain(name).facts["source"], name
+
+
+def test_names_are_of_one_thing_each() -> None:
+    twice = {name for name, count in Counter(map(fold, topic_names())).items() if count > 1}
+    assert not twice
+
+
+def test_every_page_and_section_answers() -> None:
+    assert len(all_sections()) > 100
+    for section in all_sections():
+        assert section.text.strip(), section
+        assert {explain(name).page for name in section.names} == {section.page}
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "says"),
+    [
+        ("margin", "evaluation", "loss"),
+        ("INCONCLUSIVE", "statistics", "would settle"),
+        ("exit codes", "ci", "130"),
+        ("dry-load", "load", "headers"),
+        ("--until-pass", "mixed", "six rounds"),
+        ("kernel", "glossary", "cause"),
+        ("canary", "load", "200 greedy tokens"),
+    ],
+)
+def test_words_of_reports_and_options_are_explained(name: str, page: str, says: str) -> None:
+    answer = json.loads(CliRunner().invoke(cli, ["explain", "--format", "json", "--", name]).stdout)
+    assert answer["page"] == page
+    assert says in " ".join(answer["text"].split())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("nvfp5", "NVFP4"), ("completness", "completeness"), ("marign", "margin")]
+)
+def test_an_unknown_name_gets_the_nearest(name: str, meant: str) -> None:
+    ran = vexport("explain", name)
+    assert ran.code == 2
+    assert ran.stdout == ""
+    (line,) = ran.errors
+    assert f"did you mean {meant}?" in line
+
+
+def test_without_a_name_all_are_listed() -> None:
+    ran, listed = vexport("explain"), json.loads(vexport("explain", "--format", "json").stdout)
+    assert ran.code == 0
+    assert all(name in ran.stdout for _, name in ROWS)
+    assert listed["pages"].keys() == {section.page for section in all_sections()}
+    assert "exit codes" in map(str.lower, listed["pages"]["ci"])
+
+
+def test_the_shell_completes_names() -> None:
+    context = cli.commands["explain"].make_context("explain", [])
+    found = [item.value for item in complete_topic(context, cli.commands["explain"].params[0], "nvfp4")]
+    assert found == ["NVFP4", "NVFP4A16", "nvfp4_expanded_mse"]
+
+
+def test_a_terminal_gets_no_markup() -> None:
+    text = plain("See **[the page](page.md#a)**.\n\n```yaml\na: 1\n\nb: 2\n```\n\n- one\n- two")
+    assert text == "See the page.\n\na: 1\n\nb: 2\n\n- one\n- two"
+
+
+def test_explaining_loads_nothing_heavy() -> None:
+    code = "from vexport.explain import explain; explain('NVFP4'); explain('mse'); explain('completeness')"
+    assert not loaded_by(code) & {"torch", "transformers", "scipy", "numpy", "vllm", "rich.markdown"}

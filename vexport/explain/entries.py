@@ -1,0 +1,75 @@
+"""What `vexport explain NAME` answers: the section that explains it, and the facts of the tables."""
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import getdoc
+
+from vexport.catalog import CATALOGS
+from vexport.errors import InputError, nearest
+from vexport.explain.pages import Section, find_section, fold, topic_names
+from vexport.schemes import all_schemes
+
+# The tables whose rows are the facts of the sections on the page of the same name, and what a row is called.
+TABLES: Mapping[str, str] = {"schemes": "scheme", "observers": "observer"}
+# How the section of a check or another finding begins; tests compare these with the table of checks.
+FINDING = "**What:** "
+_SOURCE = re.compile(r"^Layouts?: (.+?)\.?\Z", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An explanation: `kind` is scheme, observer, check, finding, topic or page."""
+
+    name: str
+    kind: str
+    page: str
+    facts: Mapping[str, str]
+    text: str
+
+
+def explain(name: str) -> Entry:
+    """What is known about `name`; InputError, with the nearest name, where nothing is."""
+    section = find_section(name)
+    if section is None:
+        raise InputError(
+            f"explain {name}",
+            got="an unknown name",
+            need="a scheme, observer, check, page or topic",
+            fix=f"run `vexport explain` to list all names{nearest(name, topic_names())}",
+        )
+    kind, facts = facts_of(section, name)
+    own = next((given for given in section.names if fold(given) == fold(name)), section.names[0])
+    return Entry(name=own, kind=kind, page=section.page, facts=facts, text=section.text)
+
+
+def facts_of(section: Section, name: str) -> tuple[str, Mapping[str, str]]:
+    """(kind, facts) of what `name` names in its section: a row of a table, or no facts."""
+    if section.depth == 1:
+        return "page", {}
+    if section.text.startswith(FINDING):
+        return ("check" if section.page == "check" else "finding"), {}
+    for row in CATALOGS[section.page]() if section.page in TABLES else ():
+        title, *_ = row.values()
+        if fold(title) == fold(name):
+            facts = dict(list(row.items())[1:])
+            more = _of_scheme(title) if section.page == "schemes" else {}
+            return TABLES[section.page], {**facts, **more}
+    return "topic", {}
+
+
+def _of_scheme(name: str) -> Mapping[str, str]:
+    """Tensors, shapes and source of a scheme, as the docstrings of its family say them."""
+    family = next(scheme.family for scheme in all_schemes() if scheme.name == name)
+    source = _SOURCE.search((sys.modules[type(family).__module__].__doc__ or "").strip())
+    return {
+        "stored as": _line(getdoc(family.layout)),
+        "shapes": _line(getdoc(family.misfit)),
+        "source": _line(source[1] if source else ""),
+    }
+
+
+def _line(doc: str | None) -> str:
+    """The first paragraph of a docstring in one line."""
+    return " ".join((doc or "").partition("\n\n")[0].split())
