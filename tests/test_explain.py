@@ -1,7 +1,9 @@
 """`vexport explain`: every scheme, observer, check, page and section is explained, wrong names get a hint."""
 
 import json
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -11,9 +13,14 @@ from tests.test_layers import loaded_by
 from vexport.catalog import checks, observers, schemes
 from vexport.cli import cli
 from vexport.commands.completion import complete_topic
-from vexport.explain import all_sections, explain, topic_names
+from vexport.engine.dry.judge import CHECK as DRY_LOAD
+from vexport.explain import all_sections, explain, find_section, topic_names
 from vexport.explain.pages import fold
 from vexport.explain.render import plain
+from vexport.roundtrip import CHECK as ROUND_TRIP
+from vexport.types import ENGINE_CHECK
+
+ROOT = Path(__file__).parent.parent
 
 ROWS = [
     (kind, next(iter(row.values())))
@@ -82,6 +89,14 @@ def test_an_unknown_name_gets_the_nearest(name: str, meant: str) -> None:
     assert f"did you mean {meant}?" in line
 
 
+def test_each_command_and_each_finding_can_be_looked_up() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "vexport").rglob("*.py")]
+    findings = {name for text in sources for name in re.findall(r'\bcheck="([\w -]+)"', text)}
+    assert len(findings) > 8
+    for name in findings | set(cli.commands) - {"list", "explain"} | {ENGINE_CHECK, DRY_LOAD, ROUND_TRIP}:
+        assert find_section(name), name
+
+
 def test_without_a_name_all_are_listed() -> None:
     ran, listed = vexport("explain"), json.loads(vexport("explain", "--format", "json").stdout)
     assert ran.code == 0
@@ -99,6 +114,12 @@ def test_the_shell_completes_names() -> None:
 def test_a_terminal_gets_no_markup() -> None:
     text = plain("See **[the page](page.md#a)**.\n\n```yaml\na: 1\n\nb: 2\n```\n\n- one\n- two")
     assert text == "See the page.\n\na: 1\n\nb: 2\n\n- one\n- two"
+
+
+def test_a_terminal_gets_tables_in_columns() -> None:
+    table = plain("## Codes\n| code | meaning |\n|---|---|\n| 0 | pass [x] |\n| 130 | interrupted |")
+    assert table == "## Codes\n\ncode  meaning\n0     pass [x]\n130   interrupted"
+    assert not any(line.startswith("|") for line in vexport("explain", "scenario").stdout.splitlines())
 
 
 def test_explaining_loads_nothing_heavy() -> None:

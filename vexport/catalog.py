@@ -23,12 +23,17 @@ def render_catalog(what: str, format_: str) -> str:
     rows = CATALOGS[what]()
     if format_ == "json":
         return json.dumps(list(rows), indent=2) + "\n"
+    return table_text(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
+    """Rows under their columns, cells wrapped to `width`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in rows[0]:
+    for column in columns:
         table.add_column(column)
     for row in rows:
-        table.add_row(*row.values())
-    console = Console(width=WIDTH, file=StringIO())
+        table.add_row(*row)
+    console = Console(width=width, file=StringIO())
     with console.capture() as capture:
         console.print(table, markup=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"

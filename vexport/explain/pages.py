@@ -15,6 +15,7 @@ from importlib.resources import files
 PAGES = (
     "installation",
     "sources",
+    "quantize",
     "schemes",
     "architectures",
     "calibration",

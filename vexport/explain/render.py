@@ -6,11 +6,12 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from vexport.catalog import CATALOGS
+from vexport.catalog import CATALOGS, table_text
 from vexport.explain.entries import TABLES, Entry
 from vexport.explain.pages import PAGES, all_sections
 
 WIDTH = 100
+_AFTER_HEADING = re.compile(r"^(#+ .+)\n+", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
 
@@ -63,17 +64,25 @@ def _row(name: str, text: str, *, indent: int = 0) -> Iterator[str]:
 
 
 def plain(markdown: str) -> str:
-    """Markdown as a person reads it in a terminal: no links, no bold, no fences; paragraphs wrapped.
+    """Markdown as a person reads it in a terminal: no links, no bold, no fences, tables in columns.
 
-    Tables and blocks of code keep their lines.
+    Blocks of code keep their lines.
     """
-    text = _LINK.sub(r"\1", markdown).replace("**", "")
+    text = _LINK.sub(r"\1", _AFTER_HEADING.sub(r"\1\n\n", markdown)).replace("**", "")
     blocks, code = [], False
     for block in text.split("\n\n"):
         code ^= block.count("```") % 2 == 1
-        kept = code or block.startswith(("    ", "|", "#", "```")) or block.endswith("```")
-        blocks.append(_unfenced(block) if kept else _wrapped(block))
+        kept = code or block.startswith(("    ", "#", "```")) or block.endswith("```")
+        blocks.append(
+            _unfenced(block) if kept else _table(block) if block.startswith("|") else _wrapped(block)
+        )
     return "\n\n".join(blocks)
+
+
+def _table(block: str) -> str:
+    """A table of Markdown in columns."""
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in block.splitlines()]
+    return table_text(rows[0], rows[2:], WIDTH).rstrip()
 
 
 def _unfenced(block: str) -> str:
