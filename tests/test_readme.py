@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,6 +258,24 @@ def test_each_check_has_its_section() -> None:
         assert " ".join(what.split()) == f"**What:** {description}."
         assert why.startswith("**Why:** ")
         assert "`vllm/" in why
+        assert fix.startswith("**Fix:** ")
+
+
+def test_the_extras_listed_are_those_there_are() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    table = PAGES["installation"].partition("| extra |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == set(project["optional-dependencies"]) - {"dev"}
+    of_none = set(re.findall(r"`(\w+)", table.splitlines()[2]))
+    assert of_none <= set(cli.commands)
+
+
+def test_each_trouble_has_a_cause_and_a_fix() -> None:
+    _, *troubles = PAGES["troubleshooting"].split("\n## ")
+    assert len(troubles) > 10
+    for trouble in troubles:
+        _, cause, fix = trouble.strip().split("\n\n")
+        assert cause.startswith("**Cause:** ")
         assert fix.startswith("**Fix:** ")
 
 
