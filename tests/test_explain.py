@@ -97,6 +97,11 @@ def test_each_command_and_each_finding_can_be_looked_up() -> None:
         assert find_section(name), name
 
 
+def test_another_name_of_a_section_gets_its_heading() -> None:
+    assert vexport("explain", "gptq").stdout.startswith("GPTQ (topic): Rounding\n")
+    assert vexport("explain", "rounding").stdout.startswith("Rounding (topic)\n")
+
+
 def test_without_a_name_all_are_listed() -> None:
     ran, listed = vexport("explain"), json.loads(vexport("explain", "--format", "json").stdout)
     assert ran.code == 0

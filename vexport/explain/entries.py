@@ -20,9 +20,10 @@ _SOURCE = re.compile(r"^Layouts?: (.+?)\.?\Z", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An explanation: `kind` is scheme, observer, check, finding, topic or page."""
+    """An explanation: `kind` is scheme, observer, check, finding, topic or page, `title` the heading."""
 
     name: str
+    title: str
     kind: str
     page: str
     facts: Mapping[str, str]
@@ -34,14 +35,14 @@ def explain(name: str) -> Entry:
     section = find_section(name)
     if section is None:
         raise InputError(
-            f"explain {name}",
+            f"explain {name!r}",
             got="an unknown name",
             need="a scheme, observer, check, page or topic",
             fix=f"run `vexport explain` to list all names{nearest(name, topic_names())}",
         )
     kind, facts = facts_of(section, name)
     own = next((given for given in section.names if fold(given) == fold(name)), section.names[0])
-    return Entry(name=own, kind=kind, page=section.page, facts=facts, text=section.text)
+    return Entry(name=own, title=section.title, kind=kind, page=section.page, facts=facts, text=section.text)
 
 
 def facts_of(section: Section, name: str) -> tuple[str, Mapping[str, str]]:

@@ -39,7 +39,8 @@ def render_topics(format_: str) -> str:
 
 
 def _lines(entry: Entry) -> Iterator[str]:
-    yield f"{entry.name} ({entry.kind})"
+    heading = f": {entry.title}" if entry.kind == "topic" and entry.title != entry.name else ""
+    yield f"{entry.name} ({entry.kind}){heading}"
     if entry.facts:
         yield ""
         for name, fact in entry.facts.items():
