@@ -24,7 +24,7 @@ FAMILIES: Mapping[str, Family] = {
     "MXFP8A16": mxfp.MXFP8_FAMILY,
     "FP8": fp8.STATIC_FAMILY,
     "FP8_DYNAMIC": fp8.FAMILY,
-    "FP8_BLOCK": fp8.FAMILY,
+    "FP8_BLOCK": fp8.BLOCK_FAMILY,
     "W8A8": integer.W8A8_FAMILY,
     "INT8": integer.W8A8_FAMILY,
     "W4A8": integer.W4A8_FAMILY,
