@@ -7,6 +7,7 @@ import click
 
 from vexport.commands.base import command, conclude, print_text
 from vexport.commands.completion import complete_task
+from vexport.commands.effects import note_unused
 from vexport.commands.help import RenamedOption
 from vexport.commands.options import (
     PATH,
@@ -129,6 +130,8 @@ def evaluate(
     if enable_thinking and not think_end_token:
         raise click.UsageError("--enable-thinking needs --think-end-token, to cut the thinking off answers.")
     _require_a_question(baseline, against, accept, early=stopping == "early", limits=kl_limit or nll_limit)
+    if not (baseline or against):
+        note_unused(("margin", "alpha", "format_"), "with --accept alone: nothing is compared")
     typed = {"tensor_parallel_size": tp, "max_model_len": max_model_len}
     serve = with_options(Serve(timeout=timeout), typed, engine_args)
     require_engine((vllm_python,))

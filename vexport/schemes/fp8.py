@@ -73,7 +73,7 @@ def scale_shape(args: QuantArgs, rows: int, columns: int) -> tuple[int, ...]:
 
 
 FAMILY = Fp8Family()
-# Marlin, which keeps inputs at 16 bits, comes before Triton where DeepGEMM and CUTLASS do not run: below SM 90
+# Below SM 90, where DeepGEMM and CUTLASS do not run, Marlin comes before Triton and keeps inputs at 16 bits
 # (_POSSIBLE_FP8_BLOCK_KERNELS in vllm/model_executor/kernels/linear/__init__.py).
 BLOCK_FAMILY = Fp8Family(least_sm=90)
 STATIC_FAMILY = Fp8Family(cpu="emulated")
