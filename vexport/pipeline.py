@@ -25,6 +25,7 @@ from vexport.outputs import (
 )
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import build_plan, require_accepted
+from vexport.plan.build import hidden_rule_notes
 from vexport.plan.needs import needs_search, uses_calibration
 from vexport.plan.table import scheme_table
 from vexport.quantize import (
@@ -85,7 +86,8 @@ def plan_source(
     """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
     require_observers({rule.observer for rule in rules})
     index = read_index(resolve_source(source, on_progress))
-    return index, build_plan(index, rules, settings)
+    plan = build_plan(index, rules, settings)
+    return index, replace(plan, notes=(*plan.notes, *hidden_rule_notes(index, rules)))
 
 
 def plan_headers(source: str, rules: Sequence[Rule], settings: PlanSettings, on_progress: OnProgress) -> Plan:

@@ -51,7 +51,7 @@ def test_a_refusal_names_tensor_layer_and_remedy(tmp_path: Path) -> None:
         "got weight_shape [2] of query_key_value, of which vLLM takes each tensor for 768 rows"
         in ran.errors[0]
     )
-    assert "scheme: keep for query_key_value" in ran.errors[0]
+    assert "--ignore query_key_value" in ran.errors[0]
     kept = ("--scheme", "W4A16", "--on-unsupported-shape", "keep", "--quiet")
     assert vexport("quantize", source, tmp_path / "out", *kept).code == 0
     ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]

@@ -96,7 +96,7 @@ def test_the_ranks_of_a_cell_are_one_result() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--tp", "2"), "need --dry"),
+        (("--sm", "90"), "--sm needs --dry"),
         (("--dry", "--tp", "1,a"), "'a' is not a number of GPUs"),
         (("--dry", "--sm", "0"), "'0' is not a known compute capability"),
         (("--dry", "--max-model-len", "8"), "do not go with --dry"),

@@ -76,10 +76,20 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
         refusals=tuple(refusals),
-        notes=(*notes, *hidden_rules(rules, places), *_opaque_experts(opaque)),
+        notes=(*notes, *_opaque_experts(opaque)),
         kv_cache=settings.kv_cache,
         attention=attention,
     )
+
+
+def hidden_rule_notes(index: SourceIndex, rules: Sequence[Rule]) -> tuple[Finding, ...]:
+    """A warning for each rule a user wrote that earlier rules leave without a layer."""
+    if len(rules) < 2:
+        return ()
+    architecture, _ = resolve(index.architecture, index.config)
+    names = names_of(index, architecture)
+    places = {linear.name: names.place(linear.name) for linear in find_linears(index, names)}
+    return tuple(hidden_rules(rules, places))
 
 
 def require_accepted(plan: Plan) -> None:

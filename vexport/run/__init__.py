@@ -52,10 +52,10 @@ def run_scenario(
     missing or dies. A checkpoint that fails is a report with outcome FAIL.
     """
     require_separate([NamedPath(label="--run-dir", path=folder)], list(_inputs(scenario, file)))
-    if scenario.calibration:
-        require_data(scenario.calibration.data)
     if until_pass:
         require_promotable(scenario)
+    if scenario.calibration:
+        require_data(scenario.calibration.data)
     require_vllm(options.vllm_python)
     if scenario.evaluate is not None:
         require_tasks(scenario.evaluate, options)
