@@ -124,7 +124,7 @@ def test_int4_on_outliers_fails_and_says_why(tmp_path: Path) -> None:
     assert ran.code == 1
     (line,) = ran.errors
     assert "FAIL" in line
-    assert "addition" in line
+    assert "worst: addition" in ran.stdout
     assert report_of(tmp_path / "run")["outcome"] == "FAIL"
     assert "FAIL" in (tmp_path / "run" / "report.html").read_text()
 
