@@ -5,29 +5,16 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.command import Ran
+
 ROOT = Path(__file__).parent.parent.parent
 PROJECT: Mapping[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """How a command ended."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def errors(self) -> list[str]:
-        """The lines on stderr that tell of an error."""
-        return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
 
 
 def declared(extra: str = "") -> list[Requirement]:

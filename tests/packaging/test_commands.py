@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.packaging.environment import ROOT, Ran, linked, run
+from tests.command import Ran
+from tests.packaging.environment import ROOT, linked, run
 from tests.reports.sample import report
 from vexport.cli import cli
 from vexport.files import to_json
