@@ -114,7 +114,7 @@ def findings(stdout: str) -> str:
     told = [
         [item["check"], item["severity"], item["where"]] for report in reports for item in report["findings"]
     ]
-    return json.dumps(told)
+    return json.dumps(sorted(told))
 
 
 def checked(root: Path) -> Iterator[tuple[str, str]]:
