@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.dtypes import BITS, FLOATING, to_numpy
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader, same_bytes
-from vexport.checks.layers import Layer, layers_of
-from vexport.checks.subject import Subject
+from vexport.checks.vllm.layers import Layer, layers_of
+from vexport.checks.vllm.subject import Subject
 from vexport.extras import is_installed
 from vexport.files import digest_file
 from vexport.noise import COMPARED, NONE, array_noise, noise_of

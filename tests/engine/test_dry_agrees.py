@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
 from vexport.checks import check_checkpoint
-from vexport.checks.target import Target
+from vexport.checks.vllm.target import Target
 from vexport.engine.dry.load import dry_loads
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -1,32 +1,19 @@
 """The static gate: findings on a checkpoint's files, without vLLM, a GPU or torch.
 
-Adding a check family is one new file and one line in `CHECKS`.
+Adding a check family is one new file and one line in `FAMILIES`. What families share is in `vllm`, the model
+of vLLM, and in `tensors`, the looks at stored numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
-from vexport.checks import (
-    completeness,
-    config,
-    devices,
-    fusion,
-    kv_cache,
-    methods,
-    model,
-    shapes,
-    shards,
-    targets,
-    tokenizer,
-    transforms,
-    values,
-    versions,
-)
-from vexport.checks.subject import Subject
-from vexport.checks.target import ANY, Target, said
+from vexport.checks.vllm.methods import other_method
+from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.target import ANY, Target, said
 from vexport.errors import InputError, InputErrors
 from vexport.types import CheckReport, Finding
 
@@ -38,7 +25,7 @@ COMPARED = "weights, kept tensors, tokenizer, template and configs are those of 
 ACTIVATIONS = "activations"
 OBSERVED = "static scales fit what the source computes on a text (--source and --calibration)"
 # What is looked at whatever the method of quantization.
-OF_ANY_METHOD = (shards.NAME, config.NAME)
+OF_ANY_METHOD = ("shards", "config")
 Against = Callable[[Subject], Iterator[Finding]]
 
 
@@ -50,24 +37,30 @@ class Check:
     run: Callable[[Subject], Iterator[Finding]]
 
 
-CHECKS: Mapping[str, Check] = {
-    module.NAME: Check(description=module.DESCRIPTION, run=module.run)
-    for module in (
-        shards,
-        model,
-        config,
-        targets,
-        completeness,
-        shapes,
-        values,
-        fusion,
-        kv_cache,
-        transforms,
-        tokenizer,
-        devices,
-        versions,
-    )
-}
+# The families in the order of their findings: one line each, the name of its file.
+FAMILIES = (
+    "shards",
+    "model",
+    "config",
+    "targets",
+    "completeness",
+    "shapes",
+    "values",
+    "fusion",
+    "kv_cache",
+    "transforms",
+    "tokenizer",
+    "devices",
+    "versions",
+)
+
+
+def _check(family: str) -> Check:
+    module = import_module(f"{__name__}.{family}")
+    return Check(description=module.DESCRIPTION, run=module.run)
+
+
+CHECKS: Mapping[str, Check] = {family: _check(family) for family in FAMILIES}
 
 
 def check_checkpoint(
@@ -101,7 +94,7 @@ def check_checkpoint(
 
 def findings_on(subject: Subject, against: Against | None = None) -> Iterator[Finding]:
     """The findings of all families; of a checkpoint of another method only on its files and its config."""
-    judged = methods.other_method(subject) is None
+    judged = other_method(subject) is None
     for name, check in CHECKS.items():
         if judged or name in OF_ANY_METHOD:
             yield from check.run(subject)

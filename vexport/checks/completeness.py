@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.arguments import ConfigGroup
 from vexport.checks.config import ORDERED_UNTIL, REFUSED_ORDERING
-from vexport.checks.decoder import Layout
-from vexport.checks.expected import parameters_of, weight_name
-from vexport.checks.online import INPUT, OUTPUT
-from vexport.checks.subject import QUANTIZED_LEAVES, Subject, Unit, error, quantized_leaves, warning
+from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.checks.vllm.decoder import Layout
+from vexport.checks.vllm.expected import parameters_of, weight_name
+from vexport.checks.vllm.online import INPUT, OUTPUT
+from vexport.checks.vllm.subject import QUANTIZED_LEAVES, Subject, Unit, error, quantized_leaves, warning
 from vexport.types import Finding, Json
 
 NAME = "completeness"

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.arguments import ConfigGroup, contradictions, of_attention, parse_args, parse_group
-from vexport.checks.methods import METHOD, findings, other_method
-from vexport.checks.routed import refusal
-from vexport.checks.scheme import scheme_of
-from vexport.checks.subject import Subject, error, warning
-from vexport.checks.target import Version
+from vexport.checks.vllm.arguments import ConfigGroup, contradictions, of_attention, parse_args, parse_group
+from vexport.checks.vllm.methods import METHOD, findings, other_method
+from vexport.checks.vllm.routed import refusal
+from vexport.checks.vllm.scheme import scheme_of
+from vexport.checks.vllm.subject import Subject, error, warning
+from vexport.checks.vllm.target import Version
 from vexport.types import Finding, Json
 
 NAME = "config"

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from vexport.checks.expected import layer_sides
-from vexport.checks.subject import ConfigGroup, Subject, Unit, error, warning
+from vexport.checks.vllm.expected import layer_sides
+from vexport.checks.vllm.subject import ConfigGroup, Subject, Unit, error, warning
 from vexport.plan.linears import Names, names_of, text_config
 from vexport.plan.ranks import heads_of
 from vexport.plan.shapes import misfit_on

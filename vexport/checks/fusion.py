@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vexport.checks.subject import Subject, Unit, error, warning
+from vexport.checks.vllm.subject import Subject, Unit, error, warning
 from vexport.types import Finding
 
 NAME = "fusion"

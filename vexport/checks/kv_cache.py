@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from vexport.checks.expected import FLOAT_SCALES
-from vexport.checks.inputs import E4M3_LARGEST
-from vexport.checks.outputs import largest_output
-from vexport.checks.scales import PLACEHOLDER
-from vexport.checks.subject import Subject, error, warning
+from vexport.checks.tensors.inputs import E4M3_LARGEST
+from vexport.checks.tensors.outputs import largest_output
+from vexport.checks.tensors.scales import PLACEHOLDER
+from vexport.checks.vllm.expected import FLOAT_SCALES
+from vexport.checks.vllm.subject import Subject, error, warning
 from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import names_of
 from vexport.types import Finding, Json, TensorInfo

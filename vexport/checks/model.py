@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from vexport.architectures import architecture_table
-from vexport.checks.decoder import DECODERS, layout_of, missing_sizes
-from vexport.checks.fields import code_of, wrong_types
-from vexport.checks.kept import narrowed
-from vexport.checks.settings import faults
-from vexport.checks.subject import Subject, error, warning
+from vexport.checks.tensors.kept import narrowed
+from vexport.checks.vllm.decoder import DECODERS, layout_of, missing_sizes
+from vexport.checks.vllm.fields import code_of, wrong_types
+from vexport.checks.vllm.settings import faults
+from vexport.checks.vllm.subject import Subject, error, warning
 from vexport.types import Finding, Json
 
 NAME = "model"

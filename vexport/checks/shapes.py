@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checks.arguments import ConfigGroup
-from vexport.checks.casts import rounded, survives
-from vexport.checks.decoder import Layout
-from vexport.checks.expected import INT32_BITS, Expected, layer_sides, parameters_of
-from vexport.checks.subject import Subject, Unit, error, warning
+from vexport.checks.tensors.casts import rounded, survives
+from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.checks.vllm.decoder import Layout
+from vexport.checks.vllm.expected import INT32_BITS, Expected, layer_sides, parameters_of
+from vexport.checks.vllm.subject import Subject, Unit, error, warning
 from vexport.schemes import fp8
 from vexport.schemes.base import EXPERT, SchemeArgs, Share, is_head
 from vexport.types import Finding, TensorInfo

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.subject import Subject, error, warning
+from vexport.checks.vllm.subject import Subject, error, warning
 from vexport.files import read_json_object
 from vexport.types import Finding, TensorInfo
 

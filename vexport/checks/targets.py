@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.arguments import of_attention
-from vexport.checks.subject import ConfigGroup, Subject, Unit, error, quantized_leaves
+from vexport.checks.vllm.arguments import of_attention
+from vexport.checks.vllm.subject import ConfigGroup, Subject, Unit, error, quantized_leaves
 from vexport.plan import is_embedding
 from vexport.schemes.base import is_head
 from vexport.types import Finding

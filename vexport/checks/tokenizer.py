@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from vexport.checks.subject import Subject, error
+from vexport.checks.vllm.subject import Subject, error
 from vexport.errors import InputError
 from vexport.files import read_json, read_json_object
 from vexport.types import Finding, Json

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.online import INPUT, OUTPUT, OnlineTransform
-from vexport.checks.subject import Subject, Unit, error
+from vexport.checks.vllm.online import INPUT, OUTPUT, OnlineTransform
+from vexport.checks.vllm.subject import Subject, Unit, error
 from vexport.types import Finding
 
 NAME = "transforms"

@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import BITS, to_numpy
-from vexport.checks import scales
-from vexport.checks.arguments import ConfigGroup
-from vexport.checks.codes import lost, unfilled
-from vexport.checks.inputs import E4M3_LARGEST, impossible
-from vexport.checks.kept import empty
-from vexport.checks.scales import PLACEHOLDER
-from vexport.checks.subject import Subject, Unit, error, warning
+from vexport.checks.tensors import scales
+from vexport.checks.tensors.codes import lost, unfilled
+from vexport.checks.tensors.inputs import E4M3_LARGEST, impossible
+from vexport.checks.tensors.kept import empty
+from vexport.checks.tensors.scales import PLACEHOLDER
+from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.checks.vllm.subject import Subject, Unit, error, warning
 from vexport.types import Finding, TensorInfo
 
 NAME = "values"

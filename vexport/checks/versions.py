@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vexport.architectures.history import class_changes
-from vexport.checks.subject import ConfigGroup, Subject, Unit
-from vexport.checks.target import PINNED, Version, said
+from vexport.checks.vllm.subject import ConfigGroup, Subject, Unit
+from vexport.checks.vllm.target import PINNED, Version, said
 from vexport.schemes.base import EXPERT
 from vexport.types import Finding, Severity
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from vexport.checks import Against
-    from vexport.checks.target import Target
+    from vexport.checks.vllm.target import Target
     from vexport.fidelity.activations import Observed
     from vexport.terminal import OnProgress
 
@@ -81,7 +81,7 @@ def check(
       vexport check checkpoints/* --format junit -o check.xml
     """
     from vexport.checks import CHECKS, FILES
-    from vexport.checks.target import Target
+    from vexport.checks.vllm.target import Target
     from vexport.reports import render_checks, summarize_checks
     from vexport.terminal import progress_display
 

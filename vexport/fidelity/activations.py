@@ -15,10 +15,10 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checks import ACTIVATIONS
 from vexport.checks.devices import INDEX
-from vexport.checks.inputs import E4M3_LARGEST, static_range
 from vexport.checks.kv_cache import cache_scales
-from vexport.checks.layers import layers_of
-from vexport.checks.subject import Subject, error
+from vexport.checks.tensors.inputs import E4M3_LARGEST, static_range
+from vexport.checks.vllm.layers import layers_of
+from vexport.checks.vllm.subject import Subject, error
 from vexport.fidelity.source import Source
 from vexport.observers import load_observer
 from vexport.plan.linears import Names, names_of

@@ -7,8 +7,8 @@ from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.reader import Reader
 from vexport.checks import SOURCE, Against
 from vexport.checks.devices import INDEX
-from vexport.checks.layers import Layer, layers_of
-from vexport.checks.subject import Subject, error, warning
+from vexport.checks.vllm.layers import Layer, layers_of
+from vexport.checks.vllm.subject import Subject, error, warning
 from vexport.errors import InputError
 from vexport.fidelity import files, tensors
 from vexport.fidelity.activations import Observed, unlike

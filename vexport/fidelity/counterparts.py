@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from vexport.checkpoint.reader import Reader
-from vexport.checks.expected import layer_sides
-from vexport.checks.layers import Layer, layers_of
-from vexport.checks.subject import Subject
+from vexport.checks.vllm.expected import layer_sides
+from vexport.checks.vllm.layers import Layer, layers_of
+from vexport.checks.vllm.subject import Subject
 from vexport.fidelity.source import Source
 from vexport.plan.linears import names_of
 from vexport.types import LinearPlan, TensorInfo

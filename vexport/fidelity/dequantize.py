@@ -8,10 +8,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import TypeAdapter
 
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
-from vexport.checks.expected import Expected, expected_parameters, parameters_of
-from vexport.checks.layers import Layer, layers_of
-from vexport.checks.scheme import SchemeKind, scheme_of
-from vexport.checks.subject import ConfigGroup, Subject
+from vexport.checks.vllm.expected import Expected, expected_parameters, parameters_of
+from vexport.checks.vllm.layers import Layer, layers_of
+from vexport.checks.vllm.scheme import SchemeKind, scheme_of
+from vexport.checks.vllm.subject import ConfigGroup, Subject
 from vexport.roundtrip import decompress
 from vexport.schemes.base import QuantArgs
 from vexport.types import TensorInfo

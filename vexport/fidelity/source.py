@@ -9,7 +9,7 @@ import torch
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
-from vexport.checks.subject import Subject
+from vexport.checks.vllm.subject import Subject
 from vexport.plan.linears import find_linears, names_of
 from vexport.types import LinearPlan
 

@@ -8,8 +8,8 @@ import torch
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
-from vexport.checks.layers import layers_of
-from vexport.checks.subject import Subject, error
+from vexport.checks.vllm.layers import layers_of
+from vexport.checks.vllm.subject import Subject, error
 from vexport.fidelity.counterparts import Counterparts
 from vexport.plan.linears import PREDICTION, text_config
 from vexport.types import Finding, Severity, TensorInfo

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vexport.checks.layers import Layer
-from vexport.checks.subject import Subject
+from vexport.checks.vllm.layers import Layer
+from vexport.checks.vllm.subject import Subject
 from vexport.fidelity.counterparts import Pieces
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.noise import EXACT_DB

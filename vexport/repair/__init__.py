@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.reader import Reader
 from vexport.checks import findings_of, findings_on
-from vexport.checks.methods import other_method
-from vexport.checks.subject import Subject
+from vexport.checks.vllm.methods import other_method
+from vexport.checks.vllm.subject import Subject
 from vexport.errors import InputError
 from vexport.extras import MissingPackage, is_installed, require_extra
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder

@@ -8,8 +8,8 @@ from compressed_tensors.compressors.format import infer_module_format
 from torch.nn import Linear
 
 from vexport.checks.config import FORMATS
-from vexport.checks.layers import Layer, fits, layers_of
-from vexport.checks.subject import ConfigGroup, Subject
+from vexport.checks.vllm.layers import Layer, fits, layers_of
+from vexport.checks.vllm.subject import ConfigGroup, Subject
 from vexport.fidelity.dequantize import ct_scheme
 from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Mend

@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
-from vexport.checks.methods import METHOD
-from vexport.checks.subject import Subject
+from vexport.checks.vllm.methods import METHOD
+from vexport.checks.vllm.subject import Subject
 from vexport.repair.mends import LOSSLESS, Changes, Mend
 from vexport.schemes.base import QuantArgs
 from vexport.types import Json

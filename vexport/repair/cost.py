@@ -1,6 +1,6 @@
 """What a mend costs: a layer's weight before and after, dequantized by compressed-tensors' own code."""
 
-from vexport.checks.subject import Subject
+from vexport.checks.vllm.subject import Subject
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Source
 from vexport.noise import noise_of

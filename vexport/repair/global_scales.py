@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 from vexport.checks.fusion import MUST_SHARE
-from vexport.checks.layers import Layer, layers_of, single_value
-from vexport.checks.subject import Subject, Unit
 from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.checks.vllm.layers import Layer, layers_of, single_value
+from vexport.checks.vllm.subject import Subject, Unit
 from vexport.fidelity.dequantize import leaves_of, weight_of
 from vexport.fidelity.source import Source
 from vexport.noise import noise_of

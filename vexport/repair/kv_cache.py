@@ -6,8 +6,8 @@ from functools import partial
 import torch
 
 from vexport.checks import kv_cache
-from vexport.checks.layers import layers_of
-from vexport.checks.subject import Subject, parse_args
+from vexport.checks.vllm.layers import layers_of
+from vexport.checks.vllm.subject import Subject, parse_args
 from vexport.fidelity.source import Source
 from vexport.plan.kv_cache import attention_layers
 from vexport.plan.linears import names_of, text_config

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
-from vexport.checks.expected import Expected, expected_parameters, layer_sides
-from vexport.checks.layers import Layer, layers_of
-from vexport.checks.subject import QUANTIZED_LEAVES, ConfigGroup, Subject
+from vexport.checks.vllm.expected import Expected, expected_parameters, layer_sides
+from vexport.checks.vllm.layers import Layer, layers_of
+from vexport.checks.vllm.subject import QUANTIZED_LEAVES, ConfigGroup, Subject
 from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
 from vexport.types import TensorInfo, TensorSpec

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from vexport.checkpoint.tensors import read_tensor
 from vexport.checks.config import REFUSED_ORDERING
-from vexport.checks.layers import layers_of
-from vexport.checks.subject import ConfigGroup, Subject
+from vexport.checks.vllm.layers import layers_of
+from vexport.checks.vllm.subject import ConfigGroup, Subject
 from vexport.fidelity.source import Source
 from vexport.repair.layout import is_in_order
 from vexport.repair.mends import LOSSLESS, Changes, Mend

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checks.subject import Subject
+from vexport.checks.vllm.subject import Subject
 from vexport.repair.mends import Changes, Edit
 from vexport.types import TensorInfo
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from compressed_tensors.compressors import BaseCompressor
 
-from vexport.checks.layers import Layer
+from vexport.checks.vllm.layers import Layer
 from vexport.fidelity.dequantize import ct_scheme, stored_format
 from vexport.fidelity.source import Source
 from vexport.observers import MemorylessMinMaxObserver

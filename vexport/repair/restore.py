@@ -6,10 +6,10 @@ from functools import partial
 
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.checks import completeness, values
-from vexport.checks.layers import Layer, layers_of, single_value
-from vexport.checks.scheme import scheme_of
-from vexport.checks.subject import Subject
 from vexport.checks.values import LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.checks.vllm.layers import Layer, layers_of, single_value
+from vexport.checks.vllm.scheme import scheme_of
+from vexport.checks.vllm.subject import Subject
 from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
 from vexport.repair.requantize import requantized

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vexport.checks.layers import fits, layers_of
-from vexport.checks.subject import ConfigGroup, Subject, Unit, matches_any
+from vexport.checks.vllm.layers import fits, layers_of
+from vexport.checks.vllm.subject import ConfigGroup, Subject, Unit, matches_any
 from vexport.plan.ignore import ignored
 from vexport.plan.linears import names_of
 from vexport.repair.mends import LOSSLESS, Changes, Mend

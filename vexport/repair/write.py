@@ -8,7 +8,7 @@ from pathlib import Path
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex, read_header
 from vexport.checkpoint.writer import header_bytes
-from vexport.checks.subject import Subject
+from vexport.checks.vllm.subject import Subject
 from vexport.files import write_text
 from vexport.repair.files import has_index, index_text
 from vexport.repair.overlay import Overlay

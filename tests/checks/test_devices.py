@@ -11,7 +11,7 @@ from tests.command import vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
 from tests.mutations.edits import ARGUMENTS, Change, Tensors, all_of, config, spoiled, tensors
 from vexport.checks import check_checkpoint
-from vexport.checks.target import Target
+from vexport.checks.vllm.target import Target
 
 Finding = Mapping[str, str]
 

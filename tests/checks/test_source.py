@@ -30,7 +30,7 @@ from vexport.types import Json
 
 SCHEMES = ("NVFP4A16", "MXFP4", "MXFP8", "FP8_BLOCK", "FP8", "W8A8", "W4A16", "W4A16_ASYM", "W3A16")
 DOWN = "model.layers.2.mlp.down_proj"
-PEER = Path(__file__).parent / "peer"
+PEER = Path(__file__).parent.parent / "peer"
 Finding = dict[str, str]
 Report = dict[str, list[Finding]]
 

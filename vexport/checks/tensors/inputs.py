@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vexport.checks.decoder import DECODERS
-from vexport.checks.subject import ConfigGroup, Subject, error
+from vexport.checks.vllm.decoder import DECODERS
+from vexport.checks.vllm.subject import ConfigGroup, Subject, error
 from vexport.types import Finding, TensorInfo
 
 # Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon counts.

@@ -11,16 +11,16 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import KEY, StoredQuantization, find_quantization
 from vexport.checkpoint.reader import Reader
-from vexport.checks.arguments import ConfigGroup as ConfigGroup
-from vexport.checks.arguments import of_attention
-from vexport.checks.arguments import parse_args as parse_args
-from vexport.checks.arguments import parse_group as parse_group
-from vexport.checks.decoder import Layout, layout_of
-from vexport.checks.expected import layer_sides
-from vexport.checks.matching import Targets, group_for, ignored, targets_of
-from vexport.checks.matching import matches_any as matches_any
-from vexport.checks.online import OnlineTransform, online_transforms
-from vexport.checks.target import ANY, PINNED, Target, said
+from vexport.checks.vllm.arguments import ConfigGroup as ConfigGroup
+from vexport.checks.vllm.arguments import of_attention
+from vexport.checks.vllm.arguments import parse_args as parse_args
+from vexport.checks.vllm.arguments import parse_group as parse_group
+from vexport.checks.vllm.decoder import Layout, layout_of
+from vexport.checks.vllm.expected import layer_sides
+from vexport.checks.vllm.matching import Targets, group_for, ignored, targets_of
+from vexport.checks.vllm.matching import matches_any as matches_any
+from vexport.checks.vllm.online import OnlineTransform, online_transforms
+from vexport.checks.vllm.target import ANY, PINNED, Target, said
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 

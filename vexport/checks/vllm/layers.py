@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vexport.checks.expected import expected_parameters
-from vexport.checks.subject import QUANTIZED_LEAVES, ConfigGroup, Subject, Unit
+from vexport.checks.vllm.expected import expected_parameters
+from vexport.checks.vllm.subject import QUANTIZED_LEAVES, ConfigGroup, Subject, Unit
 from vexport.types import TensorInfo
 
 # Bookkeeping of a few subjects: one before a mend, one after.

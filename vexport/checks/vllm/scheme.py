@@ -6,7 +6,7 @@ in their order, on a device on which every scheme may run.
 
 from enum import Enum
 
-from vexport.checks.arguments import ConfigGroup, contradictions
+from vexport.checks.vllm.arguments import ConfigGroup, contradictions
 from vexport.schemes.base import QuantArgs
 
 # Formats for which vLLM looks at schemes with quantized inputs (is_activation_quantization_format).

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from vexport.checks.inputs import E2M1_LARGEST, E4M3_LARGEST, MARGIN, norm_bounds, reach
-from vexport.checks.layers import layers_of
-from vexport.checks.subject import ConfigGroup, Subject
+from vexport.checks.tensors.inputs import E2M1_LARGEST, E4M3_LARGEST, MARGIN, norm_bounds, reach
+from vexport.checks.vllm.layers import layers_of
+from vexport.checks.vllm.subject import ConfigGroup, Subject
 from vexport.types import TensorInfo
 
 # Scales that are exponents.

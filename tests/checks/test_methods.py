@@ -9,7 +9,7 @@ import pytest
 
 from tests.command import vexport
 from vexport.checks import check_checkpoint
-from vexport.checks.methods import PRODUCERS, UNKNOWN_TO_VLLM
+from vexport.checks.vllm.methods import PRODUCERS, UNKNOWN_TO_VLLM
 from vexport.types import Finding, Json
 
 # As the producers write them, shortened; ModelOpt's has groups like compressed-tensors'.

@@ -7,7 +7,7 @@ The other rotations are in the weights.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from vexport.checks.matching import LINEAR, matches_any
+from vexport.checks.vllm.matching import LINEAR, matches_any
 from vexport.types import Json
 
 INPUT, OUTPUT = "input", "output"

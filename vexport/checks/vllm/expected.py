@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vexport.checks.arguments import ConfigGroup
-from vexport.checks.scheme import SchemeKind, scheme_of
+from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.checks.vllm.scheme import SchemeKind, scheme_of
 from vexport.types import TensorInfo
 
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vexport.architectures import Architecture
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.arguments import ConfigGroup
+from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.plan import is_embedding
 from vexport.schemes.base import is_head
 

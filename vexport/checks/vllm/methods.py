@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from vexport.checks.subject import Subject, error
+from vexport.checks.vllm.subject import Subject, error
 from vexport.types import Finding, Json
 
 METHOD = "compressed-tensors"

@@ -27,8 +27,8 @@ from tests.mutations.edits import (
 )
 from tests.mutations.kinds.edited import NESTED
 from vexport.checks import check_checkpoint
-from vexport.checks.arguments import parse_args
-from vexport.checks.settings import faults
+from vexport.checks.vllm.arguments import parse_args
+from vexport.checks.vllm.settings import faults
 from vexport.types import Json
 
 LAYER = "model.layers.1"

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
-from vexport.checks.arguments import ConfigGroup
-from vexport.checks.subject import Subject, error
+from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.checks.vllm.subject import Subject, error
 from vexport.types import Finding, TensorInfo
 
 # Rows of a layer that are looked at, from all over it: fewer where there are thousands of layers.

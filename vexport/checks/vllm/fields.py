@@ -10,8 +10,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from vexport.checks.decoder import SIZES
-from vexport.checks.settings import Fault
+from vexport.checks.vllm.decoder import SIZES
+from vexport.checks.vllm.settings import Fault
 from vexport.types import Json
 
 BASE = "PreTrainedConfig"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vexport.checks.decoder import DECODERS
-from vexport.checks.subject import Subject, error
+from vexport.checks.vllm.decoder import DECODERS
+from vexport.checks.vllm.subject import Subject, error
 from vexport.types import Finding
 
 HALF = ("float16", "half")

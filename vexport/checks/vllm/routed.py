@@ -3,8 +3,8 @@
 Sources: `get_moe_method` in vLLM's compressed_tensors_moe.py, and the methods of experts that it picks.
 """
 
-from vexport.checks.arguments import ConfigGroup
-from vexport.checks.scheme import PACKED, SchemeKind, described, scheme_of
+from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.checks.vllm.scheme import PACKED, SchemeKind, described, scheme_of
 
 # Strategies of weights and inputs that the methods for FP8 and INT8 take.
 FP8_PAIRS = (("tensor", "tensor"), ("channel", "token"))

@@ -1,0 +1,1 @@
+"""Looks at the numbers that a checkpoint stores: scales, codes, casts, ranges."""
