@@ -10,7 +10,7 @@ from vexport.checkpoint.dtypes import BITS, FLOATING, to_numpy
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checks.vllm.layers import Layer, layers_of
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.extras import is_installed
 from vexport.files import digest_file
 from vexport.noise import COMPARED, NONE, array_noise, noise_of
@@ -88,7 +88,7 @@ def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None
     """
     one, two = read_index(a), read_index(b)
     with Reader() as reader_a, Reader() as reader_b:
-        old, new = Subject(one, reader_a), Subject(two, reader_b)
+        old, new = CheckpointView(one, reader_a), CheckpointView(two, reader_b)
         values = tuple(_values(old, new, on_progress))
         dequantized = is_installed("torch")
         weights = tuple(_weights(old, new, {value.name for value in values})) if dequantized else ()
@@ -114,7 +114,7 @@ def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None
 
 
 def _config(place: str, a: Json, b: Json) -> Iterator[Difference]:
-    """The leaves of two configs that differ, lists as a whole."""
+    """The keys of two configs that differ, lists as a whole."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys((*a, *b)):
             where = f"{place}.{key}" if place else key
@@ -157,7 +157,7 @@ def _form(tensor: TensorInfo) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _values(a: Subject, b: Subject, on_progress: OnProgress) -> Iterator[TensorDifference]:
+def _values(a: CheckpointView, b: CheckpointView, on_progress: OnProgress) -> Iterator[TensorDifference]:
     """Tensors of one form whose bytes differ."""
     shared = [name for name in a.index.tensors if name in b.index.tensors]
     for done, name in enumerate(shared, 1):
@@ -182,7 +182,7 @@ def _compared(old: Reader, a: TensorInfo, new: Reader, b: TensorInfo) -> TensorD
     return TensorDifference(name=a.name, changed=sums.changed * BITS[dtype] / (8 * len(before)), snr_db=noise)
 
 
-def _weights(a: Subject, b: Subject, changed: set[str]) -> Iterator[WeightDifference]:
+def _weights(a: CheckpointView, b: CheckpointView, changed: set[str]) -> Iterator[WeightDifference]:
     """Layers of both whose tensors or arguments differ, dequantized where they are quantized."""
     ours, theirs = layers_of(a), layers_of(b)
     for name in ours:
@@ -200,23 +200,23 @@ def _weights(a: Subject, b: Subject, changed: set[str]) -> Iterator[WeightDiffer
 
 
 def _may_differ(a: Layer, b: Layer, changed: set[str]) -> bool:
-    forms = [{leaf: _form(tensor) for leaf, tensor in layer.leaves.items()} for layer in (a, b)]
-    if forms[0] != forms[1] or any(tensor.name in changed for tensor in a.leaves.values()):
+    forms = [{parameter: _form(tensor) for parameter, tensor in layer.parameters.items()} for layer in (a, b)]
+    if forms[0] != forms[1] or any(tensor.name in changed for tensor in a.parameters.values()):
         return True
     arguments = [layer.group and (layer.group.weights, layer.group.format) for layer in (a, b)]
     return arguments[0] != arguments[1]
 
 
-def _weight(subject: Subject, layer: Layer) -> "torch.Tensor | None":
+def _weight(view: CheckpointView, layer: Layer) -> "torch.Tensor | None":
     from vexport.checkpoint.tensors import read_tensor
     from vexport.fidelity.dequantize import dequantized
 
     if layer.is_quantized:
-        return dequantized(subject, layer.name)
-    return read_tensor(subject.reader, layer.leaves["weight"]) if "weight" in layer.leaves else None
+        return dequantized(view, layer.name)
+    return read_tensor(view.reader, layer.parameters["weight"]) if "weight" in layer.parameters else None
 
 
 def _stored(layer: Layer) -> str:
     if layer.is_quantized:
         return layer.group.format if layer.group else "quantized"
-    return layer.leaves["weight"].dtype if "weight" in layer.leaves else ABSENT
+    return layer.parameters["weight"].dtype if "weight" in layer.parameters else ABSENT

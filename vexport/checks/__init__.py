@@ -12,8 +12,8 @@ from pathlib import Path
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.methods import other_method
-from vexport.checks.vllm.subject import Subject
 from vexport.checks.vllm.target import ANY, Target, said
+from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError, InputErrors
 from vexport.types import CheckReport, Finding
 
@@ -26,7 +26,7 @@ ACTIVATIONS = "activations"
 OBSERVED = "static scales fit what the source computes on a text (--source and --calibration)"
 # What is looked at whatever the method of quantization.
 OF_ANY_METHOD = ("shards", "config")
-Against = Callable[[Subject], Iterator[Finding]]
+Against = Callable[[CheckpointView], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Check:
     """One family of findings."""
 
     description: str
-    run: Callable[[Subject], Iterator[Finding]]
+    run: Callable[[CheckpointView], Iterator[Finding]]
 
 
 # The families in the order of their findings: one line each, the name of its file.
@@ -77,8 +77,8 @@ def check_checkpoint(
     try:
         index = read_index(root)
         with Reader() as reader:
-            subject = Subject(index, reader, target)
-            findings = tuple(findings_on(subject, against))
+            view = CheckpointView(index, reader, target)
+            findings = tuple(findings_on(view, against))
     except InputError as problem:
         findings = findings_of(problem)
     ok = not any(finding.severity == "error" for finding in findings)
@@ -92,14 +92,14 @@ def check_checkpoint(
     )
 
 
-def findings_on(subject: Subject, against: Against | None = None) -> Iterator[Finding]:
+def findings_on(view: CheckpointView, against: Against | None = None) -> Iterator[Finding]:
     """The findings of all families; of a checkpoint of another method only on its files and its config."""
-    judged = other_method(subject) is None
+    judged = other_method(view) is None
     for name, check in CHECKS.items():
         if judged or name in OF_ANY_METHOD:
-            yield from check.run(subject)
+            yield from check.run(view)
     if judged and against is not None:
-        yield from against(subject)
+        yield from against(view)
 
 
 def findings_of(error: InputError) -> tuple[Finding, ...]:

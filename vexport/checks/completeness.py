@@ -11,7 +11,14 @@ from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout
 from vexport.checks.vllm.expected import parameters_of, weight_name
 from vexport.checks.vllm.online import INPUT, OUTPUT
-from vexport.checks.vllm.subject import QUANTIZED_LEAVES, Subject, Unit, error, quantized_leaves, warning
+from vexport.checks.vllm.view import (
+    QUANTIZED_PARAMETERS,
+    CheckpointView,
+    FusedLinear,
+    error,
+    quantized_parameters,
+    warning,
+)
 from vexport.types import Finding, Json
 
 NAME = "completeness"
@@ -27,45 +34,45 @@ UNREAD = re.compile(
 )
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on missing and unexpected tensors."""
-    if not subject.index.tensors:
-        yield _missing(str(subject.index.root), "the model's tensors")
+    if not view.index.tensors:
+        yield _missing(str(view.index.root), "the model's tensors")
         return
-    for unit in subject.units:
-        group = subject.group_of(unit)
-        if subject.layout is None:
-            yield from _fused_parts(subject, unit)
-        for module, leaves in unit.members.items():
-            if group is not None and quantized_leaves(leaves):
-                yield from _parameters(subject, unit, group, module)
-    if subject.layout is not None:
-        yield from _of_layout(subject, subject.layout)
+    for fused in view.fused_linears:
+        group = view.group_of(fused)
+        if view.layout is None:
+            yield from _fused_parts(view, fused)
+        for module, parameters in fused.members.items():
+            if group is not None and quantized_parameters(parameters):
+                yield from _parameters(view, fused, group, module)
+    if view.layout is not None:
+        yield from _of_layout(view, view.layout)
         return
-    yield from _decoder_layers(subject)
-    yield from _outside_layers(subject)
+    yield from _decoder_layers(view)
+    yield from _outside_layers(view)
 
 
-def _of_layout(subject: Subject, layout: Layout) -> Iterator[Finding]:
+def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     """Modules and parameters that the class has and the checkpoint lacks, and the other way round."""
-    names = subject.index.tensors.keys()
+    names = view.index.tensors.keys()
     stored = {name.rpartition(".")[0] for name in names if not name.endswith(".bias")}
     modules = {**layout.linears, **layout.tables}
     for module in sorted(layout.linears.keys() - stored):
-        yield _missing(module, f"the layer, of {subject.class_name} as its config sizes it")
+        yield _missing(module, f"the layer, of {view.class_name} as its config sizes it")
     for module in sorted(layout.tables.keys() - stored - layout.optional):
-        yield _missing(f"{module}.weight", f"the tensor, of {subject.class_name} as its config sizes it")
+        yield _missing(f"{module}.weight", f"the tensor, of {view.class_name} as its config sizes it")
     for name in sorted(layout.parameters.keys() - names):
-        yield _missing(name, f"the tensor, of {subject.class_name} as its config sizes it")
+        yield _missing(name, f"the tensor, of {view.class_name} as its config sizes it")
     known = {name.rpartition(".")[0] for name in layout.parameters} | modules.keys()
-    yield from _head_beside_tie(subject)
+    yield from _head_beside_tie(view)
     for name in sorted(names - layout.parameters.keys()):
-        module, _, leaf = name.rpartition(".")
-        if UNREAD.search(name) or module in modules and leaf in (*QUANTIZED_LEAVES, "weight"):
+        module, _, parameter = name.rpartition(".")
+        if UNREAD.search(name) or module in modules and parameter in (*QUANTIZED_PARAMETERS, "weight"):
             continue
-        if leaf == "weight" and _is_read_matrix(subject, module, modules):
+        if parameter == "weight" and _is_read_matrix(view, module, modules):
             continue
-        if leaf == "bias":
+        if parameter == "bias":
             yield _unread_bias(name, of_module=module in known)
         elif module not in modules and moe_layer(module) is not None:
             yield _unread_expert(name)
@@ -73,28 +80,28 @@ def _of_layout(subject: Subject, layout: Layout) -> Iterator[Finding]:
             yield error(
                 NAME,
                 name,
-                expected=f"only tensors of {subject.class_name}, as its config sizes it",
+                expected=f"only tensors of {view.class_name}, as its config sizes it",
                 got="a name for which vLLM has no parameter",
                 fix="remove the tensor, or correct its name or the config",
             )
 
 
-def _is_read_matrix(subject: Subject, module: str, modules: Iterable[str]) -> bool:
+def _is_read_matrix(view: CheckpointView, module: str, modules: Iterable[str]) -> bool:
     """Whether a module is the online transform of a linear layer."""
     return (
         module.rpartition(".")[0] in modules
         and module.endswith((INPUT, OUTPUT))
-        and subject.is_transform(module)
+        and view.is_transform(module)
     )
 
 
-def _head_beside_tie(subject: Subject) -> Iterator[Finding]:
+def _head_beside_tie(view: CheckpointView) -> Iterator[Finding]:
     """vLLM takes the head that is stored, transformers the embeddings (try_verify_and_update_config)."""
-    tensors = subject.index.tensors
+    tensors = view.index.tensors
     head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
-    if subject.index.config.get("tie_word_embeddings") is not True or head is None or table is None:
+    if view.index.config.get("tie_word_embeddings") is not True or head is None or table is None:
         return
-    if not same_bytes(subject.reader, head, subject.reader, table):
+    if not same_bytes(view.reader, head, view.reader, table):
         yield warning(
             NAME,
             head.name,
@@ -126,43 +133,45 @@ def _unread_expert(name: str) -> Finding:
     )
 
 
-def _parameters(subject: Subject, unit: Unit, group: ConfigGroup, module: str) -> Iterator[Finding]:
-    leaves = unit.members[module]
-    sides = subject.sides(group, module, leaves)
+def _parameters(
+    view: CheckpointView, fused: FusedLinear, group: ConfigGroup, module: str
+) -> Iterator[Finding]:
+    parameters = fused.members[module]
+    sides = view.sides(group, module, parameters)
     names = set(parameters_of(group, *sides)) if sides is not None else {weight_name(group)}
-    if group.weights.actorder in REFUSED_ORDERING and subject.target.vllm < ORDERED_UNTIL:
+    if group.weights.actorder in REFUSED_ORDERING and view.target.vllm < ORDERED_UNTIL:
         names.add("weight_g_idx")
-    for leaf in sorted(names - leaves.keys()):
-        if leaf == "input_scale" and any(leaf in other for other in unit.members.values()):
-            yield _covered(f"{module}.{leaf}", unit)
-        elif leaf == "weight_shape":
-            yield _unread_shape(f"{module}.{leaf}")
+    for parameter in sorted(names - parameters.keys()):
+        if parameter == "input_scale" and any(parameter in other for other in fused.members.values()):
+            yield _covered(f"{module}.{parameter}", fused)
+        elif parameter == "weight_shape":
+            yield _unread_shape(f"{module}.{parameter}")
         else:
             yield error(
                 NAME,
-                f"{module}.{leaf}",
+                f"{module}.{parameter}",
                 expected=f"the tensor ({group.format})",
                 got="no such tensor: vLLM would read uninitialized memory",
                 fix="export the checkpoint again",
             )
     known = names | {"bias"}
-    for leaf in sorted(leaves.keys() - known) if sides is not None else ():
+    for parameter in sorted(parameters.keys() - known) if sides is not None else ():
         yield error(
             NAME,
-            f"{module}.{leaf}",
+            f"{module}.{parameter}",
             expected=f"only {', '.join(sorted(names))}",
             got="a tensor that the layer's scheme does not have",
             fix="remove it or correct the config group",
         )
 
 
-def _covered(where: str, unit: Unit) -> Finding:
+def _covered(where: str, fused: FusedLinear) -> Finding:
     """vLLM starts from the lowest number and takes the largest of all members (create_fp8_input_scale)."""
     return warning(
         NAME,
         where,
         expected="an input scale for each layer that runs as one",
-        got=f"no such tensor: vLLM would take that of the others in {unit.name}",
+        got=f"no such tensor: vLLM would take that of the others in {fused.name}",
         fix="export the checkpoint again",
     )
 
@@ -178,26 +187,26 @@ def _unread_shape(where: str) -> Finding:
     )
 
 
-def _fused_parts(subject: Subject, unit: Unit) -> Iterator[Finding]:
-    prefix, dot, leaf = unit.name.rpartition(".")
-    for part in subject.fused.get(leaf, ()):
+def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
+    prefix, dot, projection = fused.name.rpartition(".")
+    for part in view.fused_modules.get(projection, ()):
         module = f"{prefix}{dot}{part}"
-        stored_apart = unit.name not in unit.members
-        if unit.is_quantized and stored_apart and module not in unit.members:
+        stored_apart = fused.name not in fused.members
+        if fused.is_quantized and stored_apart and module not in fused.members:
             yield error(
                 NAME,
                 module,
-                expected=f"the part of {leaf} that vLLM loads with {len(unit.members)} others",
+                expected=f"the part of {projection} that vLLM loads with {len(fused.members)} others",
                 got="no tensor of it",
                 fix="export the checkpoint again",
             )
 
 
-def _decoder_layers(subject: Subject) -> Iterator[Finding]:
+def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
     """Every decoder layer has the tensors that all its siblings have; none is missing at the end."""
     stacks: dict[str, dict[int, set[str]]] = {}
-    for name in subject.index.tensors:
-        if subject.is_transform(name.rpartition(".")[0]):
+    for name in view.index.tensors:
+        if view.is_transform(name.rpartition(".")[0]):
             continue
         prefix, mark, rest = name.partition(f".{LAYERS}.")
         number, dot, relative = rest.partition(".")
@@ -205,7 +214,7 @@ def _decoder_layers(subject: Subject) -> Iterator[Finding]:
             stacks.setdefault(prefix + mark, {}).setdefault(int(number), set()).add(_parameter(relative))
     for prefix, layers in stacks.items():
         yield from _siblings(prefix, layers)
-    declared = _text_config(subject).get("num_hidden_layers")
+    declared = _text_config(view).get("num_hidden_layers")
     if isinstance(declared, int) and stacks:
         prefix, layers = max(stacks.items(), key=lambda item: len(item[1]))
         for missing in sorted(set(range(declared)) - layers.keys()):
@@ -214,8 +223,8 @@ def _decoder_layers(subject: Subject) -> Iterator[Finding]:
 
 def _parameter(name: str) -> str:
     """A tensor's name, for all of a quantized weight's tensors that of the weight: schemes may differ."""
-    module, dot, leaf = name.rpartition(".")
-    return f"{module}{dot}weight" if leaf in QUANTIZED_LEAVES else name
+    module, dot, parameter = name.rpartition(".")
+    return f"{module}{dot}weight" if parameter in QUANTIZED_PARAMETERS else name
 
 
 def _siblings(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
@@ -242,17 +251,15 @@ def _block(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _outside_layers(subject: Subject) -> Iterator[Finding]:
+def _outside_layers(view: CheckpointView) -> Iterator[Finding]:
     """Embeddings, final norm and, unless tied, the output head: what every class in the table loads."""
-    names = set(subject.index.tensors)
+    names = set(view.index.tensors)
     if not any(name.startswith("model.layers.") for name in names):
         return
     required = ["model.embed_tokens.weight"]
     if not any(FINAL_NORM.match(name) for name in names):
         required.append("model.norm.weight")
-    tied = _text_config(subject).get(
-        "tie_word_embeddings", subject.index.config.get("tie_word_embeddings", False)
-    )
+    tied = _text_config(view).get("tie_word_embeddings", view.index.config.get("tie_word_embeddings", False))
     if not tied and not any(name.startswith("lm_head.") for name in names):
         required.append("lm_head.weight")
     for name in required:
@@ -260,9 +267,9 @@ def _outside_layers(subject: Subject) -> Iterator[Finding]:
             yield _missing(name, "the tensor")
 
 
-def _text_config(subject: Subject) -> Mapping[str, Json]:
-    nested = subject.index.config.get("text_config")
-    return nested if isinstance(nested, dict) else subject.index.config
+def _text_config(view: CheckpointView) -> Mapping[str, Json]:
+    nested = view.index.config.get("text_config")
+    return nested if isinstance(nested, dict) else view.index.config
 
 
 def _missing(where: str, expected: str) -> Finding:

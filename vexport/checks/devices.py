@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from vexport.checks.vllm.expected import layer_sides
-from vexport.checks.vllm.subject import ConfigGroup, Subject, Unit, error, warning
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, error, warning
 from vexport.plan.linears import Names, names_of, text_config
 from vexport.plan.ranks import heads_of
 from vexport.plan.shapes import misfit_on
@@ -77,51 +77,51 @@ def runs_of(group: ConfigGroup) -> Runs:
     return Runs(family=family, least_sm=75, full_sm=75, full_bits=WEIGHT_ONLY, package=package)
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings for the ranks and capabilities that were asked for."""
-    if subject.target.tp and subject.architecture.row_parallel:
-        yield from _ranks(subject)
-    for group, units in _by_group(subject):
-        yield from _capabilities(subject, group, units)
+    if view.target.tp and view.architecture.row_parallel:
+        yield from _ranks(view)
+    for group, fused_linears in _by_group(view):
+        yield from _capabilities(view, group, fused_linears)
 
 
-def _ranks(subject: Subject) -> Iterator[Finding]:
-    names = names_of(subject.index, subject.architecture)
-    for ranks in subject.target.tp:
-        yield from _heads(subject, names, ranks)
-        yield from _shapes(subject, names, ranks)
+def _ranks(view: CheckpointView) -> Iterator[Finding]:
+    names = names_of(view.index, view.architecture)
+    for ranks in view.target.tp:
+        yield from _heads(view, names, ranks)
+        yield from _shapes(view, names, ranks)
 
 
-def _heads(subject: Subject, names: Names, ranks: int) -> Iterator[Finding]:
-    text = text_config(subject.index.config)
-    linears = (name for unit in subject.units for name in unit.members)
+def _heads(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]:
+    text = text_config(view.index.config)
+    linears = (name for fused in view.fused_linears for name in fused.members)
     heads = heads_of(linears, names, text)
     got = heads.uneven(ranks)
     if got:
         yield error(
             NAME,
-            f"{subject.config_path} (tp {ranks})",
+            f"{view.config_path} (tp {ranks})",
             expected=f"heads that {ranks} ranks can share, or of which each holds one",
             got=got,
             fix=f"serve it on {heads.possible_ranks} GPUs",
         )
 
 
-def _shapes(subject: Subject, names: Names, ranks: int) -> Iterator[Finding]:
-    text = text_config(subject.index.config)
+def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]:
+    text = text_config(view.index.config)
     found: dict[tuple[str, str], int] = {}
-    for unit in subject.units:
-        group = subject.group_of(unit) if unit.is_quantized else None
-        layers = [_linear(name, leaves, group) for name, leaves in unit.members.items()]
+    for fused in view.fused_linears:
+        group = view.group_of(fused) if fused.is_quantized else None
+        layers = [_linear(name, parameters, group) for name, parameters in fused.members.items()]
         members = tuple(layer for layer in layers if layer is not None)
         if len(members) < len(layers) or not members:
             continue
         if group is None and any(names.place(member.name) != "decoder" for member in members):
             continue
-        fused = FusionGroup(name=unit.name, scheme=NAME, observer="", members=members)
-        reason = misfit_on(fused, _scheme(group), names, ranks, text)
+        planned = FusionGroup(name=fused.name, scheme=NAME, observer="", members=members)
+        reason = misfit_on(planned, _scheme(group), names, ranks, text)
         if reason:
-            key = (INDEX.sub("*", unit.name), reason)
+            key = (INDEX.sub("*", fused.name), reason)
             found[key] = found.get(key, 0) + 1
     for (kind, reason), count in found.items():
         yield error(
@@ -133,10 +133,10 @@ def _shapes(subject: Subject, names: Names, ranks: int) -> Iterator[Finding]:
         )
 
 
-def _linear(name: str, leaves: Mapping[str, TensorInfo], group: ConfigGroup | None) -> LinearPlan | None:
+def _linear(name: str, parameters: Mapping[str, TensorInfo], group: ConfigGroup | None) -> LinearPlan | None:
     """A layer with its sides; None where they cannot be told."""
-    weight = leaves.get("weight")
-    sides = layer_sides(group, leaves) if group else weight.shape if weight is not None else None
+    weight = parameters.get("weight")
+    sides = layer_sides(group, parameters) if group else weight.shape if weight is not None else None
     if sides is None or len(sides) != 2:
         return None
     return LinearPlan(name=name, weight=name, out_features=sides[0], in_features=sides[1])
@@ -149,20 +149,22 @@ def _scheme(group: ConfigGroup | None) -> Scheme | None:
     return Scheme(name=group.name, args=args, family=runs_of(group).family)
 
 
-def _by_group(subject: Subject) -> list[tuple[ConfigGroup, list[Unit]]]:
-    found: dict[str, tuple[ConfigGroup, list[Unit]]] = {}
-    for unit in subject.units if subject.target.sm else ():
-        group = subject.group_of(unit)
-        if group is not None and unit.is_quantized:
-            found.setdefault(group.name, (group, []))[1].append(unit)
+def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLinear]]]:
+    found: dict[str, tuple[ConfigGroup, list[FusedLinear]]] = {}
+    for fused in view.fused_linears if view.target.sm else ():
+        group = view.group_of(fused)
+        if group is not None and fused.is_quantized:
+            found.setdefault(group.name, (group, []))[1].append(fused)
     return list(found.values())
 
 
-def _capabilities(subject: Subject, group: ConfigGroup, units: list[Unit]) -> Iterator[Finding]:
-    runs, capabilities = runs_of(group), subject.target.sm
+def _capabilities(
+    view: CheckpointView, group: ConfigGroup, fused_linears: list[FusedLinear]
+) -> Iterator[Finding]:
+    runs, capabilities = runs_of(group), view.target.sm
     stored = group.input_activations.num_bits if group.input_activations else WEIGHT_ONLY
     weights = group.weights.num_bits
-    layers = f"{INDEX.sub('*', units[0].name)} and all of {group.name} ({_layers(len(units))}"
+    layers = f"{INDEX.sub('*', fused_linears[0].name)} and all of {group.name} ({_layers(len(fused_linears))}"
     refusing = [sm for sm in capabilities if runs.refuses(sm)]
     if refusing:
         need = f"SM {runs.least_sm} " + (f"to below {runs.below_sm}" if runs.below_sm else "or above")

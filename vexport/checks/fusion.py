@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vexport.checks.vllm.subject import Subject, Unit, error, warning
+from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
 from vexport.types import Finding
 
 NAME = "fusion"
@@ -20,40 +20,40 @@ INPUT_SCALE = "input_scale"
 SHOULD_SHARE = "weight_scale"
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on fused layers whose scales differ."""
-    for unit in subject.units:
-        group = subject.group_of(unit)
-        if len(unit.members) < 2 or group is None:
+    for fused in view.fused_linears:
+        group = view.group_of(fused)
+        if len(fused.members) < 2 or group is None:
             continue
-        for leaf in (*MUST_SHARE, INPUT_SCALE):
-            values = _values(subject, unit, leaf)
+        for parameter in (*MUST_SHARE, INPUT_SCALE):
+            values = _values(view, fused, parameter)
             if len(set(values.values())) > 1:
                 yield error(
                     NAME,
-                    f"{unit.name}: {leaf}",
+                    f"{fused.name}: {parameter}",
                     expected="one value for all layers that run as one",
                     got=_listed(values),
                     fix="quantize again with a shared scale; vLLM would use the largest for all",
                 )
-        values = _values(subject, unit, SHOULD_SHARE) if group.weights.strategy == "tensor" else {}
+        values = _values(view, fused, SHOULD_SHARE) if group.weights.strategy == "tensor" else {}
         if len(set(values.values())) > 1:
             yield warning(
                 NAME,
-                f"{unit.name}: {SHOULD_SHARE}",
+                f"{fused.name}: {SHOULD_SHARE}",
                 expected="one value for all layers that run as one",
                 got=_listed(values),
                 fix="quantize again with a shared scale; vLLM requantizes to the largest, a small loss",
             )
 
 
-def _values(subject: Subject, unit: Unit, leaf: str) -> dict[str, float]:
+def _values(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict[str, float]:
     """The single value of a parameter by member; empty where it has more than one."""
     values = {}
-    for module, leaves in unit.members.items():
-        tensor = leaves.get(leaf)
+    for module, parameters in fused.members.items():
+        tensor = parameters.get(parameter)
         if tensor is not None and tensor.num_bytes and int(np.prod(tensor.shape)) == 1:
-            values[module] = float(subject.reader.floats(tensor).reshape(-1)[0])
+            values[module] = float(view.reader.floats(tensor).reshape(-1)[0])
     return values
 
 

@@ -9,14 +9,14 @@ from vexport.checks.tensors.inputs import E4M3_LARGEST
 from vexport.checks.tensors.outputs import largest_output
 from vexport.checks.tensors.scales import PLACEHOLDER
 from vexport.checks.vllm.expected import FLOAT_SCALES
-from vexport.checks.vllm.subject import Subject, error, warning
+from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import names_of
 from vexport.types import Finding, Json, TensorInfo
 
 NAME = "kv_cache"
 DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the keys and values of every layer"
-LEAVES = ("k_scale", "v_scale")
+SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
 # Of keys and values up to 4096; the largest known ones are some hundreds.
 MOST_SCALE = 4096 / E4M3_LARGEST
@@ -31,76 +31,84 @@ ACCEPTED: Mapping[str, tuple[Json, ...]] = {
 }
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on kv_cache_scheme and its scales."""
-    scheme = (subject.quantization or {}).get("kv_cache_scheme")
+    scheme = (view.quantization or {}).get("kv_cache_scheme")
     if scheme is None:
-        yield from _unannounced(subject)
+        yield from _unannounced(view)
         return
     if not isinstance(scheme, dict) or any(scheme.get(key) not in right for key, right in ACCEPTED.items()):
         yield error(
             NAME,
-            f"{subject.quantization_place}.kv_cache_scheme",
+            f"{view.quantization_place}.kv_cache_scheme",
             expected=f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}",
             got=json.dumps(scheme),
             fix="quantize the KV cache again, or remove the key",
         )
         return
-    for module, leaf, tensor in cache_scales(subject):
+    for module, parameter, tensor in cache_scales(view):
         if tensor is None:
             yield error(
                 NAME,
-                f"{module}.{leaf}",
+                f"{module}.{parameter}",
                 expected="the scale of the fp8 KV cache",
                 got="no scale: vLLM would use 1.0",
                 fix="quantize the KV cache again, or remove kv_cache_scheme",
             )
         else:
-            yield from _values(subject, tensor, per_head=scheme["strategy"] == "attn_head")
-            yield from _size(subject, module, leaf, tensor)
+            yield from _values(view, tensor, per_head=scheme["strategy"] == "attn_head")
+            yield from _size(view, module, parameter, tensor)
 
 
-def _unannounced(subject: Subject) -> Iterator[Finding]:
+def _unannounced(view: CheckpointView) -> Iterator[Finding]:
     """Scales of all attention layers, calibrated for a cache that vLLM would keep in 16 bits."""
-    stored = [tensor for _, _, tensor in _places(subject)] if subject.quantization is not None else []
+    stored = [tensor for _, _, tensor in _places(view)] if view.quantization is not None else []
     if stored and all(stored):
         yield error(
             NAME,
-            f"{subject.quantization_place}.kv_cache_scheme",
+            f"{view.quantization_place}.kv_cache_scheme",
             expected="the scheme of the fp8 KV cache, of which all attention layers have the scales",
             got="no scheme: vLLM would not quantize the cache",
             fix="set kv_cache_scheme, or remove the scales",
         )
 
 
-def cache_scales(subject: Subject) -> Iterator[tuple[str, str, TensorInfo | None]]:
+def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
     """Every attention module with k_scale and v_scale, and the tensor that vLLM takes for it."""
-    if (subject.quantization or {}).get("kv_cache_scheme") is not None:
-        yield from _places(subject)
+    if (view.quantization or {}).get("kv_cache_scheme") is not None:
+        yield from _places(view)
 
 
-def _places(subject: Subject) -> Iterator[tuple[str, str, TensorInfo | None]]:
-    for module in _attention_modules(subject):
-        yield from ((module, leaf, _stored(subject.index.tensors, module, leaf)) for leaf in LEAVES)
+def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
+    for module in _attention_modules(view):
+        yield from (
+            (module, parameter, _stored(view.index.tensors, module, parameter)) for parameter in SCALES
+        )
 
 
-def _attention_modules(subject: Subject) -> Iterator[str]:
-    names = names_of(subject.index, subject.architecture)
-    for unit in subject.units:
-        yield from (module.rpartition(".")[0] for module in unit.members if makes_keys(module, names))
+def _attention_modules(view: CheckpointView) -> Iterator[str]:
+    names = names_of(view.index, view.architecture)
+    for fused in view.fused_linears:
+        yield from (module.rpartition(".")[0] for module in fused.members if makes_keys(module, names))
 
 
-def _stored(tensors: Mapping[str, TensorInfo], module: str, leaf: str) -> TensorInfo | None:
+def _stored(tensors: Mapping[str, TensorInfo], module: str, parameter: str) -> TensorInfo | None:
     """The scale under any name that vLLM finds (get_cache_scale_mapper, quantization/base_config.py)."""
-    places = (leaf, f"attn.{leaf}", f"{leaf[0]}_proj.{leaf}", f"qkv_proj.{leaf}", "kv_scale")
+    places = (
+        parameter,
+        f"attn.{parameter}",
+        f"{parameter[0]}_proj.{parameter}",
+        f"qkv_proj.{parameter}",
+        "kv_scale",
+    )
     return next((tensors[name] for place in places if (name := f"{module}.{place}") in tensors), None)
 
 
-def _values(subject: Subject, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
-    values = subject.reader.floats(tensor)
+def _values(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
+    values = view.reader.floats(tensor)
     if not per_head and values.size != 1:
         yield _wrong(tensor, "one scale for all heads (strategy tensor)", f"{values.size} values")
-    heads = _heads(subject.index.config)
+    heads = _heads(view.index.config)
     if per_head and heads is not None and values.size % heads:
         yield _wrong(tensor, f"a scale for each of {heads} KV heads (strategy attn_head)", str(values.size))
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
@@ -110,14 +118,14 @@ def _values(subject: Subject, tensor: TensorInfo, *, per_head: bool) -> Iterator
         )
 
 
-def _size(subject: Subject, module: str, leaf: str, tensor: TensorInfo) -> Iterator[Finding]:
+def _size(view: CheckpointView, module: str, parameter: str, tensor: TensorInfo) -> Iterator[Finding]:
     """Whether a scale is one of numbers that keys and values can have."""
-    values = subject.reader.floats(tensor)
+    values = view.reader.floats(tensor)
     if tensor.dtype not in FLOAT_SCALES:
         yield _wrong(tensor, f"dtype {' or '.join(sorted(FLOAT_SCALES))}", tensor.dtype)
     if not values.size or not np.isfinite(values).all() or values.min() <= 0:
         return
-    reach = largest_output(subject, f"{module}.{leaf[0]}_proj")
+    reach = largest_output(view, f"{module}.{parameter[0]}_proj")
     most = MOST_SCALE if reach is None else min(MOST_SCALE, reach / E4M3_LARGEST)
     if (values == PLACEHOLDER).all():
         fix = "quantize the KV cache again with calibration"

@@ -9,7 +9,7 @@ from vexport.checks.tensors.casts import rounded, survives
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout
 from vexport.checks.vllm.expected import INT32_BITS, Expected, layer_sides, parameters_of
-from vexport.checks.vllm.subject import Subject, Unit, error, warning
+from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
 from vexport.schemes import fp8
 from vexport.schemes.base import EXPERT, SchemeArgs, Share, is_head
 from vexport.types import Finding, TensorInfo
@@ -23,64 +23,68 @@ LAYER_SCALES = frozenset({"weight_scale", "input_scale"})
 CACHE_SCALES = (".k_scale", ".v_scale")
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on tensors that vLLM would refuse, narrow or cast."""
-    right = _right_somewhere(subject)
-    for unit in subject.units:
-        group = subject.group_of(unit)
-        if group is not None and unit.is_quantized:
-            yield from _fit_together(subject, group, unit)
-            yield from _whole_blocks(subject, group, unit)
-            yield from _quantized(subject, group, unit, right)
-    yield from _rounded_scales(subject)
-    if subject.layout is not None:
-        yield from _unquantized(subject, subject.layout)
+    right = _right_somewhere(view)
+    for fused in view.fused_linears:
+        group = view.group_of(fused)
+        if group is not None and fused.is_quantized:
+            yield from _fit_together(view, group, fused)
+            yield from _whole_blocks(view, group, fused)
+            yield from _quantized(view, group, fused, right)
+    yield from _rounded_scales(view)
+    if view.layout is not None:
+        yield from _unquantized(view, view.layout)
 
 
-def _quantized(subject: Subject, group: ConfigGroup, unit: Unit, right: frozenset[str]) -> Iterator[Finding]:
-    cut = _cut(subject, unit)
-    for module, leaves in unit.members.items():
-        sides = subject.sides(group, module, leaves)
+def _quantized(
+    view: CheckpointView, group: ConfigGroup, fused: FusedLinear, right: frozenset[str]
+) -> Iterator[Finding]:
+    cut = _cut(view, fused)
+    for module, parameters in fused.members.items():
+        sides = view.sides(group, module, parameters)
         expected = parameters_of(group, *sides) if sides is not None else {}
-        parts = [leaf for leaf, parameter in expected.items() if parameter.along and leaf in leaves]
-        whole = all(leaves[leaf].shape != expected[leaf].shape for leaf in parts)
+        parts = [parameter for parameter, form in expected.items() if form.along and parameter in parameters]
+        whole = all(parameters[parameter].shape != expected[parameter].shape for parameter in parts)
         dense = INT32_BITS % group.weights.num_bits == 0
         narrowing = dense and (not whole or module.rpartition(".")[2] in right)
-        for leaf in expected.keys() & leaves.keys():
-            yield from _dtype(subject, group, leaves[leaf], expected[leaf])
-            yield from _shape(group, leaves[leaf], expected[leaf], cut, narrowing=narrowing)
+        for parameter in expected.keys() & parameters.keys():
+            yield from _dtype(view, group, parameters[parameter], expected[parameter])
+            yield from _shape(group, parameters[parameter], expected[parameter], cut, narrowing=narrowing)
 
 
-def _right_somewhere(subject: Subject) -> frozenset[str]:
+def _right_somewhere(view: CheckpointView) -> frozenset[str]:
     """The last names of layers of which at least one is as large as the model's config says.
 
     Where all are larger the config is at fault, and vLLM would cut the model down to it.
     """
     return frozenset(
         module.rpartition(".")[2]
-        for unit in subject.units
-        if (group := subject.group_of(unit)) is not None
-        for module, leaves in unit.members.items()
-        if subject.sides(group, module, leaves) == layer_sides(group, leaves)
+        for fused in view.fused_linears
+        if (group := view.group_of(fused)) is not None
+        for module, parameters in fused.members.items()
+        if view.sides(group, module, parameters) == layer_sides(group, parameters)
     )
 
 
-def _cut(subject: Subject, unit: Unit) -> int | None:
+def _cut(view: CheckpointView, fused: FusedLinear) -> int | None:
     """The dimension along which vLLM narrows what it loads for a layer, None where it compares shapes."""
-    leaf = unit.name.rpartition(".")[2]
-    if EXPERT.search(next(iter(unit.members))) or is_head(unit.name):
+    projection = fused.name.rpartition(".")[2]
+    if EXPERT.search(next(iter(fused.members))) or is_head(fused.name):
         return None
-    if leaf in subject.architecture.row_parallel:
+    if projection in view.architecture.row_parallel:
         return 1
-    return None if leaf in subject.architecture.replicated else 0
+    return None if projection in view.architecture.replicated else 0
 
 
-def _dtype(subject: Subject, group: ConfigGroup, tensor: TensorInfo, expected: Expected) -> Iterator[Finding]:
+def _dtype(
+    view: CheckpointView, group: ConfigGroup, tensor: TensorInfo, expected: Expected
+) -> Iterator[Finding]:
     if tensor.dtype in expected.dtypes:
         return
     wanted = f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})"
     rounded_little = tensor.name.endswith(GLOBAL_SCALE) and tensor.dtype in SIXTEEN_BITS
-    if rounded_little or survives(subject.reader, tensor, expected.dtype):
+    if rounded_little or survives(view.reader, tensor, expected.dtype):
         yield warning(
             NAME,
             tensor.name,
@@ -133,13 +137,13 @@ def _is_narrowed(stored: tuple[int, ...], expected: tuple[int, ...], cut: int | 
     return same and stored[cut] > expected[cut]
 
 
-def _rounded_scales(subject: Subject) -> Iterator[Finding]:
+def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
     """Scales of fewer bits than the same scales of other layers: somebody has rounded them."""
     stored: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for kind, tensor in _scales(subject):
+    for kind, tensor in _scales(view):
         if tensor.dtype in FLOATING:
             stored.setdefault(kind, {}).setdefault(tensor.dtype, []).append(tensor.name)
-    for (_, leaf), dtypes in stored.items():
+    for (_, parameter), dtypes in stored.items():
         whole = dtypes.get("F32", [])
         for dtype in ("BF16", "F16"):
             few = dtypes.get(dtype, [])
@@ -147,42 +151,45 @@ def _rounded_scales(subject: Subject) -> Iterator[Finding]:
                 yield error(
                     NAME,
                     name,
-                    expected=f"dtype F32, as {leaf} of {whole[0].rpartition('.')[0]} has",
+                    expected=f"dtype F32, as {parameter} of {whole[0].rpartition('.')[0]} has",
                     got=f"{dtype}, which has fewer digits",
                     fix="export it again",
                 )
 
 
-def _scales(subject: Subject) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
+def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
     """All scales, by what should be stored alike: config group and parameter, or the KV cache."""
-    for unit in subject.units:
-        group = subject.group_of(unit)
+    for fused in view.fused_linears:
+        group = view.group_of(fused)
         if group is None:
             continue
-        for leaves in unit.members.values():
-            yield from (((group.name, leaf), leaves[leaf]) for leaf in LAYER_SCALES & leaves.keys())
-    for name, tensor in subject.index.tensors.items():
+        for parameters in fused.members.values():
+            yield from (
+                ((group.name, parameter), parameters[parameter])
+                for parameter in LAYER_SCALES & parameters.keys()
+            )
+    for name, tensor in view.index.tensors.items():
         if name.endswith(CACHE_SCALES):
             yield ("", "the KV cache's scale"), tensor
 
 
-def _unquantized(subject: Subject, layout: Layout) -> Iterator[Finding]:
+def _unquantized(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     """Norms, biases, embeddings and layers that are not quantized, by the model's config."""
-    quantized = {module for unit in subject.units if unit.is_quantized for module in unit.members}
-    for unit in subject.units:
-        cut = _cut(subject, unit)
-        for module in unit.members.keys() & layout.linears.keys() - quantized:
+    quantized = {module for fused in view.fused_linears if fused.is_quantized for module in fused.members}
+    for fused in view.fused_linears:
+        cut = _cut(view, fused)
+        for module in fused.members.keys() & layout.linears.keys() - quantized:
             expected = Expected(dtypes=FLOATING, shape=layout.linears[module], along=(0, 1))
-            yield from _plain(subject, f"{module}.weight", expected, cut)
+            yield from _plain(view, f"{module}.weight", expected, cut)
     for module, shape in layout.tables.items():
         if module not in quantized:
-            yield from _plain(subject, f"{module}.weight", Expected(dtypes=FLOATING, shape=shape), None)
+            yield from _plain(view, f"{module}.weight", Expected(dtypes=FLOATING, shape=shape), None)
     for name, sides in layout.parameters.items():
-        yield from _plain(subject, name, Expected(dtypes=FLOATING, shape=sides), None)
+        yield from _plain(view, name, Expected(dtypes=FLOATING, shape=sides), None)
 
 
-def _plain(subject: Subject, name: str, expected: Expected, cut: int | None) -> Iterator[Finding]:
-    tensor = subject.index.tensors.get(name)
+def _plain(view: CheckpointView, name: str, expected: Expected, cut: int | None) -> Iterator[Finding]:
+    tensor = view.index.tensors.get(name)
     if tensor is None:
         return
     if tensor.dtype not in FLOATING:
@@ -193,7 +200,7 @@ def _plain(subject: Subject, name: str, expected: Expected, cut: int | None) -> 
             got=tensor.dtype,
             fix="export it again: vLLM would cast the values silently",
         )
-    elif _loses_in_bfloat16(subject, tensor):
+    elif _loses_in_bfloat16(view, tensor):
         yield error(
             NAME,
             name,
@@ -206,33 +213,33 @@ def _plain(subject: Subject, name: str, expected: Expected, cut: int | None) -> 
         yield error(
             NAME,
             name,
-            expected=f"shape {list(expected.shape)}, as config.json sizes {subject.class_name}",
+            expected=f"shape {list(expected.shape)}, as config.json sizes {view.class_name}",
             got=f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}",
             fix="export it again, or correct config.json",
         )
 
 
-def _loses_in_bfloat16(subject: Subject, tensor: TensorInfo) -> bool:
+def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
     """Whether a tensor of float16 stands alone in a model of bfloat16 and does not fit into it."""
-    config, tensors = subject.index.config, subject.index.tensors.values()
+    config, tensors = view.index.config, view.index.tensors.values()
     if tensor.dtype != "F16" or config.get("dtype", config.get("torch_dtype")) != "bfloat16":
         return False
     if all(other.dtype != "BF16" for other in tensors):
         return False
-    values = subject.reader.floats(tensor)
+    values = view.reader.floats(tensor)
     return not np.array_equal(values, rounded(values, "BF16"))
 
 
-def _fit_together(subject: Subject, group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
+def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
     widths = {
         module: sides[1]
-        for module, leaves in unit.members.items()
-        if (sides := subject.sides(group, module, leaves))
+        for module, parameters in fused.members.items()
+        if (sides := view.sides(group, module, parameters))
     }
     if len(set(widths.values())) > 1:
         yield error(
             NAME,
-            unit.name,
+            fused.name,
             expected="the same in_features in all layers that run as one",
             got=", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items()),
             fix="export the checkpoint again",
@@ -249,10 +256,12 @@ def _fit_together(subject: Subject, group: ConfigGroup, unit: Unit) -> Iterator[
             )
 
 
-def _whole_blocks(subject: Subject, group: ConfigGroup, unit: Unit) -> Iterator[Finding]:
+def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
     """What vLLM refuses at every tensor parallel size."""
     sides = [
-        found for module, leaves in unit.members.items() if (found := subject.sides(group, module, leaves))
+        found
+        for module, parameters in fused.members.items()
+        if (found := view.sides(group, module, parameters))
     ]
     if group.weights.strategy != "block" or not group.weights.block_structure or not sides:
         return
@@ -261,14 +270,14 @@ def _whole_blocks(subject: Subject, group: ConfigGroup, unit: Unit) -> Iterator[
     share = Share(
         out_features=rows,
         in_features=sides[0][1],
-        experts=EXPERT.search(next(iter(unit.members))) is not None,
-        head=is_head(unit.name),
+        experts=EXPERT.search(next(iter(fused.members))) is not None,
+        head=is_head(fused.name),
     )
     misfit = fp8.FAMILY.misfit(args, share)
     if misfit:
         yield error(
             NAME,
-            unit.name,
+            fused.name,
             expected="whole blocks in layers that vLLM runs as one, but for the last",
             got=misfit,
             fix="quantize the layer per channel, or keep it",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.subject import Subject, error, warning
+from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.files import read_json_object
 from vexport.types import Finding, TensorInfo
 
@@ -13,33 +13,33 @@ NAME = "shards"
 DESCRIPTION = "vLLM loads the files that the index means, and every tensor is in one of them only"
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on safetensors files and the index.
 
     Source: filter_duplicate_safetensors_files (model_loader/weight_utils.py): with an index the files that it
     names, without one all files of the folder. Of two tensors of a name the one that is read last stays.
     """
-    root = subject.index.root
+    root = view.index.root
     indexed = (root / INDEX_NAME).is_file()
     places: dict[str, TensorInfo] = {}
-    named = {tensor.file for tensor in subject.index.tensors.values()}
+    named = {tensor.file for tensor in view.index.tensors.values()}
     for file in sorted(named if indexed else root.glob("*.safetensors")):
         for name, tensor in read_header(file).items():
             other = places.setdefault(name, tensor)
             if other is not tensor:
-                yield _twice(subject, other, tensor)
+                yield _twice(view, other, tensor)
     if indexed:
-        yield from _index(subject, places)
+        yield from _index(view, places)
     else:
-        yield from _strays(subject, places)
+        yield from _strays(view, places)
 
 
-def _strays(subject: Subject, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
     """Tensors of files beside model.safetensors; vLLM refuses names that its class does not have."""
-    known = () if subject.layout is None else (*subject.layout.linears, *subject.layout.tables)
-    for name in sorted(places.keys() - subject.index.tensors.keys()):
-        module, _, leaf = name.rpartition(".")
-        packed = leaf == "weight" and f"{module}.weight_packed" in subject.index.tensors
+    known = () if view.layout is None else (*view.layout.linears, *view.layout.tables)
+    for name in sorted(places.keys() - view.index.tensors.keys()):
+        module, _, parameter = name.rpartition(".")
+        packed = parameter == "weight" and f"{module}.weight_packed" in view.index.tensors
         refused = packed or (bool(known) and module not in known)
         yield (error if refused else warning)(
             NAME,
@@ -50,18 +50,18 @@ def _strays(subject: Subject, places: Mapping[str, TensorInfo]) -> Iterator[Find
         )
 
 
-def _twice(subject: Subject, one: TensorInfo, other: TensorInfo) -> Finding:
+def _twice(view: CheckpointView, one: TensorInfo, other: TensorInfo) -> Finding:
     got = f"one in {one.file.name} and one in {other.file.name}"
     expected = "each tensor in one file"
-    if same_bytes(subject.reader, one, subject.reader, other):
+    if same_bytes(view.reader, one, view.reader, other):
         return warning(NAME, one.name, expected=expected, got=f"{got}, alike", fix="remove one")
     fix = "remove the wrong one: vLLM keeps the one that it happens to read last"
     return error(NAME, one.name, expected=expected, got=f"{got}, different", fix=fix)
 
 
-def _index(subject: Subject, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
     """An index that is wrong in what vLLM does not read: only names of files count for it."""
-    weight_map = read_json_object(subject.index.root / INDEX_NAME).get("weight_map")
+    weight_map = read_json_object(view.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
     lost = [name for name in listed if name not in places]
     whole = [name for name, file in listed.items() if Path(str(file)).is_absolute()]

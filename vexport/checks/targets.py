@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.arguments import of_attention
-from vexport.checks.vllm.subject import ConfigGroup, Subject, Unit, error, quantized_leaves
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, error, quantized_parameters
 from vexport.plan import is_embedding
 from vexport.schemes.base import is_head
 from vexport.types import Finding
@@ -13,39 +13,39 @@ NAME = "targets"
 DESCRIPTION = "targets and ignore, resolved as vLLM does, agree with the tensors of every layer"
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on layers that the config and the tensors treat differently."""
-    if not subject.config_groups and not _only_attention(subject):
+    if not view.config_groups and not _only_attention(view):
         return
-    for unit in subject.units:
-        ignored = subject.ignored(unit)
-        if ignored and len(ignored) < len(unit.members):
+    for fused in view.fused_linears:
+        ignored = view.ignored(fused)
+        if ignored and len(ignored) < len(fused.members):
             yield error(
                 NAME,
-                unit.name,
-                expected=f"all or none of {_leaves(unit)} in ignore, because vLLM runs them as one layer",
+                fused.name,
+                expected=f"all or none of {_names(fused)} in ignore, because vLLM runs them as one layer",
                 got=f"only {', '.join(ignored)}",
                 fix="list all of them in ignore, or none",
             )
             continue
-        yield from _agreement(subject, unit)
-    yield from _experts(subject)
-    yield from _embeddings(subject)
+        yield from _agreement(view, fused)
+    yield from _experts(view)
+    yield from _embeddings(view)
 
 
-def _only_attention(subject: Subject) -> bool:
+def _only_attention(view: CheckpointView) -> bool:
     """Whether vLLM passes over every config group, so that it quantizes no layer."""
-    groups = (subject.quantization or {}).get("config_groups")
+    groups = (view.quantization or {}).get("config_groups")
     return isinstance(groups, dict) and bool(groups) and all(of_attention(raw) for raw in groups.values())
 
 
-def _embeddings(subject: Subject) -> Iterator[Finding]:
+def _embeddings(view: CheckpointView) -> Iterator[Finding]:
     """Tables that a target matches: vLLM quantizes them too, to integers (get_quant_method)."""
-    for tensor in subject.index.tensors.values():
-        module, _, leaf = tensor.name.rpartition(".")
-        if leaf != "weight" or len(tensor.shape) != 2 or not is_embedding(module):
+    for tensor in view.index.tensors.values():
+        module, _, parameter = tensor.name.rpartition(".")
+        if parameter != "weight" or len(tensor.shape) != 2 or not is_embedding(module):
             continue
-        group = subject.group_of(Unit(name=module, members={module: {leaf: tensor}}))
+        group = view.group_of(FusedLinear(name=module, members={module: {parameter: tensor}}))
         if group is not None:
             yield error(
                 NAME,
@@ -56,32 +56,32 @@ def _embeddings(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def _experts(subject: Subject) -> Iterator[Finding]:
+def _experts(view: CheckpointView) -> Iterator[Finding]:
     """vLLM asks for the scheme of a layer's first expert, and refuses projections that differ in it."""
     found: dict[str, dict[str, ConfigGroup | None]] = {}
-    for unit in subject.units:
-        layer = moe_layer(next(iter(unit.members)))
+    for fused in view.fused_linears:
+        layer = moe_layer(next(iter(fused.members)))
         if layer is not None:
-            group = None if subject.ignored(unit) else subject.group_of(unit)
-            found.setdefault(layer, {}).setdefault(unit.name.rpartition(".")[2], group)
+            group = None if view.ignored(fused) else view.group_of(fused)
+            found.setdefault(layer, {}).setdefault(fused.name.rpartition(".")[2], group)
     for layer, groups in found.items():
-        names = {leaf: group.name if group else "none" for leaf, group in groups.items()}
+        names = {projection: group.name if group else "none" for projection, group in groups.items()}
         if len(set(names.values())) > 1:
             yield error(
                 NAME,
                 layer,
                 expected="one config group for all projections of the experts",
-                got=", ".join(f"{leaf} {name}" for leaf, name in names.items()),
+                got=", ".join(f"{projection} {name}" for projection, name in names.items()),
                 fix="quantize all projections of the experts alike, or none",
             )
 
 
-def _agreement(subject: Subject, unit: Unit) -> Iterator[Finding]:
-    group = subject.group_of(unit)
-    for module, leaves in unit.members.items():
-        stored = quantized_leaves(leaves)
+def _agreement(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
+    group = view.group_of(fused)
+    for module, parameters in fused.members.items():
+        stored = quantized_parameters(parameters)
         if group is None and stored:
-            head = is_head(unit.name)
+            head = is_head(fused.name)
             yield error(
                 NAME,
                 module,
@@ -103,5 +103,5 @@ def _agreement(subject: Subject, unit: Unit) -> Iterator[Finding]:
             )
 
 
-def _leaves(unit: Unit) -> str:
-    return ", ".join(module.rpartition(".")[2] for module in unit.members)
+def _names(fused: FusedLinear) -> str:
+    return ", ".join(module.rpartition(".")[2] for module in fused.members)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from vexport.checks.vllm.subject import Subject, error
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.files import read_json, read_json_object
 from vexport.types import Finding, Json
@@ -33,13 +33,13 @@ RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on the files beside the weights that vLLM starts with."""
-    root = subject.index.root
+    root = view.index.root
     for name in OBJECTS:
         if (root / name).is_file():
             yield from _unreadable(root / name)
-    names = [path.name for path in subject.index.side_files]
+    names = [path.name for path in view.index.side_files]
     if SETTINGS in names and not any(VOCABULARY.match(name) for name in names):
         fix = "copy the source's tokenizer"
         yield error(NAME, str(root / TOKENIZER), expected="a vocabulary", got="no such file", fix=fix)

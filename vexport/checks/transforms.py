@@ -4,58 +4,58 @@ from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.online import INPUT, OUTPUT, OnlineTransform
-from vexport.checks.vllm.subject import Subject, Unit, error
+from vexport.checks.vllm.view import CheckpointView, FusedLinear, error
 from vexport.types import Finding
 
 NAME = "transforms"
 DESCRIPTION = "online rotations (transform_config) are ones that vLLM computes, and have their matrices"
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on transforms of inputs and outputs; those in the weights are of no concern."""
-    place = f"{subject.quantization_place}.transform_config"
-    config = (subject.quantization or {}).get("transform_config")
+    place = f"{view.quantization_place}.transform_config"
+    config = (view.quantization or {}).get("transform_config")
     if config and (not isinstance(config, dict) or config.keys() != {"config_groups"}):
         yield _wrong(place, "none, or an object of config_groups and nothing else", repr(config))
-    for transform in subject.transforms:
+    for transform in view.transforms:
         if transform.location not in (INPUT, OUTPUT):
             expected = "transforms of inputs and outputs of linear layers, the only ones that vLLM computes"
             got = f"{transform.scheme} of {transform.location}"
             yield _wrong(f"{place}.{transform.scheme}", expected, got)
             continue
-        yield from _matrix(subject, transform)
-        for unit in subject.units:
-            yield from _unit(transform, unit)
-    for ranks in (ranks for ranks in subject.target.tp if ranks > 1 and subject.transforms):
+        yield from _matrix(view, transform)
+        for fused in view.fused_linears:
+            yield from _fused(transform, fused)
+    for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.transforms):
         yield error(
             NAME,
             f"{place} (tp {ranks})",
             expected="no online transforms: vLLM computes them on one rank only",
-            got=", ".join(sorted({transform.leaf for transform in subject.transforms})),
+            got=", ".join(sorted({transform.submodule for transform in view.transforms})),
             fix="serve it on one GPU, or rotate in the weights only",
         )
 
 
-def _matrix(subject: Subject, transform: OnlineTransform) -> Iterator[Finding]:
+def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Finding]:
     """Every producer stores it; without, vLLM multiplies with uninitialized memory (SharedWeightParameter),
     or rotates the inputs of weights that were not rotated the other way."""
-    if not any(name.endswith(f".{transform.leaf}.weight") for name in subject.index.tensors):
+    if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
         expected = f"the matrix of the {transform.kind} transform, with one of its layers"
-        yield _wrong(f"{transform.leaf}.weight", expected, "none")
+        yield _wrong(f"{transform.submodule}.weight", expected, "none")
 
 
-def _unit(transform: OnlineTransform, unit: Unit) -> Iterator[Finding]:
-    rotated = [member for member in unit.members if transform.applies(member)]
+def _fused(transform: OnlineTransform, fused: FusedLinear) -> Iterator[Finding]:
+    rotated = [member for member in fused.members if transform.applies(member)]
     if not rotated:
         return
     if moe_layer(rotated[0]) is not None:
         expected = "no online transform of routed experts, which vLLM does not compute"
-        yield _wrong(unit.name, expected, transform.leaf)
-    elif transform.location == INPUT and len(rotated) < len(unit.members):
+        yield _wrong(fused.name, expected, transform.submodule)
+    elif transform.location == INPUT and len(rotated) < len(fused.members):
         expected = "the same transform of the inputs of all layers that run as one"
-        yield _wrong(unit.name, expected, f"{transform.leaf} for {', '.join(rotated)} only")
-    if any("bias" in unit.members[member] for member in rotated):
-        yield _wrong(unit.name, "no bias beside an online transform: vLLM asserts it", transform.leaf)
+        yield _wrong(fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only")
+    if any("bias" in fused.members[member] for member in rotated):
+        yield _wrong(fused.name, "no bias beside an online transform: vLLM asserts it", transform.submodule)
 
 
 def _wrong(where: str, expected: str, got: str) -> Finding:

@@ -13,7 +13,7 @@ from vexport.checks.tensors.inputs import E4M3_LARGEST, impossible
 from vexport.checks.tensors.kept import empty
 from vexport.checks.tensors.scales import PLACEHOLDER
 from vexport.checks.vllm.arguments import ConfigGroup
-from vexport.checks.vllm.subject import Subject, Unit, error, warning
+from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
 from vexport.types import Finding, TensorInfo
 
 NAME = "values"
@@ -45,55 +45,59 @@ LEAST_OF_EITHER_SIGN = 0.02
 RUN = 1 << 24
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
-    for unit in subject.units:
-        group = subject.group_of(unit)
+    for fused in view.fused_linears:
+        group = view.group_of(fused)
         broken = False
-        for leaves in unit.members.values():
-            for leaf in SCALES:
-                if leaf in leaves and leaves[leaf].dtype in BITS and leaves[leaf].num_bytes:
-                    findings = list(_scale(subject, leaf, leaves, group))
+        for parameters in fused.members.values():
+            for parameter in SCALES:
+                if (
+                    parameter in parameters
+                    and parameters[parameter].dtype in BITS
+                    and parameters[parameter].num_bytes
+                ):
+                    findings = list(_scale(view, parameter, parameters, group))
                     broken = broken or any(finding.severity == "error" for finding in findings)
                     yield from findings
         if group is not None and not broken:
-            yield from _plausible(subject, unit, group)
-            yield from impossible(subject, NAME, group, unit.members)
-            for leaves in unit.members.values():
-                yield from _beyond(subject, group, leaves)
-        for leaves in unit.members.values():
-            subject.reader.release(leaves.values())
-    yield from unfilled(subject, NAME)
-    yield from lost(subject, NAME)
-    yield from empty(subject, NAME)
-    yield from _not_finite(subject)
+            yield from _plausible(view, fused, group)
+            yield from impossible(view, NAME, group, fused.members)
+            for parameters in fused.members.values():
+                yield from _beyond(view, group, parameters)
+        for parameters in fused.members.values():
+            view.reader.release(parameters.values())
+    yield from unfilled(view, NAME)
+    yield from lost(view, NAME)
+    yield from empty(view, NAME)
+    yield from _not_finite(view)
 
 
 def _scale(
-    subject: Subject, leaf: str, leaves: Mapping[str, TensorInfo], group: ConfigGroup | None
+    view: CheckpointView, parameter: str, parameters: Mapping[str, TensorInfo], group: ConfigGroup | None
 ) -> Iterator[Finding]:
-    tensor = leaves[leaf]
+    tensor = parameters[parameter]
     if tensor.dtype in ("U8", "F8_E8M0"):
-        codes = np.frombuffer(subject.reader.raw(tensor), dtype=np.uint8)
+        codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
         bad = int(np.count_nonzero(codes == E8M0_NAN))
         if bad:
             yield _bad(tensor, f"{bad} of {codes.size} values NaN (e8m0 255)")
         return
-    if leaf == "weight_scale" and tensor.dtype == "F8_E4M3" and scales.above_zero(subject.reader, tensor):
+    if parameter == "weight_scale" and tensor.dtype == "F8_E4M3" and scales.above_zero(view.reader, tensor):
         return
-    numbers = scales.numbers(subject.reader, tensor)
+    numbers = scales.numbers(view.reader, tensor)
     wrong = {
         "NaN": int(np.count_nonzero(np.isnan(numbers))),
         "infinite": int(np.count_nonzero(np.isinf(numbers))),
-        "zero": 0 if _scales_zeros(subject, numbers, leaves) else int(np.count_nonzero(numbers == 0)),
-        "negative": 0 if _may_be_negative(numbers, leaf, group) else int(np.count_nonzero(numbers < 0)),
+        "zero": 0 if _scales_zeros(view, numbers, parameters) else int(np.count_nonzero(numbers == 0)),
+        "negative": 0 if _may_be_negative(numbers, parameter, group) else int(np.count_nonzero(numbers < 0)),
     }
     found = [f"{count} of {numbers.size} values {kind}" for kind, count in wrong.items() if count]
     if found:
         yield _bad(tensor, ", ".join(found))
-    elif leaf.endswith("global_scale"):
-        yield from _reciprocal(tensor, leaf, float(numbers.max()))
-    elif leaf == "input_scale":
+    elif parameter.endswith("global_scale"):
+        yield from _reciprocal(tensor, parameter, float(numbers.max()))
+    elif parameter == "input_scale":
         if numbers.min() < 0:
             yield _odd_sign(tensor)
         yield from _input_scale(tensor, float(np.abs(numbers).max()))
@@ -109,38 +113,38 @@ def _odd_sign(tensor: TensorInfo) -> Finding:
     )
 
 
-def _may_be_negative(numbers: npt.NDArray[np.float64], leaf: str, group: ConfigGroup | None) -> bool:
+def _may_be_negative(numbers: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None) -> bool:
     """Whether signs change nothing, or are meant."""
-    of_float_inputs = group is not None and group.weights.type == "float" and leaf == "input_scale"
-    return of_float_inputs or _has_signs(numbers, leaf, group)
+    of_float_inputs = group is not None and group.weights.type == "float" and parameter == "input_scale"
+    return of_float_inputs or _has_signs(numbers, parameter, group)
 
 
-def _has_signs(numbers: npt.NDArray[np.float64], leaf: str, group: ConfigGroup | None) -> bool:
+def _has_signs(numbers: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None) -> bool:
     """Whether scales of integers are of either sign on purpose; vLLM multiplies with them as they are."""
-    if group is None or group.weights.type != "int" or leaf != "weight_scale" or numbers.size < MANY:
+    if group is None or group.weights.type != "int" or parameter != "weight_scale" or numbers.size < MANY:
         return False
     fewest = min(np.count_nonzero(numbers < 0), np.count_nonzero(numbers > 0))
     return bool(fewest >= LEAST_OF_EITHER_SIGN * numbers.size)
 
 
 def _scales_zeros(
-    subject: Subject, numbers: npt.NDArray[np.float64], leaves: Mapping[str, TensorInfo]
+    view: CheckpointView, numbers: npt.NDArray[np.float64], parameters: Mapping[str, TensorInfo]
 ) -> bool:
     """Whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it."""
-    weight = leaves.get("weight_packed", leaves.get("weight"))
+    weight = parameters.get("weight_packed", parameters.get("weight"))
     zero = numbers == 0
     if weight is None or not zero.any() or numbers.ndim != 2 or len(weight.shape) != 2:
         return False
     rows, groups = numbers.shape
     if rows != weight.shape[0] or weight.shape[1] % max(groups, 1) or weight.dtype not in ("U8", "I8"):
         return False
-    codes = np.frombuffer(subject.reader.raw(weight), np.uint8).reshape(rows, groups, -1)[zero]
+    codes = np.frombuffer(view.reader.raw(weight), np.uint8).reshape(rows, groups, -1)[zero]
     # FP4 has a zero of either sign, in either half of the byte.
     return not (codes & 0x77 if weight.dtype == "U8" else codes).any()
 
 
-def _reciprocal(tensor: TensorInfo, leaf: str, value: float) -> Iterator[Finding]:
-    of_weight = leaf.startswith("weight")
+def _reciprocal(tensor: TensorInfo, parameter: str, value: float) -> Iterator[Finding]:
+    of_weight = parameter.startswith("weight")
     least = LEAST_WEIGHT_GLOBAL_SCALE if of_weight else LEAST_INPUT_GLOBAL_SCALE
     if value < least:
         yield error(
@@ -164,66 +168,70 @@ def _input_scale(tensor: TensorInfo, value: float) -> Iterator[Finding]:
         yield _implausible(tensor, "1, which no calibration gives")
 
 
-def _plausible(subject: Subject, unit: Unit, group: ConfigGroup) -> Iterator[Finding]:
+def _plausible(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> Iterator[Finding]:
     """Scales that make weights of a size that no model has."""
     largest: dict[str, float] = {}
-    for module, leaves in unit.members.items():
-        scale = leaves.get("weight_scale")
+    for module, parameters in fused.members.items():
+        scale = parameters.get("weight_scale")
         if scale is None or scale.dtype not in BITS or not scale.num_bytes:
             continue
         if scale.dtype != "U8" and _is_mx(group):
             continue
-        size, (least, largest[module]) = math.prod(scale.shape), scales.ends(subject.reader, scale)
+        size, (least, largest[module]) = math.prod(scale.shape), scales.ends(view.reader, scale)
         if size >= MANY and least == largest[module] and not _is_mx(group):
             yield _implausible(scale, f"{size} times {least:g}")
             continue
-        typical = _typical(subject, group, leaves, scales.middling(subject.reader, scale))
-        if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(subject, leaves):
+        typical = _typical(view, group, parameters, scales.middling(view.reader, scale))
+        if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(view, parameters):
             yield _implausible(scale, f"scales that make a typical weight {typical:.3g}")
     nvfp4 = group.weights.strategy == "tensor_group"
     if nvfp4 and largest and max(largest.values()) < LEAST_LARGEST_BLOCK:
-        first = unit.members[next(iter(largest))]["weight_scale"]
+        first = fused.members[next(iter(largest))]["weight_scale"]
         yield _implausible(
             first, f"no scale above {max(largest.values()):g}, where 448 is the largest block's"
         )
     elif nvfp4:
         for module, value in largest.items():
             if value < 1:
-                tensor = unit.members[module]["weight_scale"]
+                tensor = fused.members[module]["weight_scale"]
                 yield _implausible(tensor, f"no scale above {value:g}, beside {max(largest.values()):g}")
 
 
-def _typical(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo], scale: float) -> float:
+def _typical(
+    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo], scale: float
+) -> float:
     """A middling weight of a layer: of a quarter of the largest code, or for e4m3 of the mean code."""
     args = group.weights
-    divisor = leaves.get("weight_global_scale")
+    divisor = parameters.get("weight_global_scale")
     if divisor is not None and divisor.num_bytes:
-        scale /= float(scales.numbers(subject.reader, divisor).max())
+        scale /= float(scales.numbers(view.reader, divisor).max())
     if args.type == "int":
         return scale * float(2 ** (args.num_bits - 1)) / 4
-    weight = leaves.get("weight")
+    weight = parameters.get("weight")
     if args.num_bits == 4 or weight is None or weight.dtype != "F8_E4M3" or not weight.num_bytes:
         return scale * 6 / 4
-    codes = np.frombuffer(subject.reader.raw(weight), np.uint8)[: 1 << 16]
+    codes = np.frombuffer(view.reader.raw(weight), np.uint8)[: 1 << 16]
     known = np.abs(_E4M3[codes[codes & 0x7F != NOT_FINITE["F8_E4M3"]]])
     return scale * float(known.mean()) if known.size else scale
 
 
-def _is_empty(subject: Subject, leaves: Mapping[str, TensorInfo]) -> bool:
+def _is_empty(view: CheckpointView, parameters: Mapping[str, TensorInfo]) -> bool:
     """Whether a weight is all zero, so that its scales mean nothing."""
-    weight = leaves.get("weight_packed", leaves.get("weight"))
+    weight = parameters.get("weight_packed", parameters.get("weight"))
     if weight is None or not weight.num_bytes:
         return False
-    codes = np.frombuffer(subject.reader.raw(weight), np.uint8)
+    codes = np.frombuffer(view.reader.raw(weight), np.uint8)
     return not codes.any()
 
 
-def _beyond(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+def _beyond(
+    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
+) -> Iterator[Finding]:
     """Codes in bytes that the announced bits do not hold."""
-    weight, half = leaves.get("weight"), 2 ** (group.weights.num_bits - 1)
+    weight, half = parameters.get("weight"), 2 ** (group.weights.num_bits - 1)
     if group.weights.type != "int" or half >= 128 or weight is None or weight.dtype != "I8":
         return
-    codes = np.frombuffer(subject.reader.raw(weight), np.int8)
+    codes = np.frombuffer(view.reader.raw(weight), np.int8)
     bad = int(np.count_nonzero((codes >= half) | (codes < -half)))
     if bad:
         yield error(
@@ -235,13 +243,13 @@ def _beyond(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInf
         )
 
 
-def _not_finite(subject: Subject) -> Iterator[Finding]:
+def _not_finite(view: CheckpointView) -> Iterator[Finding]:
     """NaN and infinity in payloads of e4m3 and in what is not quantized."""
-    for tensor in subject.index.tensors.values():
+    for tensor in view.index.tensors.values():
         if tensor.name.endswith(SCALES) or tensor.dtype not in (*NOT_FINITE, "F32"):
             continue
-        bad = _count_not_finite(subject, tensor)
-        subject.reader.release([tensor])
+        bad = _count_not_finite(view, tensor)
+        view.reader.release([tensor])
         if bad:
             yield error(
                 NAME,
@@ -252,9 +260,9 @@ def _not_finite(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def _count_not_finite(subject: Subject, tensor: TensorInfo) -> int:
+def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
     size = BITS[tensor.dtype] // 8
-    codes = np.frombuffer(subject.reader.raw(tensor), dtype=f"<u{size}")
+    codes = np.frombuffer(view.reader.raw(tensor), dtype=f"<u{size}")
     mask = codes.dtype.type(NOT_FINITE.get(tensor.dtype, 0x7F800000))
     parts = (codes[start : start + RUN] for start in range(0, codes.size, RUN))
     return sum(int(np.count_nonzero((part & mask) == mask)) for part in parts)

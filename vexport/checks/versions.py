@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vexport.architectures.history import class_changes
-from vexport.checks.vllm.subject import ConfigGroup, Subject, Unit
 from vexport.checks.vllm.target import PINNED, Version, said
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear
 from vexport.schemes.base import EXPERT
 from vexport.types import Finding, Severity
 
@@ -26,7 +26,7 @@ class Difference:
     """What vLLM does from version `since` on, and what it did otherwise before."""
 
     what: str
-    applies: Callable[[ConfigGroup, Unit], bool]
+    applies: Callable[[ConfigGroup, FusedLinear], bool]
     otherwise: str
     severity: Severity = "error"
     since: Version
@@ -47,28 +47,28 @@ def _inputs(group: ConfigGroup) -> tuple[str, int] | None:
     return (inputs.type, inputs.num_bits) if inputs else None
 
 
-def _is_routed(unit: Unit) -> bool:
-    return EXPERT.search(f"{next(iter(unit.members))}.") is not None
+def _is_routed(fused: FusedLinear) -> bool:
+    return EXPERT.search(f"{next(iter(fused.members))}.") is not None
 
 
 DIFFERENCES: Sequence[Difference] = (
     Difference(
         what="packed integers of 3, 5, 6 and 7 bits, whose values cross the borders of words",
-        applies=lambda group, unit: _is_packed(group) and group.weights.num_bits in ODD_WIDTHS,
+        applies=lambda group, fused: _is_packed(group) and group.weights.num_bits in ODD_WIDTHS,
         otherwise="refuses the width, or reads words of whole values",
         since=(0, 25),
         source="schemes/compressed_tensors_wNa16.py, WNA16_SUPPORTED_TYPES_MAP",
     ),
     Difference(
         what="packed integers of 2 bits",
-        applies=lambda group, unit: _is_packed(group) and group.weights.num_bits == 2,
+        applies=lambda group, fused: _is_packed(group) and group.weights.num_bits == 2,
         otherwise="refuses the width",
         since=(0, 23),
         source="compressed_tensors.py, _is_wNa8o8_int",
     ),
     Difference(
         what="zero points for widths other than 4 and 8 bits",
-        applies=lambda group, unit: (
+        applies=lambda group, fused: (
             _is_packed(group) and not group.weights.symmetric and group.weights.num_bits in NARROW_WIDTHS
         ),
         otherwise="refuses asymmetric weights of that width",
@@ -77,14 +77,14 @@ DIFFERENCES: Sequence[Difference] = (
     ),
     Difference(
         what="packed integers with integer inputs (W4A8)",
-        applies=lambda group, unit: _is_packed(group) and _inputs(group) in (("int", 8), ("int", 4)),
+        applies=lambda group, fused: _is_packed(group) and _inputs(group) in (("int", 8), ("int", 4)),
         otherwise="finds no scheme for them",
         since=(0, 26),
         source="schemes/compressed_tensors_wNa8.py and _wNa4.py",
     ),
     Difference(
         what="zero points of packed integers with integer inputs",
-        applies=lambda group, unit: (
+        applies=lambda group, fused: (
             _is_packed(group) and not group.weights.symmetric and _inputs(group) in (("int", 8), ("int", 4))
         ),
         otherwise="has no parameter for zero points",
@@ -93,9 +93,9 @@ DIFFERENCES: Sequence[Difference] = (
     ),
     Difference(
         what="packed routed experts of other widths than 4 and 8 bits or with zero points",
-        applies=lambda group, unit: (
+        applies=lambda group, fused: (
             _is_packed(group)
-            and _is_routed(unit)
+            and _is_routed(fused)
             and (group.weights.num_bits not in (4, 8) or not group.weights.symmetric)
         ),
         otherwise="refuses them: only symmetric int4 and int8",
@@ -104,7 +104,7 @@ DIFFERENCES: Sequence[Difference] = (
     ),
     Difference(
         what="MXFP4 weights with FP8 inputs",
-        applies=lambda group, unit: _is_mxfp4(group) and _inputs(group) == ("float", 8),
+        applies=lambda group, fused: _is_mxfp4(group) and _inputs(group) == ("float", 8),
         otherwise="takes them for MXFP4 inputs: FP4 activations where it has FP4 kernels",
         severity="warning",
         since=(0, 32),
@@ -112,7 +112,7 @@ DIFFERENCES: Sequence[Difference] = (
     ),
     Difference(
         what="MXFP4 inputs",
-        applies=lambda group, unit: _is_mxfp4(group) and _inputs(group) == ("float", 4),
+        applies=lambda group, fused: _is_mxfp4(group) and _inputs(group) == ("float", 4),
         otherwise="runs MXFP4 weights with 16-bit activations on every GPU",
         severity="warning",
         since=(0, 22),
@@ -126,25 +126,27 @@ def rules_of(version: Version) -> Version:
     return max((known for known in KNOWN if known <= version), default=KNOWN[0])
 
 
-def run(subject: Subject) -> Iterator[Finding]:
+def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on what the version that was asked for does otherwise than the pinned one."""
-    asked = subject.target.vllm
+    asked = view.target.vllm
     version = rules_of(asked)
     if asked != version:
         yield _unknown(asked, version)
     if version == PINNED:
         return
-    yield from _class(subject, version)
-    units = [(group, unit) for unit in subject.units if (group := subject.group_of(unit)) is not None]
+    yield from _class(view, version)
+    fused_linears = [
+        (group, fused) for fused in view.fused_linears if (group := view.group_of(fused)) is not None
+    ]
     for difference in DIFFERENCES:
-        names = [unit.name for group, unit in units if difference.applies(group, unit)]
+        names = [fused.name for group, fused in fused_linears if difference.applies(group, fused)]
         if names and version < difference.since:
             yield _differs(difference, names, version)
 
 
-def _class(subject: Subject, version: Version) -> Iterator[Finding]:
-    name, changes = subject.class_name, class_changes().get(said(version))
-    where = f"{subject.config_path}: architectures"
+def _class(view: CheckpointView, version: Version) -> Iterator[Finding]:
+    name, changes = view.class_name, class_changes().get(said(version))
+    where = f"{view.config_path}: architectures"
     if changes is None:
         yield Finding(
             check=NAME,

@@ -18,7 +18,7 @@ from vexport.checks.devices import INDEX
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.tensors.inputs import E4M3_LARGEST, static_range
 from vexport.checks.vllm.layers import layers_of
-from vexport.checks.vllm.subject import Subject, error
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.fidelity.source import Source
 from vexport.observers import load_observer
 from vexport.plan.linears import Names, names_of
@@ -49,7 +49,7 @@ def observe(
     """
     with Reader() as reader:
         source = Source(index.root, reader)
-        names = names_of(index, Subject(index, reader).architecture)
+        names = names_of(index, CheckpointView(index, reader).architecture)
     inputs = get_scheme(STATIC).args.input_activations
     assert inputs is not None
     layers: dict[str, tuple[LinearPlan, ...]] = {}
@@ -96,10 +96,10 @@ class Compared:
         return self.range_ / self.seen if self.seen else float("inf")
 
 
-def unlike(subject: Subject, observed: Observed) -> Iterator[Finding]:
+def unlike(view: CheckpointView, observed: Observed) -> Iterator[Finding]:
     """Findings on static ranges that are far from what was observed, and how near the others are."""
     kinds: dict[str, list[Compared]] = {}
-    found = (*_of_inputs(subject, observed), *_of_cache(subject, observed))
+    found = (*_of_inputs(view, observed), *_of_cache(view, observed))
     if not found:
         yield _nothing_static()
     for compared in found:
@@ -110,24 +110,24 @@ def unlike(subject: Subject, observed: Observed) -> Iterator[Finding]:
     yield from (_near(kind, scales) for kind, scales in kinds.items())
 
 
-def _of_inputs(subject: Subject, observed: Observed) -> Iterator[Compared]:
-    names = names_of(subject.index, subject.architecture)
-    for name, layer in layers_of(subject).items():
+def _of_inputs(view: CheckpointView, observed: Observed) -> Iterator[Compared]:
+    names = names_of(view.index, view.architecture)
+    for name, layer in layers_of(view).items():
         seen = observed.inputs.get(names.vllm_name(name))
-        static = static_range(subject, layer.group, layer.leaves) if layer.group else None
+        static = static_range(view, layer.group, layer.parameters) if layer.group else None
         if seen is not None and static is not None and layer.group is not None:
             most = MOST_FLOAT if layer.group.weights.type == "float" else MOST_INTEGER
             yield Compared(where=static.name, range_=static.largest, seen=seen, most=most)
 
 
-def _of_cache(subject: Subject, observed: Observed) -> Iterator[Compared]:
-    names = names_of(subject.index, subject.architecture)
-    for module, leaf, tensor in cache_scales(subject):
+def _of_cache(view: CheckpointView, observed: Observed) -> Iterator[Compared]:
+    names = names_of(view.index, view.architecture)
+    for module, parameter, tensor in cache_scales(view):
         states = observed.cached.get(names.vllm_name(module))
         if states is None or tensor is None:
             continue
-        ranges = subject.reader.floats(tensor).reshape(-1) * E4M3_LARGEST
-        by_head = states[0] if leaf.startswith("k") else states[1]
+        ranges = view.reader.floats(tensor).reshape(-1) * E4M3_LARGEST
+        by_head = states[0] if parameter.startswith("k") else states[1]
         largest = by_head if len(ranges) == len(by_head) else [max(by_head)] * len(ranges)
         for range_, seen in zip(ranges.tolist(), largest, strict=True):
             yield Compared(where=tensor.name, range_=range_, seen=seen, most=MOST_FLOAT)

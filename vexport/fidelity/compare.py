@@ -8,7 +8,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks import SOURCE, Against
 from vexport.checks.devices import INDEX
 from vexport.checks.vllm.layers import Layer, layers_of
-from vexport.checks.vllm.subject import Subject, error, warning
+from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.fidelity import files, tensors
 from vexport.fidelity.activations import Observed, unlike
@@ -30,21 +30,21 @@ def against(root: Path, *, on_layer: OnLayer, observed: Observed | None = None) 
     with Reader() as reader:
         _require_plain(Source(root, reader))
 
-    def compare(subject: Subject) -> Iterator[Finding]:
+    def compare(view: CheckpointView) -> Iterator[Finding]:
         with Reader() as source_reader:
-            yield from _compared(subject, Source(root, source_reader), source_reader, on_layer)
+            yield from _compared(view, Source(root, source_reader), source_reader, on_layer)
         if observed is not None:
-            yield from unlike(subject, observed)
+            yield from unlike(view, observed)
 
     return compare
 
 
-def _compared(subject: Subject, source: Source, reader: Reader, on_layer: OnLayer) -> Iterator[Finding]:
-    places = Counterparts(subject, source, reader)
-    quantized = [layer for layer in layers_of(subject).values() if layer.is_quantized]
+def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: OnLayer) -> Iterator[Finding]:
+    places = Counterparts(view, source, reader)
+    quantized = [layer for layer in layers_of(view).values() if layer.is_quantized]
     ratios: dict[str, float] = {}
     for number, layer in enumerate(quantized):
-        found = _likeness(subject, places, layer)
+        found = _likeness(view, places, layer)
         if isinstance(found, Finding):
             yield found
         else:
@@ -52,22 +52,20 @@ def _compared(subject: Subject, source: Source, reader: Reader, on_layer: OnLaye
             yield from _judged(layer, found)
         places.release()
         on_layer(number + 1, len(quantized))
-    yield from tensors.changed(subject, reader, places, {layer.name for layer in quantized})
-    yield from files.changed(subject.index, source.index)
-    yield from _summary(subject, ratios)
+    yield from tensors.changed(view, reader, places, {layer.name for layer in quantized})
+    yield from files.changed(view.index, source.index)
+    yield from _summary(view, ratios)
 
 
-def _likeness(subject: Subject, places: Counterparts, layer: Layer) -> Likeness | Finding:
+def _likeness(view: CheckpointView, places: Counterparts, layer: Layer) -> Likeness | Finding:
     pieces = places.weight(layer)
     if not pieces:
         fix = "give the checkpoint that this one was made from"
-        return _incomparable(subject, layer, "no weight of this layer", fix)
-    found = likeness(subject, layer, pieces) if layer.group else None
+        return _incomparable(view, layer, "no weight of this layer", fix)
+    found = likeness(view, layer, pieces) if layer.group else None
     if found is None:
         sizes = f"a source of {[sum(len(piece) for piece in pieces), pieces[0].shape[1]]}"
-        return _incomparable(
-            subject, layer, f"tensors that do not fit {sizes}", "export the checkpoint again"
-        )
+        return _incomparable(view, layer, f"tensors that do not fit {sizes}", "export the checkpoint again")
     return found
 
 
@@ -83,11 +81,11 @@ def _judged(layer: Layer, found: Likeness) -> Iterator[Finding]:
         )
 
 
-def _summary(subject: Subject, ratios: Mapping[str, float]) -> Iterator[Finding]:
+def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:
     """What was measured, in one line for each kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
-        kinds.setdefault((INDEX.sub("*", name), _precision(layers_of(subject)[name])), []).append(name)
+        kinds.setdefault((INDEX.sub("*", name), _precision(layers_of(view)[name])), []).append(name)
     for (kind, precision), names in kinds.items():
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[place]] for place in (0, len(names) // 2, -1))
@@ -101,9 +99,9 @@ def _summary(subject: Subject, ratios: Mapping[str, float]) -> Iterator[Finding]
         )
 
 
-def _incomparable(subject: Subject, layer: Layer, got: str, fix: str) -> Finding:
+def _incomparable(view: CheckpointView, layer: Layer, got: str, fix: str) -> Finding:
     """An error, but for a class of which other checks know what vLLM cuts to size or never reads."""
-    finding = error if subject.layout is None else warning
+    finding = error if view.layout is None else warning
     return finding(SOURCE, layer.name, expected="the source's weight in quantized form", got=got, fix=fix)
 
 

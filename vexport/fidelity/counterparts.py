@@ -7,7 +7,7 @@ import torch
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.expected import layer_sides
 from vexport.checks.vllm.layers import Layer, layers_of
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source
 from vexport.plan.linears import names_of
 from vexport.types import LinearPlan, TensorInfo
@@ -19,9 +19,9 @@ Pieces = Sequence[torch.Tensor]
 class Counterparts:
     """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes them."""
 
-    def __init__(self, subject: Subject, source: Source, reader: Reader) -> None:
-        self._subject, self._source, self._reader = subject, source, reader
-        self._names = names_of(subject.index, subject.architecture)
+    def __init__(self, view: CheckpointView, source: Source, reader: Reader) -> None:
+        self._view, self._source, self._reader = view, source, reader
+        self._names = names_of(view.index, view.architecture)
         self._linears = {self._names.vllm_name(name): linear for name, linear in source.linears.items()}
         self._tensors = {self._vllm_tensor(name): tensor for name, tensor in source.index.tensors.items()}
         self._found: set[str] = set()
@@ -53,8 +53,8 @@ class Counterparts:
         self._read_since.clear()
 
     def _vllm_tensor(self, name: str) -> str:
-        module, dot, leaf = name.rpartition(".")
-        return f"{self._names.vllm_name(module)}{dot}{leaf}"
+        module, dot, parameter = name.rpartition(".")
+        return f"{self._names.vllm_name(module)}{dot}{parameter}"
 
     def _linear(self, name: str) -> LinearPlan | None:
         return self._source.linears.get(name) or self._linears.get(self._names.vllm_name(name))
@@ -68,23 +68,25 @@ class Counterparts:
 
     def _sliced(self, layer: Layer) -> Pieces:
         """Rows of a layer that the source stores fused (q/k/v in one weight), in vLLM's order."""
-        linear = self._linear(layer.unit.name) if len(layer.unit.members) > 1 else None
-        rows = [self._rows(name) for name in layer.unit.members]
+        linear = self._linear(layer.fused.name) if len(layer.fused.members) > 1 else None
+        rows = [self._rows(name) for name in layer.fused.members]
         if linear is None or sum(rows) != linear.out_features:
             return ()
-        position = list(layer.unit.members).index(layer.name)
+        position = list(layer.fused.members).index(layer.name)
         start = sum(rows[:position])
         return (self._read(linear)[start : start + rows[position]],)
 
     def _rows(self, name: str) -> int:
-        layer = layers_of(self._subject)[name]
-        sides = layer_sides(layer.group, layer.leaves) if layer.group else None
-        if sides is None and (weight := layer.leaves.get("weight")) is not None:
+        layer = layers_of(self._view)[name]
+        sides = layer_sides(layer.group, layer.parameters) if layer.group else None
+        if sides is None and (weight := layer.parameters.get("weight")) is not None:
             return weight.shape[0]
         return sides[0] if sides else 0
 
     def _joined(self, layer: Layer) -> Pieces:
         """The parts of a layer that the checkpoint stores fused and the source one by one."""
-        prefix, dot, leaf = layer.name.rpartition(".")
-        parts = [self._linear(f"{prefix}{dot}{part}") for part in self._subject.fused.get(leaf, ())]
+        prefix, dot, projection = layer.name.rpartition(".")
+        parts = [
+            self._linear(f"{prefix}{dot}{part}") for part in self._view.fused_modules.get(projection, ())
+        ]
         return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()

@@ -11,7 +11,7 @@ from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks.vllm.expected import Expected, expected_parameters, parameters_of
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.scheme import SchemeKind, scheme_of
-from vexport.checks.vllm.subject import ConfigGroup, Subject
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup
 from vexport.roundtrip import decompress
 from vexport.schemes.base import QuantArgs
 from vexport.types import TensorInfo
@@ -29,72 +29,72 @@ FORMATS: Mapping[SchemeKind, str] = {
 }
 
 
-def dequantized(subject: Subject, layer: str) -> torch.Tensor | None:
+def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
     """A layer's weight; None where its tensors are not those of its config group, or not finite."""
-    found = layers_of(subject).get(layer)
-    if found is None or found.group is None or not is_readable(found.group, found.leaves):
+    found = layers_of(view).get(layer)
+    if found is None or found.group is None or not is_readable(found.group, found.parameters):
         return None
     try:
-        weight = weight_of(found.group, leaves_of(subject, found.leaves))
+        weight = weight_of(found.group, read_parameters(view, found.parameters))
     except ValueError:
         return None
     finally:
-        subject.reader.release(found.leaves.values())
+        view.reader.release(found.parameters.values())
     return weight if bool(torch.isfinite(weight).all()) else None
 
 
-def is_readable(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> bool:
+def is_readable(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     """Whether a layer has all tensors of its config group, in dtypes that hold what they should."""
-    expected = expected_parameters(group, leaves)
-    if expected is None or not expected.keys() <= leaves.keys():
+    expected = expected_parameters(group, parameters)
+    if expected is None or not expected.keys() <= parameters.keys():
         return False
-    return all(leaves[leaf].dtype in expected[leaf].dtypes for leaf in expected)
+    return all(parameters[parameter].dtype in expected[parameter].dtypes for parameter in expected)
 
 
-def leaves_of(subject: Subject, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+def read_parameters(view: CheckpointView, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
     """The values of a layer's tensors by their name within it."""
-    return {leaf: read_tensor(subject.reader, tensor) for leaf, tensor in tensors.items()}
+    return {parameter: read_tensor(view.reader, tensor) for parameter, tensor in tensors.items()}
 
 
-def as_loaded(subject: Subject, layer: Layer) -> dict[str, torch.Tensor] | None:
+def as_loaded(view: CheckpointView, layer: Layer) -> dict[str, torch.Tensor] | None:
     """The tensors that a layer's weight is made of, as vLLM's parameters hold them.
 
     What is stored in another dtype is cast by value, of what is too large the beginning is taken, and
     `weight_shape`, which vLLM does not read, is that of the weight. None where the config group is none of
     vLLM's schemes, or a tensor is missing or too small.
     """
-    group, leaves = layer.group, layer.leaves
-    sides = subject.sides(group, layer.name, leaves) if group is not None else None
+    group, parameters = layer.group, layer.parameters
+    sides = view.sides(group, layer.name, parameters) if group is not None else None
     if group is None or sides is None or isinstance(scheme_of(group), str):
         return None
     found = {}
-    for leaf, parameter in parameters_of(group, *sides).items():
-        tensor = leaves.get(leaf)
-        if leaf == "weight_shape":
-            found[leaf] = torch.tensor(sides)
-        elif leaf.startswith("weight"):
-            if tensor is None or not _fills(tensor, parameter):
+    for parameter, form in parameters_of(group, *sides).items():
+        tensor = parameters.get(parameter)
+        if parameter == "weight_shape":
+            found[parameter] = torch.tensor(sides)
+        elif parameter.startswith("weight"):
+            if tensor is None or not _fills(tensor, form):
                 return None
-            value = read_tensor(subject.reader, tensor)
-            value = value[tuple(slice(side) for side in parameter.shape)] if value.ndim else value
-            kept = tensor.dtype in parameter.dtypes
-            found[leaf] = value if kept else value.to(TORCH_DTYPES[parameter.dtype])
+            value = read_tensor(view.reader, tensor)
+            value = value[tuple(slice(side) for side in form.shape)] if value.ndim else value
+            kept = tensor.dtype in form.dtypes
+            found[parameter] = value if kept else value.to(TORCH_DTYPES[form.dtype])
     return found
 
 
-def _fills(tensor: TensorInfo, parameter: Expected) -> bool:
+def _fills(tensor: TensorInfo, form: Expected) -> bool:
     """Whether a tensor has a number for each of a parameter, at its place."""
     if tensor.dtype not in TORCH_DTYPES:
         return False
     if not tensor.shape:
-        return all(side == 1 for side in parameter.shape)
-    sizes = zip(tensor.shape, parameter.shape, strict=False)
-    return len(tensor.shape) == len(parameter.shape) and all(stored >= side for stored, side in sizes)
+        return all(side == 1 for side in form.shape)
+    sizes = zip(tensor.shape, form.shape, strict=False)
+    return len(tensor.shape) == len(form.shape) and all(stored >= side for stored, side in sizes)
 
 
-def weight_of(group: ConfigGroup, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def weight_of(group: ConfigGroup, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The weight that compressed-tensors makes of a layer's tensors; ValueError where vLLM has no scheme."""
-    stored = {leaf: value for leaf, value in leaves.items() if leaf.startswith("weight")}
+    stored = {parameter: value for parameter, value in parameters.items() if parameter.startswith("weight")}
     return decompress(_scheme(_dumped(group.weights), None), stored_format(group), stored)
 
 

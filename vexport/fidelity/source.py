@@ -9,7 +9,7 @@ import torch
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.plan.linears import find_linears, names_of
 from vexport.types import LinearPlan
 
@@ -24,7 +24,7 @@ class Source:
     @cached_property
     def linears(self) -> Mapping[str, LinearPlan]:
         """The linear layers by name."""
-        architecture = Subject(self.index, self._reader).architecture
+        architecture = CheckpointView(self.index, self._reader).architecture
         return {
             linear.name: linear for linear in find_linears(self.index, names_of(self.index, architecture))
         }

@@ -9,7 +9,7 @@ from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
 from vexport.checks.vllm.layers import layers_of
-from vexport.checks.vllm.subject import Subject, error
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.fidelity.counterparts import Counterparts
 from vexport.plan.linears import PREDICTION, text_config
 from vexport.types import Finding, Severity, TensorInfo
@@ -23,31 +23,35 @@ TABLE = "model.embed_tokens.weight"
 TIED = ("lm_head.weight", "embed_out.weight")
 
 
-def changed(subject: Subject, reader: Reader, places: Counterparts, quantized: Set[str]) -> Iterator[Finding]:
+def changed(
+    view: CheckpointView, reader: Reader, places: Counterparts, quantized: Set[str]
+) -> Iterator[Finding]:
     """Findings on tensors that are kept, changed without a need, new or lost."""
-    for name, tensor in subject.index.tensors.items():
-        module, _, leaf = name.rpartition(".")
-        if ADDED.match(name) or (module in quantized and leaf != "bias"):
+    for name, tensor in view.index.tensors.items():
+        module, _, parameter = name.rpartition(".")
+        if ADDED.match(name) or (module in quantized and parameter != "bias"):
             continue
-        yield from _kept(subject, reader, places, tensor)
+        yield from _kept(view, reader, places, tensor)
     places.release()
     for tensor in places.missing():
-        yield from _lost(subject, tensor)
+        yield from _lost(view, tensor)
 
 
-def _kept(subject: Subject, reader: Reader, places: Counterparts, tensor: TensorInfo) -> Iterator[Finding]:
+def _kept(
+    view: CheckpointView, reader: Reader, places: Counterparts, tensor: TensorInfo
+) -> Iterator[Finding]:
     origin = places.tensor(tensor.name)
-    if origin is None and tensor.name.endswith(TIED) and _is_tied(subject):
+    if origin is None and tensor.name.endswith(TIED) and _is_tied(view):
         origin = places.tensor(TABLE)
     if origin is None:
-        yield from _regrouped(subject, places, tensor)
+        yield from _regrouped(view, places, tensor)
         return
-    if same_bytes(reader, origin, subject.reader, tensor):
+    if same_bytes(reader, origin, view.reader, tensor):
         return
-    if origin.shape == tensor.shape and _same_values(reader, origin, subject.reader, tensor):
+    if origin.shape == tensor.shape and _same_values(reader, origin, view.reader, tensor):
         yield _finding("warning", tensor.name, f"dtype {origin.dtype}", f"the same values in {tensor.dtype}")
         return
-    if NORM.match(tensor.name) and _went_through_one(reader, origin, subject.reader, tensor):
+    if NORM.match(tensor.name) and _went_through_one(reader, origin, view.reader, tensor):
         return
     got = "other values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
     yield error(
@@ -59,8 +63,8 @@ def _kept(subject: Subject, reader: Reader, places: Counterparts, tensor: Tensor
     )
 
 
-def _is_tied(subject: Subject) -> bool:
-    return bool(text_config(subject.index.config).get("tie_word_embeddings", False))
+def _is_tied(view: CheckpointView) -> bool:
+    return bool(text_config(view.index.config).get("tie_word_embeddings", False))
 
 
 def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
@@ -82,14 +86,14 @@ def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: Tens
     return torch.equal((read_tensor(old, origin) + 1) - 1, read_tensor(new, tensor))
 
 
-def _regrouped(subject: Subject, places: Counterparts, tensor: TensorInfo) -> Iterator[Finding]:
+def _regrouped(view: CheckpointView, places: Counterparts, tensor: TensorInfo) -> Iterator[Finding]:
     """A kept weight that the source stores together with others, or apart."""
-    layer = layers_of(subject).get(tensor.name.removesuffix(".weight"))
+    layer = layers_of(view).get(tensor.name.removesuffix(".weight"))
     pieces = places.weight(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
         yield _finding("warning", tensor.name, "a tensor of the source's", "none there of this name")
         return
-    values, start = read_tensor(subject.reader, tensor), 0
+    values, start = read_tensor(view.reader, tensor), 0
     same = values.shape[0] == sum(len(piece) for piece in pieces)
     for piece in pieces if same else ():
         same = same and torch.equal(values[start : start + len(piece)], piece.to(values.dtype))
@@ -104,8 +108,8 @@ def _regrouped(subject: Subject, places: Counterparts, tensor: TensorInfo) -> It
         )
 
 
-def _lost(subject: Subject, tensor: TensorInfo) -> Iterator[Finding]:
-    if COMPUTED.match(tensor.name) or (_is_tied(subject) and tensor.name.endswith(TIED)):
+def _lost(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
+    if COMPUTED.match(tensor.name) or (_is_tied(view) and tensor.name.endswith(TIED)):
         return
     if PREDICTION.search(tensor.name):
         yield _finding("warning", tensor.name, "the source's tensor", "none: vLLM could not draft with it")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vexport.checks.vllm.layers import Layer
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.counterparts import Pieces
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.noise import EXACT_DB
@@ -80,11 +80,11 @@ class _Part:
     product: torch.Tensor
 
 
-def likeness(subject: Subject, layer: Layer, pieces: Pieces) -> Likeness | None:
+def likeness(view: CheckpointView, layer: Layer, pieces: Pieces) -> Likeness | None:
     """Compare a quantized layer with its source's weight, some rows at a time; None where shapes differ."""
-    group, stored = layer.group, as_loaded(subject, layer)
+    group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
-    if group is None or stored is None or subject.sides(group, layer.name, layer.leaves) != shape:
+    if group is None or stored is None or view.sides(group, layer.name, layer.parameters) != shape:
         return None
     args = replace(group.weights, observer_kwargs={}, observer=None)
     try:
@@ -95,7 +95,7 @@ def likeness(subject: Subject, layer: Layer, pieces: Pieces) -> Likeness | None:
         ]
     except ValueError:  # arguments or shapes that compressed-tensors refuses
         return None
-    subject.reader.release(layer.leaves.values())
+    view.reader.release(layer.parameters.values())
     return _judged(parts, _part_width(args, shape[1]))
 
 

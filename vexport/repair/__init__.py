@@ -12,7 +12,7 @@ from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.reader import Reader
 from vexport.checks import findings_of, findings_on
 from vexport.checks.vllm.methods import other_method
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.extras import MissingPackage, is_installed, require_extra
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
@@ -25,7 +25,7 @@ from vexport.types import Finding
 if TYPE_CHECKING:
     from vexport.fidelity.source import Source
 
-Family = Callable[[Subject, "Source | None"], Changes]
+Family = Callable[[CheckpointView, "Source | None"], Changes]
 OnProgress = Callable[[str, int, int], None]
 # What repairs config.json alone and so needs no torch; `families.FAMILIES` has all.
 CONFIG_ONLY: Sequence[tuple[str, Family]] = ((config.NAME, config.run), (targets.NAME, targets.run))
@@ -52,13 +52,13 @@ def repair_checkpoint(
         mends: tuple[Mend, ...] = ()
         try:
             index, mends = files.open_checkpoint(checkpoint)
-            subject = Subject(index, reader)
-            for name, family in _families() if other_method(subject) is None else ():
+            view = CheckpointView(index, reader)
+            for name, family in _families() if other_method(view) is None else ():
                 on_progress(f"repair {name}", 0, 1)
-                subject, made = _mended(subject, family(subject, origin), origin)
+                view, made = _mended(view, family(view, origin), origin)
                 mends += made
                 on_progress(f"repair {name}", 1, 1)
-            findings = list(findings_on(subject))
+            findings = list(findings_on(view))
         except InputError as problem:
             return _report(checkpoint, out, mends, findings_of(problem))
         report = _report(checkpoint, out, mends, findings)
@@ -66,9 +66,7 @@ def repair_checkpoint(
             raise MissingPackage("torch", f"{checkpoint}: repairing {report.refusals[0].where}")
         if report.ok:
             with new_directory(out, overwrite=overwrite) as folder:
-                write_checkpoint(
-                    subject, folder, on_bytes=lambda done, total: on_progress("write", done, total)
-                )
+                write_checkpoint(view, folder, on_bytes=lambda done, total: on_progress("write", done, total))
     return report
 
 
@@ -101,15 +99,17 @@ def _report(
     )
 
 
-def _mended(subject: Subject, changes: Changes, source: "Source | None") -> tuple[Subject, tuple[Mend, ...]]:
+def _mended(
+    view: CheckpointView, changes: Changes, source: "Source | None"
+) -> tuple[CheckpointView, tuple[Mend, ...]]:
     """The checkpoint with the changes, and the mends with what they cost the weights."""
     if not changes.mends:
-        return subject, ()
-    after = apply(subject, changes)
-    return after, tuple(_priced(mend, subject, after, source) for mend in changes.mends)
+        return view, ()
+    after = apply(view, changes)
+    return after, tuple(_priced(mend, view, after, source) for mend in changes.mends)
 
 
-def _priced(mend: Mend, before: Subject, after: Subject, source: "Source | None") -> Mend:
+def _priced(mend: Mend, before: CheckpointView, after: CheckpointView, source: "Source | None") -> Mend:
     if mend.layer is None:
         return mend
     from vexport.repair.cost import weight_change

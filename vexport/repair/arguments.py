@@ -9,7 +9,7 @@ from torch.nn import Linear
 
 from vexport.checks.config import FORMATS
 from vexport.checks.vllm.layers import Layer, fits, layers_of
-from vexport.checks.vllm.subject import ConfigGroup, Subject
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup
 from vexport.fidelity.dequantize import ct_scheme
 from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Mend
@@ -29,20 +29,20 @@ CHOICES: tuple[tuple[Strategy, int | None, bool], ...] = (
 )
 
 
-def run(subject: Subject, source: Source | None) -> Changes:
+def run(view: CheckpointView, source: Source | None) -> Changes:
     """The config with arguments that fit, for groups of which no layer fits and one reading fits all."""
-    config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
+    config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     mends = [
         mend
-        for group in subject.config_groups
-        if (right := _right(group, _layers(subject, group))) is not None
+        for group in view.config_groups
+        if (right := _right(group, _layers(view, group))) is not None
         for mend in _corrected(config, group, right)
     ]
     return Changes(config=config, mends=tuple(mends)) if mends else Changes()
 
 
-def _layers(subject: Subject, group: ConfigGroup) -> list[Layer]:
-    layers = layers_of(subject).values()
+def _layers(view: CheckpointView, group: ConfigGroup) -> list[Layer]:
+    layers = layers_of(view).values()
     return [
         layer
         for layer in layers
@@ -52,12 +52,12 @@ def _layers(subject: Subject, group: ConfigGroup) -> list[Layer]:
 
 def _right(group: ConfigGroup, layers: Sequence[Layer]) -> ConfigGroup | None:
     """The only reading that fits all layers; None where the group's own fits one, or none or several do."""
-    if not layers or any(fits(group, layer.leaves) for layer in layers):
+    if not layers or any(fits(group, layer.parameters) for layer in layers):
         return None
     readings = {
         repr(reading.weights): reading
         for reading in _readings(group)
-        if all(fits(reading, layer.leaves) for layer in layers)
+        if all(fits(reading, layer.parameters) for layer in layers)
     }
     return next(iter(readings.values())) if len(readings) == 1 else None
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
 from vexport.checks.vllm.methods import METHOD
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.repair.mends import LOSSLESS, Changes, Mend
 from vexport.schemes.base import QuantArgs
 from vexport.types import Json
@@ -19,29 +19,29 @@ NAME = "config"
 ARGUMENTS = ("weights", "input_activations", "output_activations")
 KNOWN = frozenset(field.name for field in fields(QuantArgs))
 # Tensors of compressed sparse weights in compressed-tensors; without them nothing is sparse.
-SPARSE_LEAVES = ("compressed", "bitmask", "row_offsets", "meta")
+SPARSE_PARAMETERS = ("compressed", "bitmask", "row_offsets", "meta")
 
 
-def run(subject: Subject, source: "Source | None") -> Changes:
+def run(view: CheckpointView, source: "Source | None") -> Changes:
     """The config without what vLLM refuses."""
-    config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
-    moved = tuple(_moved(config, subject))
+    config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
+    moved = tuple(_moved(config, view))
     quantization = config.get(KEY)
     if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
         return Changes()
-    place = f"{subject.config_path}: {KEY}"
+    place = f"{view.config_path}: {KEY}"
     mends = (
         *moved,
         *_method(quantization, place),
         *_unknown_arguments(quantization, place),
-        *_sparsity(quantization, place, subject),
+        *_sparsity(quantization, place, view),
     )
     return Changes(config=config, mends=mends) if mends else Changes()
 
 
-def _moved(config: dict[str, Json], subject: Subject) -> Iterator[Mend]:
+def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Mend]:
     """vLLM finds the config in its older places too; other loaders look in one, and so do later mends."""
-    stored = subject.stored_quantization
+    stored = view.stored_quantization
     if stored is None or config.get(KEY) is not None:
         return
     for holder in (config, config.get(TEXT)):
@@ -71,9 +71,9 @@ def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Me
                 yield _mend(f"{place}.config_groups.{name}.{side}.{key}", repr(value), "removed")
 
 
-def _sparsity(quantization: dict[str, Json], place: str, subject: Subject) -> Iterator[Mend]:
+def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -> Iterator[Mend]:
     sparsity = quantization.get("sparsity_config")
-    stored = any(name.rpartition(".")[2] in SPARSE_LEAVES for name in subject.index.tensors)
+    stored = any(name.rpartition(".")[2] in SPARSE_PARAMETERS for name in view.index.tensors)
     if isinstance(sparsity, dict) and sparsity and not stored:
         del quantization["sparsity_config"]
         yield _mend(

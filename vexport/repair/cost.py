@@ -1,13 +1,15 @@
 """What a mend costs: a layer's weight before and after, dequantized by compressed-tensors' own code."""
 
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Source
 from vexport.noise import noise_of
 from vexport.repair.mends import WeightChange
 
 
-def weight_change(before: Subject, after: Subject, layer: str, source: Source | None) -> WeightChange | None:
+def weight_change(
+    before: CheckpointView, after: CheckpointView, layer: str, source: Source | None
+) -> WeightChange | None:
     """How far the weight of a layer moved; None where it cannot be dequantized afterwards."""
     old, new = dequantized(before, layer), dequantized(after, layer)
     if new is None:

@@ -9,8 +9,8 @@ import torch
 from vexport.checks.fusion import MUST_SHARE
 from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
 from vexport.checks.vllm.layers import Layer, layers_of, single_value
-from vexport.checks.vllm.subject import Subject, Unit
-from vexport.fidelity.dequantize import leaves_of, weight_of
+from vexport.checks.vllm.view import CheckpointView, FusedLinear
+from vexport.fidelity.dequantize import read_parameters, weight_of
 from vexport.fidelity.source import Source
 from vexport.noise import noise_of
 from vexport.observers.qparams import FP8_MAX
@@ -25,14 +25,14 @@ LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
 E4M3_SMALLEST = 2.0**-9
 
 
-def reciprocals(subject: Subject, source: Source | None) -> Changes:
+def reciprocals(view: CheckpointView, source: Source | None) -> Changes:
     """Turn over the global scales that are 1/divisor: the values vLLM was meant to see."""
     edits, mends = [], []
-    for layer in layers_of(subject).values():
-        for leaf in MUST_SHARE:
-            value = single_value(subject, layer.leaves.get(leaf))
-            if value is not None and 0 < value < LEAST[leaf]:
-                tensor = layer.leaves[leaf]
+    for layer in layers_of(view).values():
+        for parameter in MUST_SHARE:
+            value = single_value(view, layer.parameters.get(parameter))
+            if value is not None and 0 < value < LEAST[parameter]:
+                tensor = layer.parameters[parameter]
                 edits.append(_scalar(tensor, 1 / value))
                 mends.append(
                     Mend(
@@ -46,7 +46,7 @@ def reciprocals(subject: Subject, source: Source | None) -> Changes:
     return Changes(edits=tuple(edits), mends=tuple(mends))
 
 
-def unequal(subject: Subject, source: Source | None) -> Changes:
+def unequal(view: CheckpointView, source: Source | None) -> Changes:
     """Give the layers that vLLM runs as one the smallest of their divisors, the one of the largest range.
 
     Weights: block scales are rescaled and rounded to e4m3 again, or, where a source shows that this is
@@ -54,20 +54,24 @@ def unequal(subject: Subject, source: Source | None) -> Changes:
     """
     edits: list[Edit] = []
     mends: list[Mend] = []
-    for unit in subject.units:
-        for leaf in MUST_SHARE:
-            for layer, value, shared in _differing(subject, unit, leaf):
-                make = _input if leaf == INPUT else partial(_weight, subject, source)
+    for fused in view.fused_linears:
+        for parameter in MUST_SHARE:
+            for layer, value, shared in _differing(view, fused, parameter):
+                make = _input if parameter == INPUT else partial(_weight, view, source)
                 edit, mend = make(layer, value, shared)
                 edits.append(edit)
                 mends.append(mend)
     return Changes(edits=tuple(edits), mends=tuple(mends))
 
 
-def _differing(subject: Subject, unit: Unit, leaf: str) -> Iterator[tuple[Layer, float, float]]:
-    """(layer, its value, the shared one) of the layers whose value is not the smallest of the unit."""
-    layers = layers_of(subject)
-    values = {name: single_value(subject, leaves.get(leaf)) for name, leaves in unit.members.items()}
+def _differing(
+    view: CheckpointView, fused: FusedLinear, parameter: str
+) -> Iterator[tuple[Layer, float, float]]:
+    """(layer, its value, the shared one) of the layers whose value is not the smallest in `fused`."""
+    layers = layers_of(view)
+    values = {
+        name: single_value(view, parameters.get(parameter)) for name, parameters in fused.members.items()
+    }
     usable = {name: value for name, value in values.items() if value is not None and 0 < value < math.inf}
     for name, value in usable.items():
         if value != min(usable.values()):
@@ -75,7 +79,7 @@ def _differing(subject: Subject, unit: Unit, leaf: str) -> Iterator[tuple[Layer,
 
 
 def _input(layer: Layer, value: float, shared: float) -> tuple[Edit, Mend]:
-    tensor = layer.leaves[INPUT]
+    tensor = layer.parameters[INPUT]
     mend = Mend(
         family=NAME,
         where=tensor.name,
@@ -87,43 +91,45 @@ def _input(layer: Layer, value: float, shared: float) -> tuple[Edit, Mend]:
 
 
 def _weight(
-    subject: Subject, source: Source | None, layer: Layer, value: float, shared: float
+    view: CheckpointView, source: Source | None, layer: Layer, value: float, shared: float
 ) -> tuple[Edit, Mend]:
     """The layer with the shared divisor, by the way that keeps more of the source where there is one."""
-    rescale = partial(_rescaled, subject, layer, shared)
+    rescale = partial(_rescaled, view, layer, shared)
     again = partial(requantized, layer, source, shared) if source else None
-    better = again is not None and _is_better(subject, layer, source, again, rescale)
+    better = again is not None and _is_better(view, layer, source, again, rescale)
     make = again if better and again is not None else rescale
     how = "quantized again from the source" if better else "block scales rescaled"
     mend = Mend(
         family=NAME,
-        where=layer.leaves[WEIGHT].name,
+        where=layer.parameters[WEIGHT].name,
         got=f"{value:.9g}, not that of the layers it runs with",
         now=f"{shared:.9g}, {how}",
         cost="the rounding of " + ("a new quantization" if better else "the block scales to e4m3"),
         layer=layer.name,
     )
-    leaves = ("weight_packed", "weight_scale", WEIGHT) if better else ("weight_scale", WEIGHT)
-    return _edit(layer, leaves, make), mend
+    parameters = ("weight_packed", "weight_scale", WEIGHT) if better else ("weight_scale", WEIGHT)
+    return _edit(layer, parameters, make), mend
 
 
-def _edit(layer: Layer, leaves: tuple[str, ...], make: Callable[[], Mapping[str, torch.Tensor]]) -> Edit:
-    named = tuple(layer.leaves[leaf] for leaf in leaves)
+def _edit(layer: Layer, parameters: tuple[str, ...], make: Callable[[], Mapping[str, torch.Tensor]]) -> Edit:
+    named = tuple(layer.parameters[parameter] for parameter in parameters)
     specs = tuple(TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in named)
 
     def made() -> Mapping[str, torch.Tensor]:
         values = make()
         return {
-            tensor.name: values[leaf].reshape(tensor.shape)
-            for leaf, tensor in zip(leaves, named, strict=True)
+            tensor.name: values[parameter].reshape(tensor.shape)
+            for parameter, tensor in zip(parameters, named, strict=True)
         }
 
     return Edit(tensors=specs, near=named[0].name, make=made)
 
 
-def _rescaled(subject: Subject, layer: Layer, shared: float) -> Mapping[str, torch.Tensor]:
+def _rescaled(view: CheckpointView, layer: Layer, shared: float) -> Mapping[str, torch.Tensor]:
     """Block scales relative to the shared divisor, and the divisor."""
-    stored = leaves_of(subject, {leaf: layer.leaves[leaf] for leaf in ("weight_scale", WEIGHT)})
+    stored = read_parameters(
+        view, {parameter: layer.parameters[parameter] for parameter in ("weight_scale", WEIGHT)}
+    )
     own, scale = stored[WEIGHT].to(torch.float64), stored["weight_scale"].to(torch.float64)
     rescaled = (scale * (shared / own)).clamp(max=FP8_MAX)
     rescaled = torch.where(scale > 0, rescaled.clamp(min=E4M3_SMALLEST), scale)
@@ -134,7 +140,7 @@ def _rescaled(subject: Subject, layer: Layer, shared: float) -> Mapping[str, tor
 
 
 def _is_better(
-    subject: Subject,
+    view: CheckpointView,
     layer: Layer,
     source: Source | None,
     again: Callable[[], Mapping[str, torch.Tensor]],
@@ -144,7 +150,7 @@ def _is_better(
     exact = source.weight(layer.name) if source else None
     if exact is None or layer.group is None:
         return False
-    stored = leaves_of(subject, layer.leaves)
+    stored = read_parameters(view, layer.parameters)
     ways = [weight_of(layer.group, {**stored, **way()}) for way in (again, rescale)]
     return noise_of(exact, ways[0]).noise < noise_of(exact, ways[1]).noise
 

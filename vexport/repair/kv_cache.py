@@ -7,7 +7,7 @@ import torch
 
 from vexport.checks import kv_cache
 from vexport.checks.vllm.layers import layers_of
-from vexport.checks.vllm.subject import Subject, parse_args
+from vexport.checks.vllm.view import CheckpointView, parse_args
 from vexport.fidelity.source import Source
 from vexport.plan.kv_cache import attention_layers
 from vexport.plan.linears import names_of, text_config
@@ -18,36 +18,36 @@ from vexport.types import AttentionLayer, KvCache, LinearPlan, TensorSpec
 NAME = "KV cache"
 
 
-def run(subject: Subject, source: Source | None) -> Changes:
+def run(view: CheckpointView, source: Source | None) -> Changes:
     """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with them."""
-    layers = _attention(subject)
+    layers = _attention(view)
     specs = [(layer, spec) for layer in layers for spec in kv_layout(layer)]
-    missing = {finding.where for finding in kv_cache.run(subject)} - subject.index.tensors.keys()
-    if not all(f"{layer.name}.{leaf}" in missing for layer in layers for leaf in (KEY, VALUE)):
+    missing = {finding.where for finding in kv_cache.run(view)} - view.index.tensors.keys()
+    if not all(f"{layer.name}.{parameter}" in missing for layer in layers for parameter in (KEY, VALUE)):
         return Changes()
-    near = {layer.name: _neighbour(subject, layer) for layer in layers}
+    near = {layer.name: _neighbour(view, layer) for layer in layers}
     edits = [Edit(tensors=(spec,), near=near[layer.name], make=partial(_ones, spec)) for layer, spec in specs]
     mends = [_mend(layer) for layer in layers]
     return Changes(edits=tuple(edits), mends=tuple(mends))
 
 
-def _attention(subject: Subject) -> tuple[AttentionLayer, ...]:
+def _attention(view: CheckpointView) -> tuple[AttentionLayer, ...]:
     """The layers that get static scales by the config; none without a static kv_cache_scheme."""
-    scheme = parse_args((subject.quantization or {}).get("kv_cache_scheme"))
+    scheme = parse_args((view.quantization or {}).get("kv_cache_scheme"))
     if isinstance(scheme, str) or scheme.dynamic:
         return ()
     kind: KvCache = "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
     linears = [
         LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0)
-        for name in layers_of(subject)
+        for name in layers_of(view)
     ]
-    names = names_of(subject.index, subject.architecture)
-    return attention_layers(linears, names, text_config(subject.index.config), kind)
+    names = names_of(view.index, view.architecture)
+    return attention_layers(linears, names, text_config(view.index.config), kind)
 
 
-def _neighbour(subject: Subject, layer: AttentionLayer) -> str:
+def _neighbour(view: CheckpointView, layer: AttentionLayer) -> str:
     """The last tensor of the attention module."""
-    return [name for name in subject.index.tensors if name.startswith(f"{layer.name}.")][-1]
+    return [name for name in view.index.tensors if name.startswith(f"{layer.name}.")][-1]
 
 
 def _ones(spec: TensorSpec) -> Mapping[str, torch.Tensor]:

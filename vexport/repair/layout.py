@@ -8,7 +8,7 @@ import torch
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks.vllm.expected import Expected, expected_parameters, layer_sides
 from vexport.checks.vllm.layers import Layer, layers_of
-from vexport.checks.vllm.subject import QUANTIZED_LEAVES, ConfigGroup, Subject
+from vexport.checks.vllm.view import QUANTIZED_PARAMETERS, CheckpointView, ConfigGroup
 from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
 from vexport.types import TensorInfo, TensorSpec
@@ -19,41 +19,41 @@ PREFERRED = ("F32", "F8_E4M3", "I8", "U8", "I32", "I64")
 INPUTS = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
 
 
-def run(subject: Subject, source: Source | None) -> Changes:
+def run(view: CheckpointView, source: Source | None) -> Changes:
     """Corrected tensors, and the names of those that go."""
     edits: list[Edit] = []
     mends: list[Mend] = []
     dropped: set[str] = set()
-    for layer in layers_of(subject).values():
+    for layer in layers_of(view).values():
         if layer.group is None or not layer.is_quantized:
             continue
-        expected = expected_parameters(layer.group, layer.leaves)
-        for edit, mend in _corrected(subject, layer, expected or {}):
+        expected = expected_parameters(layer.group, layer.parameters)
+        for edit, mend in _corrected(view, layer, expected or {}):
             edits.append(edit)
             mends.append(mend)
-        for tensor, mend in _leftover(subject, layer, layer.group, expected):
+        for tensor, mend in _leftover(view, layer, layer.group, expected):
             dropped.add(tensor.name)
             mends.append(mend)
     return Changes(edits=tuple(edits), mends=tuple(mends), dropped=frozenset(dropped))
 
 
 def _corrected(
-    subject: Subject, layer: Layer, expected: Mapping[str, Expected]
+    view: CheckpointView, layer: Layer, expected: Mapping[str, Expected]
 ) -> Iterator[tuple[Edit, Mend]]:
-    for leaf, parameter in expected.items():
-        tensor = layer.leaves.get(leaf)
+    for parameter, form in expected.items():
+        tensor = layer.parameters.get(parameter)
         if tensor is None:
-            if leaf == "weight_shape":
+            if parameter == "weight_shape":
                 yield _weight_shape(layer)
             continue
-        spec = _target(subject, tensor, parameter)
+        spec = _target(view, tensor, form)
         if spec is not None:
             now = f"{spec.dtype} {list(spec.shape)}"
-            edit = Edit(tensors=(spec,), near=tensor.name, make=partial(_converted, subject, tensor, spec))
+            edit = Edit(tensors=(spec,), near=tensor.name, make=partial(_converted, view, tensor, spec))
             yield edit, _mend(tensor.name, f"{tensor.dtype} {list(tensor.shape)}", now)
 
 
-def _target(subject: Subject, tensor: TensorInfo, expected: Expected) -> TensorSpec | None:
+def _target(view: CheckpointView, tensor: TensorInfo, expected: Expected) -> TensorSpec | None:
     """The dtype and shape that a tensor should have; None where it has them or would lose values."""
     dtype, shape = tensor.dtype, tensor.shape
     if dtype not in expected.dtypes:
@@ -63,7 +63,7 @@ def _target(subject: Subject, tensor: TensorInfo, expected: Expected) -> TensorS
     spec = TensorSpec(name=tensor.name, dtype=dtype, shape=shape)
     if (dtype, shape) == (tensor.dtype, tensor.shape):
         return None
-    if dtype == tensor.dtype or _is_exact(read_tensor(subject.reader, tensor), tensor.dtype, dtype):
+    if dtype == tensor.dtype or _is_exact(read_tensor(view.reader, tensor), tensor.dtype, dtype):
         return spec
     return None
 
@@ -80,8 +80,8 @@ def _is_exact(values: torch.Tensor, old: str, new: str) -> bool:
     return bool(torch.equal(exact, exact.to(TORCH_DTYPES[new]).to(torch.float64)))
 
 
-def _converted(subject: Subject, tensor: TensorInfo, spec: TensorSpec) -> Mapping[str, torch.Tensor]:
-    values = read_tensor(subject.reader, tensor)
+def _converted(view: CheckpointView, tensor: TensorInfo, spec: TensorSpec) -> Mapping[str, torch.Tensor]:
+    values = read_tensor(view.reader, tensor)
     dtype = TORCH_DTYPES[spec.dtype]
     if tensor.dtype == E8M0:
         values = values.view(dtype)
@@ -92,27 +92,27 @@ def _converted(subject: Subject, tensor: TensorInfo, spec: TensorSpec) -> Mappin
 
 def _weight_shape(layer: Layer) -> tuple[Edit, Mend]:
     assert layer.group is not None
-    sides = layer_sides(layer.group, layer.leaves)
+    sides = layer_sides(layer.group, layer.parameters)
     assert sides is not None
     spec = TensorSpec(name=f"{layer.name}.weight_shape", dtype="I64", shape=(2,))
     edit = Edit(
         tensors=(spec,),
-        near=layer.leaves["weight_packed"].name,
+        near=layer.parameters["weight_packed"].name,
         make=lambda: {spec.name: torch.tensor(sides, dtype=torch.int64)},
     )
     return edit, _mend(spec.name, "no such tensor", f"[{sides[0]}, {sides[1]}], from the other tensors")
 
 
 def _leftover(
-    subject: Subject, layer: Layer, group: ConfigGroup, expected: Mapping[str, Expected] | None
+    view: CheckpointView, layer: Layer, group: ConfigGroup, expected: Mapping[str, Expected] | None
 ) -> Iterator[tuple[TensorInfo, Mend]]:
     """Tensors that the scheme does not have and that change nothing."""
     if expected is None:
         return
-    for leaf in sorted((layer.leaves.keys() & QUANTIZED_LEAVES) - expected.keys()):
-        tensor = layer.leaves[leaf]
-        unread = IDLE.get(leaf)
-        if leaf in INPUTS or unread is not None and unread(read_tensor(subject.reader, tensor), group):
+    for parameter in sorted((layer.parameters.keys() & QUANTIZED_PARAMETERS) - expected.keys()):
+        tensor = layer.parameters[parameter]
+        unread = IDLE.get(parameter)
+        if parameter in INPUTS or unread is not None and unread(read_tensor(view.reader, tensor), group):
             yield tensor, _mend(tensor.name, "a tensor that the layer's scheme does not have", "removed")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from vexport.checkpoint.tensors import read_tensor
 from vexport.checks.config import REFUSED_ORDERING
 from vexport.checks.vllm.layers import layers_of
-from vexport.checks.vllm.subject import ConfigGroup, Subject
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup
 from vexport.fidelity.source import Source
 from vexport.repair.layout import is_in_order
 from vexport.repair.mends import LOSSLESS, Changes, Mend
@@ -16,23 +16,23 @@ NAME = "ordering"
 INDEX = "weight_g_idx"
 
 
-def run(subject: Subject, source: Source | None) -> Changes:
+def run(view: CheckpointView, source: Source | None) -> Changes:
     """The config without orderings that order nothing; `layout` removes the tensors."""
-    config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
+    config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     mends = [
         mend
-        for group in subject.config_groups
-        if group.weights.actorder in REFUSED_ORDERING and _in_order(subject, group)
+        for group in view.config_groups
+        if group.weights.actorder in REFUSED_ORDERING and _in_order(view, group)
         for mend in _removed(config, group)
     ]
     return Changes(config=config, mends=tuple(mends)) if mends else Changes()
 
 
-def _in_order(subject: Subject, group: ConfigGroup) -> bool:
+def _in_order(view: CheckpointView, group: ConfigGroup) -> bool:
     """Whether all layers of a group say where their columns are, and that is in order."""
-    own = [layer for layer in layers_of(subject).values() if layer.is_quantized and layer.group == group]
+    own = [layer for layer in layers_of(view).values() if layer.is_quantized and layer.group == group]
     return bool(own) and all(
-        INDEX in layer.leaves and is_in_order(read_tensor(subject.reader, layer.leaves[INDEX]), group)
+        INDEX in layer.parameters and is_in_order(read_tensor(view.reader, layer.parameters[INDEX]), group)
         for layer in own
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.repair.mends import Changes, Edit
 from vexport.types import TensorInfo
 
@@ -49,14 +49,14 @@ class Overlay(Reader):
         return self._last[1]
 
 
-def apply(subject: Subject, changes: Changes) -> Subject:
+def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
     """The checkpoint with the changes."""
-    index = subject.index
+    index = view.index
     edits = {spec.name: edit for edit in changes.edits for spec in edit.tensors}
     tensors = dict(_tensors(index, edits, changes.dropped))
     config = index.config if changes.config is None else changes.config
-    reader = Overlay(subject.reader, edits) if edits else subject.reader
-    return Subject(replace(index, config=config, tensors=tensors), reader)
+    reader = Overlay(view.reader, edits) if edits else view.reader
+    return CheckpointView(replace(index, config=config, tensors=tensors), reader)
 
 
 def _tensors(

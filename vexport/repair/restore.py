@@ -9,77 +9,77 @@ from vexport.checks import completeness, values
 from vexport.checks.values import LEAST_WEIGHT_GLOBAL_SCALE
 from vexport.checks.vllm.layers import Layer, layers_of, single_value
 from vexport.checks.vllm.scheme import scheme_of
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source
 from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
 from vexport.repair.requantize import requantized
 from vexport.types import TensorSpec
 
 NAME = "source"
-WEIGHT_LEAVES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale")
+WEIGHT_PARAMETERS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale")
 GLOBAL = "weight_global_scale"
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def run(subject: Subject, source: Source | None) -> Changes:
+def run(view: CheckpointView, source: Source | None) -> Changes:
     """Tensors from the source for what completeness and values find; nothing without a source."""
     if source is None:
         return Changes()
-    broken = dict.fromkeys(finding.where for finding in (*completeness.run(subject), *values.run(subject)))
-    layers = layers_of(subject)
+    broken = dict.fromkeys(finding.where for finding in (*completeness.run(view), *values.run(view)))
+    layers = layers_of(view)
     edits: list[Edit] = []
     mends: list[Mend] = []
     again: dict[str, str] = {}
     for name in broken:
-        module, _, leaf = name.rpartition(".")
+        module, _, parameter = name.rpartition(".")
         layer = layers.get(module)
         if layer is not None and layer.is_quantized:
-            if leaf in WEIGHT_LEAVES and not _is_reciprocal(subject, layer, leaf):
+            if parameter in WEIGHT_PARAMETERS and not _is_reciprocal(view, layer, parameter):
                 again.setdefault(module, name)
-        elif name in source.index.tensors and name not in subject.index.tensors:
-            edit, mend = _copied(subject, source, name)
+        elif name in source.index.tensors and name not in view.index.tensors:
+            edit, mend = _copied(view, source, name)
             edits.append(edit)
             mends.append(mend)
     for module, name in again.items():
-        for edit, mend in _quantized_again(subject, source, layers[module], name):
+        for edit, mend in _quantized_again(view, source, layers[module], name):
             edits.append(edit)
             mends.append(mend)
     return Changes(edits=tuple(edits), mends=tuple(mends))
 
 
-def _is_reciprocal(subject: Subject, layer: Layer, leaf: str) -> bool:
+def _is_reciprocal(view: CheckpointView, layer: Layer, parameter: str) -> bool:
     """Whether a global scale is merely upside down, which needs no source."""
-    value = single_value(subject, layer.leaves.get(leaf)) if leaf == GLOBAL else None
+    value = single_value(view, layer.parameters.get(parameter)) if parameter == GLOBAL else None
     return value is not None and 0 < value < math.inf
 
 
-def _copied(subject: Subject, source: Source, name: str) -> tuple[Edit, Mend]:
+def _copied(view: CheckpointView, source: Source, name: str) -> tuple[Edit, Mend]:
     stored = source.index.tensors[name]
     spec = TensorSpec(name=name, dtype=stored.dtype, shape=stored.shape)
-    edit = Edit(tensors=(spec,), near=_neighbour(subject, name), make=lambda: {name: source.tensor(name)})
+    edit = Edit(tensors=(spec,), near=_neighbour(view, name), make=lambda: {name: source.tensor(name)})
     got = "no such tensor"
     mend = Mend(family=NAME, where=name, got=got, now="the tensor of the source", cost=LOSSLESS)
     return edit, mend
 
 
 def _quantized_again(
-    subject: Subject, source: Source, layer: Layer, name: str
+    view: CheckpointView, source: Source, layer: Layer, name: str
 ) -> Iterator[tuple[Edit, Mend]]:
     """The layer's weight tensors, made from the source with the divisor of the layers that it runs with."""
     if layer.group is None or isinstance(scheme_of(layer.group), str) or source.weight(layer.name) is None:
         return
-    make = partial(requantized, layer, source, _divisor(subject, source, layer))
+    make = partial(requantized, layer, source, _divisor(view, source, layer))
     specs = {
-        leaf: TensorSpec(
-            name=f"{layer.name}.{leaf}", dtype=SAFETENSORS_DTYPES[value.dtype], shape=tuple(value.shape)
+        parameter: TensorSpec(
+            name=f"{layer.name}.{parameter}", dtype=SAFETENSORS_DTYPES[value.dtype], shape=tuple(value.shape)
         )
-        for leaf, value in make().items()
+        for parameter, value in make().items()
     }
     yield (
         Edit(
             tensors=tuple(specs.values()),
-            near=next(iter(layer.leaves.values())).name,
-            make=lambda: {specs[leaf].name: value for leaf, value in make().items()},
+            near=next(iter(layer.parameters.values())).name,
+            make=lambda: {specs[parameter].name: value for parameter, value in make().items()},
         ),
         Mend(
             family=NAME,
@@ -92,26 +92,26 @@ def _quantized_again(
     )
 
 
-def _divisor(subject: Subject, source: Source, layer: Layer) -> float | None:
+def _divisor(view: CheckpointView, source: Source, layer: Layer) -> float | None:
     """The divisor that the layers it runs with share, unless its own range needs a smaller one."""
     own = requantized(layer, source, None).get(GLOBAL)
     if own is None:
         return None
     shared = {
         value
-        for leaves in layer.unit.members.values()
-        if (value := single_value(subject, leaves.get(GLOBAL))) is not None
+        for parameters in layer.fused.members.values()
+        if (value := single_value(view, parameters.get(GLOBAL))) is not None
     }
     usable = {value for value in shared if LEAST_WEIGHT_GLOBAL_SCALE <= value < math.inf}
     return min(float(own), *usable) if len(usable) == 1 else float(own)
 
 
-def _neighbour(subject: Subject, name: str) -> str:
+def _neighbour(view: CheckpointView, name: str) -> str:
     """A tensor of the nearest module that the checkpoint has."""
     prefix = name
     while prefix:
         prefix = prefix.rpartition(".")[0]
-        near = [other for other in subject.index.tensors if other.startswith(f"{prefix}.")]
+        near = [other for other in view.index.tensors if other.startswith(f"{prefix}.")]
         if near:
             return near[-1]
-    return list(subject.index.tensors)[-1]
+    return list(view.index.tensors)[-1]

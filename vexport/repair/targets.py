@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vexport.checks.vllm.layers import fits, layers_of
-from vexport.checks.vllm.subject import ConfigGroup, Subject, Unit, matches_any
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, matches_any
 from vexport.plan.ignore import ignored
 from vexport.plan.linears import names_of
 from vexport.repair.mends import LOSSLESS, Changes, Mend
@@ -21,24 +21,24 @@ NAME = "targets"
 MOST_NAMES = 4
 
 
-def run(subject: Subject, source: "Source | None") -> Changes:
+def run(view: CheckpointView, source: "Source | None") -> Changes:
     """The config with an ignore list and targets that agree with the tensors."""
-    if not subject.config_groups:
+    if not view.config_groups:
         return Changes()
-    mended = _with(subject, ignore=_without_quantized(subject))
-    for group in subject.config_groups:
+    mended = _with(view, ignore=_without_quantized(view))
+    for group in view.config_groups:
         mended = _with(mended, targets=(group.name, _targets(mended, group)))
     mended = _with(mended, ignore=(*mended.ignore, *_unquantized(mended)))
-    mends = (*_ignore_mend(subject, mended), *_target_mends(subject, mended))
+    mends = (*_ignore_mend(view, mended), *_target_mends(view, mended))
     return Changes(config=mended.index.config, mends=mends) if mends else Changes()
 
 
-def _without_quantized(subject: Subject) -> tuple[str, ...]:
+def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
     """The ignore list without what covers quantized layers; unquantized ones that went with it by name."""
-    layers = layers_of(subject).values()
+    layers = layers_of(view).values()
     quantized = [layer.name for layer in layers if layer.is_quantized]
     kept: dict[str, None] = {}
-    for entry in subject.ignore:
+    for entry in view.ignore:
         if not any(matches_any(name, [entry]) for name in quantized):
             kept[entry] = None
             continue
@@ -47,67 +47,70 @@ def _without_quantized(subject: Subject) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _targets(subject: Subject, group: ConfigGroup) -> tuple[str, ...]:
+def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
     """The targets of a group with the layers that it fits and that vLLM gives to none or to another."""
-    alone, resolved = len(subject.config_groups) == 1, subject.architecture.resolved
-    own = [unit for unit in subject.units if _belongs(subject, unit, group)]
-    lost = [unit for unit in own if _is_lost(subject, unit)]
+    alone, resolved = len(view.config_groups) == 1, view.architecture.resolved
+    own = [fused for fused in view.fused_linears if _belongs(view, fused, group)]
+    lost = [fused for fused in own if _is_lost(view, fused)]
     if not lost:
         return group.targets
-    if alone and not all(_is_head(unit) for unit in lost):
+    if alone and not all(_is_head(fused) for fused in lost):
         return tuple(targets_of(_groups(own), resolved, alone=True))
     return (*group.targets, *targets_of(_groups(lost), resolved, alone=False))
 
 
-def _belongs(subject: Subject, unit: Unit, group: ConfigGroup) -> bool:
+def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:
     """Whether all members are stored as this group says, and as no group before it says."""
-    members = unit.members.values()
-    owners = (each for each in subject.config_groups if all(fits(each, leaves) for leaves in members))
+    members = fused.members.values()
+    owners = (each for each in view.config_groups if all(fits(each, parameters) for parameters in members))
     owner = next(owners, None)
     return owner is not None and owner.name == group.name
 
 
-def _is_lost(subject: Subject, unit: Unit) -> bool:
-    found = subject.group_of(unit)
-    return found is None or not all(fits(found, leaves) for leaves in unit.members.values())
+def _is_lost(view: CheckpointView, fused: FusedLinear) -> bool:
+    found = view.group_of(fused)
+    return found is None or not all(fits(found, parameters) for parameters in fused.members.values())
 
 
-def _unquantized(subject: Subject) -> Iterator[str]:
+def _unquantized(view: CheckpointView) -> Iterator[str]:
     """What ignore lacks: unquantized layers that a target covers, or of which ignore names only some."""
     missing = {}
-    for unit in subject.units:
-        named = {matches_any(name, subject.ignore) for name in unit.members}
-        if not unit.is_quantized and (subject.group_of(unit) is not None or len(named) > 1):
-            missing[unit.name] = tuple(unit.members)
-    names = names_of(subject.index, subject.architecture)
+    for fused in view.fused_linears:
+        named = {matches_any(name, view.ignore) for name in fused.members}
+        if not fused.is_quantized and (view.group_of(fused) is not None or len(named) > 1):
+            missing[fused.name] = tuple(fused.members)
+    names = names_of(view.index, view.architecture)
     kept = {name for members in missing.values() for name in members}
-    yield from (name for name in ignored(missing, kept, {}, names) if name not in subject.ignore)
+    yield from (name for name in ignored(missing, kept, {}, names) if name not in view.ignore)
 
 
-def _is_head(unit: Unit) -> bool:
-    return is_head(unit.name)
+def _is_head(fused: FusedLinear) -> bool:
+    return is_head(fused.name)
 
 
-def _groups(units: Sequence[Unit]) -> list[FusionGroup]:
+def _groups(fused_linears: Sequence[FusedLinear]) -> list[FusionGroup]:
     return [
         FusionGroup(
-            name=unit.name,
+            name=fused.name,
             scheme="",
             observer="",
             members=tuple(
                 LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0)
-                for name in unit.members
+                for name in fused.members
             ),
         )
-        for unit in units
+        for fused in fused_linears
     ]
 
 
 def _with(
-    subject: Subject, *, ignore: Sequence[str] | None = None, targets: tuple[str, Sequence[str]] | None = None
-) -> Subject:
+    view: CheckpointView,
+    *,
+    ignore: Sequence[str] | None = None,
+    targets: tuple[str, Sequence[str]] | None = None,
+) -> CheckpointView:
     """The checkpoint with another ignore list, or other targets of a config group."""
-    config: dict[str, Json] = copy.deepcopy(dict(subject.index.config))
+    config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     quantization = config["quantization_config"]
     assert isinstance(quantization, dict)
     if ignore is not None:
@@ -118,15 +121,15 @@ def _with(
         group = groups[targets[0]]
         assert isinstance(group, dict)
         group["targets"] = list(targets[1])
-    return Subject(replace(subject.index, config=config), subject.reader)
+    return CheckpointView(replace(view.index, config=config), view.reader)
 
 
-def _ignore_mend(old: Subject, new: Subject) -> Iterator[Mend]:
+def _ignore_mend(old: CheckpointView, new: CheckpointView) -> Iterator[Mend]:
     if old.ignore != new.ignore:
         yield _mend("ignore", old.ignore, new.ignore)
 
 
-def _target_mends(old: Subject, new: Subject) -> Iterator[Mend]:
+def _target_mends(old: CheckpointView, new: CheckpointView) -> Iterator[Mend]:
     for before, after in zip(old.config_groups, new.config_groups, strict=True):
         if before.targets != after.targets:
             yield _mend(f"config_groups.{before.name}.targets", before.targets, after.targets)

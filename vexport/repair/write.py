@@ -8,7 +8,7 @@ from pathlib import Path
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex, read_header
 from vexport.checkpoint.writer import header_bytes
-from vexport.checks.vllm.subject import Subject
+from vexport.checks.vllm.view import CheckpointView
 from vexport.files import write_text
 from vexport.repair.files import has_index, index_text
 from vexport.repair.overlay import Overlay
@@ -18,21 +18,21 @@ COPY_BYTES = 1 << 24
 Progress = Callable[[int, int], None]
 
 
-def write_checkpoint(subject: Subject, folder: Path, *, on_bytes: Progress) -> None:
+def write_checkpoint(view: CheckpointView, folder: Path, *, on_bytes: Progress) -> None:
     """Write weights, index and side files into the empty `folder`, config.json last.
 
     `on_bytes(done, total)` counts the bytes of the weights. Memory holds one edit or one part of a file.
     """
-    index = subject.index
+    index = view.index
     files: dict[Path, list[TensorInfo]] = {}
     for tensor in index.tensors.values():
         files.setdefault(tensor.file, []).append(tensor)
     done = 0
     for file, tensors in files.items():
-        if _is_untouched(subject, file, tensors):
+        if _is_untouched(view, file, tensors):
             _copy(file, folder / file.name)
         else:
-            _write(subject, tensors, folder / file.name)
+            _write(view, tensors, folder / file.name)
         done += sum(tensor.num_bytes for tensor in tensors)
         on_bytes(done, index.num_bytes)
     if has_index(index):
@@ -43,8 +43,8 @@ def write_checkpoint(subject: Subject, folder: Path, *, on_bytes: Progress) -> N
     _write_config(index, folder)
 
 
-def _is_untouched(subject: Subject, file: Path, tensors: list[TensorInfo]) -> bool:
-    reader = subject.reader
+def _is_untouched(view: CheckpointView, file: Path, tensors: list[TensorInfo]) -> bool:
+    reader = view.reader
     edited = isinstance(reader, Overlay) and any(reader.is_edited(tensor.name) for tensor in tensors)
     return not edited and read_header(file).keys() == {tensor.name for tensor in tensors}
 
@@ -55,15 +55,15 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfileobj(old, new, COPY_BYTES)
 
 
-def _write(subject: Subject, tensors: list[TensorInfo], target: Path) -> None:
+def _write(view: CheckpointView, tensors: list[TensorInfo], target: Path) -> None:
     specs = [TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in tensors]
     with target.open("wb") as file:
         file.write(header_bytes(specs))
         for tensor in tensors:
-            data = subject.reader.raw(tensor)
+            data = view.reader.raw(tensor)
             assert len(data) == tensor.num_bytes, f"{tensor.name}: {len(data)} bytes, not {tensor.num_bytes}"
             file.write(data)
-            subject.reader.release([tensor])
+            view.reader.release([tensor])
 
 
 def _write_config(index: SourceIndex, folder: Path) -> None:

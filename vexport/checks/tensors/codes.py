@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
 from vexport.checks.vllm.arguments import ConfigGroup
-from vexport.checks.vllm.subject import Subject, error
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.types import Finding, TensorInfo
 
 # Rows of a layer that are looked at, from all over it: fewer where there are thousands of layers.
@@ -29,9 +29,9 @@ LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
 NVFP4_BYTES = 8
 
 
-def unfilled(subject: Subject, check: str) -> Iterator[Finding]:
+def unfilled(view: CheckpointView, check: str) -> Iterator[Finding]:
     """A finding on the one layer whose ranges are not filled."""
-    shares = {module: _share(subject, group, leaves) for module, group, leaves in _quantized(subject)}
+    shares = {module: _share(view, group, parameters) for module, group, parameters in _quantized(view)}
     full = {module: share for module, share in shares.items() if share is not None}
     few = [module for module, share in full.items() if share < LEAST_FULL]
     if len(few) == 1 and full[few[0]] < MOST_FULL and len(full) > FEWEST_OTHERS:
@@ -44,13 +44,13 @@ def unfilled(subject: Subject, check: str) -> Iterator[Finding]:
         )
 
 
-def lost(subject: Subject, check: str) -> Iterator[Finding]:
+def lost(view: CheckpointView, check: str) -> Iterator[Finding]:
     """Rows and groups whose codes are all zero, beside a scale that is made for other numbers.
 
     Where a weight is zero itself, producers store the least scale, or a number that stands for none.
     """
-    for module, group, leaves in _quantized(subject):
-        share = _lost_share(subject, group, leaves)
+    for module, group, parameters in _quantized(view):
+        share = _lost_share(view, group, parameters)
         if share is not None and share > MOST_LOST:
             yield error(
                 check,
@@ -61,24 +61,26 @@ def lost(subject: Subject, check: str) -> Iterator[Finding]:
             )
 
 
-def _quantized(subject: Subject) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:
+def _quantized(view: CheckpointView) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:
     """Every layer that a config group applies to, that group, and the layer's tensors, which are released."""
-    for unit in subject.units:
-        group = subject.group_of(unit)
+    for fused in view.fused_linears:
+        group = view.group_of(fused)
         if group is not None:
-            for module, leaves in unit.members.items():
-                yield module, group, leaves
-                subject.reader.release(leaves.values())
+            for module, parameters in fused.members.items():
+                yield module, group, parameters
+                view.reader.release(parameters.values())
 
 
-def _lost_share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> float | None:
+def _lost_share(
+    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
+) -> float | None:
     """The share of scales of usual size that scale nothing; None where that cannot be told."""
-    weight, scale = leaves.get("weight_packed", leaves.get("weight")), leaves.get("weight_scale")
+    weight, scale = parameters.get("weight_packed", parameters.get("weight")), parameters.get("weight_scale")
     if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
         return None
     if group.weights.strategy == "block" or not weight.num_bytes:
         return None
-    codes = _rows(subject, weight)
+    codes = _rows(view, weight)
     if scale.shape[0] != weight.shape[0] or not scale.shape[1] or codes.shape[1] % scale.shape[1]:
         return None
     if weight.dtype in ("U8", "F8_E4M3"):
@@ -86,7 +88,7 @@ def _lost_share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, Tenso
     parts = codes.reshape(codes.shape[0], scale.shape[1], -1)
     empty = np.any([(parts == zero).all(axis=2) for zero in {0, _zero_codes(group, weight)}], axis=0)
     with np.errstate(invalid="ignore"):
-        values = to_numpy(_rows(subject, scale).tobytes(), scale.dtype)
+        values = to_numpy(_rows(view, scale).tobytes(), scale.dtype)
         scales = np.asarray(values, np.float64).reshape(-1, scale.shape[1])
     usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
     return float((empty & usual).mean())
@@ -100,13 +102,13 @@ def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
     return 0x88 if bits == 4 else 0x80
 
 
-def _share(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> float | None:
+def _share(view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> float | None:
     """The share of scales whose codes reach the end; None where that cannot be told."""
     args = group.weights
-    weight = leaves.get("weight_packed", leaves.get("weight"))
+    weight = parameters.get("weight_packed", parameters.get("weight"))
     if weight is None or len(weight.shape) != 2 or not weight.num_bytes or not args.symmetric:
         return None
-    rows = _rows(subject, weight)
+    rows = _rows(view, weight)
     if args.strategy == "channel" and weight.dtype == "F8_E4M3":
         return _full((rows & 0x7F).max(axis=1), E4M3_END)
     if args.strategy == "channel" and weight.dtype == "I8":
@@ -123,8 +125,8 @@ def _full(largest: npt.NDArray[np.integer[Any]], end: int) -> float | None:
     return float((largest >= end).mean()) if largest.size else None
 
 
-def _rows(subject: Subject, tensor: TensorInfo) -> npt.NDArray[np.uint8]:
+def _rows(view: CheckpointView, tensor: TensorInfo) -> npt.NDArray[np.uint8]:
     """Some rows of a tensor, as bytes; of tensors with as many rows the same ones."""
-    rows = min(max(ROWS_OF_ALL // len(subject.units), FEWEST_ROWS), MOST_ROWS)
-    stored = np.frombuffer(subject.reader.raw(tensor), np.uint8).reshape(tensor.shape[0], -1)
+    rows = min(max(ROWS_OF_ALL // len(view.fused_linears), FEWEST_ROWS), MOST_ROWS)
+    stored = np.frombuffer(view.reader.raw(tensor), np.uint8).reshape(tensor.shape[0], -1)
     return stored[:: max(tensor.shape[0] // rows, 1)]

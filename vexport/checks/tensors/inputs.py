@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vexport.checks.vllm.decoder import DECODERS
-from vexport.checks.vllm.subject import ConfigGroup, Subject, error
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup, error
 from vexport.types import Finding, TensorInfo
 
 # Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon counts.
@@ -36,12 +36,12 @@ class StaticRange:
 
 
 def impossible(
-    subject: Subject, check: str, group: ConfigGroup, members: Mapping[str, Mapping[str, TensorInfo]]
+    view: CheckpointView, check: str, group: ConfigGroup, members: Mapping[str, Mapping[str, TensorInfo]]
 ) -> Iterator[Finding]:
     """Findings on scales for inputs that the layer's norm cannot make."""
-    for module, leaves in members.items():
-        static = static_range(subject, group, leaves)
-        bounds = norm_bounds(subject, module) if static is not None else None
+    for module, parameters in members.items():
+        static = static_range(view, group, parameters)
+        bounds = norm_bounds(view, module) if static is not None else None
         if static is None or bounds is None:
             continue
         least, most = bounds
@@ -54,16 +54,16 @@ def impossible(
 
 
 def static_range(
-    subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]
+    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
 ) -> StaticRange | None:
     """What a layer's static scale represents; None where it has none."""
     largest = E4M3_LARGEST if group.weights.type == "float" else INT8_LARGEST
-    scale, divisor = leaves.get("input_scale"), leaves.get("input_global_scale")
+    scale, divisor = parameters.get("input_scale"), parameters.get("input_global_scale")
     if scale is not None and scale.num_bytes:
-        value = float(np.abs(subject.reader.floats(scale)).max())
+        value = float(np.abs(view.reader.floats(scale)).max())
         return StaticRange(name=scale.name, largest=largest * value)
     if divisor is not None and divisor.num_bytes:
-        value = float(subject.reader.floats(divisor).min())
+        value = float(view.reader.floats(divisor).min())
         return StaticRange(name=divisor.name, largest=E4M3_LARGEST * E2M1_LARGEST / value)
     return None
 
@@ -78,22 +78,22 @@ def _impossible(check: str, static: StaticRange, inputs: str) -> Finding:
     )
 
 
-def norm_bounds(subject: Subject, module: str) -> tuple[float, float] | None:
+def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None:
     """Between what the largest output of the norm before a layer lies; None where that is not known."""
     place = AFTER_NORM.match(module)
-    if place is None or subject.layout is None:
+    if place is None or view.layout is None:
         return None
-    norm = "input_layernorm" if place["attention"] else DECODERS[subject.class_name].norm_before_mlp
-    tensor = subject.index.tensors.get(f"{place['layer']}{norm}.weight")
+    norm = "input_layernorm" if place["attention"] else DECODERS[view.class_name].norm_before_mlp
+    tensor = view.index.tensors.get(f"{place['layer']}{norm}.weight")
     if tensor is None or not tensor.num_bytes:
         return None
-    return reach(subject, tensor)
+    return reach(view, tensor)
 
 
-def reach(subject: Subject, tensor: TensorInfo) -> tuple[float, float]:
+def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
     """Between what the largest output of a norm lies; the second is the most of their length, too."""
-    offset = 1.0 if DECODERS[subject.class_name].norms_above_one else 0.0
-    weights = np.abs(subject.reader.floats(tensor) + offset)
+    offset = 1.0 if DECODERS[view.class_name].norms_above_one else 0.0
+    weights = np.abs(view.reader.floats(tensor) + offset)
     with np.errstate(divide="ignore"):
         least = float(np.mean(weights**-2.0) ** -0.5)
     return least, math.sqrt(weights.size) * float(weights.max())

@@ -5,40 +5,40 @@ from collections.abc import Iterator
 import numpy as np
 
 from vexport.checks.vllm.decoder import DECODERS
-from vexport.checks.vllm.subject import Subject, error
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.types import Finding
 
 HALF = ("float16", "half")
 
 
-def empty(subject: Subject, check: str) -> Iterator[Finding]:
+def empty(view: CheckpointView, check: str) -> Iterator[Finding]:
     """Embeddings, heads and norms without any number but zero: no trained model has them.
 
     A class whose norms multiply by one more than their weight is passed over.
     """
-    layout = subject.layout
-    if layout is None or DECODERS[subject.class_name].norms_above_one:
+    layout = view.layout
+    if layout is None or DECODERS[view.class_name].norms_above_one:
         return
     names = [f"{table}.weight" for table in layout.tables]
     names += [name for name in layout.parameters if name.endswith("norm.weight")]
     for name in names:
-        tensor = subject.index.tensors.get(name)
+        tensor = view.index.tensors.get(name)
         if tensor is None or not tensor.num_bytes or tensor.dtype not in ("BF16", "F16", "F32"):
             continue
-        if not np.frombuffer(subject.reader.raw(tensor), np.uint8).any():
+        if not np.frombuffer(view.reader.raw(tensor), np.uint8).any():
             fix = "export again, and look at this tensor in the source"
             yield error(check, name, expected="numbers other than zero", got="zeros only", fix=fix)
 
 
-def narrowed(subject: Subject, check: str) -> Iterator[Finding]:
+def narrowed(view: CheckpointView, check: str) -> Iterator[Finding]:
     """A config that says float16 of a model of bfloat16, whose larger numbers float16 does not have."""
-    config = subject.index.config
+    config = view.index.config
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
-    stored = {tensor.dtype for name, tensor in subject.index.tensors.items() if name.endswith("norm.weight")}
+    stored = {tensor.dtype for name, tensor in view.index.tensors.items() if name.endswith("norm.weight")}
     if dtype in HALF and stored == {"BF16"}:
         yield error(
             check,
-            f"{subject.config_path}: dtype",
+            f"{view.config_path}: dtype",
             expected="bfloat16, as the norms are stored",
             got=f"{dtype}, in which vLLM would run the model",
             fix="set it to bfloat16",

@@ -7,42 +7,48 @@ import numpy as np
 
 from vexport.checks.tensors.inputs import E2M1_LARGEST, E4M3_LARGEST, MARGIN, norm_bounds, reach
 from vexport.checks.vllm.layers import layers_of
-from vexport.checks.vllm.subject import ConfigGroup, Subject
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup
 from vexport.types import TensorInfo
 
 # Scales that are exponents.
 BYTES = ("U8", "F8_E8M0")
 
 
-def largest_output(subject: Subject, module: str) -> float | None:
+def largest_output(view: CheckpointView, module: str) -> float | None:
     """No output of a quantized layer behind a norm is larger, with some room; None where that is not known.
 
     That is the length of the input times that of a row of the weight (Cauchy and Schwarz), and the bias;
     where keys have a norm of their own, what that lets through.
     """
-    norm = subject.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
-    if norm is not None and norm.num_bytes and subject.layout is not None:
-        return MARGIN * reach(subject, norm)[1]
-    layer, bounds = layers_of(subject).get(module), norm_bounds(subject, module)
+    norm = view.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
+    if norm is not None and norm.num_bytes and view.layout is not None:
+        return MARGIN * reach(view, norm)[1]
+    layer, bounds = layers_of(view).get(module), norm_bounds(view, module)
     if layer is None or layer.group is None or bounds is None:
         return None
-    sides = subject.sides(layer.group, module, layer.leaves)
-    largest = _largest_weight(subject, layer.group, layer.leaves)
+    sides = view.sides(layer.group, module, layer.parameters)
+    largest = _largest_weight(view, layer.group, layer.parameters)
     if sides is None or largest is None:
         return None
-    bias = layer.leaves.get("bias")
-    offset = float(np.abs(subject.reader.floats(bias)).max()) if bias is not None and bias.num_bytes else 0.0
+    bias = layer.parameters.get("bias")
+    offset = float(np.abs(view.reader.floats(bias)).max()) if bias is not None and bias.num_bytes else 0.0
     return MARGIN * (bounds[1] * math.sqrt(sides[1]) * largest + offset)
 
 
-def _largest_weight(subject: Subject, group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> float | None:
+def _largest_weight(
+    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
+) -> float | None:
     """The largest weight that a layer's scales can make."""
-    scale, divisor, args = leaves.get("weight_scale"), leaves.get("weight_global_scale"), group.weights
+    scale, divisor, args = (
+        parameters.get("weight_scale"),
+        parameters.get("weight_global_scale"),
+        group.weights,
+    )
     if scale is None or not scale.num_bytes or scale.dtype in BYTES or (divisor and not divisor.num_bytes):
         return None
     floats = {8: E4M3_LARGEST, 4: E2M1_LARGEST}
     code = floats.get(args.num_bits) if args.type == "float" else 2.0 ** (args.num_bits - 1)
-    largest = float(np.abs(subject.reader.floats(scale)).max())
+    largest = float(np.abs(view.reader.floats(scale)).max())
     if code is None or not math.isfinite(largest):
         return None
-    return largest * code / (float(subject.reader.floats(divisor).min()) if divisor is not None else 1.0)
+    return largest * code / (float(view.reader.floats(divisor).min()) if divisor is not None else 1.0)

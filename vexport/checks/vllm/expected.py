@@ -32,13 +32,13 @@ class Expected:
 
 
 def expected_parameters(
-    group: ConfigGroup, leaves: Mapping[str, TensorInfo]
+    group: ConfigGroup, parameters: Mapping[str, TensorInfo]
 ) -> Mapping[str, Expected] | None:
     """The parameters of a layer by name; None where its weight is missing or its sides cannot be told.
 
     The layer's sides come from its stored weight.
     """
-    sides = layer_sides(group, leaves)
+    sides = layer_sides(group, parameters)
     return None if sides is None else parameters_of(group, *sides)
 
 
@@ -65,9 +65,9 @@ def weight_name(group: ConfigGroup) -> str:
     return "weight_packed" if _kind(group) in (*FP4, SchemeKind.PACKED) else "weight"
 
 
-def layer_sides(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+def layer_sides(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
     """(out_features, in_features) of a stored weight."""
-    stored = leaves.get(weight_name(group))
+    stored = parameters.get(weight_name(group))
     if stored is None or len(stored.shape) != 2:
         return None
     rows, columns = stored.shape
@@ -75,7 +75,7 @@ def layer_sides(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> tuple[i
         return rows, columns
     if _kind(group) in FP4:
         return rows, columns * 2
-    scale, size = leaves.get("weight_scale"), group.weights.group_size
+    scale, size = parameters.get("weight_scale"), group.weights.group_size
     if scale is not None and len(scale.shape) == 2 and size and size > 0:
         from_scale = scale.shape[1] * size
         if -(-from_scale * group.weights.num_bits // INT32_BITS) == columns:

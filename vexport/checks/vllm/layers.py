@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vexport.checks.vllm.expected import expected_parameters
-from vexport.checks.vllm.subject import QUANTIZED_LEAVES, ConfigGroup, Subject, Unit
+from vexport.checks.vllm.view import QUANTIZED_PARAMETERS, CheckpointView, ConfigGroup, FusedLinear
 from vexport.types import TensorInfo
 
-# Bookkeeping of a few subjects: one before a mend, one after.
-KEPT_SUBJECTS = 4
+# Bookkeeping of a few views: one before a mend, one after.
+KEPT_VIEWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,38 +17,38 @@ class Layer:
     """One linear layer: its tensors, the layers that vLLM runs it with, its config group if it has one."""
 
     name: str
-    unit: Unit
-    leaves: Mapping[str, TensorInfo]
+    fused: FusedLinear
+    parameters: Mapping[str, TensorInfo]
     group: ConfigGroup | None
 
     @property
     def is_quantized(self) -> bool:
-        return bool(QUANTIZED_LEAVES & self.leaves.keys())
+        return bool(QUANTIZED_PARAMETERS & self.parameters.keys())
 
 
-@lru_cache(maxsize=KEPT_SUBJECTS)
-def layers_of(subject: Subject) -> Mapping[str, Layer]:
+@lru_cache(maxsize=KEPT_VIEWS)
+def layers_of(view: CheckpointView) -> Mapping[str, Layer]:
     """All linear layers by name."""
     return {
-        name: Layer(name=name, unit=unit, leaves=leaves, group=group)
-        for unit, group in ((unit, subject.group_of(unit)) for unit in subject.units)
-        for name, leaves in unit.members.items()
+        name: Layer(name=name, fused=fused, parameters=parameters, group=group)
+        for fused, group in ((fused, view.group_of(fused)) for fused in view.fused_linears)
+        for name, parameters in fused.members.items()
     }
 
 
-def fits(group: ConfigGroup, leaves: Mapping[str, TensorInfo]) -> bool:
+def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     """Whether a layer's tensors are all and only what a config group announces."""
-    expected = expected_parameters(group, leaves)
-    if expected is None or expected.keys() != leaves.keys() - {"bias"}:
+    expected = expected_parameters(group, parameters)
+    if expected is None or expected.keys() != parameters.keys() - {"bias"}:
         return False
     return all(
-        leaves[leaf].dtype in parameter.dtypes and leaves[leaf].shape in (parameter.shape, ())
-        for leaf, parameter in expected.items()
+        parameters[parameter].dtype in form.dtypes and parameters[parameter].shape in (form.shape, ())
+        for parameter, form in expected.items()
     )
 
 
-def single_value(subject: Subject, tensor: TensorInfo | None) -> float | None:
+def single_value(view: CheckpointView, tensor: TensorInfo | None) -> float | None:
     """The value of a parameter that has one; None for others."""
     if tensor is None or tensor.num_bytes == 0 or any(side != 1 for side in tensor.shape):
         return None
-    return float(subject.reader.array(tensor).reshape(-1)[0])
+    return float(view.reader.array(tensor).reshape(-1)[0])

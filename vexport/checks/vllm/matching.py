@@ -35,36 +35,36 @@ def looked_for(name: str) -> str:
 
 
 def ignored(
-    unit: str, members: Sequence[str], ignore: Sequence[str], architecture: Architecture
+    fused: str, members: Sequence[str], ignore: Sequence[str], architecture: Architecture
 ) -> Iterator[str]:
-    """The members of a unit that `ignore` names, or all where it names the unit."""
-    leaf = unit.rpartition(".")[2]
-    if unit not in members and matches_any(unit, ignore) and moe_layer(members[0]) is None:
+    """The members of a fused layer that `ignore` names, or all where it names that."""
+    projection = fused.rpartition(".")[2]
+    if fused not in members and matches_any(fused, ignore) and moe_layer(members[0]) is None:
         yield from members
-    elif _are_resolved(leaf, members, architecture):
+    elif _are_resolved(projection, members, architecture):
         yield from (member for member in members if matches_any(looked_for(member), ignore))
 
 
 def group_for(
-    unit: str, members: Sequence[str], targets: Targets, architecture: Architecture
+    fused: str, members: Sequence[str], targets: Targets, architecture: Architecture
 ) -> ConfigGroup | None:
-    """The config group of a unit that is not ignored: by its name, by all members' names, by its class."""
-    leaf, routed = unit.rpartition(".")[2], moe_layer(members[0]) is not None
-    found = None if routed else _first(unit, targets)
-    if found is None and _are_resolved(leaf, members, architecture):
+    """The config group of a layer that is not ignored: by its name, by all members' names, by its class."""
+    projection, routed = fused.rpartition(".")[2], moe_layer(members[0]) is not None
+    found = None if routed else _first(fused, targets)
+    if found is None and _are_resolved(projection, members, architecture):
         owners = [_first(looked_for(member), targets) for member in members]
         found = owners[0] if all(owners) else None
     if found is not None:
         return found
     if routed and LINEAR in targets and EXPERTS_CLASS not in targets:
         targets = {**targets, EXPERTS_CLASS: targets[LINEAR]}
-    return _of_class(_class_of(leaf, members, architecture), targets)
+    return _of_class(_class_of(projection, members, architecture), targets)
 
 
-def _are_resolved(leaf: str, members: Sequence[str], architecture: Architecture) -> bool:
+def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
     """Whether vLLM looks for the members' names: it does not know those of every fused layer."""
     alone = len(members) == 1 or moe_layer(members[0]) is not None
-    return alone or leaf in architecture.resolved
+    return alone or projection in architecture.resolved
 
 
 def _first(name: str, targets: Targets) -> ConfigGroup | None:
@@ -79,19 +79,19 @@ def _of_class(name: str, targets: Targets) -> ConfigGroup | None:
     return None
 
 
-def _class_of(leaf: str, members: Sequence[str], architecture: Architecture) -> str:
+def _class_of(projection: str, members: Sequence[str], architecture: Architecture) -> str:
     """The name of vLLM's class of a layer, as far as its name tells."""
-    if is_head(leaf):
+    if is_head(projection):
         return HEAD_CLASS
-    if is_embedding(leaf):
+    if is_embedding(projection):
         return EMBEDDING_CLASS
     if moe_layer(members[0]) is not None:
         return EXPERTS_CLASS
-    if leaf in architecture.row_parallel:
+    if projection in architecture.row_parallel:
         return "RowParallelLinear"
-    if leaf in architecture.replicated:
+    if projection in architecture.replicated:
         return "ReplicatedLinear"
-    if leaf == "qkv_proj":
+    if projection == "qkv_proj":
         return "QKVParallelLinear"
     return "MergedColumnParallelLinear" if len(members) > 1 else "ColumnParallelLinear"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from vexport.checks.vllm.subject import Subject, error
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.types import Finding, Json
 
 METHOD = "compressed-tensors"
@@ -39,12 +39,12 @@ PRODUCERS: Mapping[str, tuple[str, str]] = {
 UNKNOWN_TO_VLLM = frozenset({"bitsandbytes", "gguf"})
 
 
-def other_method(subject: Subject) -> str | None:
+def other_method(view: CheckpointView) -> str | None:
     """The name of the method, where the checkpoint is plainly not one of compressed-tensors.
 
     A config with compressed-tensors' keys is its own, whatever method it names: that is a mistake.
     """
-    config = subject.quantization
+    config = view.quantization
     if config is None or is_ours(config):
         return None
     method = config.get("quant_method")
@@ -61,7 +61,7 @@ def is_ours(config: Mapping[str, Json]) -> bool:
     return groups and not any(key in config for key in FOREIGN_KEYS)
 
 
-def findings(subject: Subject, method: str, check: str) -> Iterator[Finding]:
+def findings(view: CheckpointView, method: str, check: str) -> Iterator[Finding]:
     """The one finding on a checkpoint of another method."""
     producer, way = PRODUCERS.get(method, ("an unknown producer", _FROM_SOURCE))
     loads = method in PRODUCERS and method not in UNKNOWN_TO_VLLM
@@ -71,7 +71,7 @@ def findings(subject: Subject, method: str, check: str) -> Iterator[Finding]:
     ask = "ask vLLM itself with `vexport load` (also --dry); to have it judged, " if loads else ""
     yield error(
         check,
-        subject.quantization_place,
+        view.quantization_place,
         expected=f"{METHOD}, the only method that vexport judges",
         got=f"{method!r} (of {producer}), {does}",
         fix=f"{ask}{way}",

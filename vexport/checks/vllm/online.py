@@ -25,7 +25,7 @@ class OnlineTransform:
     ignore: tuple[str, ...]
 
     @property
-    def leaf(self) -> str:
+    def submodule(self) -> str:
         """The name of the submodule that stores its matrix."""
         return f"{self.scheme}_{self.location}"
 

@@ -25,7 +25,7 @@ from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 
 # Parameters of a linear layer that compressed-tensors stores beside or instead of its weight.
-QUANTIZED_LEAVES = frozenset(
+QUANTIZED_PARAMETERS = frozenset(
     {
         "weight_packed",
         "weight_scale",
@@ -41,7 +41,7 @@ QUANTIZED_LEAVES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class FusedLinear:
     """The layers that vLLM runs as one: module name -> parameter name -> tensor."""
 
     name: str
@@ -50,19 +50,19 @@ class Unit:
     @property
     def is_quantized(self) -> bool:
         """Whether any member stores quantized tensors."""
-        return any(quantized_leaves(leaves) for leaves in self.members.values())
+        return any(quantized_parameters(parameters) for parameters in self.members.values())
 
 
-def quantized_leaves(leaves: Mapping[str, TensorInfo]) -> list[str]:
+def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
     """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its dtype."""
     return sorted(
-        leaf
-        for leaf, tensor in leaves.items()
-        if leaf in QUANTIZED_LEAVES or (leaf == "weight" and tensor.dtype not in FLOATING)
+        parameter
+        for parameter, tensor in parameters.items()
+        if parameter in QUANTIZED_PARAMETERS or (parameter == "weight" and tensor.dtype not in FLOATING)
     )
 
 
-class Subject:
+class CheckpointView:
     """One checkpoint under check; what is costly is computed once, when first asked for."""
 
     def __init__(self, index: SourceIndex, reader: Reader, target: Target = ANY) -> None:
@@ -122,16 +122,16 @@ class Subject:
     def _as_stored(self, linears: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
         """Layers that the checkpoint stores fused, in the place of their parts: vLLM loads both."""
         found = dict(linears)
-        for unit in self.units:
-            prefix, dot, leaf = unit.name.rpartition(".")
-            parts = [f"{prefix}{dot}{part}" for part in self.fused.get(leaf, ())]
-            if unit.name in unit.members and parts and found.keys() >= {*parts}:
+        for fused in self.fused_linears:
+            prefix, dot, projection = fused.name.rpartition(".")
+            parts = [f"{prefix}{dot}{part}" for part in self.fused_modules.get(projection, ())]
+            if fused.name in fused.members and parts and found.keys() >= {*parts}:
                 sides = [found.pop(part) for part in parts]
-                found[unit.name] = (sum(side[0] for side in sides), sides[0][1])
+                found[fused.name] = (sum(side[0] for side in sides), sides[0][1])
         return found
 
     @property
-    def fused(self) -> FusedModules:
+    def fused_modules(self) -> FusedModules:
         """vLLM's fused modules for this class."""
         return self.architecture.fused
 
@@ -162,73 +162,75 @@ class Subject:
 
     def is_transform(self, module: str) -> bool:
         """Whether a module is no layer but stores the matrix of such a rotation."""
-        leaf = module.rpartition(".")[2]
-        return any(leaf == transform.leaf for transform in self.transforms)
+        projection = module.rpartition(".")[2]
+        return any(projection == transform.submodule for transform in self.transforms)
 
     @cached_property
-    def units(self) -> tuple[Unit, ...]:
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
         """All linear layers, joined as vLLM joins them, in the order of the tensors."""
         modules = {
-            name: leaves for name, leaves in linear_modules(self.index).items() if not self.is_transform(name)
+            name: parameters
+            for name, parameters in linear_modules(self.index).items()
+            if not self.is_transform(name)
         }
         return tuple(
-            Unit(name=name, members={member: modules[member] for member in members})
+            FusedLinear(name=name, members={member: modules[member] for member in members})
             for name, members in fuse(modules, self.architecture).items()
         )
 
     def sides(
-        self, group: ConfigGroup, module: str, leaves: Mapping[str, TensorInfo]
+        self, group: ConfigGroup, module: str, parameters: Mapping[str, TensorInfo]
     ) -> tuple[int, int] | None:
         """(out_features, in_features) of a quantized layer: by the model's config, else by its weight."""
         layout = self.layout
         known = (layout.linears.get(module) or layout.tables.get(module)) if layout is not None else None
-        return known or layer_sides(group, leaves)
+        return known or layer_sides(group, parameters)
 
     @cached_property
     def targets(self) -> Targets:
         """The config groups by target, in the order in which vLLM tries them."""
         return targets_of(self.config_groups)
 
-    def ignored(self, unit: Unit) -> list[str]:
-        """The members of a unit that the config leaves unquantized: vLLM refuses some of them."""
-        parts = self._looked_for(unit)
-        found = list(ignored(unit.name, parts, self.ignore, self.architecture))
-        if parts == tuple(unit.members):
+    def ignored(self, fused: FusedLinear) -> list[str]:
+        """The members of a fused layer that the config leaves unquantized: vLLM refuses some of them."""
+        parts = self._looked_for(fused)
+        found = list(ignored(fused.name, parts, self.ignore, self.architecture))
+        if parts == tuple(fused.members):
             return found
-        return list(unit.members) if len(found) == len(parts) else []
+        return list(fused.members) if len(found) == len(parts) else []
 
-    def group_of(self, unit: Unit) -> ConfigGroup | None:
-        """The config group that vLLM applies to a unit; None where it stays unquantized."""
-        if self._is_built_plain(unit) or len(self.ignored(unit)) == len(unit.members):
+    def group_of(self, fused: FusedLinear) -> ConfigGroup | None:
+        """The config group that vLLM applies to a fused layer; None where it stays unquantized."""
+        if self._is_built_plain(fused) or len(self.ignored(fused)) == len(fused.members):
             return None
-        return group_for(unit.name, self._looked_for(unit), self.targets, self.architecture)
+        return group_for(fused.name, self._looked_for(fused), self.targets, self.architecture)
 
-    def _looked_for(self, unit: Unit) -> tuple[str, ...]:
-        """The names by which vLLM looks for a unit's group: its parts', also where it is stored as one."""
-        prefix, dot, leaf = unit.name.rpartition(".")
-        parts = self.fused.get(leaf, ()) if unit.name in unit.members else ()
-        return tuple(f"{prefix}{dot}{part}" for part in parts) or tuple(unit.members)
+    def _looked_for(self, fused: FusedLinear) -> tuple[str, ...]:
+        """The names by which vLLM looks for the group: its parts', also where it is stored as one."""
+        prefix, dot, projection = fused.name.rpartition(".")
+        parts = self.fused_modules.get(projection, ()) if fused.name in fused.members else ()
+        return tuple(f"{prefix}{dot}{part}" for part in parts) or tuple(fused.members)
 
-    def _is_built_plain(self, unit: Unit) -> bool:
+    def _is_built_plain(self, fused: FusedLinear) -> bool:
         """Whether vLLM builds a layer without the quantization config: most routers, for one."""
-        leaf = unit.name.rpartition(".")[2]
-        return leaf in self.architecture.unquantized and moe_layer(unit.name) is None
+        projection = fused.name.rpartition(".")[2]
+        return projection in self.architecture.unquantized and moe_layer(fused.name) is None
 
 
 def linear_modules(index: SourceIndex) -> dict[str, dict[str, TensorInfo]]:
     """Parameters by linear module: modules with quantized parameters or a two-dimensional weight."""
     modules: dict[str, dict[str, TensorInfo]] = {}
     for tensor in index.tensors.values():
-        module, _, leaf = tensor.name.rpartition(".")
-        if leaf in QUANTIZED_LEAVES or leaf in ("weight", "bias"):
-            modules.setdefault(module, {})[leaf] = tensor
-    return {name: leaves for name, leaves in modules.items() if _is_linear(name, leaves)}
+        module, _, parameter = tensor.name.rpartition(".")
+        if parameter in QUANTIZED_PARAMETERS or parameter in ("weight", "bias"):
+            modules.setdefault(module, {})[parameter] = tensor
+    return {name: parameters for name, parameters in modules.items() if _is_linear(name, parameters)}
 
 
-def _is_linear(module: str, leaves: Mapping[str, TensorInfo]) -> bool:
-    if QUANTIZED_LEAVES & leaves.keys():
+def _is_linear(module: str, parameters: Mapping[str, TensorInfo]) -> bool:
+    if QUANTIZED_PARAMETERS & parameters.keys():
         return True
-    weight = leaves.get("weight")
+    weight = parameters.get("weight")
     return weight is not None and len(weight.shape) == 2 and not is_embedding(module)
 
 
