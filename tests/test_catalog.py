@@ -10,8 +10,8 @@ import pytest
 from tests.command import vexport
 from vexport import checks, observers, packing, reports, schemes
 from vexport.architectures import architecture_table
-from vexport.observer_names import OBSERVERS
 from vexport.observers.base import named_observers
+from vexport.types.observer_names import OBSERVERS
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that are no plug-in but what plug-ins share.

@@ -11,14 +11,14 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # From the bottom to the top: a module may import from its own layer's package and from layers below.
 LAYERS = (
-    {"version", "errors", "escaping", "observer_names"},
+    {"version", "errors", "escaping"},
     {"types", "extras"},
-    {"files", "noise"},
+    {"files", "numerics"},
     {"outputs"},
     {"demo"},
     {"checkpoint", "architectures"},
-    {"schemes", "kernels"},
-    {"observers"},
+    {"schemes"},
+    {"observers", "kernels"},
     {"packing", "engine_settings"},
     {"scenario", "terminal"},
     {"plan"},

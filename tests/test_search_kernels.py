@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from vexport.kernels.arithmetic import BFLOAT16, FLOAT16, power, power_6_5
+from vexport.numerics.arithmetic import BFLOAT16, FLOAT16, power, power_6_5
 from vexport.observers.kernels import (
     E2M1,
     E4M3,

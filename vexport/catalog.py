@@ -10,9 +10,9 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from vexport.observer_names import OBSERVERS
 from vexport.schemes import all_schemes
 from vexport.schemes.base import Family, QuantArgs
+from vexport.types.observer_names import OBSERVERS
 
 Rows = Sequence[Mapping[str, str]]
 WIDTH = 130

@@ -13,7 +13,7 @@ from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.extras import is_installed
 from vexport.files import digest_file
-from vexport.noise import COMPARED, NONE, array_noise, noise_of
+from vexport.numerics.metrics import COMPARED, NONE, array_noise, noise_of
 from vexport.outputs.replaceable import RECIPE
 from vexport.types import Json, TensorInfo
 

@@ -14,8 +14,7 @@ from vexport.checkpoint.source import pinned_source, resolve_source, source_head
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError, nearest
 from vexport.extras import require_extra
-from vexport.kernels.compiling import watch_compilation
-from vexport.observer_names import OBSERVERS
+from vexport.numerics.compiling import watch_compilation
 from vexport.outputs import (
     NamedPath,
     refuse_existing,
@@ -43,6 +42,7 @@ from vexport.sensitivity.auto import plan_mixed
 from vexport.sensitivity.units import Unit
 from vexport.terminal import OnProgress
 from vexport.types import Calibration, Plan, SchemeTable, Sensitivity
+from vexport.types.observer_names import OBSERVERS
 
 if TYPE_CHECKING:
     from vexport.calibration import Samples

@@ -18,7 +18,6 @@ from typing import TextIO
 
 import numpy as np
 
-from vexport import observer_names
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
@@ -34,18 +33,27 @@ from vexport.checkpoint.writer import (
 )
 from vexport.errors import InputError
 from vexport.files import digest_bytes, write_text
-from vexport.kernels.codes import largest_magnitude
+from vexport.numerics.codes import largest_magnitude
+from vexport.numerics.scales import fp8_scale_of, global_scale_of
 from vexport.outputs.replaceable import RECIPE
 from vexport.packing import PACKINGS, Known, Packing, Scales
 from vexport.packing.base import STORAGES, kernel_input, not_finite, shares_scale
 from vexport.packing.kv_cache import kv_scales
-from vexport.packing.scales import fp8_scale_of, global_scale_of
 from vexport.plan import blocks, output_blocks
 from vexport.plan.blocks import group_layout
 from vexport.plan.needs import needs_calibration, needs_search
 from vexport.schemes import get_scheme
 from vexport.schemes.config import quantization_config
-from vexport.types import AttentionLayer, Calibration, FusionGroup, Json, LinearPlan, Plan, TensorInfo
+from vexport.types import (
+    AttentionLayer,
+    Calibration,
+    FusionGroup,
+    Json,
+    LinearPlan,
+    Plan,
+    TensorInfo,
+    observer_names,
+)
 from vexport.version import __version__
 
 Progress = Callable[[int, int], None]

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import read_tensor, read_weight
-from vexport.noise import NONE, noise_of
+from vexport.numerics.constants import INT32_BITS
+from vexport.numerics.metrics import NONE, noise_of
 from vexport.schemes import get_scheme
 from vexport.schemes.base import QuantArgs, SchemeArgs
-from vexport.schemes.integer import INT32_BITS
 from vexport.types import Finding, FusionGroup, LayerError, LinearPlan, Plan
 
 CHECK = "roundtrip"

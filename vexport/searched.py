@@ -9,12 +9,12 @@ import torch
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
-from vexport.observer_names import MIN_MAX
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
 from vexport.packing import Scales
 from vexport.packing.base import not_finite
 from vexport.schemes import get_scheme
 from vexport.types import Calibration, FusionGroup, LinearPlan
+from vexport.types.observer_names import MIN_MAX
 
 # The format whose scales have the weight's dtype: searches see them rounded to that. A min-max scale has no
 # such choice, and its zero point is that of the scale before it is rounded, as in compressed-tensors.

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vexport.checkpoint.tensors import as_tensor
-from vexport.kernels.codes import largest_magnitude
+from vexport.numerics.codes import largest_magnitude
 from vexport.observers import QParamsDict
 from vexport.packing import PACKINGS, Known, Scales
 from vexport.packing.base import STORAGES, Array, kernel_input, shares_scale

@@ -11,8 +11,8 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from tests.kernels.pack import NAMES, as_scales, bits_of, pack
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.errors import InputError
-from vexport.kernels.arithmetic import E2M1, E4M3, F32
-from vexport.kernels.codes import e2m1_code, e4m3_code, e4m3_value, largest_magnitude, pack_bits
+from vexport.numerics.arithmetic import E2M1, E4M3, F32
+from vexport.numerics.codes import e2m1_code, e4m3_code, e4m3_value, largest_magnitude, pack_bits
 from vexport.observers import QParamsDict, load_observer
 from vexport.packing.base import STORAGES, kernel_input
 from vexport.quantize import runs

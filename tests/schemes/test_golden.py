@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kernels.pack import as_scales, pack
-from vexport.kernels.codes import pack_bits
+from vexport.numerics.codes import pack_bits
 from vexport.observers import QParamsDict
 from vexport.roundtrip import unpack_int32
 from vexport.schemes import FAMILIES, get_scheme

@@ -11,7 +11,7 @@ from tests.models import save_llama
 from vexport import roundtrip
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checks import check_checkpoint
-from vexport.noise import noise_of
+from vexport.numerics.metrics import noise_of
 from vexport.pipeline import plan_source, rules_for
 from vexport.plan import Settings, require_accepted
 from vexport.quantize import quantize

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from vexport import observer_names
 from vexport.calibration.attention import CachedStates, watching_attention
 from vexport.calibration.capture import Forward, replaced_forwards
 from vexport.calibration.experts import ExpertLayers, runner_of
@@ -23,7 +22,7 @@ from vexport.observers import (
     load_observer,
 )
 from vexport.schemes import get_scheme
-from vexport.types import LinearPlan, Plan
+from vexport.types import LinearPlan, Plan, observer_names
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
 # Observers whose statistics follow from the extremes of an observation, and strategies that group channels.

@@ -8,8 +8,9 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.tensors.casts import rounded, survives
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout
-from vexport.checks.vllm.expected import INT32_BITS, Expected, layer_sides, parameters_of
+from vexport.checks.vllm.expected import Expected, layer_sides, parameters_of
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
+from vexport.numerics.constants import INT32_BITS
 from vexport.schemes import fp8
 from vexport.schemes.base import EXPERT, SchemeArgs, Share, is_head
 from vexport.types import Finding, TensorInfo

@@ -14,6 +14,7 @@ from vexport.checks.tensors.kept import empty
 from vexport.checks.tensors.scales import PLACEHOLDER
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
+from vexport.numerics.constants import E8M0_NAN
 from vexport.types import Finding, TensorInfo
 
 NAME = "values"
@@ -26,8 +27,6 @@ LEAST_INPUT_GLOBAL_SCALE = 0.04
 MOST_INPUT = 65504.0
 # The typical weight of a layer, told from its scales: trained models have 1e-3 to 0.5.
 LEAST_TYPICAL, MOST_TYPICAL = 1e-5, 1.25
-# e8m0 exponents: 255 is NaN, no value is zero or negative (OCP Microscaling Formats, revision 1.0).
-E8M0_NAN = 255
 # NVFP4's largest block of a layer, or of the layers that share a global scale, has the scale 448. Searches
 # for less error end lower, other numbers in the place of scales much lower.
 LEAST_LARGEST_BLOCK = 448 / 8

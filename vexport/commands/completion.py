@@ -29,7 +29,7 @@ def complete_observer(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Observers that begin so, with what they do."""
-    from vexport.observer_names import OBSERVERS
+    from vexport.types.observer_names import OBSERVERS
 
     return [
         CompletionItem(name, help=observer.summary)

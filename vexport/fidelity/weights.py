@@ -10,7 +10,7 @@ from vexport.checks.vllm.layers import Layer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.counterparts import Pieces
 from vexport.fidelity.dequantize import as_loaded, weight_of
-from vexport.noise import EXACT_DB
+from vexport.numerics.metrics import EXACT_DB
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.rounding import fake_quantize
 from vexport.roundtrip import row_runs, rows_of

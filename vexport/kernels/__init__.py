@@ -1,5 +1,1 @@
-"""Kernels for the CPU, compiled by numba at their first use and cached; no module here loads torch."""
-
-from vexport.kernels.cache import use_cache
-
-use_cache()
+"""Kernels that pack weights, one file a storage format, compiled by numba; no module here loads torch."""

@@ -2,11 +2,13 @@
 
 import numpy as np
 
-from vexport.kernels.arithmetic import E4M3, F32, Bits, Floats, widen
-from vexport.kernels.codes import FLOAT32_EPS, SPAN, Bytes, e4m3_codes, kernel, largest_magnitude, spread
+from vexport.numerics.arithmetic import E4M3, F32, Bits, Floats, widen
+from vexport.numerics.codes import SPAN, Bytes, e4m3_codes, largest_magnitude, spread
+from vexport.numerics.constants import FLOAT32_EPS
+from vexport.numerics.jit import compiled
 
 
-@kernel
+@compiled()
 def find_scales(weight: Bits, storage: int, wide: int, scales: Floats) -> None:
     """The min-max scale of every `wide` columns of `weight`; infinite where a value is not finite."""
     for block in range(scales.size):
@@ -18,7 +20,7 @@ def find_scales(weight: Bits, storage: int, wide: int, scales: Floats) -> None:
         scales[block] = scale if scale else F32(FLOAT32_EPS)
 
 
-@kernel
+@compiled()
 def pack(weight: Bits, storage: int, high: int, wide: int, scales: Floats, given: bool, codes: Bytes) -> None:
     """Quantize a weight (rows, columns) in blocks of `high` rows and `wide` columns, the last ones smaller.
 

@@ -4,17 +4,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vexport.kernels.arithmetic import (
+from vexport.numerics.arithmetic import (
     F32,
     I32,
     Bits,
     Floats,
     as_stored,
     value_range,
-    wide_vectors,
     widen,
 )
-from vexport.kernels.codes import FLOAT32_EPS, Bytes, kernel, largest_magnitude, pack_bits, spread
+from vexport.numerics.codes import Bytes, largest_magnitude, pack_bits, spread
+from vexport.numerics.constants import FLOAT32_EPS
+from vexport.numerics.jit import compiled, wide_vectors
 
 
 class Integers(NamedTuple):
@@ -30,14 +31,14 @@ class Integers(NamedTuple):
     scale_storage: int
 
 
-@kernel
+@compiled()
 def symmetric_scale(group: Bits, storage: int, bits: int) -> np.float32:
     """The min-max scale of a group; infinite where a value is not finite."""
     scale = F32(largest_magnitude(group, storage) / F32(F32(2**bits - 1) / F32(2.0)))
     return scale if scale else F32(FLOAT32_EPS)
 
 
-@kernel
+@compiled()
 def scale_and_zero(group: Bits, storage: int, bits: int, values: Floats) -> tuple[np.float32, np.float32]:
     """Min-max scale and zero point of a group; infinite where a value is not finite."""
     widen(values[: group.size], group, storage)
@@ -52,7 +53,7 @@ def scale_and_zero(group: Bits, storage: int, bits: int, values: Floats) -> tupl
     return scale, min(max(zero, smallest), F32(-smallest - F32(1.0)))
 
 
-@kernel
+@compiled()
 def find_scales(
     row: Bits, storage: int, form: Integers, scales: Floats, zeros: Floats, values: Floats
 ) -> None:
@@ -66,7 +67,7 @@ def find_scales(
             scales[group], zeros[group] = scale_and_zero(part, storage, form.bits, values)
 
 
-@kernel
+@compiled()
 def quantize(values: Floats, steps: Floats, zeros: Floats, form: Integers, codes: Bytes) -> None:
     """The code of each value in units of its step; a step of zero makes it the code of zero."""
     wide_vectors()
@@ -78,7 +79,7 @@ def quantize(values: Floats, steps: Floats, zeros: Floats, form: Integers, codes
         codes[i] = np.uint8(I32(I32(np.rint(min(max(scaled, smallest), largest))) - I32(form.base)))
 
 
-@kernel
+@compiled()
 def pack(
     weight: Bits, storage: int, form: Integers, scales: Floats, zeros: Floats, given: bool, packed: Bytes
 ) -> None:

@@ -2,52 +2,48 @@
 
 import numpy as np
 
-from vexport.kernels.arithmetic import F32, I32, Bits, Floats, as_float, widen
-from vexport.kernels.codes import (
+from vexport.numerics.arithmetic import F32, I32, Bits, Floats, as_float, widen
+from vexport.numerics.codes import (
     FLOAT32_MANTISSA,
     MAGNITUDE,
     SPAN,
     Bytes,
     e2m1_codes,
     e4m3_codes,
-    kernel,
     pack_bits,
 )
+from vexport.numerics.constants import E2M1_EXPONENT, E4M3_EXPONENT, E8M0_NAN, MX_GROUP
+from vexport.numerics.jit import compiled
 
-GROUP_SIZE = 32
-# A maximum of 1.75 times a power of two is rounded up to the next; scales are lowered by the exponent of the
-# format's largest number (mx_scale of vexport.observers.qparams).
+# A maximum of 1.75 times a power of two is rounded up to the next (mx_scale of vexport.observers.qparams).
 ROUND_UP = 1 << 21
-E2M1_EXPONENT, E4M3_EXPONENT = 2, 8
-# The exponent that stands for what is not finite.
-NOT_FINITE = 0xFF
 
 
-@kernel
+@compiled()
 def find_scales(values: Floats, bits: int, scales: Bytes) -> None:
     """The exponent, biased by 127, of the min-max scale of every 32 values; 255 where one is not finite."""
     lowered = I32(E2M1_EXPONENT if bits == 4 else E4M3_EXPONENT)
     stored = values.view(np.int32)
     for group in range(scales.size):
         most = I32(0)
-        for i in range(GROUP_SIZE):
-            most = max(most, I32(stored[group * GROUP_SIZE + i] & I32(MAGNITUDE)))
+        for i in range(MX_GROUP):
+            most = max(most, I32(stored[group * MX_GROUP + i] & I32(MAGNITUDE)))
         exponent = I32(I32(I32(most + I32(ROUND_UP)) >> I32(FLOAT32_MANTISSA)) - lowered)
-        finite = most < I32(NOT_FINITE << FLOAT32_MANTISSA)
-        scales[group] = np.uint8(max(exponent, I32(0)) if finite else I32(NOT_FINITE))
+        finite = most < I32(E8M0_NAN << FLOAT32_MANTISSA)
+        scales[group] = np.uint8(max(exponent, I32(0)) if finite else I32(E8M0_NAN))
 
 
-@kernel
+@compiled()
 def find_steps(scales: Bytes, steps: Floats) -> None:
     """The step of each value, from the exponent of every 32."""
     for group in range(scales.size):
         exponent = I32(I32(scales[group]) << I32(FLOAT32_MANTISSA))
         step = as_float(exponent) if scales[group] else F32(2.0**-127)
-        for i in range(GROUP_SIZE):
-            steps[group * GROUP_SIZE + i] = step
+        for i in range(MX_GROUP):
+            steps[group * MX_GROUP + i] = step
 
 
-@kernel
+@compiled()
 def pack(weight: Bits, storage: int, bits: int, scales: Bytes, given: bool, packed: Bytes) -> None:
     """Quantize a flat weight in groups of 32 to floats of 4 or 8 bits.
 
@@ -58,7 +54,7 @@ def pack(weight: Bits, storage: int, bits: int, scales: Bytes, given: bool, pack
     for start in range(0, weight.size, SPAN):
         end = min(start + SPAN, weight.size)
         widen(values[: end - start], weight[start:end], storage)
-        groups = scales[start // GROUP_SIZE : end // GROUP_SIZE]
+        groups = scales[start // MX_GROUP : end // MX_GROUP]
         if not given:
             find_scales(values, bits, groups)
         find_steps(groups, steps)

@@ -2,45 +2,42 @@
 
 import numpy as np
 
-from vexport.kernels.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, widen
-from vexport.kernels.codes import (
+from vexport.numerics.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, widen
+from vexport.numerics.codes import (
     MAGNITUDE,
     SPAN,
     Bytes,
     e2m1_codes,
     e4m3_code,
     e4m3_value,
-    kernel,
     pack_nibbles,
 )
-
-GROUP_SIZE = 16
-# The code of 0.125, which the scale of a group of zeros becomes (E4M3_EPS of vexport.observers.qparams).
-ZERO_GROUP_CODE = 0x20
+from vexport.numerics.constants import E4M3_EPS_CODE, NVFP4_GROUP
+from vexport.numerics.jit import compiled
 
 
-@kernel
+@compiled()
 def find_scales(values: Floats, global_scale: np.float32, scales: Bytes) -> None:
     """The e4m3 code of the min-max scale of every 16 values."""
     bits = values.view(np.int32)
     for group in range(scales.size):
         most = I32(0)
-        for i in range(GROUP_SIZE):
-            most = max(most, I32(bits[group * GROUP_SIZE + i] & I32(MAGNITUDE)))
+        for i in range(NVFP4_GROUP):
+            most = max(most, I32(bits[group * NVFP4_GROUP + i] & I32(MAGNITUDE)))
         code = e4m3_code(F32(as_float(most) / E2M1.high) * global_scale, F32(1.0))
-        scales[group] = code if code else np.uint8(ZERO_GROUP_CODE)
+        scales[group] = code if code else np.uint8(E4M3_EPS_CODE)
 
 
-@kernel
+@compiled()
 def find_steps(scales: Bytes, global_scale: np.float32, steps: Floats) -> None:
     """The step of each value, from the scale of every 16."""
     for group in range(scales.size):
         step = F32(e4m3_value(scales[group]) / global_scale)
-        for i in range(GROUP_SIZE):
-            steps[group * GROUP_SIZE + i] = step
+        for i in range(NVFP4_GROUP):
+            steps[group * NVFP4_GROUP + i] = step
 
 
-@kernel
+@compiled()
 def pack(
     weight: Bits, storage: int, global_scale: np.float32, scales: Bytes, given: bool, packed: Bytes
 ) -> None:
@@ -53,7 +50,7 @@ def pack(
     for start in range(0, weight.size, SPAN):
         end = min(start + SPAN, weight.size)
         widen(values[: end - start], weight[start:end], storage)
-        groups = scales[start // GROUP_SIZE : end // GROUP_SIZE]
+        groups = scales[start // NVFP4_GROUP : end // NVFP4_GROUP]
         if not given:
             find_scales(values, global_scale, groups)
         find_steps(groups, global_scale, steps)
@@ -61,7 +58,7 @@ def pack(
         pack_nibbles(codes[: end - start], packed[start // 2 : end // 2])
 
 
-@kernel
+@compiled()
 def encode(scales: Floats, codes: Bytes) -> None:
     """The e4m3 codes of scales that are e4m3 numbers."""
     for i in range(codes.size):

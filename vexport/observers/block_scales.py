@@ -5,8 +5,8 @@ On the CPU a compiled kernel does it; this torch version does the rest and defin
 
 import torch
 
+from vexport.numerics.constants import E2M1_MAX, E4M3_EPS, E4M3_MAX
 from vexport.observers.kernels.tiles import nvfp4_scales_of_tile, serves_nvfp4
-from vexport.observers.qparams import E4M3_EPS, FP4_MAX, FP8_MAX
 from vexport.observers.rounding import round_to_e2m1
 from vexport.observers.search import Search
 from vexport.observers.tiles import Tiles
@@ -65,7 +65,7 @@ def _best_block_scale(
     for offset in range(int((first - last).max()) + 1):
         scale = _nonzero(first - offset)
         step = scale / global_scale
-        clipped = weight * (absmax - FP4_MAX * step).clamp_(min=0).pow_(norm)
+        clipped = weight * (absmax - E2M1_MAX * step).clamp_(min=0).pow_(norm)
         if offset and bool((clipped >= least).all()):
             break
         error = block_errors(values, step, norm, importance)
@@ -81,7 +81,7 @@ def candidate_codes(
 
     Bit patterns of positive e4m3 numbers are consecutive integers in the order of their values.
     """
-    scale = absmax * global_scale / FP4_MAX
+    scale = absmax * global_scale / E2M1_MAX
     largest = _e4m3_code(scale * (bounds[1] * (1 + CANDIDATE_SLACK)))
     return largest.clamp_(min=1), _e4m3_code(scale * (bounds[0] * (1 - CANDIDATE_SLACK)))
 
@@ -98,7 +98,7 @@ def block_errors(
 
 
 def _e4m3_code(value: torch.Tensor) -> torch.Tensor:
-    return value.clamp(max=FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
+    return value.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
 
 
 def _nonzero(code: torch.Tensor) -> torch.Tensor:

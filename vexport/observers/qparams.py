@@ -6,20 +6,19 @@ Symmetric scales are absmax / (range / 2): FP4 /6, FP8 /448, INT4 /7.5, INT8 /12
 
 import torch
 
+from vexport.numerics.constants import (
+    E2M1_EXPONENT,
+    E2M1_MAX,
+    E4M3_EPS,
+    E4M3_EXPONENT,
+    E4M3_MAX,
+    E8M0_BIAS,
+    FLOAT32_EPS,
+    GLOBAL_SCALE_NUMERATOR,
+)
 from vexport.observers.args import ObserverArgs, is_float, is_mx, plain
 
-FP4_MAX = 6.0
-FP8_MAX = 448.0
-# The global scale maps the largest block scale to the largest e4m3 value (generate_gparam, same file).
-GLOBAL_SCALE_NUMERATOR = FP8_MAX * FP4_MAX
-# What a zero scale becomes: the step of e4m3 at one for block scales, of float32 otherwise
-# (calculate_qparams: `torch.finfo(dtype).eps`).
-E4M3_EPS = 0.125
-FLOAT32_EPS = float(torch.finfo(torch.float32).eps)
-# MX: exponents are biased by 127 and lowered by floor(log2(6)) or floor(log2(448))
-# (compressed_tensors/quantization/utils/mxfp_utils.py).
-E8M0_BIAS = 127
-MX_OFFSET = {4: 2, 8: 8}
+MX_EXPONENT = {4: E2M1_EXPONENT, 8: E4M3_EXPONENT}
 # Dtypes of fewer bits that scales are stored in; all others are float32's or kinds of their own (NVFP4, MX).
 STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,7 +27,7 @@ def quantized_range(args: ObserverArgs) -> tuple[float, float]:
     """Smallest and largest representable value."""
     if not is_float(args):
         return -(2.0 ** (args.num_bits - 1)), 2.0 ** (args.num_bits - 1) - 1
-    largest = {4: FP4_MAX, 8: FP8_MAX}.get(args.num_bits)
+    largest = {4: E2M1_MAX, 8: E4M3_MAX}.get(args.num_bits)
     if largest is None:
         raise ValueError(f"float with {args.num_bits} bits: need 4 (e2m1) or 8 (e4m3)")
     return -largest, largest
@@ -64,7 +63,7 @@ def scale_and_zero_point(
     else:
         scale = (high - low) / (largest - smallest)
     if global_scale is not None:
-        scale = (scale * global_scale).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+        scale = (scale * global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
     elif not is_mx(args):
         scale = scale.to(stored_dtype(args)).to(torch.float32)
     scale = torch.where(scale == 0, E4M3_EPS if global_scale is not None else FLOAT32_EPS, scale)
@@ -83,5 +82,6 @@ def mx_scale(absmax: torch.Tensor, num_bits: int) -> torch.Tensor:
     bits = absmax.to(torch.float32).view(torch.int32)
     biased = (bits + (1 << 21)) >> 23
     return torch.ldexp(
-        torch.ones_like(absmax, dtype=torch.float32), (biased - MX_OFFSET[num_bits]).clamp(0, 255) - E8M0_BIAS
+        torch.ones_like(absmax, dtype=torch.float32),
+        (biased - MX_EXPONENT[num_bits]).clamp(0, 255) - E8M0_BIAS,
     )

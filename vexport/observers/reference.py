@@ -6,13 +6,9 @@ utils/helpers.py (calculate_qparams, generate_gparam), utils/mxfp_utils.py and l
 
 import torch
 
+from vexport.numerics.constants import E4M3_EPS, GLOBAL_SCALE_NUMERATOR
 from vexport.observers.args import ObserverArgs, is_float, is_mx, plain
-from vexport.observers.qparams import (
-    E4M3_EPS,
-    GLOBAL_SCALE_NUMERATOR,
-    mx_scale,
-    quantized_range,
-)
+from vexport.observers.qparams import mx_scale, quantized_range
 from vexport.observers.rounding import round_to_format
 from vexport.observers.search import Search
 

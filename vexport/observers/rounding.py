@@ -2,8 +2,9 @@
 
 import torch
 
+from vexport.numerics.constants import E2M1_MAX
 from vexport.observers.args import ObserverArgs, is_float
-from vexport.observers.qparams import FP4_MAX, quantized_range
+from vexport.observers.qparams import quantized_range
 
 
 def round_to_format(scaled: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
@@ -24,7 +25,7 @@ def round_to_e2m1(value: torch.Tensor) -> torch.Tensor:
     """
     magnitude = value.abs()
     step = torch.full_like(magnitude, 0.5).masked_fill_(magnitude >= 2, 1.0).masked_fill_(magnitude >= 4, 2.0)
-    return value.div(step).round_().mul_(step).clamp_(-FP4_MAX, FP4_MAX)
+    return value.div(step).round_().mul_(step).clamp_(-E2M1_MAX, E2M1_MAX)
 
 
 def fake_quantize(

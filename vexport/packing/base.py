@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.errors import InputError
-from vexport.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32, Bits, Floats
+from vexport.numerics.arithmetic import BFLOAT16, FLOAT16, FLOAT32, Bits, Floats
 from vexport.schemes.base import QuantArgs
 from vexport.types import LinearPlan
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from vexport.kernels import fp8
-from vexport.kernels.arithmetic import Bits, Floats
+from vexport.numerics.arithmetic import Bits, Floats
+from vexport.numerics.scales import fp8_scale_of
 from vexport.packing.base import STORAGES, Array, Known, require_finite
-from vexport.packing.scales import fp8_scale_of
 from vexport.schemes.base import QuantArgs
 from vexport.schemes.fp8 import scale_shape
 from vexport.types import LinearPlan

@@ -3,11 +3,12 @@
 import numpy as np
 
 from vexport.kernels import integer
-from vexport.kernels.arithmetic import FLOAT32, Bits, Floats
-from vexport.kernels.codes import pack_bits
+from vexport.numerics.arithmetic import FLOAT32, Bits, Floats
+from vexport.numerics.codes import pack_bits
+from vexport.numerics.constants import INT32_BITS
 from vexport.packing.base import STORAGES, Array, Bytes, Known, require_finite
 from vexport.schemes.base import QuantArgs
-from vexport.schemes.integer import INT32_BITS, words
+from vexport.schemes.integer import words
 from vexport.types import LinearPlan
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from vexport.errors import InputError
-from vexport.kernels.arithmetic import Floats
-from vexport.packing.scales import fp8_scale_of
+from vexport.numerics.arithmetic import Floats
+from vexport.numerics.scales import fp8_scale_of
 from vexport.types import AttentionLayer, HeadRanges, KeyValueRanges
 
 

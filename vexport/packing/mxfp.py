@@ -3,8 +3,9 @@
 import numpy as np
 
 from vexport.kernels import mxfp
-from vexport.kernels.arithmetic import Bits, Floats
-from vexport.kernels.codes import FLOAT32_MANTISSA
+from vexport.numerics.arithmetic import Bits, Floats
+from vexport.numerics.codes import FLOAT32_MANTISSA
+from vexport.numerics.constants import E8M0_NAN, MX_GROUP
 from vexport.packing.base import STORAGES, Array, Bytes, Known, not_finite
 from vexport.schemes.base import QuantArgs
 from vexport.types import LinearPlan
@@ -19,7 +20,7 @@ class MxfpPacking:
         self._member = member
         self._storage = STORAGES[dtype]
         self._bits = args.num_bits
-        shape = (member.out_features, member.in_features // mxfp.GROUP_SIZE)
+        shape = (member.out_features, member.in_features // MX_GROUP)
         self._given = known.scales is not None
         self._scales: Bytes = np.empty(shape, np.uint8)
         if known.scales is not None:
@@ -30,7 +31,7 @@ class MxfpPacking:
         scales = self._scales[first : first + rows.shape[0]].reshape(-1)
         packed = np.empty(rows.size * self._bits // 8, np.uint8)
         mxfp.pack(rows.reshape(-1), self._storage, self._bits, scales, self._given, packed)
-        if (scales == mxfp.NOT_FINITE).any():
+        if (scales == E8M0_NAN).any():
             raise not_finite(self._member)
         return packed
 

@@ -3,9 +3,10 @@
 import numpy as np
 
 from vexport.kernels import nvfp4
-from vexport.kernels.arithmetic import Bits
+from vexport.numerics.arithmetic import Bits
+from vexport.numerics.constants import NVFP4_GROUP
+from vexport.numerics.scales import global_scale_of
 from vexport.packing.base import STORAGES, Array, Bytes, Known
-from vexport.packing.scales import global_scale_of
 from vexport.schemes.base import QuantArgs
 from vexport.types import LinearPlan
 
@@ -18,7 +19,7 @@ class Nvfp4Packing:
     def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known) -> None:
         self._storage = STORAGES[dtype]
         self._given = known.scales is not None
-        shape = (member.out_features, member.in_features // nvfp4.GROUP_SIZE)
+        shape = (member.out_features, member.in_features // NVFP4_GROUP)
         self._scales: Bytes = np.empty(shape, np.uint8)
         if known.scales is not None:
             assert known.scales.global_scale is not None

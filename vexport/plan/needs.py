@@ -1,8 +1,7 @@
 """What quantizing by a plan needs beyond the weights: calibration data, a search for scales."""
 
-from vexport import observer_names
 from vexport.schemes import get_scheme
-from vexport.types import Plan
+from vexport.types import Plan, observer_names
 
 
 def needs_calibration(plan: Plan) -> bool:

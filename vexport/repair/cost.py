@@ -3,7 +3,7 @@
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Source
-from vexport.noise import noise_of
+from vexport.numerics.metrics import noise_of
 from vexport.repair.mends import WeightChange
 
 

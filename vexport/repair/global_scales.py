@@ -12,8 +12,8 @@ from vexport.checks.vllm.layers import Layer, layers_of, single_value
 from vexport.checks.vllm.view import CheckpointView, FusedLinear
 from vexport.fidelity.dequantize import read_parameters, weight_of
 from vexport.fidelity.source import Source
-from vexport.noise import noise_of
-from vexport.observers.qparams import FP8_MAX
+from vexport.numerics.constants import E4M3_MAX
+from vexport.numerics.metrics import noise_of
 from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
 from vexport.repair.requantize import requantized
 from vexport.types import TensorInfo, TensorSpec
@@ -131,7 +131,7 @@ def _rescaled(view: CheckpointView, layer: Layer, shared: float) -> Mapping[str,
         view, {parameter: layer.parameters[parameter] for parameter in ("weight_scale", WEIGHT)}
     )
     own, scale = stored[WEIGHT].to(torch.float64), stored["weight_scale"].to(torch.float64)
-    rescaled = (scale * (shared / own)).clamp(max=FP8_MAX)
+    rescaled = (scale * (shared / own)).clamp(max=E4M3_MAX)
     rescaled = torch.where(scale > 0, rescaled.clamp(min=E4M3_SMALLEST), scale)
     return {
         "weight_scale": rescaled.to(torch.float32).to(stored["weight_scale"].dtype),

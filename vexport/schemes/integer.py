@@ -6,10 +6,10 @@ compressed_tensors_w4a8_fp8.py in vllm/model_executor/layers/quantization/compre
 
 from dataclasses import dataclass
 
+from vexport.numerics.constants import INT32_BITS
 from vexport.schemes.base import SchemeArgs, Share, whole_groups
 from vexport.types import LinearPlan, TensorSpec
 
-INT32_BITS = 32
 # CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
 # compressed_tensors_moe_w4a8_fp8.py for routed experts.
 W4AFP8_TILE = 128

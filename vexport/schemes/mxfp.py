@@ -6,10 +6,9 @@ vllm/model_executor/layers/quantization/compressed_tensors/schemes.
 
 from dataclasses import dataclass
 
+from vexport.numerics.constants import MX_GROUP
 from vexport.schemes.base import SchemeArgs, Share, whole_groups
 from vexport.types import LinearPlan, TensorSpec
-
-GROUP_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +25,12 @@ class Mxfp4Family:
         rows, columns, name = linear.out_features, linear.in_features, linear.name
         return (
             TensorSpec(name=f"{name}.weight_packed", dtype="U8", shape=(rows, columns // 2)),
-            TensorSpec(name=f"{name}.weight_scale", dtype="U8", shape=(rows, columns // GROUP_SIZE)),
+            TensorSpec(name=f"{name}.weight_scale", dtype="U8", shape=(rows, columns // MX_GROUP)),
         )
 
     def misfit(self, args: SchemeArgs, share: Share) -> str | None:
         """in_features must be a multiple of 32."""
-        return whole_groups(share, GROUP_SIZE)
+        return whole_groups(share, MX_GROUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +47,12 @@ class Mxfp8Family:
         rows, columns, name = linear.out_features, linear.in_features, linear.name
         return (
             TensorSpec(name=f"{name}.weight", dtype="F8_E4M3", shape=(rows, columns)),
-            TensorSpec(name=f"{name}.weight_scale", dtype="U8", shape=(rows, columns // GROUP_SIZE)),
+            TensorSpec(name=f"{name}.weight_scale", dtype="U8", shape=(rows, columns // MX_GROUP)),
         )
 
     def misfit(self, args: SchemeArgs, share: Share) -> str | None:
         """in_features must be a multiple of 32."""
-        return whole_groups(share, GROUP_SIZE)
+        return whole_groups(share, MX_GROUP)
 
 
 MXFP4_FAMILY = Mxfp4Family()

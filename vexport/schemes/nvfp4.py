@@ -5,10 +5,9 @@ Layout: vllm/model_executor/layers/quantization/compressed_tensors/schemes/compr
 
 from dataclasses import dataclass
 
+from vexport.numerics.constants import NVFP4_GROUP
 from vexport.schemes.base import SchemeArgs, Share, whole_groups
 from vexport.types import LinearPlan, TensorSpec
-
-GROUP_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class Nvfp4Family:
         rows, columns, name = linear.out_features, linear.in_features, linear.name
         weight = (
             TensorSpec(name=f"{name}.weight_packed", dtype="U8", shape=(rows, columns // 2)),
-            TensorSpec(name=f"{name}.weight_scale", dtype="F8_E4M3", shape=(rows, columns // GROUP_SIZE)),
+            TensorSpec(name=f"{name}.weight_scale", dtype="F8_E4M3", shape=(rows, columns // NVFP4_GROUP)),
             TensorSpec(name=f"{name}.weight_global_scale", dtype="F32", shape=(1,)),
         )
         if args.input_activations is None:
@@ -34,7 +33,7 @@ class Nvfp4Family:
 
     def misfit(self, args: SchemeArgs, share: Share) -> str | None:
         """in_features must be a multiple of 16."""
-        return whole_groups(share, GROUP_SIZE)
+        return whole_groups(share, NVFP4_GROUP)
 
 
 FAMILY = Nvfp4Family()

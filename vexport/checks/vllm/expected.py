@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.scheme import SchemeKind, scheme_of
+from vexport.numerics.constants import INT32_BITS
 from vexport.types import TensorInfo
 
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
 # Global scales are float32 by definition: another dtype has rounded them.
 GLOBAL_SCALES = frozenset({"F32"})
-INT32_BITS = 32
 FP4 = (SchemeKind.NVFP4, SchemeKind.MXFP4)
 E4M3 = (SchemeKind.FP8, SchemeKind.MXFP8)
 # Schemes that may quantize inputs with a scale of the checkpoint.

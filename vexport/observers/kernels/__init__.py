@@ -11,7 +11,7 @@ import numba
 import numpy as np
 import torch
 
-from vexport.kernels.arithmetic import (
+from vexport.numerics.arithmetic import (
     BFLOAT16,
     E2M1,
     E4M3,
@@ -22,6 +22,7 @@ from vexport.kernels.arithmetic import (
     Format,
     integer_format,
 )
+from vexport.numerics.constants import NVFP4_GROUP
 from vexport.observers.kernels.counts import PATTERNS, add_counts
 from vexport.observers.kernels.grid import (
     TASK_VALUES,
@@ -31,7 +32,7 @@ from vexport.observers.kernels.grid import (
     tensor_errors,
     tensor_ranges,
 )
-from vexport.observers.kernels.nvfp4 import GROUP_SIZE, NVFP4Search, search_block_scales
+from vexport.observers.kernels.nvfp4 import NVFP4Search, search_block_scales
 
 # Each thread that counts has half a megabyte of its own.
 COUNTING_TASKS = 16
@@ -153,7 +154,7 @@ def search_nvfp4_scales(
     A scale that would round to zero is the smallest e4m3 number, that of a group of zeros is 0.125.
     """
     bits, storage = stored_bits(weight)
-    codes = np.empty((weight.shape[0], weight.shape[1] // GROUP_SIZE), dtype=np.uint8)
+    codes = np.empty((weight.shape[0], weight.shape[1] // NVFP4_GROUP), dtype=np.uint8)
     weights = importance_rows(importance, weight.shape[1])[0]
     limits = NVFP4Search(
         np.float32(global_scale), np.float32(largest), np.float32(smallest), np.float32(norm)

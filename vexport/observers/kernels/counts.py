@@ -4,7 +4,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from vexport.kernels.arithmetic import Bits, compiled
+from vexport.numerics.arithmetic import (
+    Bits,
+)
+from vexport.numerics.jit import compiled
 
 Counts = npt.NDArray[np.int64]
 

@@ -5,21 +5,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vexport.kernels.arithmetic import (
+from vexport.numerics.arithmetic import (
     F32,
     I32,
-    LANES,
-    MULTIPLY_ADD,
     ROUNDER,
     Floats,
     Format,
     as_float,
-    compiled,
     power,
     power_6_5,
     round_to,
-    wide_vectors,
 )
+from vexport.numerics.jit import LANES, MULTIPLY_ADD, compiled, wide_vectors
 
 Doubles = npt.NDArray[np.float64]
 

@@ -9,23 +9,22 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from vexport.kernels.arithmetic import (
+from vexport.numerics.arithmetic import (
     F32,
     I32,
-    MULTIPLY_ADD,
     Bits,
     Floats,
     Format,
     as_float,
     as_stored,
-    compiled,
     nearest,
     power,
     power_of_two_below,
     value_range,
-    wide_vectors,
     widen,
 )
+from vexport.numerics.constants import FLOAT32_EPS
+from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 from vexport.observers.kernels.errors import (
     CHUNK,
     Doubles,
@@ -40,8 +39,6 @@ Indices = npt.NDArray[np.int64]
 
 # What the largest value of a group is brought to before it is searched: scales are then near one.
 UNIT = 64.0
-# What a zero scale becomes (FLOAT32_EPS of vexport.observers.qparams).
-ZERO_SCALE = F32(2.0**-23)
 # Values that one thread takes at a time: of groups at least, of a whole tensor at most.
 TASK_VALUES = 1 << 13
 TENSOR_CHUNK = 1 << 16
@@ -71,7 +68,7 @@ def steps_of(low: np.float32, high: np.float32, form: Format, unit: np.float32) 
     scale = F32(F32(high - low) / span) if form.zero_points else F32(max(-low, high) / F32(span / F32(2.0)))
     # Where a dtype has a smallest number, rounding depends on the unit.
     scale = F32(as_stored(F32(scale / unit), form.scale_storage) * unit)
-    scale = F32(ZERO_SCALE * unit) if scale == 0 else scale
+    scale = F32(F32(FLOAT32_EPS) * unit) if scale == 0 else scale
     zero = min(max(nearest(F32(form.low - F32(low / scale))), form.low), form.high)
     return Steps(scale, F32(F32(1.0) / scale), zero if form.zero_points else F32(0.0))
 

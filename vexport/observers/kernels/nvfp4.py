@@ -11,33 +11,29 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from vexport.kernels.arithmetic import (
+from vexport.numerics.arithmetic import (
     E2M1,
     E4M3,
     F32,
     I32,
-    MULTIPLY_ADD,
     Bits,
     Floats,
     as_bits,
     as_float,
-    compiled,
     power,
     power_6_5,
     power_of_two_below,
     round_to,
-    wide_vectors,
     widen,
 )
+from vexport.numerics.constants import E4M3_EPS_CODE, NVFP4_GROUP
+from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 
 Codes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int32]
 
-GROUP_SIZE = 16
 # Groups that are searched together, at most; they end together when none of them can improve.
 LANES = 128
-# The code of 0.125, which the scale of a group of zeros becomes (E4M3_EPS of vexport.observers.qparams).
-ZERO_GROUP_CODE = 0x20
 
 
 class NVFP4Search(NamedTuple):
@@ -74,7 +70,7 @@ def room_for(groups: int) -> Lanes:
     """Lanes that are not filled yet."""
     floats, codes = np.empty((6, groups), dtype=F32), np.empty((3, groups), dtype=np.int32)
     return Lanes(
-        values=np.empty((GROUP_SIZE, groups), dtype=F32),
+        values=np.empty((NVFP4_GROUP, groups), dtype=F32),
         absmax=floats[0],
         weight=floats[1],
         least=floats[2],
@@ -119,10 +115,10 @@ def distance(value: np.float32, scale: np.float32, inverse: np.float32) -> np.fl
 def transpose(target: Floats, values: Floats, unit: np.float32) -> None:
     """Write the magnitudes of `values` (groups * 16,) times `unit` to `target` (16, groups)."""
     wide_vectors()
-    for j in range(GROUP_SIZE):
+    for j in range(NVFP4_GROUP):
         row = target[j]
         for g in range(row.size):
-            row[g] = F32(abs(values[g * GROUP_SIZE + j]) * unit)
+            row[g] = F32(abs(values[g * NVFP4_GROUP + j]) * unit)
 
 
 @compiled()
@@ -131,7 +127,7 @@ def find_largest(lanes: Lanes, importance: Floats) -> None:
     wide_vectors()
     absmax, weight = lanes.absmax, lanes.weight
     absmax[:], weight[:] = F32(-1.0), F32(0.0)
-    for j in range(GROUP_SIZE):
+    for j in range(NVFP4_GROUP):
         values, weights = lanes.values[j], importance[j]
         for g in range(values.size):
             value, most, its_weight, its_most = values[g], absmax[g], weights[g], weight[g]
@@ -177,7 +173,7 @@ def write_errors(lanes: Lanes, importance: Floats, norm: np.float32) -> None:
     wide_vectors()
     scale, inverse, error = lanes.scale, lanes.inverse, lanes.error
     error[:] = F32(0.0)
-    for j in range(GROUP_SIZE):
+    for j in range(NVFP4_GROUP):
         values, weights = lanes.values[j], importance[j]
         if norm == F32(2.4):
             for g in range(values.size):
@@ -215,7 +211,7 @@ def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: C
         keep_better(lanes, offset)
         offset += 1
     for g in range(codes.size):
-        codes[g] = lanes.best[g] if lanes.absmax[g] != 0 else ZERO_GROUP_CODE
+        codes[g] = lanes.best[g] if lanes.absmax[g] != 0 else E4M3_EPS_CODE
 
 
 @compiled(parallel=True)
@@ -234,7 +230,7 @@ def search_block_scales(
     for task in prange(batches * weight.shape[0]):
         row, batch = task // batches, task % batches
         start, stop = batch * groups // batches, (batch + 1) * groups // batches
-        part = slice(start * GROUP_SIZE, stop * GROUP_SIZE)
+        part = slice(start * NVFP4_GROUP, stop * NVFP4_GROUP)
         values, lanes = np.empty(part.stop - part.start, dtype=F32), room_for(stop - start)
         weights = np.empty(lanes.values.shape, dtype=F32)
         transpose(weights, importance[part], F32(1.0))

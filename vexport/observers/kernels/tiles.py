@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from vexport.numerics.constants import NVFP4_GROUP
 from vexport.observers.args import ObserverArgs, is_float, is_mx
 from vexport.observers.kernels import (
     E2M1,
@@ -21,7 +22,6 @@ from vexport.observers.kernels import (
     shrink_errors,
 )
 from vexport.observers.kernels.counts import PATTERNS
-from vexport.observers.kernels.nvfp4 import GROUP_SIZE
 from vexport.observers.qparams import stored_dtype
 from vexport.observers.tiles import Tiles
 
@@ -102,7 +102,7 @@ def format_of(args: ObserverArgs) -> Format:
 
 def serves_nvfp4(tile: torch.Tensor) -> bool:
     """Whether `nvfp4_scales_of_tile` does this search."""
-    return serves(tile) and tile.shape[-1] == GROUP_SIZE
+    return serves(tile) and tile.shape[-1] == NVFP4_GROUP
 
 
 def nvfp4_scales_of_tile(

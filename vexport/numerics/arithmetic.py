@@ -5,18 +5,14 @@ deterministic: `contract` only lets a multiply-add be one instruction, `reassoc`
 lanes, and neither depends on the number of threads.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba import njit, types
-from numba.core.base import BaseContext
-from numba.core.typing import Context, Signature
-from numba.extending import intrinsic
 
-Function = TypeVar("Function", bound=Callable[..., object])
+from vexport.numerics.constants import E2M1_MAX, E4M3_MAX
+from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
+
 F32 = np.float32
 I32 = np.int32
 Bits = npt.NDArray[np.int32] | npt.NDArray[np.uint16]
@@ -60,50 +56,8 @@ def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> 
     return Format(F32(-largest), F32(largest), I32(EXPONENT_MASK), I32(floor), I32(rounder), False, FLOAT32)
 
 
-E4M3 = float_format(448.0, -6, 3)
-E2M1 = float_format(6.0, 0, 1)
-
-
-def compiled(
-    *, parallel: bool = False, inline: bool = False, fastmath: frozenset[str] = frozenset()
-) -> Callable[[Function], Function]:
-    """Compile at the first call; the code is kept beside the package or in the user's cache folder.
-
-    `inline` makes it part of its callers, so that their loops are turned into vector code. A division by
-    zero gives infinity or NaN.
-    """
-    decorate = njit(
-        cache=True,
-        nogil=True,
-        error_model="numpy",
-        parallel=parallel,
-        forceinline=inline,
-        fastmath=set(fastmath),
-    )
-    return cast(Callable[[Function], Function], decorate)
-
-
-MULTIPLY_ADD = frozenset({"contract"})
-LANES = frozenset({"contract", "reassoc"})
-
-
-def _generate_wide_vectors(
-    target: BaseContext, builder: ir.IRBuilder, signature: Signature, arguments: Sequence[ir.Value]
-) -> ir.Value:
-    # llvmlite's own `add` refuses attributes that have a value.
-    set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-    return target.get_dummy_value()
-
-
-def _wide_vectors(context: Context) -> tuple[Signature, object]:
-    """The function that calls this may use 512-bit vectors, which LLVM avoids by itself on many machines.
-
-    Where there are none the wish is ignored. Every function that has a loop needs it, inlined or not.
-    """
-    return types.none(), _generate_wide_vectors
-
-
-wide_vectors = cast(Callable[[], None], intrinsic(_wide_vectors))
+E4M3 = float_format(E4M3_MAX, -6, 3)
+E2M1 = float_format(E2M1_MAX, 0, 1)
 
 
 @compiled(inline=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numba
 
 PACKAGE = Path(__file__).resolve().parent.parent
-FOLDERS = (PACKAGE / "kernels", PACKAGE / "observers" / "kernels")
+FOLDERS = tuple(PACKAGE / folder for folder in ("numerics", "kernels", "formats", "observers/kernels"))
 
 
 def sources_digest() -> str:
@@ -27,7 +27,7 @@ def sources_digest() -> str:
 def cache_folder() -> Path | None:
     """Below NUMBA_CACHE_DIR, the package, or the user's cache, whichever is writable; None where none is."""
     given = os.environ.get("NUMBA_CACHE_DIR")
-    own = PACKAGE / "kernels" / "__pycache__"
+    own = PACKAGE / "numerics" / "__pycache__"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vexport"
     for folder in [Path(given)] if given else [own, home]:
         kept = folder / f"kernels-{sources_digest()}"

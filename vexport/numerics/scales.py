@@ -1,9 +1,9 @@
-"""Scales of a whole tensor from its largest magnitude, by the formulas of `vexport.observers.qparams`."""
+"""Scales of a whole tensor from its largest magnitude, float32."""
 
 import numpy as np
 
-from vexport.kernels.arithmetic import E2M1, E4M3, F32, Floats
-from vexport.kernels.codes import FLOAT32_EPS
+from vexport.numerics.arithmetic import E2M1, E4M3, F32, Floats
+from vexport.numerics.constants import FLOAT32_EPS
 
 
 def global_scale_of(largest: np.float32) -> Floats:

@@ -1,13 +1,9 @@
 """What the packing kernels share: magnitudes, codes of small floats, codes packed into bytes."""
 
-from collections.abc import Callable
-from typing import cast
-
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from vexport.kernels.arithmetic import (
+from vexport.numerics.arithmetic import (
     BFLOAT16,
     E2M1,
     E4M3,
@@ -19,11 +15,10 @@ from vexport.kernels.arithmetic import (
     Bits,
     Floats,
     Format,
-    Function,
     as_bits,
     as_float,
-    wide_vectors,
 )
+from vexport.numerics.jit import compiled, wide_vectors
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,27 +30,16 @@ HALF_MAGNITUDE = 0x7FFF
 HALF_INFINITY = 0x7C00
 # float32's mantissa, and how far e4m3's is from its end.
 FLOAT32_MANTISSA = 23
-# What a zero scale becomes (FLOAT32_EPS of vexport.observers.qparams).
-FLOAT32_EPS = 2.0**-23
 
 
-def kernel(function: Function) -> Function:
-    """Compile at the first call and keep the code.
-
-    Division is IEEE's: a check for zero would keep loops scalar.
-    """
-    decorate = njit(cache=True, nogil=True, error_model="numpy")
-    return cast(Callable[[Function], Function], decorate)(function)
-
-
-@kernel
+@compiled()
 def spread(scales: Floats, wide: int, steps: Floats) -> None:
     """Write the scale of each element into `steps`: every `wide` of them have one, the last ones fewer."""
     for group in range(scales.size):
         steps[group * wide : (group + 1) * wide] = scales[group]
 
 
-@kernel
+@compiled()
 def largest_magnitude(weight: Bits, storage: int) -> np.float32:
     """The largest absolute value of a stored flat weight; infinite where one is infinite or NaN."""
     wide_vectors()
@@ -66,7 +50,7 @@ def largest_magnitude(weight: Bits, storage: int) -> np.float32:
     return widened_magnitude(most, storage)
 
 
-@kernel
+@compiled()
 def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
     """The value of a stored float without a sign; infinite where it is NaN."""
     if storage == FLOAT16:
@@ -77,7 +61,7 @@ def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
     return as_float(min(wide, I32(EXPONENT_MASK)))
 
 
-@kernel
+@compiled()
 def float_code(magnitude: np.float32, form: Format, mantissa_bits: int) -> np.int32:
     """The code, without a sign, of the nearest number of a small float format, ties to the even mantissa.
 
@@ -90,7 +74,7 @@ def float_code(magnitude: np.float32, form: Format, mantissa_bits: int) -> np.in
     return I32(steps + I32(I32(exponent - form.floor) >> I32(FLOAT32_MANTISSA - mantissa_bits)))
 
 
-@kernel
+@compiled()
 def e2m1_code(value: np.float32, step: np.float32) -> np.uint8:
     """The code of the nearest e2m1 number of a value in units of a positive step; bit 3 is the sign."""
     magnitude = min(abs(F32(value / step)), E2M1.high)
@@ -98,7 +82,7 @@ def e2m1_code(value: np.float32, step: np.float32) -> np.uint8:
     return np.uint8(I32(float_code(magnitude, E2M1, 1) | sign))
 
 
-@kernel
+@compiled()
 def e4m3_code(value: np.float32, step: np.float32) -> np.uint8:
     """The code of the nearest e4m3 number of a value in units of a positive step; bit 7 is the sign."""
     magnitude = min(abs(F32(value / step)), E4M3.high)
@@ -106,7 +90,7 @@ def e4m3_code(value: np.float32, step: np.float32) -> np.uint8:
     return np.uint8(I32(float_code(magnitude, E4M3, 3) | sign))
 
 
-@kernel
+@compiled()
 def e2m1_codes(values: Floats, steps: Floats, codes: Bytes) -> None:
     """The e2m1 code of each value in units of its step."""
     wide_vectors()
@@ -114,7 +98,7 @@ def e2m1_codes(values: Floats, steps: Floats, codes: Bytes) -> None:
         codes[i] = e2m1_code(values[i], steps[i])
 
 
-@kernel
+@compiled()
 def e4m3_codes(values: Floats, steps: Floats, codes: Bytes) -> None:
     """The e4m3 code of each value in units of its step."""
     wide_vectors()
@@ -122,7 +106,7 @@ def e4m3_codes(values: Floats, steps: Floats, codes: Bytes) -> None:
         codes[i] = e4m3_code(values[i], steps[i])
 
 
-@kernel
+@compiled()
 def e4m3_value(code: np.uint8) -> np.float32:
     """The number of an e4m3 code without a sign, below 0x7F."""
     if code < 8:
@@ -130,7 +114,7 @@ def e4m3_value(code: np.uint8) -> np.float32:
     return as_float(I32(I32(I32(code) << I32(20)) + I32(120 << 23)))
 
 
-@kernel
+@compiled()
 def pack_nibbles(codes: Bytes, packed: Bytes) -> None:
     """Two codes below 16 to the byte, the first in the low half; an odd last one is alone."""
     pairs = codes[: codes.size // 2 * 2].view(np.uint16)
@@ -140,7 +124,7 @@ def pack_nibbles(codes: Bytes, packed: Bytes) -> None:
         packed[pairs.size] = codes[codes.size - 1]
 
 
-@kernel
+@compiled()
 def pack_bits(codes: Bytes, bits: int, packed: Bytes) -> None:
     """Codes below 2**bits one after the other, low bits first."""
     if bits == 8:
