@@ -10,7 +10,7 @@ import click
 import pytest
 
 from tests.command import vexport
-from vexport.cli import cli
+from vexport.cli.entry import cli
 
 COMMANDS = {
     "demo",
@@ -172,7 +172,7 @@ def test_interrupt_is_130_and_the_same_command_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches:
-        patches.setattr("vexport.quantize.write_config", interrupted)
+        patches.setattr("vexport.quantize.stream.write_config", interrupted)
         ran = vexport(*command)
     assert ran.code == 130
     assert not (tmp_path / "out").exists()

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.command import Ran, vexport
-from vexport.engine_settings import Serve, with_options
 from vexport.errors import InputError, InputErrors
 from vexport.scenario import read_scenario
+from vexport.scenario.serve import Serve, with_options
 
 SCENARIO = "name: n\nsource: {source}\nrules: [{{match: Linear, scheme: NVFP4A16}}]\nserve: {serve}\n"
 DEMO = Path(__file__).parents[1] / "scenarios" / "demo" / "model"

@@ -10,11 +10,11 @@ from click.testing import CliRunner
 
 from tests.command import vexport
 from tests.test_layers import loaded_by
-from vexport.catalog import checks, observers, schemes
-from vexport.cli import cli
-from vexport.commands.completion import complete_topic
+from vexport.cli.completion import complete_topic
+from vexport.cli.entry import cli
 from vexport.engine.dry.judge import CHECK as DRY_LOAD
 from vexport.explain import all_sections, explain, find_section, topic_names
+from vexport.explain.catalog import checks, observers, schemes
 from vexport.explain.pages import fold
 from vexport.explain.render import plain
 from vexport.roundtrip import CHECK as ROUND_TRIP

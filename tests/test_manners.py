@@ -14,9 +14,9 @@ from click.shell_completion import ShellComplete
 
 from tests.command import vexport
 from tests.mutations.edits import drop, spoiled
-from vexport.cli import MAX_CHARACTERS, cli
-from vexport.commands import COMMANDS
-from vexport.commands.help import SECTIONS
+from vexport.cli.commands import COMMANDS
+from vexport.cli.entry import MAX_CHARACTERS, cli
+from vexport.cli.help import SECTIONS
 
 DOWN = "model.layers.2.mlp.down_proj.weight_scale"
 ESCAPE = "\x1b["
@@ -271,7 +271,7 @@ def test_the_shell_completes_names(
 
 def test_completion_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from click.shell_completion import ShellComplete; from vexport.cli import cli\n"
+        "import sys; from click.shell_completion import ShellComplete; from vexport.cli.entry import cli\n"
         "complete = ShellComplete(cli, {}, 'vexport', '_VEXPORT_COMPLETE').get_completions\n"
         "for words in (['plan', 'M', '--scheme'], ['eval', 'M', '--task'], ['plan', 'M', '--observer']):\n"
         "    complete(words, 'm')\n"

@@ -18,11 +18,11 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from vexport.catalog import checks
-from vexport.cli import cli
-from vexport.engine_settings import Serve
+from vexport.cli.entry import cli
+from vexport.explain.catalog import checks
 from vexport.explain.pages import PAGES as NAMES
 from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
+from vexport.scenario.serve import Serve
 from vexport.schemes import all_schemes
 
 ROOT = Path(__file__).parent.parent

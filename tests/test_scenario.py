@@ -7,7 +7,7 @@ import pytest
 from tests.command import vexport
 from tests.models import save_llama
 from vexport.errors import InputError
-from vexport.pipeline import plan_scenario
+from vexport.run.pipeline import plan_scenario
 from vexport.scenario import read_scenario
 
 FOLDER = Path(__file__).parent.parent / "scenarios"

@@ -24,7 +24,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.checkpoint.writer import Block, ShardWriter, copy_bytes, header_bytes, split_shards
 from vexport.outputs import resumable_directory
-from vexport.pipeline import quantize_source, rules_for
+from vexport.run.pipeline import quantize_source, rules_for
 from vexport.types import TensorInfo, TensorSpec, WeightPart
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096}
@@ -262,7 +262,7 @@ def test_copies_between_file_systems(tmp_path: Path) -> None:
 SPARSE = """
 import json, os, sys
 from pathlib import Path
-from vexport.pipeline import quantize_source, rules_for
+from vexport.run.pipeline import quantize_source, rules_for
 rules = rules_for("NVFP4A16", observer="memoryless_minmax", ignore=())
 quantize_source(sys.argv[1], Path(sys.argv[2]), rules, None, overwrite=False, trust_remote_code=False,
                 on_progress=lambda stage, done, total: None)

@@ -12,9 +12,9 @@ from vexport.errors import InputError
 from vexport.evaluation.compare import MAX_FLIPS, compare_task
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.samples import Sample
+from vexport.evaluation.verdict import decide, holm_levels, overall_outcome
 from vexport.files import to_json
 from vexport.types import Outcome, TaskVerdict
-from vexport.verdict import decide, holm_levels, overall_outcome
 
 MARGIN, ALPHA, DOCUMENTS = 0.02, 0.05, 400
 SAMPLE = Sample(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.command import Ran, vexport
-from vexport.rundir import KIND
+from vexport.run.directory import KIND
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "scenarios" / "demo"

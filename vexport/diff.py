@@ -11,7 +11,7 @@ from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView
-from vexport.extras import is_installed
+from vexport.errors.extras import is_installed
 from vexport.files import digest_file
 from vexport.numerics.metrics import COMPARED, NONE, array_noise, noise_of
 from vexport.outputs.replaceable import RECIPE

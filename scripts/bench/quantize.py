@@ -142,7 +142,7 @@ def worker(side: str, scheme: str, source: Path, out: Path) -> None:
 
 def ours_span(scheme: str, source: Path, out: Path) -> float:
     """Headers are read, all is planned and written; kernels were used before, on a small checkpoint."""
-    from vexport.pipeline import quantize_source, rules_for
+    from vexport.run.pipeline import quantize_source, rules_for
 
     def quantize(checkpoint: Path, folder: Path) -> None:
         rules = rules_for(scheme, observer="memoryless_minmax", ignore=())

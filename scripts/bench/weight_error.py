@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
-from vexport.pipeline import plan_source, rules_for
-from vexport.quantize import quantize
+from vexport.quantize.stream import quantize
+from vexport.quantize.weight_scales import search_scales
 from vexport.roundtrip import decompress
+from vexport.run.pipeline import plan_source, rules_for
 from vexport.schemes import FAMILIES
-from vexport.searched import search_scales
 from vexport.types import Calibration, InputRange, Json, Plan
 
 ROOT = Path(__file__).resolve().parent.parent.parent

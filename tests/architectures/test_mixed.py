@@ -6,7 +6,7 @@ import pytest
 
 from tests.architectures.families import save_family
 from vexport.engine.dry.load import dry_loads
-from vexport.pipeline import quantize_source
+from vexport.run.pipeline import quantize_source
 from vexport.scenario import Rule
 
 # Family -> layers in vLLM, and the scheme with which it builds them by the rules below.

@@ -13,8 +13,8 @@ from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import configs, save, whole_model_run
 from vexport.calibration import calibrate
 from vexport.files import from_json, to_json, write_text
-from vexport.quantize import quantize
-from vexport.searched import search_scales
+from vexport.quantize.stream import quantize
+from vexport.quantize.weight_scales import search_scales
 from vexport.types import Calibration
 
 

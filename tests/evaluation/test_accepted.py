@@ -11,7 +11,7 @@ from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results, choice_of, read_accepted
 from vexport.evaluation.fingerprint import write_fingerprint
 from vexport.evaluation.results import read_results
-from vexport.verdict import decide
+from vexport.evaluation.verdict import decide
 
 
 @pytest.fixture

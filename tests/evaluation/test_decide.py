@@ -7,9 +7,9 @@ import pytest
 
 from vexport.evaluation.reason import about
 from vexport.evaluation.statistics import tango_interval
+from vexport.evaluation.verdict import decide
 from vexport.files import from_json, to_json
 from vexport.types import TaskVerdict, Verdict
-from vexport.verdict import decide
 
 
 def compare(runs: Path, name: str, margin: float = 0.02) -> Verdict:

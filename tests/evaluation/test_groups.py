@@ -22,7 +22,7 @@ from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.results import read_results
 from vexport.evaluation.statistics import Scores, tango_interval
 from vexport.evaluation.tasks import resolve_tasks
-from vexport.verdict import decide
+from vexport.evaluation.verdict import decide
 
 SUBJECTS, DOCUMENTS = 12, 30
 

@@ -10,8 +10,8 @@ import pytest
 
 from vexport.errors import InputError, VexportError
 from vexport.evaluation.results import read_results
+from vexport.evaluation.verdict import decide
 from vexport.types import Verdict
-from vexport.verdict import decide
 
 Break = Callable[[Path], None]
 

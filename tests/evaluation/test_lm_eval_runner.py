@@ -16,9 +16,9 @@ from vexport.engine.messages import SessionRequest
 from vexport.evaluation.repeat import read_repeated
 from vexport.evaluation.results import read_results
 from vexport.evaluation.tasks import resolve_tasks
+from vexport.evaluation.verdict import decide
 from vexport.files import to_json
 from vexport.types import LmEvalSettings
-from vexport.verdict import decide
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("lm_eval")]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.command import vexport
 from vexport.checkpoint.chat_template import chat_templates
-from vexport.commands.prompting import prompting_options
+from vexport.cli.prompting import prompting_options
 from vexport.errors import InputError
 from vexport.evaluation.fewshot import draw_by_document
 from vexport.evaluation.prompting import lm_eval_settings

@@ -7,8 +7,8 @@ import pytest
 
 from tests.reports import sample
 from vexport.evaluation.reason import about, reason_for
+from vexport.evaluation.verdict import overall_outcome
 from vexport.types import Outcome, TaskVerdict
-from vexport.verdict import overall_outcome
 
 
 def task(name: str, difference: float, low: float, high: float, *, needed: int | None = None) -> TaskVerdict:

@@ -9,7 +9,7 @@ import pytest
 from vexport.errors import EnvironmentFault
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
 from vexport.evaluation.results import read_results
-from vexport.verdict import decide
+from vexport.evaluation.verdict import decide
 
 Rows = Mapping[str, Sequence[Mapping[str, object]]]
 

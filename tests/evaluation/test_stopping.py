@@ -10,15 +10,15 @@ import pytest
 from rich.progress import Progress
 
 from tests.evaluation.make import make_group, make_tasks, run_lm_eval
+from vexport.cli.terminal import BarDisplay, PlainDisplay
 from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results
 from vexport.evaluation.results import read_results
 from vexport.evaluation.stopping import Race, Reference, Stopping, look_line, stopping_rule
 from vexport.evaluation.tasks import resolve_tasks
+from vexport.evaluation.verdict import decide
 from vexport.files import to_json
-from vexport.terminal import DETAIL, BarDisplay, PlainDisplay
-from vexport.types import Look, Verdict
-from vexport.verdict import decide
+from vexport.types import PROGRESS_DETAIL, Look, Verdict
 
 DOCUMENTS, MARGIN, ALPHA = 800, 0.02, 0.05
 
@@ -190,7 +190,8 @@ def test_a_terminal_moves_one_line_a_task_and_a_log_has_them_all(capsys: pytest.
         for line, look in zip([*lines, lines[-1]], [*looks, looks[-1]], strict=True):
             display(line, look.read, look.of)
     assert capsys.readouterr().err.splitlines() == [
-        f"{line.replace(DETAIL, ' ')}, {look.read} of 800" for line, look in zip(lines, looks, strict=True)
+        f"{line.replace(PROGRESS_DETAIL, ' ')}, {look.read} of 800"
+        for line, look in zip(lines, looks, strict=True)
     ]
     (task,) = bars.tasks
     assert (task.completed, task.total) == (200, 800)

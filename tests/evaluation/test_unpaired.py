@@ -12,8 +12,8 @@ from scipy import stats
 from vexport.errors import InputError
 from vexport.evaluation.results import read_results
 from vexport.evaluation.unpaired import UnpairedTask, join_unpaired
+from vexport.evaluation.verdict import decide
 from vexport.types import Verdict
-from vexport.verdict import decide
 
 
 @pytest.fixture

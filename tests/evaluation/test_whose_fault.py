@@ -14,10 +14,10 @@ from tests.evaluation.faults import (
     with_swapped_scales,
     with_template,
 )
-from vexport.engine_settings import Serve
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored
-from vexport.serving import EngineOptions, serve_model
+from vexport.run.serving import EngineOptions, serve_model
+from vexport.scenario.serve import Serve
 from vexport.types import Attribution, Outcome
 
 TEXTS = (

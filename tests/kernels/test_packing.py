@@ -15,7 +15,7 @@ from vexport.numerics.arithmetic import E2M1, E4M3, F32
 from vexport.numerics.codes import e2m1_code, e4m3_code, e4m3_value, largest_magnitude, pack_bits
 from vexport.observers import QParamsDict, load_observer
 from vexport.packing.base import STORAGES, kernel_input
-from vexport.quantize import runs
+from vexport.quantize.stream import runs
 from vexport.roundtrip import ct_scheme
 from vexport.schemes import all_schemes, get_scheme
 from vexport.schemes.base import Scheme

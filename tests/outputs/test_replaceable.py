@@ -10,7 +10,7 @@ import pytest
 from tests.command import vexport
 from tests.outputs.test_separate import tree
 from vexport.errors import InputError
-from vexport.rundir import RunDirectory
+from vexport.run.directory import RunDirectory
 
 COMMANDS = {
     "quantize": ("quantize", "MODEL", "OUT", "--scheme", "FP8_DYNAMIC"),

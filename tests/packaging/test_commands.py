@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tests.command import Ran
 from tests.packaging.environment import ROOT, linked, run
 from tests.reports.sample import report
-from vexport.cli import cli
+from vexport.cli.entry import cli
 from vexport.files import to_json
 
 DEMO = ROOT / "scenarios" / "demo"

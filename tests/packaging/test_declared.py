@@ -11,7 +11,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from tests.packaging.environment import PROJECT, ROOT, declared
-from vexport.extras import EXTRAS
+from vexport.errors.extras import EXTRAS
 
 PACKAGE = ROOT / "vexport"
 # Declared, and imported by others only.

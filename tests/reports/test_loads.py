@@ -10,7 +10,7 @@ import pytest
 
 import vexport.reports
 from tests.reports.sample import load
-from vexport.commands.base import require_loaded
+from vexport.cli.base import require_loaded
 from vexport.errors import CheckpointFailed, EnvironmentFault
 from vexport.reports import render_loads
 from vexport.types import ENGINE_CHECK, Finding, LoadReport

@@ -6,7 +6,7 @@ import pytest
 
 from tests.reports import parts, sample
 from vexport.reports import render
-from vexport.run import conclude
+from vexport.run.scenario import conclude
 from vexport.run.sessions import NOT_RUN, Loads
 from vexport.types import CheckReport
 

@@ -12,13 +12,13 @@ from vexport import roundtrip
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checks import check_checkpoint
 from vexport.numerics.metrics import noise_of
-from vexport.pipeline import plan_source, rules_for
 from vexport.plan import Settings, require_accepted
-from vexport.quantize import quantize
+from vexport.quantize.stream import quantize
+from vexport.quantize.weight_scales import search_scales
 from vexport.roundtrip import changed_tensors, layer_errors
+from vexport.run.pipeline import plan_source, rules_for
 from vexport.scenario import Rule
 from vexport.schemes import FAMILIES
-from vexport.searched import search_scales
 from vexport.types import Calibration, InputRange, LayerError, OnUnsupportedShape, Plan
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.

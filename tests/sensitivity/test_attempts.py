@@ -6,7 +6,7 @@ import pytest
 
 from tests.command import vexport
 from vexport.run.attempts import read_attempts, set_aside
-from vexport.rundir import RunDirectory
+from vexport.run.directory import RunDirectory
 from vexport.types import Attempt, Promotion
 
 OWN = ("checkpoint/config.json", "plan.json", "check.json", "report.json", "eval/candidate/session.json")

@@ -8,8 +8,8 @@ import torch
 from vexport.calibration import Samples, calibrate, read_samples
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.engine.reference import reference_logprobs
-from vexport.pipeline import quantize_source
 from vexport.plan import Settings, build_plan
+from vexport.run.pipeline import quantize_source
 from vexport.scenario import Auto, Calibration, Rule
 from vexport.schemes import KEEP
 from vexport.sensitivity.measure import measure

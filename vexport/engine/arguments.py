@@ -7,11 +7,11 @@ from pathlib import Path
 
 from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest
 from vexport.engine.session import run_worker, session_error
-from vexport.engine_settings import Serve
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
 from vexport.plan.linears import text_config
 from vexport.plan.ranks import Heads
+from vexport.scenario.serve import Serve
 from vexport.types import Json
 
 # What every vLLM knows, and `Serve` has checked.

@@ -4,7 +4,7 @@ import math
 import os
 from pathlib import Path
 
-from vexport.engine_settings import EngineArguments
+from vexport.scenario.serve import EngineArguments
 
 # The engine reserves room for this many prompts at once; more only costs memory on the CPU.
 _MAX_SEQUENCES = 64

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
-from vexport.engine_settings import TYPED, EngineArguments
+from vexport.scenario.serve import TYPED, EngineArguments
 from vexport.types import EngineInfo
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vexport.engine.messages import EngineFailure, FailureKind
-from vexport.extras import is_mismatch
+from vexport.errors.extras import is_mismatch
 
 TAIL_LINES = 40
 # What the allocators of torch and CUDA, the kernel and vLLM's own memory planning say.

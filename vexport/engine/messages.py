@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vexport.engine_settings import EngineArguments
+from vexport.scenario.serve import EngineArguments
 from vexport.types import Canary, EngineInfo, LmEvalSettings
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.

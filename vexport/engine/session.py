@@ -14,7 +14,7 @@ from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.messages import EngineFailure, InputProblem, Progress, SessionRequest, SessionResult
 from vexport.engine.process import run_group
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
-from vexport.extras import UNINSTALL, require_extra
+from vexport.errors.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.version import __version__
 

@@ -21,9 +21,9 @@ from pydantic import JsonValue, ValidationError
 from vexport.engine.cpu import cpu_defaults, prepare_cpu
 from vexport.engine.failures import said
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
-from vexport.engine_settings import EngineArguments
 from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
+from vexport.scenario.serve import EngineArguments
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -17,8 +17,7 @@ from vexport.evaluation.gates import Choice, gated_tasks
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.results import read_results
 from vexport.files import from_json, to_json, write_text
-from vexport.terminal import DETAIL
-from vexport.types import Look, Outcome
+from vexport.types import PROGRESS_DETAIL, Look, Outcome
 
 FILE = "looks.json"
 FIRST_LOOK = 100
@@ -163,9 +162,8 @@ def look_line(look: Look, margin: float) -> str:
     state = {"PASS": "decided: PASS", "FAIL": "decided: FAIL", "INCONCLUSIVE": "open"}[look.outcome]
     low, high = (f"{100 * bound:+.2f}" for bound in (look.low, look.high))
     drawn = _drawn(look, margin)
-    return (
-        f"reading {look.task}{DETAIL}[{drawn}] {low} to {high} points, margin {-100 * margin:+.2f}, {state}"
-    )
+    interval = f"[{drawn}] {low} to {high} points, margin {-100 * margin:+.2f}"
+    return f"reading {look.task}{PROGRESS_DETAIL}{interval}, {state}"
 
 
 def _drawn(look: Look, margin: float) -> str:

@@ -11,7 +11,7 @@ from vexport.checkpoint.hub.names import HubName
 from vexport.engine.messages import InputProblem, Progress, SessionRequest
 from vexport.engine.session import run_worker, session_error
 from vexport.evaluation.tasks import is_local_dataset, reads_hub
-from vexport.terminal import DETAIL, OnProgress
+from vexport.types import PROGRESS_DETAIL, OnProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -65,7 +65,7 @@ def explained_downloads(on_progress: OnProgress, done: int, total: int) -> Itera
 
     def download(self: "ConfigurableTask", dataset_kwargs: dict[str, object] | None = None) -> None:
         dataset = str(self.DATASET_PATH)
-        on_progress(f"{STAGE}{DETAIL}{dataset}", done, total)
+        on_progress(f"{STAGE}{PROGRESS_DETAIL}{dataset}", done, total)
         try:
             original(self, dataset_kwargs)
         except Exception as error:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import getdoc
 
-from vexport.catalog import CATALOGS
 from vexport.errors import InputError, nearest
+from vexport.explain.catalog import CATALOGS
 from vexport.explain.pages import Section, find_section, fold, topic_names
 from vexport.schemes import all_schemes
 

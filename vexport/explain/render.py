@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from vexport.catalog import CATALOGS, table_text
+from vexport.explain.catalog import CATALOGS, table_text
 from vexport.explain.entries import TABLES, Entry
 from vexport.explain.pages import PAGES, all_sections
 

@@ -14,7 +14,7 @@ from vexport.checks import findings_of, findings_on
 from vexport.checks.vllm.methods import other_method
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
-from vexport.extras import MissingPackage, is_installed, require_extra
+from vexport.errors.extras import MissingPackage, is_installed, require_extra
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
 from vexport.repair import config, files, targets
 from vexport.repair.mends import Changes, Mend, RepairReport

@@ -1,4 +1,4 @@
-"""The escapes of `vexport.escaping`, under the name that the formats know."""
+"""The escapes of `vexport.errors.escaping`, under the name that the formats know."""
 
-from vexport.escaping import clip as clip
-from vexport.escaping import visible as visible
+from vexport.errors.escaping import clip as clip
+from vexport.errors.escaping import visible as visible

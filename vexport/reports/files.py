@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-# In the order of a reader's interest: what a run writes (vexport.run, vexport.serving), and what it is.
+# In the order of a reader's interest: what a run writes (vexport.run, vexport.run.serving), and what it is.
 _FILES = (
     ("checkpoint", "the quantized checkpoint"),
     ("scenario.yaml", "the scenario that was run"),

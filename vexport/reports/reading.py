@@ -40,7 +40,7 @@ def p_values_line(verdict: Verdict) -> str:
 
 
 def _levels_line(verdict: Verdict) -> tuple[str, ...]:
-    """What Holm's correction does to the level of one upper bound (see vexport.verdict.holm_levels)."""
+    """What Holm's correction does to the level of one upper bound (evaluation/verdict.py, holm_levels)."""
     tasks = len(verdict.tasks)
     if tasks < 2:
         return ()

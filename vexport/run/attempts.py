@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.files import from_json, to_json, write_text
-from vexport.rundir import MARK, STAGES_FILE, RunDirectory
-from vexport.serving import BASELINE
+from vexport.run.directory import MARK, STAGES_FILE, RunDirectory
+from vexport.run.serving import BASELINE
 from vexport.types import Attempt, Promotion
 
 ATTEMPTS = "attempts"

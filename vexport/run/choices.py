@@ -4,11 +4,11 @@ from functools import cached_property
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.files import from_json, to_json, write_text
-from vexport.pipeline import calibrate_plan, plan_settings, scenario_index, unit_losses, will_calibrate
 from vexport.plan import build_plan
 from vexport.run.attempts import read_attempts
+from vexport.run.directory import Digests, checkpoint_digest, path_digest, value_digest
+from vexport.run.pipeline import calibrate_plan, plan_settings, scenario_index, unit_losses, will_calibrate
 from vexport.run.stages import Stages
-from vexport.rundir import Digests, checkpoint_digest, path_digest, value_digest
 from vexport.scenario import Rule
 from vexport.sensitivity.choose import mixed_scheme
 from vexport.sensitivity.units import Unit, find_units, probe_plan, rest_bytes, rules_with

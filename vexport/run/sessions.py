@@ -8,16 +8,15 @@ from pathlib import Path
 from vexport.calibration.data import parse_rows
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.source import resolve_source
-from vexport.dry_loading import dry_load_checkpoints
+from vexport.engine.dry.checkpoints import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, drift_warnings, measure_drift
 from vexport.evaluation.prompting import lm_eval_settings
+from vexport.evaluation.verdict import decide
 from vexport.files import from_json, to_json, write_text
-from vexport.run.stages import Stages
-from vexport.run.weights import Weights
-from vexport.rundir import Digests, checkpoint_digest, path_digest, value_digest
-from vexport.serving import (
+from vexport.run.directory import Digests, checkpoint_digest, path_digest, value_digest
+from vexport.run.serving import (
     BASELINE,
     CANDIDATE,
     PLAIN,
@@ -27,8 +26,9 @@ from vexport.serving import (
     scored_pair,
     serve_model,
 )
+from vexport.run.stages import Stages
+from vexport.run.weights import Weights
 from vexport.types import Attribution, Drift, DryLoadReport, LmEvalSettings, LoadReport, Outcome, Verdict
-from vexport.verdict import decide
 
 # Settings that a session does not depend on.
 _WARN = {"kl_limit", "nll_limit"}

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vexport.rundir import Digests, RunDirectory
+from vexport.run.directory import Digests, RunDirectory
+from vexport.run.serving import EngineOptions
 from vexport.scenario import Scenario
-from vexport.serving import EngineOptions
 
 
 class Stages:

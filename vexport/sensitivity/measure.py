@@ -15,8 +15,15 @@ from vexport.files import from_json, to_json, write_text
 from vexport.sensitivity.stream import TrialStream
 from vexport.sensitivity.trials import Trial
 from vexport.sensitivity.units import Unit
-from vexport.terminal import OnProgress
-from vexport.types import Calibration, GroupSensitivity, LayerLoss, Method, SchemeLoss, Sensitivity
+from vexport.types import (
+    Calibration,
+    GroupSensitivity,
+    LayerLoss,
+    Method,
+    OnProgress,
+    SchemeLoss,
+    Sensitivity,
+)
 
 # Hidden states of trials that are under way together take at most so many bytes, and results are written at
 # least every so many trials.

@@ -12,10 +12,10 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
 from vexport.engine.reference import rounding_hook
 from vexport.plan.blocks import group_layout
-from vexport.quantize import quantized_group, static_scales
+from vexport.quantize.stream import quantized_group, static_scales
+from vexport.quantize.weight_scales import search_scales
 from vexport.roundtrip import ct_scheme, dequantize
 from vexport.schemes import get_scheme
-from vexport.searched import search_scales
 from vexport.sensitivity.units import Option
 from vexport.types import Calibration, FusionGroup, LinearPlan
 

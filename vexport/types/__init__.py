@@ -39,7 +39,7 @@ from vexport.types.sensitivity import (
 )
 from vexport.types.signals import Attribution, Distance, Drift, Fault, PromptDrift, Rung, TokenDrift
 from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
-from vexport.types.values import Json, OnProgress, Outcome
+from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome
 
 __all__ = [
     "Estimate",
@@ -49,6 +49,7 @@ __all__ = [
     "SchemeTable",
     "ENGINE_CHECK",
     "GENERATION_KEYS",
+    "PROGRESS_DETAIL",
     "Attempt",
     "AttentionLayer",
     "Attribution",

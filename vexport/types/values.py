@@ -7,3 +7,5 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 # (stage, done, total): what every long stage reports.
 OnProgress = Callable[[str, int, int], None]
+# Parts a stage's name from what is true of it at this moment, and may be another thing at the next.
+PROGRESS_DETAIL = ": now "

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from vexport.checkpoint.source import with_revision
-from vexport.engine_settings import Serve
 from vexport.errors import InputError, InputErrors, nearest
 from vexport.outputs.replaceable import RECIPE
+from vexport.scenario.serve import Serve
 from vexport.schemes import FAMILIES, KEEP, fold_name
 from vexport.types import (
     GENERATION_KEYS,

@@ -10,8 +10,8 @@ from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments, require_heads
 from vexport.engine.session import EngineFault, require_vllm
-from vexport.engine_settings import Serve
-from vexport.serving import EngineOptions, serve_model
+from vexport.run.serving import EngineOptions, serve_model
+from vexport.scenario.serve import Serve
 from vexport.types import ENGINE_CHECK, EngineMode, Finding, LoadReport
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from vexport.commands.base import command, print_text
-from vexport.commands.options import PATH
+from vexport.cli.base import command, print_text
+from vexport.cli.options import PATH
 
 
 @command()
@@ -24,7 +24,7 @@ def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
       vexport demo /tmp/demo --overwrite
     """
     from vexport.demo import write_demo
-    from vexport.extras import fix, is_installed
+    from vexport.errors.extras import fix, is_installed
 
     first = shlex.quote(str(write_demo(folder, overwrite=overwrite)))
     lines = [f"{folder}: the demo's scenarios, model, calibration data and tasks"]

@@ -12,7 +12,6 @@ from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import Progress, SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
 from vexport.engine.session import run_session
-from vexport.engine_settings import Serve
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.accepted import read_accepted
 from vexport.evaluation.attribution import attribute
@@ -24,12 +23,12 @@ from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.stopping import stopping_rule
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
+from vexport.evaluation.verdict import decide
 from vexport.files import to_json, write_text
 from vexport.outputs import FolderKind, NamedPath, require_separate
 from vexport.scenario import Evaluate
-from vexport.terminal import OnProgress
-from vexport.types import LmEvalSettings, LoadReport, Verdict
-from vexport.verdict import decide
+from vexport.scenario.serve import Serve
+from vexport.types import LmEvalSettings, LoadReport, OnProgress, Verdict
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096

@@ -7,7 +7,7 @@ needed; they are never worth a note.
 import click
 from click.core import ParameterSource
 
-from vexport.commands.base import note
+from vexport.cli.base import note
 from vexport.types import Plan
 
 CALIBRATION_OPTIONS = ("samples", "seq_len", "all_experts", "device")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vexport.commands.base import (
+from vexport.cli.base import (
     add_step_summary,
     command,
     given,
@@ -16,7 +16,7 @@ from vexport.commands.base import (
     require_loaded,
     require_ok,
 )
-from vexport.commands.options import (
+from vexport.cli.options import (
     PATH,
     device_options,
     engine_arg_option,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vexport.checks import Against
     from vexport.checks.vllm.target import Target
     from vexport.fidelity.activations import Observed
-    from vexport.terminal import OnProgress
+    from vexport.types import OnProgress
 
 
 @command()
@@ -82,8 +82,8 @@ def check(
     """
     from vexport.checks import CHECKS, FILES
     from vexport.checks.vllm.target import Target
+    from vexport.cli.terminal import progress_display
     from vexport.reports import render_checks, summarize_checks
-    from vexport.terminal import progress_display
 
     if calibration and source is None:
         raise click.UsageError("--calibration needs --source, the model that the text is to run through.")
@@ -123,7 +123,7 @@ def _against(source: str | None, calibration: Path | None, on_progress: "OnProgr
     if source is None:
         return None
     from vexport.checkpoint.source import resolve_source
-    from vexport.extras import require_extra
+    from vexport.errors.extras import require_extra
 
     require_extra("torch", "--source")
     from vexport.fidelity.compare import against
@@ -136,7 +136,7 @@ def _against(source: str | None, calibration: Path | None, on_progress: "OnProgr
 def _observed(root: Path, calibration: Path, on_progress: "OnProgress") -> "Observed":
     from vexport.checkpoint.index import read_index
     from vexport.fidelity.activations import observe
-    from vexport.pipeline import calibration_samples
+    from vexport.run.pipeline import calibration_samples
     from vexport.scenario import Calibration
 
     index, settings = read_index(root), Calibration(data=calibration)
@@ -191,7 +191,7 @@ def load(
       vexport load OUT --dry --tp 1,2,4,8 --sm 80,90,100
       vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
     """
-    from vexport.terminal import progress_display
+    from vexport.cli.terminal import progress_display
 
     if not dry and given("sm"):
         raise click.UsageError("--sm needs --dry: a real load uses the devices that are there.")
@@ -205,7 +205,7 @@ def load(
     reports: Sequence[LoadReport | DryLoadReport]
     with progress_display(quiet=quiet) as on_progress:
         if dry:
-            from vexport.dry_loading import dry_load_checkpoints
+            from vexport.engine.dry.checkpoints import dry_load_checkpoints
             from vexport.reports import render_dry_loads
 
             reports = shown = dry_load_checkpoints(
@@ -220,7 +220,7 @@ def load(
             text = render_dry_loads(shown, format_)
         else:
             from vexport.engine.session import require_engine
-            from vexport.engine_settings import Serve, with_options
+            from vexport.scenario.serve import Serve, with_options
 
             typed = {"max_model_len": max_model_len}
             serves = [
@@ -228,9 +228,9 @@ def load(
                 for size in (tp if tp and given("tp") else (None,))
             ]
             require_engine(pythons)
-            from vexport.loading import load_checkpoints
             from vexport.reports import render_loads
-            from vexport.serving import EngineOptions
+            from vexport.run.loading import load_checkpoints
+            from vexport.run.serving import EngineOptions
 
             options = EngineOptions(
                 serve=serves[0],
@@ -265,9 +265,9 @@ def repair(
       vexport repair OUT REPAIRED
       vexport repair OUT REPAIRED --source MODEL
     """
+    from vexport.cli.terminal import progress_display
     from vexport.repair import repair_checkpoint
     from vexport.reports.repair import render_repair
-    from vexport.terminal import progress_display
 
     with progress_display(quiet=quiet) as on_progress:
         report = repair_checkpoint(checkpoint, out, source, overwrite=overwrite, on_progress=on_progress)
@@ -289,9 +289,9 @@ def diff_command(a: Path, b: Path, format_: str, quiet: bool) -> None:
       vexport diff OUT REPAIRED
       vexport diff MODEL OUT --format json
     """
+    from vexport.cli.terminal import progress_display
     from vexport.diff import diff
     from vexport.reports.diff import render_diff
-    from vexport.terminal import progress_display
 
     with progress_display(quiet=quiet) as on_progress:
         report = diff(a, b, on_progress=lambda done, total: on_progress("compare", done, total))

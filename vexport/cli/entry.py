@@ -1,4 +1,4 @@
-"""The command line: `commands/`, and the one place where an outcome becomes an exit code."""
+"""The group of all commands, and the one place where an outcome becomes an exit code."""
 
 import os
 import sys
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import click
 
-from vexport.commands import COMMANDS
-from vexport.commands.colour import wants_colour
-from vexport.commands.help import WIDEST, OrderedGroup
+from vexport.cli.colour import wants_colour
+from vexport.cli.commands import COMMANDS
+from vexport.cli.help import WIDEST, OrderedGroup
 from vexport.errors import InputErrors, VexportError
-from vexport.escaping import clip, visible
-from vexport.extras import UNINSTALL, MissingPackage, mismatch_of
+from vexport.errors.escaping import clip, visible
+from vexport.errors.extras import UNINSTALL, MissingPackage, mismatch_of
 from vexport.version import __version__
 
 ENVIRONMENT = 4

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from vexport.commands.help import RenamedOption
-from vexport.commands.options import POSITIVE, Function
+from vexport.cli.help import RenamedOption
+from vexport.cli.options import POSITIVE, Function
 from vexport.types import BatchSize, Scalar
 
 GenerationValues = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 from click.core import ParameterSource
 
-from vexport.commands.completion import complete_observer
-from vexport.commands.help import RenamedOption
+from vexport.cli.completion import complete_observer
+from vexport.cli.help import RenamedOption
 
 if TYPE_CHECKING:
     from pydantic import JsonValue

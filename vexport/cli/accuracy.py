@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vexport.commands.base import command, conclude, print_text
-from vexport.commands.completion import complete_task
-from vexport.commands.effects import note_unused
-from vexport.commands.help import RenamedOption
-from vexport.commands.options import (
+from vexport.cli.base import command, conclude, print_text
+from vexport.cli.completion import complete_task
+from vexport.cli.effects import note_unused
+from vexport.cli.help import RenamedOption
+from vexport.cli.options import (
     PATH,
     drift_options,
     engine_options,
@@ -18,7 +18,7 @@ from vexport.commands.options import (
     session_options,
     verdict_options,
 )
-from vexport.commands.prompting import GenerationValues, prompting_options
+from vexport.cli.prompting import GenerationValues, prompting_options
 from vexport.types import BatchSize
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def evaluate(
       vexport eval NEXT --task gsm8k --against accepted.json
     """
     from vexport.engine.session import require_engine
-    from vexport.engine_settings import Serve, with_options
+    from vexport.scenario.serve import Serve, with_options
 
     if chat_template and apply_chat_template is False:
         raise click.UsageError("--chat-template names a template, --no-apply-chat-template applies none.")
@@ -135,6 +135,7 @@ def evaluate(
     typed = {"tensor_parallel_size": tp, "max_model_len": max_model_len}
     serve = with_options(Serve(timeout=timeout), typed, engine_args)
     require_engine((vllm_python,))
+    from vexport.cli.terminal import progress_display
     from vexport.evaluation.accepted import (
         accept_results,
         choice_of,
@@ -143,9 +144,8 @@ def evaluate(
         require_writable,
     )
     from vexport.reports import render_verdict
+    from vexport.run.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
     from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, problems_at
-    from vexport.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
-    from vexport.terminal import progress_display
 
     if accept:
         require_writable(accept)
@@ -231,8 +231,8 @@ def verdict_command(
       vexport verdict results/base results/quantized --margin 0.02
       vexport verdict results/base results/quantized --gate gsm8k=exact_match,flexible-extract
     """
+    from vexport.evaluation.verdict import decide
     from vexport.reports import render_verdict
-    from vexport.verdict import decide
 
     verdict = decide(baseline_results, results, margin=margin, alpha=alpha, gate=gate)
     print_text(render_verdict(verdict, format_))

@@ -9,8 +9,7 @@ from vexport.checkpoint.source import resolve_source
 from vexport.engine.dry.load import CAPABILITIES, dry_loads
 from vexport.engine.messages import Progress
 from vexport.engine.session import require_vllm
-from vexport.terminal import OnProgress
-from vexport.types import DryLoadReport
+from vexport.types import DryLoadReport, OnProgress
 
 
 def dry_load_checkpoints(

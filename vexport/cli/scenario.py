@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.commands.base import add_step_summary, command, conclude, print_text
-from vexport.commands.options import FORMATS, PATH, answer_file, engine_options, format_option, serve_options
+from vexport.cli.base import add_step_summary, command, conclude, print_text
+from vexport.cli.options import FORMATS, PATH, answer_file, engine_options, format_option, serve_options
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -47,18 +47,18 @@ def run(
       vexport run SCENARIO.yaml
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
     """
+    from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
-    from vexport.engine_settings import with_options
     from vexport.reports import render
     from vexport.scenario import read_scenario
-    from vexport.terminal import progress_display
+    from vexport.scenario.serve import with_options
 
     parsed = read_scenario(scenario)
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
     parsed = parsed.model_copy(update={"serve": serve})
     require_engine((vllm_python,))
-    from vexport.run import run_scenario
-    from vexport.serving import EngineOptions
+    from vexport.run.scenario import run_scenario
+    from vexport.run.serving import EngineOptions
 
     folder = run_dir or parsed.run_dir
     with progress_display(quiet=quiet) as on_progress:
@@ -95,7 +95,7 @@ def report(run_dirs: tuple[Path, ...], format_: str, quiet: bool) -> None:
       vexport report runs/monday runs/tuesday -o history.html
     """
     from vexport.reports import render, render_history
-    from vexport.rundir import read_report
+    from vexport.run.directory import read_report
 
     reports = [read_report(folder) for folder in run_dirs]
     file = answer_file(click.get_current_context())

@@ -2,9 +2,9 @@
 
 import click
 
-from vexport.commands.base import command, print_text
-from vexport.commands.completion import complete_topic
-from vexport.commands.options import format_option
+from vexport.cli.base import command, print_text
+from vexport.cli.completion import complete_topic
+from vexport.cli.options import format_option
 
 
 @command("list", no_args_is_help=True)
@@ -18,7 +18,7 @@ def list_command(what: str, format_: str, quiet: bool) -> None:
       vexport list schemes
       vexport list checks --format json
     """
-    from vexport.catalog import render_catalog
+    from vexport.explain.catalog import render_catalog
 
     print_text(render_catalog(what, format_))
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.commands.base import command, note, print_text, require_plan
-from vexport.commands.completion import complete_scheme
-from vexport.commands.effects import (
+from vexport.cli.base import command, note, print_text, require_plan
+from vexport.cli.completion import complete_scheme
+from vexport.cli.effects import (
     CALIBRATION_OPTIONS,
     PLAN_OPTIONS,
     given_values,
@@ -16,7 +16,7 @@ from vexport.commands.effects import (
     note_unused_calibration,
     require_scenario_alone,
 )
-from vexport.commands.options import (
+from vexport.cli.options import (
     PATH,
     POSITIVE,
     ByteSize,
@@ -73,18 +73,18 @@ def plan(
       vexport plan SCENARIO.yaml
     """
     from vexport.checkpoint.source import with_revision
-    from vexport.pipeline import (
+    from vexport.cli.terminal import progress_display
+    from vexport.plan import Settings
+    from vexport.plan.outlook import outlook
+    from vexport.reports.plan import render_next, render_plan, render_table
+    from vexport.run.pipeline import (
         ignored_rules,
         plan_scenario_with_headers,
         plan_with_headers,
         rules_for,
         table_of_schemes,
     )
-    from vexport.plan import Settings
-    from vexport.plan.outlook import outlook
-    from vexport.reports.plan import render_next, render_plan, render_table
     from vexport.scenario import read_scenario
-    from vexport.terminal import progress_display
 
     evaluate = None
     if run_dir and not is_scenario(source):
@@ -216,11 +216,11 @@ def quantize(
       vexport quantize MODEL OUT --scheme W4A16 --ignore re:.*layers[.]0[.].*
     """
     from vexport.checkpoint.source import with_revision
-    from vexport.pipeline import is_first_rank, quantize_source, rules_for
+    from vexport.cli.terminal import progress_display
     from vexport.plan import Settings
     from vexport.reports.quantized import quantized_answer, render_quantized
+    from vexport.run.pipeline import is_first_rank, quantize_source, rules_for
     from vexport.scenario import Calibration
-    from vexport.terminal import progress_display
 
     settings = None
     if calibration is None and is_first_rank():

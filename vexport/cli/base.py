@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from vexport.commands.colour import coloured, wants_colour
-from vexport.commands.help import SectionedCommand
-from vexport.commands.options import answer_file
+from vexport.cli.colour import coloured, wants_colour
+from vexport.cli.help import SectionedCommand
+from vexport.cli.options import answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
 from vexport.types import ENGINE_CHECK, DryLoadReport, Finding, LoadReport, Plan
 

@@ -13,7 +13,7 @@ from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError, nearest
-from vexport.extras import require_extra
+from vexport.errors.extras import require_extra
 from vexport.numerics.compiling import watch_compilation
 from vexport.outputs import (
     NamedPath,
@@ -27,21 +27,20 @@ from vexport.plan import build_plan, require_accepted
 from vexport.plan.build import hidden_rule_notes
 from vexport.plan.needs import needs_search, uses_calibration
 from vexport.plan.table import scheme_table
-from vexport.quantize import (
+from vexport.quantize.recipe import recipe, write_recipe
+from vexport.quantize.stream import (
     Search,
     made_from,
     missing_calibration,
     quantize,
 )
-from vexport.recipe import recipe, write_recipe
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule, Scenario
 from vexport.scenario import Sensitivity as SensitivitySettings
 from vexport.schemes import KEEP, get_scheme, scheme_name
 from vexport.sensitivity.auto import plan_mixed
 from vexport.sensitivity.units import Unit
-from vexport.terminal import OnProgress
-from vexport.types import Calibration, Plan, SchemeTable, Sensitivity
+from vexport.types import Calibration, OnProgress, Plan, SchemeTable, Sensitivity
 from vexport.types.observer_names import OBSERVERS
 
 if TYPE_CHECKING:
@@ -311,7 +310,7 @@ def write_checkpoint(
 
 def _search() -> Search:
     require_extra("torch", "an observer that searches for scales")
-    from vexport.searched import search_scales
+    from vexport.quantize.weight_scales import search_scales
 
     return search_scales
 

@@ -17,11 +17,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from vexport.types import OnProgress as OnProgress
+from vexport.types import PROGRESS_DETAIL, OnProgress
 
 LINE_EVERY_SECONDS = 15.0
-DETAIL = ": now "
-"""Parts a stage's name from what is true of it at this moment, and may be another thing at the next."""
 
 
 @contextmanager
@@ -63,7 +61,7 @@ class BarDisplay:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Move the stage's bar, and say what is true of it now."""
-        name = stage.partition(DETAIL)[0]
+        name = stage.partition(PROGRESS_DETAIL)[0]
         if not self._tasks:
             self._bars.start()
         if name not in self._tasks:
@@ -79,7 +77,7 @@ class BarDisplay:
 class PlainDisplay:
     """A line when a stage starts, at most every fifteen seconds with the time left, and when it ends.
 
-    What is true of a stage at a moment (DETAIL) is a line of its own.
+    What is true of a stage at a moment (PROGRESS_DETAIL) is a line of its own.
     """
 
     def __init__(self) -> None:
@@ -93,7 +91,7 @@ class PlainDisplay:
         started = self._started.setdefault(stage, now)
         if stage in self._ended:
             return
-        if DETAIL in stage:
+        if PROGRESS_DETAIL in stage:
             self._ended.add(stage)
             self._print(f"{_whole(stage)}, {done} of {total}")
         elif done >= total:
@@ -114,4 +112,4 @@ class PlainDisplay:
 
 def _whole(stage: str) -> str:
     """A stage's name with what is true of it now."""
-    return stage.replace(DETAIL, " ")
+    return stage.replace(PROGRESS_DETAIL, " ")

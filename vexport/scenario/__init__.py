@@ -1,0 +1,43 @@
+"""A scenario: one complete run as YAML, validated as a whole before anything starts."""
+
+from vexport.scenario.model import (
+    AUTO,
+    DEFAULT_ALPHA,
+    DEFAULT_KL_LIMIT,
+    DEFAULT_KL_PROMPTS,
+    DEFAULT_MARGIN,
+    DEFAULT_NLL_LIMIT,
+    DEFAULT_OBSERVER,
+    DEFAULT_SAMPLES,
+    DEFAULT_SEQ_LEN,
+    Auto,
+    Calibration,
+    Evaluate,
+    Rule,
+    Scenario,
+    Sensitivity,
+    problems_at,
+    read_scenario,
+)
+from vexport.scenario.serve import Serve
+
+__all__ = [
+    "AUTO",
+    "DEFAULT_ALPHA",
+    "DEFAULT_KL_LIMIT",
+    "DEFAULT_KL_PROMPTS",
+    "DEFAULT_MARGIN",
+    "DEFAULT_NLL_LIMIT",
+    "DEFAULT_OBSERVER",
+    "DEFAULT_SAMPLES",
+    "DEFAULT_SEQ_LEN",
+    "Auto",
+    "Calibration",
+    "Evaluate",
+    "Rule",
+    "Scenario",
+    "Sensitivity",
+    "Serve",
+    "problems_at",
+    "read_scenario",
+]
