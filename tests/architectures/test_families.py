@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.architectures.families import FAMILIES, save_family, split
 from tests.command import vexport
-from tests.test_quantize import dequantized
+from tests.quantize.test_quantize import dequantized
 from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import dry_loads
 from vexport.engine.reference import load_dequantized

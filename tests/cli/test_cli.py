@@ -93,7 +93,7 @@ def test_bad_input_is_one_line_and_code_2(
 ) -> None:
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "BROKEN").write_text('{"input_ids": [5, 6, 7]}\n{"input_ids": [5, 6\n')
-    task = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition.yaml"
+    task = Path(__file__).parents[2] / "scenarios" / "demo" / "tasks" / "addition.yaml"
     places = {
         "LLAMA": llama,
         "TASK": task,
@@ -125,7 +125,7 @@ def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) ->
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nexec python3 -I -S "$@"\n')
     python.chmod(0o755)
-    scenario = Path(__file__).parent.parent / "scenarios" / "demo-nvfp4.yaml"
+    scenario = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
     ran = vexport("run", scenario, "--run-dir", tmp_path / "run", "--vllm-python", python, "--quiet")
     assert ran.code == 4
     (line,) = ran.errors

@@ -10,7 +10,7 @@ from vexport.errors import InputError
 from vexport.run.pipeline import plan_scenario
 from vexport.scenario import read_scenario
 
-FOLDER = Path(__file__).parent.parent / "scenarios"
+FOLDER = Path(__file__).parents[2] / "scenarios"
 SCENARIOS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("ladder/*.yaml")])
 MINIMAL = "name: a\nsource: b\nrules: [{match: Linear, scheme: NVFP4}]\n"
 

@@ -10,7 +10,7 @@ from vexport.scenario import read_scenario
 from vexport.scenario.serve import Serve, with_options
 
 SCENARIO = "name: n\nsource: {source}\nrules: [{{match: Linear, scheme: NVFP4A16}}]\nserve: {serve}\n"
-DEMO = Path(__file__).parents[1] / "scenarios" / "demo" / "model"
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 
 def served(folder: Path, serve: str) -> Serve:

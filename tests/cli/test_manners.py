@@ -261,7 +261,7 @@ def test_a_check_says_what_it_was_judged_for(good: Callable[[str], Path]) -> Non
 def test_the_shell_completes_names(
     words: str, offered: list[str], not_offered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(Path(__file__).parents[2])
     *arguments, incomplete = words.split(" ")
     completed = ShellComplete(cli, {}, "vexport", "_VEXPORT_COMPLETE").get_completions(arguments, incomplete)
     names = [item.value for item in completed]

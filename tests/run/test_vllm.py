@@ -11,7 +11,7 @@ import yaml
 from tests.command import Ran, vexport
 from vexport.run.directory import KIND
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo"
 WEIGHT_ONLY_KL = 0.003
 QUANTIZED_INPUTS_KL = 0.1
