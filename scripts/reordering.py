@@ -1,4 +1,4 @@
-"""Loaders of vLLM's model classes that take a layer's stored tensors apart or order their rows anew.
+"""Loaders of vLLM's model classes that take a layer's stored tensors apart or order their rows again.
 
 Found in the source: every function that goes through loaded tensors and reshapes one. What becomes of the
 tensors of a quantized layer there was read by a person: in `REORDERS` where it matters, in `HARMLESS` else.
@@ -78,7 +78,7 @@ Loader = tuple[str, str]
 
 
 def reordered(classes: Mapping[str, ast.Module]) -> dict[str, str]:
-    """The layers that the loaders of some classes order anew, and how; `classes` are sources by name."""
+    """The layers that the loaders of some classes order again, and how; `classes` are sources by name."""
     found: dict[str, str] = {}
     for loader in loaders(classes):
         found.update(REORDERS.get(loader, {}))

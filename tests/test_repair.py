@@ -1,4 +1,4 @@
-"""What is mended passes the check at the cost that is said; what is not is named, and nothing written."""
+"""What is repaired passes the check at the cost that is said; what is not is named, and nothing written."""
 
 import json
 from collections.abc import Callable
@@ -131,14 +131,14 @@ WITHOUT_LOSS = [
 
 
 @pytest.mark.parametrize(("scheme", "change", "family"), WITHOUT_LOSS)
-def test_mends_without_loss(
+def test_repairs_without_loss(
     good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, family: str
 ) -> None:
     checkpoint = spoiled(good(scheme), tmp_path / "broken", change)
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     ran, report = repair(checkpoint, tmp_path / "out")
     assert ran.code == 0, ran.stderr
-    assert {mend["family"] for mend in report["mends"]} == {family}
+    assert {repair["family"] for repair in report["repairs"]} == {family}
     assert check_checkpoint(str(tmp_path / "out")).findings == ()
     for layer in (Q, DOWN):
         torch.testing.assert_close(
@@ -159,7 +159,7 @@ def test_activation_ordering_that_orders_nothing_is_removed(
     checkpoint = spoiled(good("W4A16"), tmp_path / "broken", together(actorder, tensors(ordered)))
     ran, report = repair(checkpoint, tmp_path / "out")
     assert ran.code == 0, ran.stderr
-    assert {mend["family"] for mend in report["mends"]} == {"ordering", "layout"}
+    assert {repair["family"] for repair in report["repairs"]} == {"ordering", "layout"}
     torch.testing.assert_close(
         dequantized(tmp_path / "out", Q), dequantized(good("W4A16"), Q), rtol=0, atol=0
     )
@@ -176,7 +176,7 @@ def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_sourc
     assert check_checkpoint(str(out)).findings == ()
     written, source = load_file(out / "model.safetensors"), load_file(PEER / "moe" / "model.safetensors")
     old = load_file(checkpoint / "model.safetensors")
-    mended = {mend["layer"]: mend["change"] for mend in report["mends"]}
+    repaired = {repair["layer"]: repair["change"] for repair in report["repairs"]}
     for expert in range(2):
         layers = [f"model.layers.0.mlp.experts.{expert}.{leaf}" for leaf in ("gate_proj", "up_proj")]
         values = [old[f"{layer}.weight_global_scale"] for layer in layers]
@@ -184,10 +184,10 @@ def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_sourc
         for layer in layers:
             before, after = dequantized(checkpoint, layer).double(), dequantized(out, layer).double()
             exact = source[f"{layer}.weight"].double()
-            if layer not in mended:
+            if layer not in repaired:
                 assert torch.equal(before, after)
                 continue
-            change = mended[layer]
+            change = repaired[layer]
             assert isinstance(change, dict)
             assert change["relative"] == pytest.approx(
                 float((after - before).norm() / before.norm()), rel=1e-6
@@ -213,8 +213,10 @@ def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Callable[[str], P
     announce = config(kv_cache_scheme=KV_SCHEME)
     ran, report = repair(spoiled(good("W8A8"), tmp_path / "broken", announce), tmp_path / "out")
     assert ran.code == 0, ran.stderr
-    assert [mend["where"] for mend in report["mends"]] == [f"model.layers.{i}.self_attn" for i in range(3)]
-    assert all("saturate" in str(mend["cost"]) for mend in report["mends"])
+    assert [repair["where"] for repair in report["repairs"]] == [
+        f"model.layers.{i}.self_attn" for i in range(3)
+    ]
+    assert all("saturate" in str(repair["cost"]) for repair in report["repairs"])
     written = load_file(tmp_path / "out" / "model.safetensors")
     scales = [value for name, value in written.items() if name.endswith((".k_scale", ".v_scale"))]
     assert len(scales) == 6
@@ -259,7 +261,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("scheme", "change", "where"), REFUSED)
-def test_what_cannot_be_mended_is_named_and_nothing_written(
+def test_what_cannot_be_repaired_is_named_and_nothing_written(
     good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, where: str
 ) -> None:
     ran, report = repair(spoiled(good(scheme), tmp_path / "broken", change), tmp_path / "out")
@@ -288,8 +290,8 @@ def test_a_source_gives_back_what_is_lost(
     checkpoint = spoiled(good(scheme), tmp_path / "broken", change)
     ran, report = repair(checkpoint, tmp_path / "out", "--source", llama)
     assert ran.code == 0, (ran.stderr, report)
-    (mend,) = report["mends"]
-    assert (mend["family"], mend["where"]) == ("source", layer)
+    (fix,) = report["repairs"]
+    assert (fix["family"], fix["where"]) == ("source", layer)
     assert check_checkpoint(str(tmp_path / "out")).findings == ()
     torch.testing.assert_close(
         dequantized(tmp_path / "out", layer), dequantized(good(scheme), layer), rtol=0, atol=0
@@ -323,7 +325,7 @@ def test_untouched_shards_are_copies_and_the_index_is_made_anew(
     checkpoint, out = spoiled(good("NVFP4"), tmp_path / "broken", in_two), tmp_path / "out"
     ran, report = repair(checkpoint, out)
     assert ran.code == 0, ran.stderr
-    assert [mend["family"] for mend in report["mends"]] == ["index", "global scales"]
+    assert [repair["family"] for repair in report["repairs"]] == ["index", "global scales"]
     first = "model-00001-of-00002.safetensors"
     assert (out / first).read_bytes() == (checkpoint / first).read_bytes()
     assert (out / first).stat().st_ino != (checkpoint / first).stat().st_ino

@@ -65,7 +65,7 @@ def test_repair_makes_no_compressed_tensors_of_it(good: Good, tmp_path: Path, pr
     )
     ran = vexport("repair", changed, tmp_path / "out", "--format", "json", "--quiet")
     report = json.loads(ran.stdout)
-    assert (ran.code, report["mends"], (tmp_path / "out").exists()) == (1, [], False)
+    assert (ran.code, report["repairs"], (tmp_path / "out").exists()) == (1, [], False)
 
 
 def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:

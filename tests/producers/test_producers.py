@@ -50,9 +50,9 @@ def test_check_is_clean(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_mended(name: str, tmp_path: Path) -> None:
+def test_nothing_is_repaired(name: str, tmp_path: Path) -> None:
     ran = vexport("repair", CHECKPOINTS / name, tmp_path / "out", "--format", "json", "--quiet")
-    assert (ran.code, json.loads(ran.stdout)["mends"]) == (0, [])
+    assert (ran.code, json.loads(ran.stdout)["repairs"]) == (0, [])
 
 
 @pytest.mark.vllm

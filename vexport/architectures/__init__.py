@@ -25,7 +25,7 @@ USUAL_EXPERTS = ("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 
 
-# Which tensors of a layer follow when vLLM's loader orders its rows anew. scales by row: the weight and a
+# Which tensors of a layer follow when vLLM's loader orders its rows again. scales by row: the weight and a
 # scale of each row or of all. every tensor: each is taken for a row of values for each row of the weight.
 # whole heads: each that has an output dimension, cut by heads. plain weight: `weight` alone, packed ones and
 # scales do not. transposed: `weight` alone is stored (in, out) and turned around.

@@ -1,4 +1,4 @@
-"""The chat templates of a checkpoint, read without code of its own.
+"""The chat templates of a checkpoint, read without running any code.
 
 Places and their order: `from_pretrained` of tokenizers and processors in transformers 5.19, and
 `resolve_chat_template` in vllm/renderers/hf.py (0.32), which asks the processor before the tokenizer.

@@ -19,7 +19,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
-# What transformers also writes beside weights and is never carried along: other formats of the same weights.
+# What transformers also writes next to weights and is never carried along: other formats of the same weights.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 
 

@@ -10,7 +10,7 @@ from vexport.types import Json
 KEY = "quantization_config"
 # compressed-tensors' older name.
 OLDER_KEY = "compression_config"
-# ModelOpt 0.29 and before wrote it to a file of its own, which newer versions still write as well.
+# ModelOpt 0.29 and before wrote it to a separate file, which newer versions still write as well.
 SEPARATE_FILE = "hf_quant_config.json"
 TEXT = "text_config"
 
@@ -27,7 +27,7 @@ def find_quantization(root: Path, config: Mapping[str, Json]) -> StoredQuantizat
     """The quantization config of a checkpoint folder whose config.json is `config`; None where it has none.
 
     Sources: get_config in vllm/transformers_utils/config.py, get_quantization_config in
-    model_arch_config_convertor.py beside it.
+    model_arch_config_convertor.py next to it.
     """
     for place, value in _places(root, config):
         if value is not None:

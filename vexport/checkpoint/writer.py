@@ -88,7 +88,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 class ShardWriter:
-    """Appends the pieces of one shard in a thread of its own, a few behind the one who makes them.
+    """Appends the pieces of one shard in its own thread, a few behind the one who makes them.
 
     The file's length says how far an earlier, broken-off writer came: `done` blocks are there and stay,
     what lies behind the last whole one is cut off. An error in the thread, or in a piece, is raised by the

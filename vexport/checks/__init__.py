@@ -12,7 +12,7 @@ from pathlib import Path
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.methods import other_method
-from vexport.checks.vllm.target import ANY, Target, said
+from vexport.checks.vllm.target import ANY, Target, short_version
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError, InputErrors
 from vexport.types import CheckReport, Finding
@@ -86,7 +86,7 @@ def check_checkpoint(
         checkpoint=name,
         ok=ok,
         findings=findings,
-        vllm=said(target.vllm),
+        vllm=short_version(target.vllm),
         tp=tuple(target.tp) or (1,),
         sm=tuple(target.sm),
     )

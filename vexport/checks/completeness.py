@@ -65,7 +65,7 @@ def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     for name in sorted(layout.parameters.keys() - names):
         yield _missing(name, f"the tensor, of {view.class_name} as its config sizes it")
     known = {name.rpartition(".")[0] for name in layout.parameters} | modules.keys()
-    yield from _head_beside_tie(view)
+    yield from _untied_head(view)
     for name in sorted(names - layout.parameters.keys()):
         module, _, parameter = name.rpartition(".")
         if UNREAD.search(name) or module in modules and parameter in (*QUANTIZED_PARAMETERS, "weight"):
@@ -95,7 +95,7 @@ def _is_read_matrix(view: CheckpointView, module: str, modules: Iterable[str]) -
     )
 
 
-def _head_beside_tie(view: CheckpointView) -> Iterator[Finding]:
+def _untied_head(view: CheckpointView) -> Iterator[Finding]:
     """vLLM takes the head that is stored, transformers the embeddings (try_verify_and_update_config)."""
     tensors = view.index.tensors
     head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
@@ -137,8 +137,8 @@ def _parameters(
     view: CheckpointView, fused: FusedLinear, group: ConfigGroup, module: str
 ) -> Iterator[Finding]:
     parameters = fused.members[module]
-    sides = view.sides(group, module, parameters)
-    names = set(parameters_of(group, *sides)) if sides is not None else {weight_name(group)}
+    shape = view.linear_shape(group, module, parameters)
+    names = set(parameters_of(group, *shape)) if shape is not None else {weight_name(group)}
     if group.weights.actorder in REFUSED_ORDERING and view.target.vllm < ORDERED_UNTIL:
         names.add("weight_g_idx")
     for parameter in sorted(names - parameters.keys()):
@@ -155,7 +155,7 @@ def _parameters(
                 fix="export the checkpoint again",
             )
     known = names | {"bias"}
-    for parameter in sorted(parameters.keys() - known) if sides is not None else ():
+    for parameter in sorted(parameters.keys() - known) if shape is not None else ():
         yield error(
             NAME,
             f"{module}.{parameter}",

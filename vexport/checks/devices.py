@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from vexport.checks.vllm.expected import layer_sides
+from vexport.checks.vllm.expected import linear_shape
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, error, warning
 from vexport.plan.linears import Names, names_of, text_config
 from vexport.plan.ranks import heads_of
@@ -136,7 +136,7 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
 def _linear(name: str, parameters: Mapping[str, TensorInfo], group: ConfigGroup | None) -> LinearPlan | None:
     """A layer with its sides; None where they cannot be told."""
     weight = parameters.get("weight")
-    sides = layer_sides(group, parameters) if group else weight.shape if weight is not None else None
+    sides = linear_shape(group, parameters) if group else weight.shape if weight is not None else None
     if sides is None or len(sides) != 2:
         return None
     return LinearPlan(name=name, weight=name, out_features=sides[0], in_features=sides[1])

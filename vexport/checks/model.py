@@ -19,7 +19,7 @@ DTYPES = ("bfloat16", "float16", "half", "float32", "float")
 # In the place of which it takes one of those.
 REPLACED = ("double", "float64", "float8_e4m3fn", "float8_e5m2")
 SILU = "silu"
-# Classes that put a layer of their own in the place of the output head, and that layer's names.
+# Classes that put their own layer in the place of the output head, and its layer's names.
 CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
 CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 # Base models that vLLM registers with a class that generates too (models/registry.py).
@@ -27,7 +27,7 @@ GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on config.json beside its quantization_config."""
+    """Findings on config.json, except its quantization_config."""
     config = view.index.config
     yield from _class(view)
     dtype = config.get("dtype", config.get("torch_dtype"))

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checks.tensors.casts import rounded, survives
+from vexport.checks.tensors.casts import is_lossless_cast, rounded
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout
-from vexport.checks.vllm.expected import Expected, layer_sides, parameters_of
+from vexport.checks.vllm.expected import Expected, linear_shape, parameters_of
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
 from vexport.numerics.constants import INT32_BITS
 from vexport.schemes import fp8
@@ -43,8 +43,8 @@ def _quantized(
 ) -> Iterator[Finding]:
     cut = _cut(view, fused)
     for module, parameters in fused.members.items():
-        sides = view.sides(group, module, parameters)
-        expected = parameters_of(group, *sides) if sides is not None else {}
+        shape = view.linear_shape(group, module, parameters)
+        expected = parameters_of(group, *shape) if shape is not None else {}
         parts = [parameter for parameter, form in expected.items() if form.along and parameter in parameters]
         whole = all(parameters[parameter].shape != expected[parameter].shape for parameter in parts)
         dense = INT32_BITS % group.weights.num_bits == 0
@@ -64,7 +64,7 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
         for fused in view.fused_linears
         if (group := view.group_of(fused)) is not None
         for module, parameters in fused.members.items()
-        if view.sides(group, module, parameters) == layer_sides(group, parameters)
+        if view.linear_shape(group, module, parameters) == linear_shape(group, parameters)
     )
 
 
@@ -85,7 +85,7 @@ def _dtype(
         return
     wanted = f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})"
     rounded_little = tensor.name.endswith(GLOBAL_SCALE) and tensor.dtype in SIXTEEN_BITS
-    if rounded_little or survives(view.reader, tensor, expected.dtype):
+    if rounded_little or is_lossless_cast(view.reader, tensor, expected.dtype):
         yield warning(
             NAME,
             tensor.name,
@@ -185,8 +185,8 @@ def _unquantized(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     for module, shape in layout.tables.items():
         if module not in quantized:
             yield from _plain(view, f"{module}.weight", Expected(dtypes=FLOATING, shape=shape), None)
-    for name, sides in layout.parameters.items():
-        yield from _plain(view, name, Expected(dtypes=FLOATING, shape=sides), None)
+    for name, lengths in layout.parameters.items():
+        yield from _plain(view, name, Expected(dtypes=FLOATING, shape=lengths), None)
 
 
 def _plain(view: CheckpointView, name: str, expected: Expected, cut: int | None) -> Iterator[Finding]:
@@ -233,9 +233,9 @@ def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
 
 def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
     widths = {
-        module: sides[1]
+        module: shape[1]
         for module, parameters in fused.members.items()
-        if (sides := view.sides(group, module, parameters))
+        if (shape := view.linear_shape(group, module, parameters))
     }
     if len(set(widths.values())) > 1:
         yield error(
@@ -259,18 +259,18 @@ def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) 
 
 def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
     """What vLLM refuses at every tensor parallel size."""
-    sides = [
-        found
+    fused_shapes = [
+        shape
         for module, parameters in fused.members.items()
-        if (found := view.sides(group, module, parameters))
+        if (shape := view.linear_shape(group, module, parameters))
     ]
-    if group.weights.strategy != "block" or not group.weights.block_structure or not sides:
+    if group.weights.strategy != "block" or not group.weights.block_structure or not fused_shapes:
         return
     args = SchemeArgs(weights=group.weights, input_activations=group.input_activations)
-    rows = tuple(side[0] for side in sides)
+    rows = tuple(shape[0] for shape in fused_shapes)
     share = Share(
         out_features=rows,
-        in_features=sides[0][1],
+        in_features=fused_shapes[0][1],
         experts=EXPERT.search(next(iter(fused.members))) is not None,
         head=is_head(fused.name),
     )

@@ -35,7 +35,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    """Tensors of files beside model.safetensors; vLLM refuses names that its class does not have."""
+    """Tensors of files next to model.safetensors; vLLM refuses names that its class does not have."""
     known = () if view.layout is None else (*view.layout.linears, *view.layout.tables)
     for name in sorted(places.keys() - view.index.tensors.keys()):
         module, _, parameter = name.rpartition(".")

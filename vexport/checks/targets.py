@@ -88,7 +88,7 @@ def _agreement(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
                 expected="a target that matches this quantized layer",
                 got=f"{', '.join(stored)} and no target"
                 if not head
-                else "a quantized output head and no target of its own",
+                else "a quantized output head and no separate target",
                 fix='add "re:.*lm_head" to the targets'
                 if head
                 else "add it to targets or remove it from ignore",

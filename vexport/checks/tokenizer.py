@@ -34,7 +34,7 @@ RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on the files beside the weights that vLLM starts with."""
+    """Findings on the files next to the weights that vLLM starts with."""
     root = view.index.root
     for name in OBJECTS:
         if (root / name).is_file():

@@ -55,7 +55,7 @@ def _fused(transform: OnlineTransform, fused: FusedLinear) -> Iterator[Finding]:
         expected = "the same transform of the inputs of all layers that run as one"
         yield _wrong(fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only")
     if any("bias" in fused.members[member] for member in rotated):
-        yield _wrong(fused.name, "no bias beside an online transform: vLLM asserts it", transform.submodule)
+        yield _wrong(fused.name, "no bias with an online transform: vLLM asserts it", transform.submodule)
 
 
 def _wrong(where: str, expected: str, got: str) -> Finding:

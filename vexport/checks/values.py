@@ -149,7 +149,7 @@ def _reciprocal(tensor: TensorInfo, parameter: str, value: float) -> Iterator[Fi
         yield error(
             NAME,
             tensor.name,
-            expected=f"a divisor, 448*6/absmax, of at least {least:g}",
+            expected=f"a global scale (448*6/absmax) of at least {least:g}",
             got=f"{value:g}, which looks like its reciprocal",
             fix="store 1/value, or export again",
         )
@@ -193,7 +193,7 @@ def _plausible(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> 
         for module, value in largest.items():
             if value < 1:
                 tensor = fused.members[module]["weight_scale"]
-                yield _implausible(tensor, f"no scale above {value:g}, beside {max(largest.values()):g}")
+                yield _implausible(tensor, f"no scale above {value:g}, next to {max(largest.values()):g}")
 
 
 def _typical(
@@ -201,9 +201,9 @@ def _typical(
 ) -> float:
     """A middling weight of a layer: of a quarter of the largest code, or for e4m3 of the mean code."""
     args = group.weights
-    divisor = parameters.get("weight_global_scale")
-    if divisor is not None and divisor.num_bytes:
-        scale /= float(scales.numbers(view.reader, divisor).max())
+    global_scale = parameters.get("weight_global_scale")
+    if global_scale is not None and global_scale.num_bytes:
+        scale /= float(scales.numbers(view.reader, global_scale).max())
     if args.type == "int":
         return scale * float(2 ** (args.num_bits - 1)) / 4
     weight = parameters.get("weight")

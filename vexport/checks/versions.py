@@ -1,4 +1,4 @@
-"""What other versions of vLLM do otherwise with a checkpoint; the checks themselves know `PINNED`.
+"""What other versions of vLLM do differently with a checkpoint; the checks themselves know `PINNED`.
 
 The differences were read in the source of each version's wheel, in
 vllm/model_executor/layers/quantization/compressed_tensors and the registry of model classes.
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vexport.architectures.history import class_changes
-from vexport.checks.vllm.target import PINNED, Version, said
+from vexport.checks.vllm.target import PINNED, Version, short_version
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear
 from vexport.schemes.base import EXPERT
 from vexport.types import Finding, Severity
@@ -127,7 +127,7 @@ def rules_of(version: Version) -> Version:
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on what the version that was asked for does otherwise than the pinned one."""
+    """Findings on what the version that was asked for does differently from the pinned one."""
     asked = view.target.vllm
     version = rules_of(asked)
     if asked != version:
@@ -145,15 +145,15 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _class(view: CheckpointView, version: Version) -> Iterator[Finding]:
-    name, changes = view.class_name, class_changes().get(said(version))
+    name, changes = view.class_name, class_changes().get(short_version(version))
     where = f"{view.config_path}: architectures"
     if changes is None:
         yield Finding(
             check=NAME,
             severity="info",
             where=where,
-            expected=f"a table of the model classes of vLLM {said(version)}",
-            got=f"none: {name} is judged as in vLLM {said(PINNED)}",
+            expected=f"a table of the model classes of vLLM {short_version(version)}",
+            got=f"none: {name} is judged as in vLLM {short_version(PINNED)}",
             fix="load it in that version: vexport load --dry --vllm-python",
         )
     elif name in changes.absent:
@@ -161,9 +161,9 @@ def _class(view: CheckpointView, version: Version) -> Iterator[Finding]:
             check=NAME,
             severity="error",
             where=where,
-            expected=f"a model class of vLLM {said(version)}",
+            expected=f"a model class of vLLM {short_version(version)}",
             got=f"{name}, which it does not have",
-            fix=f"serve it with vLLM {said(PINNED)}",
+            fix=f"serve it with vLLM {short_version(PINNED)}",
         )
 
 
@@ -173,8 +173,8 @@ def _differs(difference: Difference, names: Sequence[str], version: Version) -> 
         check=NAME,
         severity=difference.severity,
         where=f"{names[0]}{more}",
-        expected=f"a vLLM that has {difference.what} (from {said(difference.since)} on)",
-        got=f"vLLM {said(version)}, which {difference.otherwise}",
+        expected=f"a vLLM that has {difference.what} (from {short_version(difference.since)} on)",
+        got=f"vLLM {short_version(version)}, which {difference.otherwise}",
         fix="serve it with another version, or quantize it otherwise",
     )
 
@@ -183,8 +183,9 @@ def _unknown(asked: Version, used: Version) -> Finding:
     return Finding(
         check=NAME,
         severity="warning",
-        where=f"vLLM {said(asked)}",
-        expected=f"one of the versions whose rules are known, {said(KNOWN[0])} to {said(KNOWN[-1])}",
-        got=f"unknown: checked by the rules of {said(used)}",
+        where=f"vLLM {short_version(asked)}",
+        expected="one of the versions whose rules are known, "
+        f"{short_version(KNOWN[0])} to {short_version(KNOWN[-1])}",
+        got=f"unknown: checked by the rules of {short_version(used)}",
         fix="load it in that version: vexport load --dry --vllm-python",
     )

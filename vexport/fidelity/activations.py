@@ -1,6 +1,6 @@
-"""Static scales of inputs and of the KV cache beside what the source computes on given text.
+"""Static scales of inputs and of the KV cache against what the source computes on given text.
 
-A scale stands for a range: what lies beyond it is cut off, and what is small beside it is rounded away. Both
+A scale stands for a range: what lies beyond it is cut off, and what is small next to it is rounded away. Both
 ends are judged with room, since the checkpoint was calibrated on other text.
 """
 
@@ -83,7 +83,7 @@ def _observed(watched: Watched, names: Names) -> Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One static scale: how large its range is beside the largest value seen, and how large it may be."""
+    """One static scale: how large its range is against the largest value seen, and how large it may be."""
 
     where: str
     range_: float
@@ -96,7 +96,7 @@ class Compared:
         return self.range_ / self.seen if self.seen else float("inf")
 
 
-def unlike(view: CheckpointView, observed: Observed) -> Iterator[Finding]:
+def mismatches(view: CheckpointView, observed: Observed) -> Iterator[Finding]:
     """Findings on static ranges that are far from what was observed, and how near the others are."""
     kinds: dict[str, list[Compared]] = {}
     found = (*_of_inputs(view, observed), *_of_cache(view, observed))
@@ -106,8 +106,8 @@ def unlike(view: CheckpointView, observed: Observed) -> Iterator[Finding]:
         if LEAST <= compared.ratio <= compared.most or not compared.seen:
             kinds.setdefault(INDEX.sub("*", compared.where), []).append(compared)
         else:
-            yield _far(compared)
-    yield from (_near(kind, scales) for kind, scales in kinds.items())
+            yield _out_of_range(compared)
+    yield from (_in_range(kind, scales) for kind, scales in kinds.items())
 
 
 def _of_inputs(view: CheckpointView, observed: Observed) -> Iterator[Compared]:
@@ -133,7 +133,7 @@ def _of_cache(view: CheckpointView, observed: Observed) -> Iterator[Compared]:
             yield Compared(where=tensor.name, range_=range_, seen=seen, most=MOST_FLOAT)
 
 
-def _far(compared: Compared) -> Finding:
+def _out_of_range(compared: Compared) -> Finding:
     effect = "what is larger is cut off" if compared.ratio < LEAST else "small values are rounded away"
     return error(
         ACTIVATIONS,
@@ -155,7 +155,7 @@ def _nothing_static() -> Finding:
     )
 
 
-def _near(kind: str, scales: Sequence[Compared]) -> Finding:
+def _in_range(kind: str, scales: Sequence[Compared]) -> Finding:
     ratios = sorted(compared.ratio for compared in scales)
     least, median, most = ratios[0], ratios[len(ratios) // 2], ratios[-1]
     return Finding(

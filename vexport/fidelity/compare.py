@@ -11,10 +11,10 @@ from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.fidelity import files, tensors
-from vexport.fidelity.activations import Observed, unlike
-from vexport.fidelity.counterparts import Counterparts
+from vexport.fidelity.activations import Observed, mismatches
 from vexport.fidelity.source import Source
-from vexport.fidelity.weights import Likeness, likeness
+from vexport.fidelity.source_tensors import SourceTensors
+from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.types import Finding
 
 OnLayer = Callable[[int, int], None]
@@ -24,7 +24,7 @@ def against(root: Path, *, on_layer: OnLayer, observed: Observed | None = None) 
     """The comparison with the unquantized checkpoint `root`; InputError where that is none.
 
     Every quantized weight is dequantized by compressed-tensors' own code, some rows at a time; all other
-    tensors must be the same bytes, and the files beside the weights say the same. Static scales are compared
+    tensors must be the same bytes, and the files next to the weights say the same. Static scales are compared
     with what was `observed` on a text.
     """
     with Reader() as reader:
@@ -34,42 +34,42 @@ def against(root: Path, *, on_layer: OnLayer, observed: Observed | None = None) 
         with Reader() as source_reader:
             yield from _compared(view, Source(root, source_reader), source_reader, on_layer)
         if observed is not None:
-            yield from unlike(view, observed)
+            yield from mismatches(view, observed)
 
     return compare
 
 
 def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: OnLayer) -> Iterator[Finding]:
-    places = Counterparts(view, source, reader)
+    origins = SourceTensors(view, source, reader)
     quantized = [layer for layer in layers_of(view).values() if layer.is_quantized]
     ratios: dict[str, float] = {}
     for number, layer in enumerate(quantized):
-        found = _likeness(view, places, layer)
+        found = _compare(view, origins, layer)
         if isinstance(found, Finding):
             yield found
         else:
             ratios[layer.name] = found.snr_db
             yield from _judged(layer, found)
-        places.release()
+        origins.release()
         on_layer(number + 1, len(quantized))
-    yield from tensors.changed(view, reader, places, {layer.name for layer in quantized})
+    yield from tensors.changed(view, reader, origins, {layer.name for layer in quantized})
     yield from files.changed(view.index, source.index)
     yield from _summary(view, ratios)
 
 
-def _likeness(view: CheckpointView, places: Counterparts, layer: Layer) -> Likeness | Finding:
-    pieces = places.weight(layer)
+def _compare(view: CheckpointView, origins: SourceTensors, layer: Layer) -> WeightComparison | Finding:
+    pieces = origins.weight(layer)
     if not pieces:
         fix = "give the checkpoint that this one was made from"
         return _incomparable(view, layer, "no weight of this layer", fix)
-    found = likeness(view, layer, pieces) if layer.group else None
+    found = compare_weight(view, layer, pieces) if layer.group else None
     if found is None:
         sizes = f"a source of {[sum(len(piece) for piece in pieces), pieces[0].shape[1]]}"
         return _incomparable(view, layer, f"tensors that do not fit {sizes}", "export the checkpoint again")
     return found
 
 
-def _judged(layer: Layer, found: Likeness) -> Iterator[Finding]:
+def _judged(layer: Layer, found: WeightComparison) -> Iterator[Finding]:
     if found.faults:
         yield error(
             SOURCE,

@@ -64,14 +64,14 @@ def as_loaded(view: CheckpointView, layer: Layer) -> dict[str, torch.Tensor] | N
     vLLM's schemes, or a tensor is missing or too small.
     """
     group, parameters = layer.group, layer.parameters
-    sides = view.sides(group, layer.name, parameters) if group is not None else None
-    if group is None or sides is None or isinstance(scheme_of(group), str):
+    shape = view.linear_shape(group, layer.name, parameters) if group is not None else None
+    if group is None or shape is None or isinstance(scheme_of(group), str):
         return None
     found = {}
-    for parameter, form in parameters_of(group, *sides).items():
+    for parameter, form in parameters_of(group, *shape).items():
         tensor = parameters.get(parameter)
         if parameter == "weight_shape":
-            found[parameter] = torch.tensor(sides)
+            found[parameter] = torch.tensor(shape)
         elif parameter.startswith("weight"):
             if tensor is None or not _fills(tensor, form):
                 return None

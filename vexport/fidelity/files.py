@@ -1,6 +1,6 @@
-"""Do the files beside the weights say what the source's say: config, tokenizer, chat template, generation?
+"""Do the files next to the weights say what the source's say: config, tokenizer, chat template, generation?
 
-Severity follows vLLM: an error where it would refuse, or would answer otherwise without a word.
+Severity follows vLLM: an error where it would refuse, or would silently answer differently.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -132,7 +132,7 @@ def _template(root: Path, source: Path) -> Iterator[Finding]:
 
 
 def _chat_template(root: Path) -> Json:
-    """The template that transformers would use: a file of its own wins."""
+    """The template that transformers would use: a separate file wins."""
     if (root / TEMPLATES[0]).is_file():
         return (root / TEMPLATES[0]).read_text(encoding="utf-8").rstrip("\n")
     for name in (TEMPLATES[1], "tokenizer_config.json"):

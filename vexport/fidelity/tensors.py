@@ -10,7 +10,7 @@ from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, error
-from vexport.fidelity.counterparts import Counterparts
+from vexport.fidelity.source_tensors import SourceTensors
 from vexport.plan.linears import PREDICTION, text_config
 from vexport.types import Finding, Severity, TensorInfo
 
@@ -24,27 +24,27 @@ TIED = ("lm_head.weight", "embed_out.weight")
 
 
 def changed(
-    view: CheckpointView, reader: Reader, places: Counterparts, quantized: Set[str]
+    view: CheckpointView, reader: Reader, origins: SourceTensors, quantized: Set[str]
 ) -> Iterator[Finding]:
     """Findings on tensors that are kept, changed without a need, new or lost."""
     for name, tensor in view.index.tensors.items():
         module, _, parameter = name.rpartition(".")
         if ADDED.match(name) or (module in quantized and parameter != "bias"):
             continue
-        yield from _kept(view, reader, places, tensor)
-    places.release()
-    for tensor in places.missing():
+        yield from _kept(view, reader, origins, tensor)
+    origins.release()
+    for tensor in origins.missing():
         yield from _lost(view, tensor)
 
 
 def _kept(
-    view: CheckpointView, reader: Reader, places: Counterparts, tensor: TensorInfo
+    view: CheckpointView, reader: Reader, origins: SourceTensors, tensor: TensorInfo
 ) -> Iterator[Finding]:
-    origin = places.tensor(tensor.name)
+    origin = origins.tensor(tensor.name)
     if origin is None and tensor.name.endswith(TIED) and _is_tied(view):
-        origin = places.tensor(TABLE)
+        origin = origins.tensor(TABLE)
     if origin is None:
-        yield from _regrouped(view, places, tensor)
+        yield from _regrouped(view, origins, tensor)
         return
     if same_bytes(reader, origin, view.reader, tensor):
         return
@@ -86,10 +86,10 @@ def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: Tens
     return torch.equal((read_tensor(old, origin) + 1) - 1, read_tensor(new, tensor))
 
 
-def _regrouped(view: CheckpointView, places: Counterparts, tensor: TensorInfo) -> Iterator[Finding]:
+def _regrouped(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> Iterator[Finding]:
     """A kept weight that the source stores together with others, or apart."""
     layer = layers_of(view).get(tensor.name.removesuffix(".weight"))
-    pieces = places.weight(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
+    pieces = origins.weight(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
         yield _finding("warning", tensor.name, "a tensor of the source's", "none there of this name")
         return

@@ -8,8 +8,8 @@ import torch
 
 from vexport.checks.vllm.layers import Layer
 from vexport.checks.vllm.view import CheckpointView
-from vexport.fidelity.counterparts import Pieces
 from vexport.fidelity.dequantize import as_loaded, weight_of
+from vexport.fidelity.source_tensors import Pieces
 from vexport.numerics.metrics import EXACT_DB
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.rounding import fake_quantize
@@ -35,7 +35,7 @@ FEWEST_PARTS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Likeness:
+class WeightComparison:
     """How a stored weight compares with its source's.
 
     `snr_db` is its signal-to-noise, `rounding_db` that of the source's weight rounded to nearest in the same
@@ -80,11 +80,11 @@ class _Part:
     product: torch.Tensor
 
 
-def likeness(view: CheckpointView, layer: Layer, pieces: Pieces) -> Likeness | None:
+def compare_weight(view: CheckpointView, layer: Layer, pieces: Pieces) -> WeightComparison | None:
     """Compare a quantized layer with its source's weight, some rows at a time; None where shapes differ."""
     group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
-    if group is None or stored is None or view.sides(group, layer.name, layer.parameters) != shape:
+    if group is None or stored is None or view.linear_shape(group, layer.name, layer.parameters) != shape:
         return None
     args = replace(group.weights, observer_kwargs={}, observer=None)
     try:
@@ -107,8 +107,8 @@ class _Nearest:
         observer = MemorylessMinMaxObserver("weight", args)
         observer.forward(pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces)))
         qparams = observer.get_qparams()
-        scale, divisor = qparams["scale"], qparams["global_scale"]
-        self._scale = scale if divisor is None else scale / divisor
+        scale, global_scale = qparams["scale"], qparams["global_scale"]
+        self._scale = scale if global_scale is None else scale / global_scale
         self._zero_point = qparams["zero_point"].to(torch.float32)
 
     def of(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _powers(values: torch.Tensor, width: int) -> torch.Tensor:
     return values.square().reshape(values.shape[0], -1, width).sum(dim=2)
 
 
-def _judged(parts: Sequence[_Part], width: int) -> Likeness:
+def _judged(parts: Sequence[_Part], width: int) -> WeightComparison:
     """What parts of `width` elements say together."""
     signal = torch.cat([part.signal for part in parts])
     noise = torch.cat([part.noise for part in parts])
@@ -171,7 +171,7 @@ def _judged(parts: Sequence[_Part], width: int) -> Likeness:
     power = float(signal.sum(dtype=torch.float64))
     wrong = ~(noise <= WRONG_PART_NOISE * signal) & ~(noise <= WRONG_PART_FACTOR * rounding.mean())
     rows = wrong.any(dim=1).nonzero()
-    return Likeness(
+    return WeightComparison(
         snr_db=_decibels(power, noise),
         rounding_db=_decibels(power, rounding),
         gain=float(product.sum(dtype=torch.float64)) / power if power else 1.0,

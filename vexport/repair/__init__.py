@@ -1,6 +1,6 @@
-"""Mends a checkpoint of any producer without calibration, and says what each mend costs.
+"""Repairs a checkpoint of any producer without calibration, and says what each repair costs.
 
-Adding a family of mends is one new file and one line in `families.FAMILIES`.
+Adding a family of repairs is one new file and one line in `families.FAMILIES`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
 from vexport.repair import config, files, targets
-from vexport.repair.mends import Changes, Mend, RepairReport
+from vexport.repair.changes import Changes, Repair, RepairReport
 from vexport.repair.overlay import apply
 from vexport.repair.write import write_checkpoint
 from vexport.types import Finding
@@ -34,9 +34,9 @@ CONFIG_ONLY: Sequence[tuple[str, Family]] = ((config.NAME, config.run), (targets
 def repair_checkpoint(
     checkpoint: Path, out: Path, source: Path | None, *, overwrite: bool, on_progress: OnProgress
 ) -> RepairReport:
-    """Mend what can be mended and write the result to the folder `out`, whole or not at all.
+    """Repair what can be repaired and write the result to the folder `out`, whole or not at all.
 
-    Nothing is written where an error remains that no mend removes, a file that cannot be read among them.
+    Nothing is written where an error remains that no repair removes, a file that cannot be read among them.
     Raises InputError for folders that are no checkpoints, and where `out` may not be written. Without torch
     only config.json and the index are repaired: MissingPackage where that is not enough.
     """
@@ -49,19 +49,19 @@ def repair_checkpoint(
     refuse_existing(out, overwrite=overwrite)
     with Reader() as reader, Reader() as source_reader:
         origin = _source(source, source_reader) if source else None
-        mends: tuple[Mend, ...] = ()
+        repairs: tuple[Repair, ...] = ()
         try:
-            index, mends = files.open_checkpoint(checkpoint)
+            index, repairs = files.open_checkpoint(checkpoint)
             view = CheckpointView(index, reader)
             for name, family in _families() if other_method(view) is None else ():
                 on_progress(f"repair {name}", 0, 1)
-                view, made = _mended(view, family(view, origin), origin)
-                mends += made
+                view, made = _repaired(view, family(view, origin), origin)
+                repairs += made
                 on_progress(f"repair {name}", 1, 1)
             findings = list(findings_on(view))
         except InputError as problem:
-            return _report(checkpoint, out, mends, findings_of(problem))
-        report = _report(checkpoint, out, mends, findings)
+            return _report(checkpoint, out, repairs, findings_of(problem))
+        report = _report(checkpoint, out, repairs, findings)
         if not report.ok and not is_installed("torch"):
             raise MissingPackage("torch", f"{checkpoint}: repairing {report.refusals[0].where}")
         if report.ok:
@@ -86,32 +86,32 @@ def _source(root: Path, reader: Reader) -> "Source":
 
 
 def _report(
-    checkpoint: Path, out: Path, mends: tuple[Mend, ...], findings: Sequence[Finding]
+    checkpoint: Path, out: Path, repairs: tuple[Repair, ...], findings: Sequence[Finding]
 ) -> RepairReport:
     refusals = tuple(finding for finding in findings if finding.severity == "error")
     return RepairReport(
         checkpoint=str(checkpoint),
         out=str(out),
         ok=not refusals,
-        mends=mends,
+        repairs=repairs,
         refusals=refusals,
         warnings=tuple(finding for finding in findings if finding.severity != "error"),
     )
 
 
-def _mended(
+def _repaired(
     view: CheckpointView, changes: Changes, source: "Source | None"
-) -> tuple[CheckpointView, tuple[Mend, ...]]:
-    """The checkpoint with the changes, and the mends with what they cost the weights."""
-    if not changes.mends:
+) -> tuple[CheckpointView, tuple[Repair, ...]]:
+    """The checkpoint with the changes, and the repairs with what they cost the weights."""
+    if not changes.repairs:
         return view, ()
     after = apply(view, changes)
-    return after, tuple(_priced(mend, view, after, source) for mend in changes.mends)
+    return after, tuple(_priced(repair, view, after, source) for repair in changes.repairs)
 
 
-def _priced(mend: Mend, before: CheckpointView, after: CheckpointView, source: "Source | None") -> Mend:
-    if mend.layer is None:
-        return mend
+def _priced(repair: Repair, before: CheckpointView, after: CheckpointView, source: "Source | None") -> Repair:
+    if repair.layer is None:
+        return repair
     from vexport.repair.cost import weight_change
 
-    return replace(mend, change=weight_change(before, after, mend.layer, source))
+    return replace(repair, change=weight_change(before, after, repair.layer, source))

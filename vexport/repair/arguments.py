@@ -12,7 +12,7 @@ from vexport.checks.vllm.layers import Layer, fits, layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup
 from vexport.fidelity.dequantize import ct_scheme
 from vexport.fidelity.source import Source
-from vexport.repair.mends import LOSSLESS, Changes, Mend
+from vexport.repair.changes import LOSSLESS, Changes, Repair
 from vexport.schemes.base import Strategy
 from vexport.types import Json
 
@@ -32,13 +32,13 @@ CHOICES: tuple[tuple[Strategy, int | None, bool], ...] = (
 def run(view: CheckpointView, source: Source | None) -> Changes:
     """The config with arguments that fit, for groups of which no layer fits and one reading fits all."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
-    mends = [
-        mend
+    repairs = [
+        repair
         for group in view.config_groups
         if (right := _right(group, _layers(view, group))) is not None
-        for mend in _corrected(config, group, right)
+        for repair in _corrected(config, group, right)
     ]
-    return Changes(config=config, mends=tuple(mends)) if mends else Changes()
+    return Changes(config=config, repairs=tuple(repairs)) if repairs else Changes()
 
 
 def _layers(view: CheckpointView, group: ConfigGroup) -> list[Layer]:
@@ -87,7 +87,7 @@ def _implied_format(group: ConfigGroup) -> str | None:
         return None
 
 
-def _corrected(config: dict[str, Json], group: ConfigGroup, right: ConfigGroup) -> Iterator[Mend]:
+def _corrected(config: dict[str, Json], group: ConfigGroup, right: ConfigGroup) -> Iterator[Repair]:
     quantization = config["quantization_config"]
     assert isinstance(quantization, dict)
     groups = quantization["config_groups"]
@@ -99,14 +99,14 @@ def _corrected(config: dict[str, Json], group: ConfigGroup, right: ConfigGroup) 
     place = f"config_groups.{group.name}"
     if right.format != group.format:
         raw["format"] = right.format
-        yield _mend(f"{place}.format", group.format, right.format)
+        yield _repair(f"{place}.format", group.format, right.format)
     for key in ("strategy", "group_size", "symmetric"):
         old, new = getattr(group.weights, key), getattr(right.weights, key)
         if old != new:
             weights[key] = new
-            yield _mend(f"{place}.weights.{key}", str(old), str(new))
+            yield _repair(f"{place}.weights.{key}", str(old), str(new))
 
 
-def _mend(where: str, got: str, now: str) -> Mend:
+def _repair(where: str, got: str, now: str) -> Repair:
     cost = f"{LOSSLESS}: the tensors allow no other reading"
-    return Mend(family=NAME, where=f"config.json: quantization_config.{where}", got=got, now=now, cost=cost)
+    return Repair(family=NAME, where=f"config.json: quantization_config.{where}", got=got, now=now, cost=cost)

@@ -1,4 +1,4 @@
-"""Keys of quantization_config that the pinned vLLM refuses (rules 19 to 21) and that nothing rests on."""
+"""Keys of quantization_config that the pinned vLLM refuses and that nothing rests on."""
 
 import copy
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
 from vexport.checks.vllm.methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
-from vexport.repair.mends import LOSSLESS, Changes, Mend
+from vexport.repair.changes import LOSSLESS, Changes, Repair
 from vexport.schemes.base import QuantArgs
 from vexport.types import Json
 
@@ -30,17 +30,17 @@ def run(view: CheckpointView, source: "Source | None") -> Changes:
     if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
         return Changes()
     place = f"{view.config_path}: {KEY}"
-    mends = (
+    repairs = (
         *moved,
         *_method(quantization, place),
         *_unknown_arguments(quantization, place),
         *_sparsity(quantization, place, view),
     )
-    return Changes(config=config, mends=mends) if mends else Changes()
+    return Changes(config=config, repairs=repairs) if repairs else Changes()
 
 
-def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Mend]:
-    """vLLM finds the config in its older places too; other loaders look in one, and so do later mends."""
+def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Repair]:
+    """vLLM finds the config in its older places too; other loaders look in one, and so do later repairs."""
     stored = view.stored_quantization
     if stored is None or config.get(KEY) is not None:
         return
@@ -49,16 +49,16 @@ def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Mend]:
             holder.pop(OLDER_KEY, None)
             holder.pop(KEY, None)
     config[KEY] = dict(stored.values)
-    yield _mend(stored.place, "the quantization config", KEY)
+    yield _repair(stored.place, "the quantization config", KEY)
 
 
-def _method(quantization: dict[str, Json], place: str) -> Iterator[Mend]:
+def _method(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
     if quantization.get("quant_method") != METHOD:
-        yield _mend(f"{place}.quant_method", repr(quantization.get("quant_method")), METHOD)
+        yield _repair(f"{place}.quant_method", repr(quantization.get("quant_method")), METHOD)
         quantization["quant_method"] = METHOD
 
 
-def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Mend]:
+def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
     groups = quantization["config_groups"]
     assert isinstance(groups, dict)
     for name, group in groups.items():
@@ -68,18 +68,18 @@ def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Me
             for key in unknown:
                 assert isinstance(arguments, dict)
                 value = arguments.pop(key)
-                yield _mend(f"{place}.config_groups.{name}.{side}.{key}", repr(value), "removed")
+                yield _repair(f"{place}.config_groups.{name}.{side}.{key}", repr(value), "removed")
 
 
-def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -> Iterator[Mend]:
+def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -> Iterator[Repair]:
     sparsity = quantization.get("sparsity_config")
     stored = any(name.rpartition(".")[2] in SPARSE_PARAMETERS for name in view.index.tensors)
     if isinstance(sparsity, dict) and sparsity and not stored:
         del quantization["sparsity_config"]
-        yield _mend(
+        yield _repair(
             f"{place}.sparsity_config", "a config for sparse weights, of which there are none", "removed"
         )
 
 
-def _mend(where: str, got: str, now: str) -> Mend:
-    return Mend(family=NAME, where=where, got=got, now=now, cost=LOSSLESS)
+def _repair(where: str, got: str, now: str) -> Repair:
+    return Repair(family=NAME, where=where, got=got, now=now, cost=LOSSLESS)

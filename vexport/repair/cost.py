@@ -1,10 +1,10 @@
-"""What a mend costs: a layer's weight before and after, dequantized by compressed-tensors' own code."""
+"""What a repair costs: a layer's weight before and after, dequantized by compressed-tensors' own code."""
 
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Source
 from vexport.numerics.metrics import noise_of
-from vexport.repair.mends import WeightChange
+from vexport.repair.changes import WeightChange
 
 
 def weight_change(

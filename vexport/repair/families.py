@@ -1,4 +1,4 @@
-"""Every family of mends. Most of them read and write tensors by torch."""
+"""Every family of repairs. Most of them read and write tensors by torch."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The index of a checkpoint and its metadata, made anew from the headers of the files that are there."""
+"""The index of a checkpoint and its metadata, made again from the headers of the files that are there."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from vexport.checkpoint.index import (
 )
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
-from vexport.repair.mends import LOSSLESS, Mend
+from vexport.repair.changes import LOSSLESS, Repair
 from vexport.types import Json, TensorInfo
 
 NAME = "index"
@@ -32,7 +32,7 @@ class OldIndex:
     metadata: Mapping[str, Json]
 
 
-def open_checkpoint(root: Path) -> tuple[SourceIndex, tuple[Mend, ...]]:
+def open_checkpoint(root: Path) -> tuple[SourceIndex, tuple[Repair, ...]]:
     """The checkpoint by its headers, and what its index says otherwise.
 
     Raises InputError, or InputErrors, for files that are missing or broken: nothing can replace them.
@@ -49,7 +49,7 @@ def open_checkpoint(root: Path) -> tuple[SourceIndex, tuple[Mend, ...]]:
         if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
     )
     index = SourceIndex(root=root, config=config, tensors=tensors, side_files=side_files)
-    return index, tuple(_mends(root, old, index, len(headers)))
+    return index, tuple(_repairs(root, old, index, len(headers)))
 
 
 def index_text(index: SourceIndex) -> str:
@@ -111,25 +111,25 @@ def _weight_map(index: SourceIndex) -> dict[str, str]:
     return {name: tensor.file.name for name, tensor in sorted(index.tensors.items())}
 
 
-def _mends(root: Path, old: OldIndex, index: SourceIndex, files: int) -> Iterator[Mend]:
+def _repairs(root: Path, old: OldIndex, index: SourceIndex, files: int) -> Iterator[Repair]:
     place = str(root / INDEX_NAME)
     if not (root / INDEX_NAME).is_file():
         if files > 1:
-            yield _mend(place, f"no index of {files} files", "an index")
+            yield _repair(place, f"no index of {files} files", "an index")
         return
     right = _weight_map(index)
     wrong = sum(old.weight_map.get(name) != file for name, file in right.items())
     gone = len(old.weight_map.keys() - right.keys())
     if wrong or gone:
-        yield _mend(
+        yield _repair(
             f"{place}: weight_map",
             f"{wrong} tensors missing or in another file, {gone} that are nowhere",
             "from the headers",
         )
     if old.metadata.get("total_size") not in (None, index.num_bytes):
         got = str(old.metadata.get("total_size"))
-        yield _mend(f"{place}: metadata.total_size", got, str(index.num_bytes))
+        yield _repair(f"{place}: metadata.total_size", got, str(index.num_bytes))
 
 
-def _mend(where: str, got: str, now: str) -> Mend:
-    return Mend(family=NAME, where=where, got=got, now=now, cost=LOSSLESS)
+def _repair(where: str, got: str, now: str) -> Repair:
+    return Repair(family=NAME, where=where, got=got, now=now, cost=LOSSLESS)

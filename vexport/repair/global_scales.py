@@ -1,4 +1,4 @@
-"""Global scales: divisors, not their reciprocals, and one for all layers that vLLM runs as one."""
+"""Global scales: 448*6/absmax, not its reciprocal, and one for all layers that vLLM runs as one."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from vexport.fidelity.dequantize import read_parameters, weight_of
 from vexport.fidelity.source import Source
 from vexport.numerics.constants import E4M3_MAX
 from vexport.numerics.metrics import noise_of
-from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
+from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair
 from vexport.repair.requantize import requantized
 from vexport.types import TensorInfo, TensorSpec
 
@@ -26,42 +26,42 @@ E4M3_SMALLEST = 2.0**-9
 
 
 def reciprocals(view: CheckpointView, source: Source | None) -> Changes:
-    """Turn over the global scales that are 1/divisor: the values vLLM was meant to see."""
-    edits, mends = [], []
+    """Turn over the global scales that are absmax/(448*6): the values vLLM was meant to see."""
+    edits, repairs = [], []
     for layer in layers_of(view).values():
         for parameter in MUST_SHARE:
             value = single_value(view, layer.parameters.get(parameter))
             if value is not None and 0 < value < LEAST[parameter]:
                 tensor = layer.parameters[parameter]
                 edits.append(_scalar(tensor, 1 / value))
-                mends.append(
-                    Mend(
+                repairs.append(
+                    Repair(
                         family=NAME,
                         where=tensor.name,
-                        got=f"{value:.9g}, the reciprocal of a divisor",
+                        got=f"{value:.9g}, the reciprocal of a global scale",
                         now=f"{1 / value:.9g}",
                         cost=f"{LOSSLESS}: the values are those that the producer meant",
                     )
                 )
-    return Changes(edits=tuple(edits), mends=tuple(mends))
+    return Changes(edits=tuple(edits), repairs=tuple(repairs))
 
 
 def unequal(view: CheckpointView, source: Source | None) -> Changes:
-    """Give the layers that vLLM runs as one the smallest of their divisors, the one of the largest range.
+    """Give the layers that vLLM runs as one the smallest of their global scales: that of the largest range.
 
     Weights: block scales are rescaled and rounded to e4m3 again, or, where a source shows that this is
-    better, the layer is quantized again. Inputs: only the divisor changes.
+    better, the layer is quantized again. Inputs: only the global scale changes.
     """
     edits: list[Edit] = []
-    mends: list[Mend] = []
+    repairs: list[Repair] = []
     for fused in view.fused_linears:
         for parameter in MUST_SHARE:
             for layer, value, shared in _differing(view, fused, parameter):
                 make = _input if parameter == INPUT else partial(_weight, view, source)
-                edit, mend = make(layer, value, shared)
+                edit, repair = make(layer, value, shared)
                 edits.append(edit)
-                mends.append(mend)
-    return Changes(edits=tuple(edits), mends=tuple(mends))
+                repairs.append(repair)
+    return Changes(edits=tuple(edits), repairs=tuple(repairs))
 
 
 def _differing(
@@ -78,28 +78,28 @@ def _differing(
             yield layers[name], value, min(usable.values())
 
 
-def _input(layer: Layer, value: float, shared: float) -> tuple[Edit, Mend]:
+def _input(layer: Layer, value: float, shared: float) -> tuple[Edit, Repair]:
     tensor = layer.parameters[INPUT]
-    mend = Mend(
+    repair = Repair(
         family=NAME,
         where=tensor.name,
         got=f"{value:.9g}, not that of the layers it runs with",
         now=f"{shared:.9g}",
         cost=f"no weight; the range of its inputs is {value / shared:.4g} times as wide",
     )
-    return _scalar(tensor, shared), mend
+    return _scalar(tensor, shared), repair
 
 
 def _weight(
     view: CheckpointView, source: Source | None, layer: Layer, value: float, shared: float
-) -> tuple[Edit, Mend]:
-    """The layer with the shared divisor, by the way that keeps more of the source where there is one."""
+) -> tuple[Edit, Repair]:
+    """The layer with the shared global scale, by the way that keeps more of the source where there is one."""
     rescale = partial(_rescaled, view, layer, shared)
     again = partial(requantized, layer, source, shared) if source else None
     better = again is not None and _is_better(view, layer, source, again, rescale)
     make = again if better and again is not None else rescale
     how = "quantized again from the source" if better else "block scales rescaled"
-    mend = Mend(
+    repair = Repair(
         family=NAME,
         where=layer.parameters[WEIGHT].name,
         got=f"{value:.9g}, not that of the layers it runs with",
@@ -108,7 +108,7 @@ def _weight(
         layer=layer.name,
     )
     parameters = ("weight_packed", "weight_scale", WEIGHT) if better else ("weight_scale", WEIGHT)
-    return _edit(layer, parameters, make), mend
+    return _edit(layer, parameters, make), repair
 
 
 def _edit(layer: Layer, parameters: tuple[str, ...], make: Callable[[], Mapping[str, torch.Tensor]]) -> Edit:
@@ -126,7 +126,7 @@ def _edit(layer: Layer, parameters: tuple[str, ...], make: Callable[[], Mapping[
 
 
 def _rescaled(view: CheckpointView, layer: Layer, shared: float) -> Mapping[str, torch.Tensor]:
-    """Block scales relative to the shared divisor, and the divisor."""
+    """Block scales relative to the shared global scale, and the global scale."""
     stored = read_parameters(
         view, {parameter: layer.parameters[parameter] for parameter in ("weight_scale", WEIGHT)}
     )

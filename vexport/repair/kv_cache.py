@@ -11,7 +11,7 @@ from vexport.checks.vllm.view import CheckpointView, parse_args
 from vexport.fidelity.source import Source
 from vexport.plan.kv_cache import attention_layers
 from vexport.plan.linears import names_of, text_config
-from vexport.repair.mends import Changes, Edit, Mend
+from vexport.repair.changes import Changes, Edit, Repair
 from vexport.schemes.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
 from vexport.types import AttentionLayer, KvCache, LinearPlan, TensorSpec
 
@@ -27,8 +27,8 @@ def run(view: CheckpointView, source: Source | None) -> Changes:
         return Changes()
     near = {layer.name: _neighbour(view, layer) for layer in layers}
     edits = [Edit(tensors=(spec,), near=near[layer.name], make=partial(_ones, spec)) for layer, spec in specs]
-    mends = [_mend(layer) for layer in layers]
-    return Changes(edits=tuple(edits), mends=tuple(mends))
+    repairs = [_repair(layer) for layer in layers]
+    return Changes(edits=tuple(edits), repairs=tuple(repairs))
 
 
 def _attention(view: CheckpointView) -> tuple[AttentionLayer, ...]:
@@ -54,12 +54,12 @@ def _ones(spec: TensorSpec) -> Mapping[str, torch.Tensor]:
     return {spec.name: torch.ones(spec.shape, dtype=torch.float32)}
 
 
-def _mend(layer: AttentionLayer) -> Mend:
-    return Mend(
+def _repair(layer: AttentionLayer) -> Repair:
+    return Repair(
         family=NAME,
         where=layer.name,
         got="a static kv_cache_scheme and no k_scale or v_scale",
         now="1.0 for keys and values",
         cost="unknown without a calibration: keys and values beyond 448 saturate, small ones lose bits; "
-        "it is what vLLM would take without a word",
+        "it is what vLLM would take silently",
     )

@@ -6,11 +6,11 @@ from functools import partial
 import torch
 
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
-from vexport.checks.vllm.expected import Expected, expected_parameters, layer_sides
+from vexport.checks.vllm.expected import Expected, expected_parameters, linear_shape
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import QUANTIZED_PARAMETERS, CheckpointView, ConfigGroup
 from vexport.fidelity.source import Source
-from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
+from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair
 from vexport.types import TensorInfo, TensorSpec
 
 NAME = "layout"
@@ -22,24 +22,24 @@ INPUTS = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
 def run(view: CheckpointView, source: Source | None) -> Changes:
     """Corrected tensors, and the names of those that go."""
     edits: list[Edit] = []
-    mends: list[Mend] = []
+    repairs: list[Repair] = []
     dropped: set[str] = set()
     for layer in layers_of(view).values():
         if layer.group is None or not layer.is_quantized:
             continue
         expected = expected_parameters(layer.group, layer.parameters)
-        for edit, mend in _corrected(view, layer, expected or {}):
+        for edit, repair in _corrected(view, layer, expected or {}):
             edits.append(edit)
-            mends.append(mend)
-        for tensor, mend in _leftover(view, layer, layer.group, expected):
+            repairs.append(repair)
+        for tensor, repair in _leftover(view, layer, layer.group, expected):
             dropped.add(tensor.name)
-            mends.append(mend)
-    return Changes(edits=tuple(edits), mends=tuple(mends), dropped=frozenset(dropped))
+            repairs.append(repair)
+    return Changes(edits=tuple(edits), repairs=tuple(repairs), dropped=frozenset(dropped))
 
 
 def _corrected(
     view: CheckpointView, layer: Layer, expected: Mapping[str, Expected]
-) -> Iterator[tuple[Edit, Mend]]:
+) -> Iterator[tuple[Edit, Repair]]:
     for parameter, form in expected.items():
         tensor = layer.parameters.get(parameter)
         if tensor is None:
@@ -50,7 +50,7 @@ def _corrected(
         if spec is not None:
             now = f"{spec.dtype} {list(spec.shape)}"
             edit = Edit(tensors=(spec,), near=tensor.name, make=partial(_converted, view, tensor, spec))
-            yield edit, _mend(tensor.name, f"{tensor.dtype} {list(tensor.shape)}", now)
+            yield edit, _repair(tensor.name, f"{tensor.dtype} {list(tensor.shape)}", now)
 
 
 def _target(view: CheckpointView, tensor: TensorInfo, expected: Expected) -> TensorSpec | None:
@@ -90,22 +90,22 @@ def _converted(view: CheckpointView, tensor: TensorInfo, spec: TensorSpec) -> Ma
     return {spec.name: values.reshape(spec.shape)}
 
 
-def _weight_shape(layer: Layer) -> tuple[Edit, Mend]:
+def _weight_shape(layer: Layer) -> tuple[Edit, Repair]:
     assert layer.group is not None
-    sides = layer_sides(layer.group, layer.parameters)
-    assert sides is not None
+    shape = linear_shape(layer.group, layer.parameters)
+    assert shape is not None
     spec = TensorSpec(name=f"{layer.name}.weight_shape", dtype="I64", shape=(2,))
     edit = Edit(
         tensors=(spec,),
         near=layer.parameters["weight_packed"].name,
-        make=lambda: {spec.name: torch.tensor(sides, dtype=torch.int64)},
+        make=lambda: {spec.name: torch.tensor(shape, dtype=torch.int64)},
     )
-    return edit, _mend(spec.name, "no such tensor", f"[{sides[0]}, {sides[1]}], from the other tensors")
+    return edit, _repair(spec.name, "no such tensor", f"[{shape[0]}, {shape[1]}], from the other tensors")
 
 
 def _leftover(
     view: CheckpointView, layer: Layer, group: ConfigGroup, expected: Mapping[str, Expected] | None
-) -> Iterator[tuple[TensorInfo, Mend]]:
+) -> Iterator[tuple[TensorInfo, Repair]]:
     """Tensors that the scheme does not have and that change nothing."""
     if expected is None:
         return
@@ -113,7 +113,7 @@ def _leftover(
         tensor = layer.parameters[parameter]
         unread = IDLE.get(parameter)
         if parameter in INPUTS or unread is not None and unread(read_tensor(view.reader, tensor), group):
-            yield tensor, _mend(tensor.name, "a tensor that the layer's scheme does not have", "removed")
+            yield tensor, _repair(tensor.name, "a tensor that the layer's scheme does not have", "removed")
 
 
 def _is_zero(values: torch.Tensor, group: ConfigGroup) -> bool:
@@ -134,5 +134,5 @@ IDLE: Mapping[str, Callable[[torch.Tensor, ConfigGroup], bool]] = {
 }
 
 
-def _mend(where: str, got: str, now: str) -> Mend:
-    return Mend(family=NAME, where=where, got=got, now=now, cost=LOSSLESS)
+def _repair(where: str, got: str, now: str) -> Repair:
+    return Repair(family=NAME, where=where, got=got, now=now, cost=LOSSLESS)

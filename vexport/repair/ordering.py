@@ -1,4 +1,4 @@
-"""Activation ordering that vLLM refuses (rule 20) and that left every column where it was."""
+"""Activation ordering that vLLM refuses and that left every column where it was."""
 
 import copy
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from vexport.checks.config import REFUSED_ORDERING
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup
 from vexport.fidelity.source import Source
+from vexport.repair.changes import LOSSLESS, Changes, Repair
 from vexport.repair.layout import is_in_order
-from vexport.repair.mends import LOSSLESS, Changes, Mend
 from vexport.types import Json
 
 NAME = "ordering"
@@ -19,13 +19,13 @@ INDEX = "weight_g_idx"
 def run(view: CheckpointView, source: Source | None) -> Changes:
     """The config without orderings that order nothing; `layout` removes the tensors."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
-    mends = [
-        mend
+    repairs = [
+        repair
         for group in view.config_groups
         if group.weights.actorder in REFUSED_ORDERING and _in_order(view, group)
-        for mend in _removed(config, group)
+        for repair in _removed(config, group)
     ]
-    return Changes(config=config, mends=tuple(mends)) if mends else Changes()
+    return Changes(config=config, repairs=tuple(repairs)) if repairs else Changes()
 
 
 def _in_order(view: CheckpointView, group: ConfigGroup) -> bool:
@@ -37,7 +37,7 @@ def _in_order(view: CheckpointView, group: ConfigGroup) -> bool:
     )
 
 
-def _removed(config: dict[str, Json], group: ConfigGroup) -> Iterator[Mend]:
+def _removed(config: dict[str, Json], group: ConfigGroup) -> Iterator[Repair]:
     quantization = config["quantization_config"]
     assert isinstance(quantization, dict)
     groups = quantization["config_groups"]
@@ -47,7 +47,7 @@ def _removed(config: dict[str, Json], group: ConfigGroup) -> Iterator[Mend]:
     weights = raw["weights"]
     assert isinstance(weights, dict)
     weights["actorder"] = None
-    yield Mend(
+    yield Repair(
         family=NAME,
         where=f"config.json: quantization_config.config_groups.{group.name}.weights.actorder",
         got=str(group.weights.actorder),

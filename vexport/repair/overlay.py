@@ -9,7 +9,7 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.view import CheckpointView
-from vexport.repair.mends import Changes, Edit
+from vexport.repair.changes import Changes, Edit
 from vexport.types import TensorInfo
 
 if TYPE_CHECKING:

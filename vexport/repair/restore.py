@@ -11,7 +11,7 @@ from vexport.checks.vllm.layers import Layer, layers_of, single_value
 from vexport.checks.vllm.scheme import scheme_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source
-from vexport.repair.mends import LOSSLESS, Changes, Edit, Mend
+from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair
 from vexport.repair.requantize import requantized
 from vexport.types import TensorSpec
 
@@ -28,7 +28,7 @@ def run(view: CheckpointView, source: Source | None) -> Changes:
     broken = dict.fromkeys(finding.where for finding in (*completeness.run(view), *values.run(view)))
     layers = layers_of(view)
     edits: list[Edit] = []
-    mends: list[Mend] = []
+    repairs: list[Repair] = []
     again: dict[str, str] = {}
     for name in broken:
         module, _, parameter = name.rpartition(".")
@@ -37,14 +37,14 @@ def run(view: CheckpointView, source: Source | None) -> Changes:
             if parameter in WEIGHT_PARAMETERS and not _is_reciprocal(view, layer, parameter):
                 again.setdefault(module, name)
         elif name in source.index.tensors and name not in view.index.tensors:
-            edit, mend = _copied(view, source, name)
+            edit, repair = _copied(view, source, name)
             edits.append(edit)
-            mends.append(mend)
+            repairs.append(repair)
     for module, name in again.items():
-        for edit, mend in _quantized_again(view, source, layers[module], name):
+        for edit, repair in _quantized_again(view, source, layers[module], name):
             edits.append(edit)
-            mends.append(mend)
-    return Changes(edits=tuple(edits), mends=tuple(mends))
+            repairs.append(repair)
+    return Changes(edits=tuple(edits), repairs=tuple(repairs))
 
 
 def _is_reciprocal(view: CheckpointView, layer: Layer, parameter: str) -> bool:
@@ -53,22 +53,22 @@ def _is_reciprocal(view: CheckpointView, layer: Layer, parameter: str) -> bool:
     return value is not None and 0 < value < math.inf
 
 
-def _copied(view: CheckpointView, source: Source, name: str) -> tuple[Edit, Mend]:
+def _copied(view: CheckpointView, source: Source, name: str) -> tuple[Edit, Repair]:
     stored = source.index.tensors[name]
     spec = TensorSpec(name=name, dtype=stored.dtype, shape=stored.shape)
     edit = Edit(tensors=(spec,), near=_neighbour(view, name), make=lambda: {name: source.tensor(name)})
     got = "no such tensor"
-    mend = Mend(family=NAME, where=name, got=got, now="the tensor of the source", cost=LOSSLESS)
-    return edit, mend
+    repair = Repair(family=NAME, where=name, got=got, now="the tensor of the source", cost=LOSSLESS)
+    return edit, repair
 
 
 def _quantized_again(
     view: CheckpointView, source: Source, layer: Layer, name: str
-) -> Iterator[tuple[Edit, Mend]]:
-    """The layer's weight tensors, made from the source with the divisor of the layers that it runs with."""
+) -> Iterator[tuple[Edit, Repair]]:
+    """The layer's weight tensors, made from the source with the global scale of those it runs with."""
     if layer.group is None or isinstance(scheme_of(layer.group), str) or source.weight(layer.name) is None:
         return
-    make = partial(requantized, layer, source, _divisor(view, source, layer))
+    make = partial(requantized, layer, source, _global_scale(view, source, layer))
     specs = {
         parameter: TensorSpec(
             name=f"{layer.name}.{parameter}", dtype=SAFETENSORS_DTYPES[value.dtype], shape=tuple(value.shape)
@@ -81,7 +81,7 @@ def _quantized_again(
             near=next(iter(layer.parameters.values())).name,
             make=lambda: {specs[parameter].name: value for parameter, value in make().items()},
         ),
-        Mend(
+        Repair(
             family=NAME,
             where=layer.name,
             got=f"a {name.rpartition('.')[2]} that is missing or holds no usable numbers",
@@ -92,8 +92,8 @@ def _quantized_again(
     )
 
 
-def _divisor(view: CheckpointView, source: Source, layer: Layer) -> float | None:
-    """The divisor that the layers it runs with share, unless its own range needs a smaller one."""
+def _global_scale(view: CheckpointView, source: Source, layer: Layer) -> float | None:
+    """The global scale that the layers it runs with share, unless its own range needs a smaller one."""
     own = requantized(layer, source, None).get(GLOBAL)
     if own is None:
         return None

@@ -1,4 +1,4 @@
-"""Targets and ignore that vLLM resolves otherwise than the tensors are stored (rules 13 to 15)."""
+"""Targets and ignore that vLLM does not resolve as the tensors are stored."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from vexport.checks.vllm.layers import fits, layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, matches_any
 from vexport.plan.ignore import ignored
 from vexport.plan.linears import names_of
-from vexport.repair.mends import LOSSLESS, Changes, Mend
+from vexport.repair.changes import LOSSLESS, Changes, Repair
 from vexport.schemes.base import is_head
 from vexport.schemes.config import targets_of
 from vexport.types import FusionGroup, Json, LinearPlan
@@ -25,12 +25,12 @@ def run(view: CheckpointView, source: "Source | None") -> Changes:
     """The config with an ignore list and targets that agree with the tensors."""
     if not view.config_groups:
         return Changes()
-    mended = _with(view, ignore=_without_quantized(view))
+    repaired = _with(view, ignore=_without_quantized(view))
     for group in view.config_groups:
-        mended = _with(mended, targets=(group.name, _targets(mended, group)))
-    mended = _with(mended, ignore=(*mended.ignore, *_unquantized(mended)))
-    mends = (*_ignore_mend(view, mended), *_target_mends(view, mended))
-    return Changes(config=mended.index.config, mends=mends) if mends else Changes()
+        repaired = _with(repaired, targets=(group.name, _targets(repaired, group)))
+    repaired = _with(repaired, ignore=(*repaired.ignore, *_unquantized(repaired)))
+    repairs = (*_ignore_repair(view, repaired), *_target_repairs(view, repaired))
+    return Changes(config=repaired.index.config, repairs=repairs) if repairs else Changes()
 
 
 def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
@@ -124,26 +124,24 @@ def _with(
     return CheckpointView(replace(view.index, config=config), view.reader)
 
 
-def _ignore_mend(old: CheckpointView, new: CheckpointView) -> Iterator[Mend]:
+def _ignore_repair(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
     if old.ignore != new.ignore:
-        yield _mend("ignore", old.ignore, new.ignore)
+        yield _repair("ignore", old.ignore, new.ignore)
 
 
-def _target_mends(old: CheckpointView, new: CheckpointView) -> Iterator[Mend]:
+def _target_repairs(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
     for before, after in zip(old.config_groups, new.config_groups, strict=True):
         if before.targets != after.targets:
-            yield _mend(f"config_groups.{before.name}.targets", before.targets, after.targets)
+            yield _repair(f"config_groups.{before.name}.targets", before.targets, after.targets)
 
 
-def _mend(place: str, old: Sequence[str], new: Sequence[str]) -> Mend:
+def _repair(place: str, old: Sequence[str], new: Sequence[str]) -> Repair:
     gone = [name for name in old if name not in new]
     come = [name for name in new if name not in old]
-    return Mend(
+    return Repair(
         family=NAME,
         where=f"config.json: quantization_config.{place}",
-        got=f"{_listed(gone)} that vLLM resolves otherwise than it is stored"
-        if gone
-        else "an incomplete list",
+        got=f"{_listed(gone)} that vLLM does not resolve as it is stored" if gone else "an incomplete list",
         now=f"with {_listed(come)}" if come else f"without {_listed(gone)}",
         cost=f"{LOSSLESS}: no tensor changes",
     )

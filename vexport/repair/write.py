@@ -50,7 +50,7 @@ def _is_untouched(view: CheckpointView, file: Path, tensors: list[TensorInfo]) -
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A copy of its own, never a link: who changes the one must not change the other."""
+    """A separate copy, never a link: who changes the one must not change the other."""
     with source.open("rb") as old, target.open("wb") as new:
         shutil.copyfileobj(old, new, COPY_BYTES)
 

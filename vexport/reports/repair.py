@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from vexport.files import to_json
-from vexport.repair.mends import Mend, RepairReport, WeightChange
+from vexport.repair.changes import Repair, RepairReport, WeightChange
 from vexport.reports import folding
 from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import decibels, plural
 from vexport.types import Finding
 
-# Mends of one kind that are shown one by one; JSON has all.
+# Repairs of one kind that are shown one by one; JSON has all.
 SHOWN = 8
 MAX_TEXT = 400
 
@@ -20,24 +20,24 @@ def render_repair(report: RepairReport, format_: str) -> str:
 
 
 def _lines(report: RepairReport) -> Iterator[str]:
-    kinds: dict[tuple[str, str], list[Mend]] = {}
-    for mend in report.mends:
-        kinds.setdefault((mend.family, mend.cost), []).append(mend)
-    for (family, cost), mends in kinds.items():
-        yield f"{family}: {plural(len(mends), 'fix', 'fixes')}"
-        yield from (f"  {_mend(mend)}" for mend in mends[:SHOWN])
-        if len(mends) > SHOWN:
-            yield f"  and {len(mends) - SHOWN} more: see --format json"
-        yield f"  cost: {_text(cost)}{_worst(mends)}"
+    kinds: dict[tuple[str, str], list[Repair]] = {}
+    for repair in report.repairs:
+        kinds.setdefault((repair.family, repair.cost), []).append(repair)
+    for (family, cost), repairs in kinds.items():
+        yield f"{family}: {plural(len(repairs), 'fix', 'fixes')}"
+        yield from (f"  {_repair(repair)}" for repair in repairs[:SHOWN])
+        if len(repairs) > SHOWN:
+            yield f"  and {len(repairs) - SHOWN} more: see --format json"
+        yield f"  cost: {_text(cost)}{_worst(repairs)}"
         yield ""
     yield from (f"{kind.first.severity}: {_finding(kind.finding)}" for kind in folding.kinds(report.warnings))
     yield from (f"cannot be repaired: {_finding(kind.finding)}" for kind in folding.kinds(report.refusals))
     yield _conclusion(report)
 
 
-def _mend(mend: Mend) -> str:
-    change = f" ({_change(mend.change)})" if mend.change else ""
-    return f"{_text(mend.where)}: {_text(mend.got)} -> {_text(mend.now)}{change}"
+def _repair(repair: Repair) -> str:
+    change = f" ({_change(repair.change)})" if repair.change else ""
+    return f"{_text(repair.where)}: {_text(repair.got)} -> {_text(repair.now)}{change}"
 
 
 def _change(change: WeightChange) -> str:
@@ -51,8 +51,10 @@ def _change(change: WeightChange) -> str:
     return "; ".join(parts) or "not comparable"
 
 
-def _worst(mends: Sequence[Mend]) -> str:
-    moved = [mend.change.relative for mend in mends if mend.change and mend.change.relative is not None]
+def _worst(repairs: Sequence[Repair]) -> str:
+    moved = [
+        repair.change.relative for repair in repairs if repair.change and repair.change.relative is not None
+    ]
     return f"; {plural(len(moved), 'weight')} moved, by {max(moved):.2%} at most" if moved else ""
 
 
@@ -61,10 +63,10 @@ def _finding(finding: Finding) -> str:
 
 
 def _conclusion(report: RepairReport) -> str:
-    done = plural(len(report.mends), "fix", "fixes")
+    done = plural(len(report.repairs), "fix", "fixes")
     if not report.ok:
         return f"{_text(report.checkpoint)}: nothing written; {plural(len(report.refusals), 'error')} left"
-    if not report.mends:
+    if not report.repairs:
         return f"{_text(report.out)}: nothing to repair, a copy"
     return f"{_text(report.out)}: {done}; `vexport check` finds no error"
 

@@ -26,7 +26,7 @@ SAME_BITS = ({"I8", "U8"}, {"I32", "U32"})
 E4M3_CODES = bytes(range(256))
 
 
-def survives(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
+def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
     """Whether a tensor's values are all kept when they are cast to a parameter's dtype."""
     if {tensor.dtype, dtype} in SAME_BITS:
         return True

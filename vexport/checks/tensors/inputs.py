@@ -58,13 +58,13 @@ def static_range(
 ) -> StaticRange | None:
     """What a layer's static scale represents; None where it has none."""
     largest = E4M3_LARGEST if group.weights.type == "float" else INT8_LARGEST
-    scale, divisor = parameters.get("input_scale"), parameters.get("input_global_scale")
+    scale, global_scale = parameters.get("input_scale"), parameters.get("input_global_scale")
     if scale is not None and scale.num_bytes:
         value = float(np.abs(view.reader.floats(scale)).max())
         return StaticRange(name=scale.name, largest=largest * value)
-    if divisor is not None and divisor.num_bytes:
-        value = float(view.reader.floats(divisor).min())
-        return StaticRange(name=divisor.name, largest=E4M3_LARGEST * E2M1_LARGEST / value)
+    if global_scale is not None and global_scale.num_bytes:
+        value = float(view.reader.floats(global_scale).min())
+        return StaticRange(name=global_scale.name, largest=E4M3_LARGEST * E2M1_LARGEST / value)
     return None
 
 

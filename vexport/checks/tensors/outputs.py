@@ -18,7 +18,7 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
     """No output of a quantized layer behind a norm is larger, with some room; None where that is not known.
 
     That is the length of the input times that of a row of the weight (Cauchy and Schwarz), and the bias;
-    where keys have a norm of their own, what that lets through.
+    where keys have their own norm, what that lets through.
     """
     norm = view.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
     if norm is not None and norm.num_bytes and view.layout is not None:
@@ -26,29 +26,27 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
     layer, bounds = layers_of(view).get(module), norm_bounds(view, module)
     if layer is None or layer.group is None or bounds is None:
         return None
-    sides = view.sides(layer.group, module, layer.parameters)
+    shape = view.linear_shape(layer.group, module, layer.parameters)
     largest = _largest_weight(view, layer.group, layer.parameters)
-    if sides is None or largest is None:
+    if shape is None or largest is None:
         return None
     bias = layer.parameters.get("bias")
     offset = float(np.abs(view.reader.floats(bias)).max()) if bias is not None and bias.num_bytes else 0.0
-    return MARGIN * (bounds[1] * math.sqrt(sides[1]) * largest + offset)
+    return MARGIN * (bounds[1] * math.sqrt(shape[1]) * largest + offset)
 
 
 def _largest_weight(
     view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
 ) -> float | None:
     """The largest weight that a layer's scales can make."""
-    scale, divisor, args = (
-        parameters.get("weight_scale"),
-        parameters.get("weight_global_scale"),
-        group.weights,
-    )
-    if scale is None or not scale.num_bytes or scale.dtype in BYTES or (divisor and not divisor.num_bytes):
+    args, scale = group.weights, parameters.get("weight_scale")
+    global_scale = parameters.get("weight_global_scale")
+    if scale is None or scale.dtype in BYTES or not scale.num_bytes:
         return None
-    floats = {8: E4M3_LARGEST, 4: E2M1_LARGEST}
-    code = floats.get(args.num_bits) if args.type == "float" else 2.0 ** (args.num_bits - 1)
+    if global_scale is not None and not global_scale.num_bytes:
+        return None
+    divisor = float(view.reader.floats(global_scale).min()) if global_scale is not None else 1.0
+    largest_float = {8: E4M3_LARGEST, 4: E2M1_LARGEST}.get(args.num_bits)
+    code = largest_float if args.type == "float" else 2.0 ** (args.num_bits - 1)
     largest = float(np.abs(view.reader.floats(scale)).max())
-    if code is None or not math.isfinite(largest):
-        return None
-    return largest * code / (float(view.reader.floats(divisor).min()) if divisor is not None else 1.0)
+    return None if code is None or not math.isfinite(largest) else largest * code / divisor

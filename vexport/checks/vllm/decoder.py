@@ -13,7 +13,7 @@ ATTENTION = ("q", "k", "v", "o")
 QKV = ("q", "k", "v")
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 FEEDFORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-# Keys without which transformers would build a model of its own default size.
+# Keys without which transformers would build a model of its default size.
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -27,7 +27,7 @@ class Decoder:
     experts. `head_dim` and `kv_heads` are what a config without them means, 0 what follows from the other
     sizes; without `given_head_dim` the class reads no head_dim. `silu` says that the MLP's activation can be
     no other, `norms_above_one` that norms multiply by one more than their weight, `sandwiched` that the MLP
-    has a norm of its own on either side.
+    has a norm on either side.
     """
 
     biases: tuple[str, ...] = ()

@@ -34,12 +34,12 @@ class Expected:
 def expected_parameters(
     group: ConfigGroup, parameters: Mapping[str, TensorInfo]
 ) -> Mapping[str, Expected] | None:
-    """The parameters of a layer by name; None where its weight is missing or its sides cannot be told.
+    """The parameters of a layer by name; None where its weight is missing or its shape cannot be told.
 
-    The layer's sides come from its stored weight.
+    The layer's shape comes from its stored weight.
     """
-    sides = layer_sides(group, parameters)
-    return None if sides is None else parameters_of(group, *sides)
+    shape = linear_shape(group, parameters)
+    return None if shape is None else parameters_of(group, *shape)
 
 
 def parameters_of(group: ConfigGroup, rows: int, columns: int) -> Mapping[str, Expected]:
@@ -65,7 +65,7 @@ def weight_name(group: ConfigGroup) -> str:
     return "weight_packed" if _kind(group) in (*FP4, SchemeKind.PACKED) else "weight"
 
 
-def layer_sides(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+def linear_shape(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
     """(out_features, in_features) of a stored weight."""
     stored = parameters.get(weight_name(group))
     if stored is None or len(stored.shape) != 2:

@@ -8,7 +8,7 @@ from vexport.checks.vllm.expected import expected_parameters
 from vexport.checks.vllm.view import QUANTIZED_PARAMETERS, CheckpointView, ConfigGroup, FusedLinear
 from vexport.types import TensorInfo
 
-# Bookkeeping of a few views: one before a mend, one after.
+# Bookkeeping of a few views: one before a repair, one after.
 KEPT_VIEWS = 4
 
 

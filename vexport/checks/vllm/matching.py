@@ -29,7 +29,7 @@ def targets_of(groups: Iterable[ConfigGroup]) -> Targets:
     return {target: group for group in groups for target in group.targets}
 
 
-def looked_for(name: str) -> str:
+def lookup_name(name: str) -> str:
     """The name that vLLM looks for: of all experts of a layer it asks for the first one's group only."""
     return EXPERT_NUMBER.sub("0", name)
 
@@ -42,7 +42,7 @@ def ignored(
     if fused not in members and matches_any(fused, ignore) and moe_layer(members[0]) is None:
         yield from members
     elif _are_resolved(projection, members, architecture):
-        yield from (member for member in members if matches_any(looked_for(member), ignore))
+        yield from (member for member in members if matches_any(lookup_name(member), ignore))
 
 
 def group_for(
@@ -52,7 +52,7 @@ def group_for(
     projection, routed = fused.rpartition(".")[2], moe_layer(members[0]) is not None
     found = None if routed else _first(fused, targets)
     if found is None and _are_resolved(projection, members, architecture):
-        owners = [_first(looked_for(member), targets) for member in members]
+        owners = [_first(lookup_name(member), targets) for member in members]
         found = owners[0] if all(owners) else None
     if found is not None:
         return found

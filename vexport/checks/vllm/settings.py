@@ -37,7 +37,7 @@ class Fault:
 
 
 def faults(config: Mapping[str, Json]) -> Iterator[Fault]:
-    """What is wrong with a decoder's config beside its sizes."""
+    """What is wrong with a decoder's config, except its sizes."""
     yield from _epsilon(config)
     yield from _rope(config)
     experts, chosen = (
@@ -65,7 +65,7 @@ def _rope(config: Mapping[str, Json]) -> Iterator[Fault]:
     """Positions: transformers 5 stores rope_parameters, older versions rope_theta and rope_scaling."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if isinstance(new, dict) and isinstance(old, dict) and new != old and not _is_default(new, old):
-        got = f"{old} beside rope_parameters {new}"
+        got = f"{old} next to rope_parameters {new}"
         yield Fault(key="rope_scaling", expected="one description of the positions", got=got)
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(value, dict) or any(isinstance(each, dict) for each in value.values()):

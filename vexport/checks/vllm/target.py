@@ -21,6 +21,6 @@ class Target:
 ANY = Target()
 
 
-def said(version: Version) -> str:
+def short_version(version: Version) -> str:
     """0.32."""
     return ".".join(map(str, version))

@@ -16,15 +16,15 @@ from vexport.checks.vllm.arguments import of_attention
 from vexport.checks.vllm.arguments import parse_args as parse_args
 from vexport.checks.vllm.arguments import parse_group as parse_group
 from vexport.checks.vllm.decoder import Layout, layout_of
-from vexport.checks.vllm.expected import layer_sides
+from vexport.checks.vllm.expected import linear_shape
 from vexport.checks.vllm.matching import Targets, group_for, ignored, targets_of
 from vexport.checks.vllm.matching import matches_any as matches_any
 from vexport.checks.vllm.online import OnlineTransform, online_transforms
-from vexport.checks.vllm.target import ANY, PINNED, Target, said
+from vexport.checks.vllm.target import ANY, PINNED, Target, short_version
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 
-# Parameters of a linear layer that compressed-tensors stores beside or instead of its weight.
+# Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
 QUANTIZED_PARAMETERS = frozenset(
     {
         "weight_packed",
@@ -91,7 +91,7 @@ class CheckpointView:
     def architecture(self) -> Architecture:
         """What vLLM does with this class; one that fuses nothing for a class that is not in the table."""
         if self.target.vllm != PINNED:
-            older = class_changes().get(said(self.target.vllm), ClassChanges())
+            older = class_changes().get(short_version(self.target.vllm), ClassChanges())
             if self.class_name in older.classes:
                 return older.classes[self.class_name]
         if self.class_name not in architecture_table().architectures:
@@ -126,8 +126,8 @@ class CheckpointView:
             prefix, dot, projection = fused.name.rpartition(".")
             parts = [f"{prefix}{dot}{part}" for part in self.fused_modules.get(projection, ())]
             if fused.name in fused.members and parts and found.keys() >= {*parts}:
-                sides = [found.pop(part) for part in parts]
-                found[fused.name] = (sum(side[0] for side in sides), sides[0][1])
+                shapes = [found.pop(part) for part in parts]
+                found[fused.name] = (sum(shape[0] for shape in shapes), shapes[0][1])
         return found
 
     @property
@@ -178,13 +178,13 @@ class CheckpointView:
             for name, members in fuse(modules, self.architecture).items()
         )
 
-    def sides(
+    def linear_shape(
         self, group: ConfigGroup, module: str, parameters: Mapping[str, TensorInfo]
     ) -> tuple[int, int] | None:
         """(out_features, in_features) of a quantized layer: by the model's config, else by its weight."""
         layout = self.layout
         known = (layout.linears.get(module) or layout.tables.get(module)) if layout is not None else None
-        return known or layer_sides(group, parameters)
+        return known or linear_shape(group, parameters)
 
     @cached_property
     def targets(self) -> Targets:
@@ -193,7 +193,7 @@ class CheckpointView:
 
     def ignored(self, fused: FusedLinear) -> list[str]:
         """The members of a fused layer that the config leaves unquantized: vLLM refuses some of them."""
-        parts = self._looked_for(fused)
+        parts = self._lookup_names(fused)
         found = list(ignored(fused.name, parts, self.ignore, self.architecture))
         if parts == tuple(fused.members):
             return found
@@ -203,9 +203,9 @@ class CheckpointView:
         """The config group that vLLM applies to a fused layer; None where it stays unquantized."""
         if self._is_built_plain(fused) or len(self.ignored(fused)) == len(fused.members):
             return None
-        return group_for(fused.name, self._looked_for(fused), self.targets, self.architecture)
+        return group_for(fused.name, self._lookup_names(fused), self.targets, self.architecture)
 
-    def _looked_for(self, fused: FusedLinear) -> tuple[str, ...]:
+    def _lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
         """The names by which vLLM looks for the group: its parts', also where it is stored as one."""
         prefix, dot, projection = fused.name.rpartition(".")
         parts = self.fused_modules.get(projection, ()) if fused.name in fused.members else ()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.expected import layer_sides
+from vexport.checks.vllm.expected import linear_shape
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source
@@ -16,7 +16,7 @@ from vexport.types import LinearPlan, TensorInfo
 Pieces = Sequence[torch.Tensor]
 
 
-class Counterparts:
+class SourceTensors:
     """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes them."""
 
     def __init__(self, view: CheckpointView, source: Source, reader: Reader) -> None:
@@ -78,10 +78,10 @@ class Counterparts:
 
     def _rows(self, name: str) -> int:
         layer = layers_of(self._view)[name]
-        sides = layer_sides(layer.group, layer.parameters) if layer.group else None
-        if sides is None and (weight := layer.parameters.get("weight")) is not None:
+        shape = linear_shape(layer.group, layer.parameters) if layer.group else None
+        if shape is None and (weight := layer.parameters.get("weight")) is not None:
             return weight.shape[0]
-        return sides[0] if sides else 0
+        return shape[0] if shape else 0
 
     def _joined(self, layer: Layer) -> Pieces:
         """The parts of a layer that the checkpoint stores fused and the source one by one."""

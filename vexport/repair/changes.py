@@ -1,4 +1,4 @@
-"""What a repair did and what it cost; what one family of mends wants to change."""
+"""What a repair did and what it cost; what one family of repairs wants to change."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,10 +25,10 @@ class WeightChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mend:
-    """One thing that was mended: where, what was there, what is there now, what it costs.
+class Repair:
+    """One thing that was repaired: where, what was there, what is there now, what it costs.
 
-    `layer` is the linear layer whose weight the mend may move, None for all else; `change` is how far it did.
+    `layer` is the linear layer whose weight the repair may move, None for all else; `change` says how far.
     """
 
     family: str
@@ -42,23 +42,23 @@ class Mend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """What was mended of a checkpoint, and what keeps it from being sound.
+    """What was repaired of a checkpoint, and what keeps it from being sound.
 
     `ok` means that `out` was written and that `vexport check` finds no error in it; else `refusals` say what
-    cannot be mended, and nothing was written. `warnings` remain in what was written.
+    cannot be repaired, and nothing was written. `warnings` remain in what was written.
     """
 
     checkpoint: str
     out: str
     ok: bool
-    mends: tuple[Mend, ...]
+    repairs: tuple[Repair, ...]
     refusals: tuple[Finding, ...]
     warnings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """Tensors that replace those of their names, or are new beside the tensor `near`.
+    """Tensors that replace those of their names, or are new next to the tensor `near`.
 
     `make` computes them when they are asked for; it may be called several times and answers the same.
     """
@@ -70,9 +70,9 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What one family of mends changes: the whole config where it does, tensors, tensors that go away."""
+    """What one family of repairs changes: the whole config where it does, tensors, tensors that go away."""
 
-    mends: tuple[Mend, ...] = ()
+    repairs: tuple[Repair, ...] = ()
     config: Mapping[str, Json] | None = None
     edits: tuple[Edit, ...] = ()
     dropped: frozenset[str] = field(default_factory=frozenset)
