@@ -29,8 +29,8 @@ MOST_LAYERS = 12
 BOTH_WAYS = {("engine", "evaluation")}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: the command line imports what it runs, the catalog the table that is asked for, a
-# run, a repair and a diff what needs torch, a download the hub's client; workers, programs of their own,
-# import vLLM, lm-eval and what of vexport they are asked for.
+# run, a repair and a diff what needs torch, a download or a model card the hub's client; workers, separate
+# programs, import vLLM, lm-eval and what of vexport they are asked for.
 LATE = {
     "cli": ("vexport",),
     "run": ("vexport",),
@@ -39,6 +39,7 @@ LATE = {
     "repair": ("vexport",),
     "diff": ("vexport",),
     "engine": ("vllm", "vexport"),
+    "reports": ("huggingface_hub",),
     "evaluation": ("vllm", "lm_eval", "datasets", "tqdm"),
 }
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "scipy", "matplotlib", "compressed_tensors", "numpy")

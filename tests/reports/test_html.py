@@ -9,15 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import get_args
 from urllib.parse import unquote
 
 import pytest
 
 from tests.reports import sample
-from vexport.reports import render, render_history
+from vexport.reports import document, render, render_history
+from vexport.reports.charts.bars import size_bars
 from vexport.reports.charts.forest import forests
 from vexport.reports.charts.layers import LEAST_SPAN_DB, MAX_DOTS, layer_chart, layer_kind
-from vexport.reports.charts.sizes import size_bars
 from vexport.types import KindSize, LayerError, Report
 
 CHROMIUM = shutil.which("chromium")
@@ -317,8 +318,29 @@ def test_sizes_stand_by_kind_of_layer() -> None:
         KindSize(kind="mlp", source_bytes=2_000_000, output_bytes=600_000),
         KindSize(kind="embed_tokens", source_bytes=800_000, output_bytes=800_000),
     )
-    mlp, embeddings = size_bars(sizes)
-    assert (mlp.before, mlp.after, mlp.share) == (100.0, 30.0, "30%")
-    assert (embeddings.before, embeddings.after, embeddings.share) == (40.0, 40.0, "100%")
+    mlp, embeddings = size_bars(sizes).bars
+    assert (mlp.before, mlp.after, mlp.remark) == (100.0, 30.0, "(30%)")
+    assert (embeddings.before, embeddings.after, embeddings.remark) == (40.0, 40.0, "(100%)")
     words = Page(render(replace(sample.report(), sizes=sizes), "html")).words
     assert "embed_tokens" in words
+
+
+def test_findings_of_a_kind_are_one_row_and_what_follows_is_folded() -> None:
+    many = tuple(
+        replace(sample.finding("error", where=f"model.layers.{n}.mlp.up_proj"), check="values")
+        for n in range(120)
+    )
+    cause = replace(sample.finding("error", where="config.json: quantization_config"), check="config")
+    base = sample.unloaded()
+    text = render(replace(base, check=replace(base.check, findings=many)), "html")
+    assert "model.layers.0-119.mlp.up_proj" in text
+    assert "119 more like it" in text
+    assert text.count("0.00217, 0.00217 and 0.00304</div>") == 1
+    text = render(replace(base, check=replace(base.check, findings=(cause, *many))), "html")
+    assert "120 findings that may follow from config.json: quantization_config</summary>" in text
+
+
+def test_every_part_of_a_document_can_be_drawn() -> None:
+    macros = (Path(document.__file__).parent / "templates" / "parts.html").read_text(encoding="utf-8")
+    names = {kind.__name__.lower() for kind in get_args(document.Part)} - {"findinglist"}
+    assert names <= set(re.findall(r"\{% macro (\w+)\(", macros))

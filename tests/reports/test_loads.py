@@ -36,9 +36,9 @@ MATRIX = [LOADS, REFUSED, replace(LOADS, checkpoint="out/other"), DIED]
 def test_checkpoints_are_rows_and_versions_columns() -> None:
     text = render_loads(MATRIX, "text")
     lines = text.splitlines()
-    assert lines[1].split() == ["checkpoint", "0.32.0", "0.31.0"]
-    assert lines[3].split() == ["out/model", "loads", "REFUSED"]
-    assert lines[4].split() == ["out/other", "loads", "NO", "ANSWER"]
+    assert lines[0].split() == ["checkpoint", "0.32.0", "0.31.0"]
+    assert lines[2].split() == ["out/model", "loads", "REFUSED"]
+    assert lines[3].split() == ["out/other", "loads", "NO", "ANSWER"]
     assert "out/other (0.31.0)" in text
     assert "last words" in text
 
@@ -49,7 +49,7 @@ def test_one_load_has_no_matrix() -> None:
 
 def test_modes_are_columns() -> None:
     lines = render_loads([LOADS, replace(LOADS, mode="default")], "text").splitlines()
-    assert lines[1].split() == ["checkpoint", "eager", "default"]
+    assert lines[0].split() == ["checkpoint", "eager", "default"]
 
 
 def test_junit_has_a_case_per_load() -> None:

@@ -57,7 +57,10 @@ def test_text_joins_what_is_alike() -> None:
     text = render_dry_loads([REPORT], "text")
     assert max(map(len, text.splitlines())) <= 100
     assert text.startswith("FAIL  out/model")
-    assert [line for line in text.splitlines() if line.startswith("tp ")] == ["tp 1, 2, 4", "tp 8"]
+    assert [line for line in text.splitlines() if line.startswith("tensor")] == [
+        "tensor parallel 1, 2, 4",
+        "tensor parallel 8",
+    ]
     assert text.count("qkv_proj") == text.count("down_proj") == text.count("(6)") == 1
     assert text.count("REFUSED") == 4
     assert "not shown: no kernel ran" in text
@@ -107,7 +110,7 @@ def test_junit_has_a_case_per_cell() -> None:
 def test_versions_are_columns() -> None:
     other = replace(REPORT, vllm="0.31.0", vllm_python="/venv/bin/python", ok=True, findings=())
     lines = render_dry_loads([REPORT, other], "text").splitlines()
-    assert lines[1].split() == ["checkpoint", "0.32.0", "0.31.0"]
-    assert " ".join(lines[3].split()) == "out/model FAILS (12 of 16 cells) loads (12 of 16 cells)"
+    assert lines[0].split() == ["checkpoint", "0.32.0", "0.31.0"]
+    assert " ".join(lines[2].split()) == "out/model FAILS (12 of 16 cells) loads (12 of 16 cells)"
     suites = ElementTree.fromstring(render_dry_loads([REPORT, other], "junit").encode())
     assert [suite.get("name") for suite in suites] == ["out/model 0.32.0", "out/model 0.31.0"]

@@ -1,7 +1,7 @@
 """What a run found, in every format: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
 
-A format is one module and one line in the tables below; everything is made from the types of
-vexport.types alone, so that a report.json from elsewhere renders just as well.
+A kind of report is one function that builds its documents (vexport.reports.document), a form one module that
+draws them; the tables below say which kind has which forms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,48 +10,56 @@ from pathlib import Path
 from typing import TypeVar
 
 from vexport.errors import InputError
-from vexport.reports import card, github, history, html, json, junit, loads, markdown, matrix, text
+from vexport.reports import card, github, html, json, junit, markdown, text
+from vexport.reports.accuracy import verdict_document
+from vexport.reports.checkpoints import (
+    check_documents,
+    dry_load_documents,
+    load_documents,
+)
 from vexport.reports.files import page_link, run_files
+from vexport.reports.history import Run, by_time, history_document
+from vexport.reports.run import run_document
 from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, Verdict
 
 T = TypeVar("T")
 
 FORMATS: dict[str, Callable[[Report], str]] = {
-    "text": text.report,
-    "json": json.report,
-    "html": html.report,
-    "markdown": markdown.report,
-    "card": card.report,
+    "text": lambda report: text.render([run_document(report)]),
+    "json": lambda report: json.dumps(Report, report),
+    "html": lambda report: html.render(run_document(report)),
+    "markdown": lambda report: markdown.render(run_document(report)),
+    "card": card.render,
     "junit": junit.report,
     "github": github.report,
 }
 CHECK_FORMATS: dict[str, Callable[[Sequence[CheckReport]], str]] = {
-    "text": text.checks,
-    "json": json.checks,
+    "text": lambda reports: text.render(check_documents(reports)),
+    "json": lambda reports: json.dumps(list[CheckReport], list(reports)),
     "junit": junit.checks,
-    "github": github.checks,
+    "github": partial(github.checkpoints, "check"),
 }
 LOAD_FORMATS: dict[str, Callable[[Sequence[LoadReport]], str]] = {
-    "text": loads.text,
-    "json": json.loads,
+    "text": lambda reports: text.render(load_documents(reports)),
+    "json": lambda reports: json.dumps(list[LoadReport], list(reports)),
     "junit": junit.loads,
-    "github": loads.github,
+    "github": partial(github.checkpoints, "load"),
 }
 DRY_LOAD_FORMATS: dict[str, Callable[[Sequence[DryLoadReport]], str]] = {
-    "text": matrix.text,
-    "json": matrix.json,
-    "junit": matrix.junit,
-    "github": matrix.github,
+    "text": lambda reports: text.render(dry_load_documents(reports)),
+    "json": lambda reports: json.dumps(list[DryLoadReport], list(reports)),
+    "junit": junit.dry_loads,
+    "github": partial(github.checkpoints, "load"),
 }
-HISTORY_FORMATS: dict[str, Callable[[Sequence[history.Run]], str]] = {
-    "text": history.text,
-    "json": history.json,
-    "html": history.html,
-    "markdown": history.markdown,
+HISTORY_FORMATS: dict[str, Callable[[Sequence[Run]], str]] = {
+    "text": lambda runs: text.render([history_document(runs)]),
+    "json": lambda runs: json.dumps(list[Report], [run.report for run in by_time(runs)]),
+    "html": lambda runs: html.render(history_document(runs)),
+    "markdown": lambda runs: markdown.render(history_document(runs)),
 }
 VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
-    "text": text.verdict,
-    "json": json.verdict,
+    "text": lambda verdict: text.render([verdict_document(verdict)]),
+    "json": lambda verdict: json.dumps(Verdict, verdict),
     "junit": junit.verdict,
     "github": github.verdict,
 }
@@ -70,12 +78,11 @@ def render(
     `scenario` is the file that the annotations of `github` stand at; `folder` the run directory to whose
     files a page links that is to lie in the folder `page`, which is the run directory unless it is given.
     """
-    formats: dict[str, Callable[[Report], str]] = {
-        **FORMATS,
-        "github": partial(github.report, scenario=scenario),
-        "html": partial(html.report, files=run_files(folder, page or folder) if folder else ()),
-    }
-    return _renderer(formats, format)(report)
+    if format == "github":
+        return github.report(report, scenario)
+    if format == "html":
+        return html.render(run_document(report, run_files(folder, page or folder) if folder else ()))
+    return _renderer(FORMATS, format)(report)
 
 
 def render_checks(
@@ -86,17 +93,16 @@ def render_checks(
     `families` are the names of the checks that looked, of which JUnit shows those without a finding too.
     Text has findings of one kind as one unless `every`.
     """
-    formats: dict[str, Callable[[Sequence[CheckReport]], str]] = {
-        **CHECK_FORMATS,
-        "text": partial(text.checks, every=every),
-        "junit": partial(junit.checks, families=families),
-    }
-    return _renderer(formats, format)(reports)
+    if format == "text":
+        return text.render(check_documents(reports, every=every))
+    if format == "junit":
+        return junit.checks(reports, families)
+    return _renderer(CHECK_FORMATS, format)(reports)
 
 
 def summarize_checks(reports: Sequence[CheckReport]) -> str:
     """Check reports as a step summary in Markdown."""
-    return markdown.checks(reports)
+    return markdown.render_all(check_documents(reports))
 
 
 def render_loads(reports: Sequence[LoadReport], format: str) -> str:
@@ -118,9 +124,7 @@ def render_history(
     the page of each run that has one.
     """
     runs = [
-        history.Run(
-            report=report, folder=folder.name, href=page_link(folder, page) if page is not None else ""
-        )
+        Run(report=report, folder=folder.name, href=page_link(folder, page) if page is not None else "")
         for report, folder in zip(reports, folders or [Path()] * len(reports), strict=True)
     ]
     return _renderer(HISTORY_FORMATS, format)(runs)

@@ -1,29 +1,27 @@
 """A model card: front matter that the Hugging Face hub reads, and what a user of the checkpoint asks.
 
-The keys are those of https://huggingface.co/docs/hub/model-cards; `model-index` is that of Papers with Code,
-which the hub shows as evaluation results.
+The keys are those of https://huggingface.co/docs/hub/model-cards, written by huggingface_hub's own classes.
 """
 
 import re
 
-import yaml
-
+from vexport.reports.accuracy import task_table
 from vexport.reports.coverage import coverage_lines
-from vexport.reports.formatting import percent, percent_interval, plural
-from vexport.reports.markdown import safe, table
+from vexport.reports.document import Cell, Code, Listing, Paragraph, Part, Section
+from vexport.reports.escaping import visible
+from vexport.reports.formatting import plural
+from vexport.reports.markdown import parts, safe
 from vexport.reports.sentences import (
     engine_line,
-    method_line,
     outcome_line,
     report_device,
     report_sentence,
-    scale_of,
     schemes_in_use,
     served_with,
     size_change,
     task_title,
 )
-from vexport.types import Json, Report, TaskVerdict, Verdict
+from vexport.types import Report, Verdict
 
 # A name on the hub, as huggingface_hub.utils.validate_repo_id has it; a local path is none.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -31,41 +29,68 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _VERSION = re.compile(r"\d+(\.\d+){1,3}")
 # A word of a command line, or the value of its option, that is an absolute path.
 _ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")
-_RECOVERY = ("Task", "Documents", "Baseline", "Quantized", "Recovery", "Answer")
 
 
-def report(report: Report) -> str:
+def render(report: Report) -> str:
     """The card; copy it into the checkpoint as README.md before it is uploaded."""
-    front = yaml.safe_dump(_front_matter(report), sort_keys=False, allow_unicode=False)
-    made_of = f"{schemes_in_use(report.plan)} of {_source_name(report)}"
-    parts = [
-        f"---\n{front}---",
-        f"# {safe(made_of)}",
-        f"{safe(size_change(report.plan))}.",
-        f"**{safe(outcome_line(report.outcome, report_device(report)))}**: {safe(report_sentence(report))}",
-        _use(report),
-        _accuracy(report.verdict) if report.verdict else "",
-        _made(report),
+    answer = (
+        f"**{safe(outcome_line(report.outcome, report_device(report)))}**: {safe(report_sentence(report))}"
+    )
+    title = f"# {safe(_model_name(report))}\n\n{safe(size_change(report.plan))}."
+    return f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{parts(_sections(report), 2)}\n"
+
+
+def _front_matter(report: Report) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    source = _source_name(report)
+    base = source if _HUB_ID.fullmatch(source) else None
+    tasks = report.verdict.tasks if report.verdict else ()
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=visible(task.task),
+            dataset_name=visible(task.task),
+            metric_type=visible(task.metric),
+            metric_name=visible(task_title(task)),
+            metric_value=task.candidate.value,
+            verified=False,
+        )
+        for task in tasks
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation="quantized" if base else None,
+        language=list(_inherited(report, "language")) or None,
+        library_name="vllm",
+        license=_first(report, "license"),
+        license_name=_first(report, "license_name"),
+        license_link=_first(report, "license_link"),
+        model_name=_model_name(report) if results else None,
+        eval_results=results or None,
+        pipeline_tag=_first(report, "pipeline_tag") or "text-generation",
+        tags=[
+            "vllm",
+            "compressed-tensors",
+            "quantized",
+            *(visible(name.lower()) for name in report.plan.schemes),
+        ],
+    )
+    return str(data.to_yaml())
 
 
-def _front_matter(report: Report) -> dict[str, Json]:
-    formats = [scheme.lower() for scheme in report.plan.schemes]
-    front: dict[str, Json] = {
-        key: value if isinstance(value, str) else list(value) for key, value in report.source_card.items()
-    }
-    front.setdefault("pipeline_tag", "text-generation")
-    front["library_name"] = "vllm"
-    front["tags"] = ["vllm", "compressed-tensors", "quantized", *formats]
-    if (name := _source_name(report)) and _HUB_ID.fullmatch(name):
-        front["base_model"] = name
-        front["base_model_relation"] = "quantized"
-    if report.verdict:
-        results: list[Json] = [_result(task) for task in report.verdict.tasks]
-        model = f"{schemes_in_use(report.plan)} of {_source_name(report)}"
-        front["model-index"] = [{"name": model, "results": results}]
-    return front
+def _inherited(report: Report, key: str) -> tuple[str, ...]:
+    """What the source's card has under `key`."""
+    value = report.source_card.get(key, ())
+    return tuple(map(visible, (value,) if isinstance(value, str) else value))
+
+
+def _first(report: Report, key: str) -> str | None:
+    return next(iter(_inherited(report, key)), None)
+
+
+def _model_name(report: Report) -> str:
+    return visible(f"{schemes_in_use(report.plan)} of {_source_name(report)}")
 
 
 def _source_name(report: Report) -> str:
@@ -79,66 +104,42 @@ def _last(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def _use(report: Report) -> str:
+def _sections(report: Report) -> tuple[Part, ...]:
+    return (
+        Section(title="Use", parts=(_use(report),)),
+        *((_accuracy(report.verdict),) if report.verdict else ()),
+        Section(title="How it was made", parts=(_made(report),)),
+    )
+
+
+def _use(report: Report) -> Code:
     """How to serve it: the vLLM that loaded it, under a name that the reader fills in."""
     version = report.load.engine.vllm if report.load.engine else ""
     install = f'pip install "vllm>={version}"\n' if _VERSION.fullmatch(version) else ""
-    return f"## Use\n\n```sh\n{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT\n```"
+    return Code(f"{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT")
+
+
+def _accuracy(verdict: Verdict) -> Section:
+    level = f"{100 * (1 - 2 * verdict.alpha):.4g}%"
+    note = f"Both models in vLLM on the same documents; in brackets two-sided intervals of {level}."
+    return Section(title="Accuracy", parts=(Paragraph(note), task_table(verdict)))
+
+
+def _made(report: Report) -> Listing:
+    rows = report.calibration_rows
+    lines = [
+        f"vexport {report.vexport}, {report.created}: {_public(report.command)}",
+        f"calibrated on {plural(rows, 'row')}" if rows else "no calibration",
+        f"{plural(len(report.plan.kept_linears), 'linear layer')} kept",
+        *coverage_lines(report.experts),
+    ]
+    if engine := report.load.engine:
+        lines.append(f"loaded in vLLM {engine_line(engine)}")
+        lines += [f"served there with {served_with(engine)}"] if engine.settings else []
+        lines += [f"not shown there: {spot}" for spot in engine.blind_spots]
+    return Listing(tuple(map(Cell, lines)))
 
 
 def _public(command: str) -> str:
     """A command line without the folders of the machine that it ran on."""
     return _ABSOLUTE.sub(lambda match: f"{match[1]}{_last(match[2])}", command)
-
-
-def _result(task: TaskVerdict) -> Json:
-    return {
-        "task": {"type": "text-generation"},
-        "dataset": {"name": task.task, "type": task.task},
-        "metrics": [
-            {
-                "type": task.metric,
-                "name": task_title(task),
-                "value": task.candidate.value,
-                "verified": False,
-            }
-        ],
-    }
-
-
-def _accuracy(verdict: Verdict) -> str:
-    return (
-        "## Accuracy\n\nBoth models in vLLM on the same documents; in brackets two-sided intervals of "
-        f"{100 * (1 - 2 * verdict.alpha):.4g}%.\n\n"
-        f"{table(_RECOVERY, map(_recovery_row, verdict.tasks))}\n\n{safe(method_line(verdict))}"
-    )
-
-
-def _recovery_row(task: TaskVerdict) -> tuple[str, ...]:
-    scale = scale_of(task)
-    return (
-        task_title(task),
-        f"{task.documents:,}",
-        f"{scale.value(task.baseline.value)} ({scale.interval(task.baseline.low, task.baseline.high)})",
-        f"{scale.value(task.candidate.value)} ({scale.interval(task.candidate.low, task.candidate.high)})",
-        f"{percent(task.recovery)} ({percent_interval(task.recovery_low, task.recovery_high)})",
-        task.outcome,
-    )
-
-
-def _made(report: Report) -> str:
-    kept = plural(len(report.plan.kept_linears), "linear layer")
-    lines = [
-        f"vexport {report.vexport}, {report.created}: {_public(report.command)}",
-        f"calibrated on {plural(report.calibration_rows, 'row')}"
-        if report.calibration_rows
-        else "no calibration",
-        f"{kept} kept",
-        *coverage_lines(report.experts),
-    ]
-    if report.load.engine:
-        lines.append(f"loaded in vLLM {engine_line(report.load.engine)}")
-        if report.load.engine.settings:
-            lines.append(f"served there with {served_with(report.load.engine)}")
-        lines += [f"not shown there: {spot}" for spot in report.load.engine.blind_spots]
-    return "## How it was made\n\n" + "\n".join(f"- {safe(line)}" for line in lines)

@@ -137,9 +137,9 @@ def _overall(report: Report) -> str:
     return f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
 
 
-def judged_for(report: CheckReport | LoadReport) -> str:
+def judged_for(report: CheckReport | LoadReport | DryLoadReport) -> str:
     """` for vLLM 0.32, TP 1, any GPU`: what a check asked; nothing for a load, which names its engine."""
-    if isinstance(report, LoadReport) or not report.vllm:
+    if not isinstance(report, CheckReport) or not report.vllm:
         return ""
     gpus = f"SM {', '.join(map(str, report.sm))}" if report.sm else "any GPU"
     return f" for vLLM {report.vllm}, TP {', '.join(map(str, report.tp))}, {gpus}"

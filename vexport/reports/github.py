@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from vexport.reports.checkpoints import titled
 from vexport.reports.escaping import clip, visible
 from vexport.reports.folding import fold
 from vexport.reports.formatting import plural
 from vexport.reports.gates import Gate, Status, checkpoint_gate, judged_for, report_gates, verdict_gates
 from vexport.reports.places import Place, in_workspace, place_of
 from vexport.reports.sentences import outcome_line, report_device, report_sentence
-from vexport.types import CheckReport, Finding, LoadReport, Outcome, Report, Severity, Verdict
+from vexport.types import CheckReport, DryLoadReport, Finding, LoadReport, Outcome, Report, Severity, Verdict
 
 MAX_ANNOTATIONS = 10
 _MAX_CHARACTERS = 2000
@@ -54,16 +55,6 @@ def report(report: Report, scenario: Path | None = None) -> str:
     return _lines(replace(answer, place=place), notes)
 
 
-def checks(reports: Sequence[CheckReport]) -> str:
-    """Every checkpoint's answer, then its errors and warnings."""
-    return _of_checkpoints("check", reports)
-
-
-def loads(reports: Sequence[LoadReport]) -> str:
-    """Every checkpoint's answer, then its errors and warnings."""
-    return _of_checkpoints("load", reports)
-
-
 def verdict(verdict: Verdict) -> str:
     """The answer, then every task that did not pass."""
     *tasks, _ = verdict_gates(verdict)
@@ -71,8 +62,9 @@ def verdict(verdict: Verdict) -> str:
     return _lines(answer, (note for gate in tasks for note in _of_gate(gate)))
 
 
-def _of_checkpoints(name: str, reports: Sequence[CheckReport | LoadReport]) -> str:
-    gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in reports]
+def checkpoints(name: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> str:
+    """Every checkpoint's errors and warnings of the gate `name`, or one notice where there are none."""
+    gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in titled(reports)]
     if all(gate.status == "PASS" and not gate.findings for _, gate in gates):
         message = f"{plural(len(gates), 'checkpoint')} without a finding{judged_for(reports[0])}"
         return _lines(_Annotation(level="notice", title=f"vexport {name} PASS", message=message), ())

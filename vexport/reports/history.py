@@ -4,16 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rich import box
-from rich.table import Table
-
 from vexport.evaluation.ladder import ladder
-from vexport.reports import html as html_format
-from vexport.reports import json as json_format
-from vexport.reports import markdown as markdown_format
-from vexport.reports import text as text_format
 from vexport.reports.charts.plane import Plane, ladder_chart
 from vexport.reports.charts.trend import Trend, trend
+from vexport.reports.document import Cell, Column, Document, Section, Table, badge, cells, columns
 from vexport.reports.formatting import NOT_AVAILABLE, bits_per_weight, duration, size, small
 from vexport.reports.sentences import (
     outcome_line,
@@ -24,7 +18,12 @@ from vexport.reports.sentences import (
 )
 from vexport.types import Report, TaskVerdict
 
-_HEADER = ("Run", "Made (UTC)", "Result", "Since the run before", "Schemes", "Size", "Bits", "Time", "KL")
+_COLUMNS = (
+    Column("Run"),
+    Column("Made (UTC)", nowrap=True),
+    *columns("Result", "Since the run before", "Schemes"),
+    *(Column(title, nowrap=True) for title in ("Size", "Bits", "Time", "KL")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,66 +39,33 @@ class Run:
     label: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """The runs in the order in which they were made, and every task that any of them has."""
-
-    runs: tuple[Run, ...]
-    tasks: tuple[str, ...]
+def by_time(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Runs by the time of their report, whatever the order in which they were named, with labels."""
+    return _labelled(sorted(runs, key=lambda run: run.report.created))
 
 
-def history(runs: Sequence[Run]) -> History:
-    """Runs by the time of their report, whatever the order in which they were named."""
-    ordered = sorted(runs, key=lambda run: run.report.created)
-    tasks = dict.fromkeys(task_title(task) for run in ordered for task in _tasks(run))
-    return History(runs=_labelled(ordered), tasks=tuple(tasks))
+def history_document(runs: Sequence[Run]) -> Document:
+    """The runs, the scores of each task, KL against bits, and trends."""
+    ordered = by_time(runs)
+    titles = tuple(dict.fromkeys(task_title(task) for run in ordered for task in _tasks(run)))
+    reports = [replace(run.report, name=run.label) for run in ordered]
+    kl_chart = ladder_chart(ladder(reports))
+    trends = _trends(ordered, titles)
+    made = (_made(reports[0].created), _made(reports[-1].created))
+    return Document(
+        title=f"{len(ordered)} runs",
+        subtitle=f"{made[0]} to {made[1]} UTC",
+        parts=(
+            _section("Runs, the oldest first", _runs_table(ordered), anchor="runs"),
+            *((_scores_section(ordered, titles),) if titles else ()),
+            *((_section("What each scheme loses", kl_chart),) if kl_chart else ()),
+            *((_section("Over time", *trends),) if trends else ()),
+        ),
+    )
 
 
-def text(runs: Sequence[Run]) -> str:
-    """One line a run, then one a task with the scores of all runs."""
-    found = history(runs)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in _HEADER:
-        table.add_column(name, overflow="fold", no_wrap=name.startswith("Made"))
-    for row in _rows(found):
-        table.add_row(*map(text_format.harmless, row))
-    scores = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    scores.add_column("Task", overflow="fold")
-    scores.add_column("Quantized, the oldest run first", overflow="fold")
-    for title in found.tasks:
-        scores.add_row(text_format.harmless(title), "  ".join(_scores(found, title)))
-    return text_format.plain(table) + (text_format.plain(scores) if found.tasks else "")
-
-
-def json(runs: Sequence[Run]) -> str:
-    """The reports, the oldest first."""
-    return json_format.reports([run.report for run in history(runs).runs])
-
-
-def markdown(runs: Sequence[Run]) -> str:
-    """The same two tables."""
-    found = history(runs)
-    parts = [f"## {len(found.runs)} runs", markdown_format.table(_HEADER, _rows(found))]
-    if found.tasks:
-        header = ("Task", *(str(index + 1) for index in range(len(found.runs))))
-        rows = ((title, *_scores(found, title)) for title in found.tasks)
-        parts.append("### Quantized scores by run\n\n" + markdown_format.table(header, rows))
-    return "\n\n".join(parts) + "\n"
-
-
-def html(runs: Sequence[Run]) -> str:
-    """One page: the runs, the ladder over schemes, the trends."""
-    found = history(runs)
-    reports = [replace(run.report, name=run.label) for run in found.runs]
-    context = {
-        "runs": found.runs,
-        "made": (_made(reports[0].created), _made(reports[-1].created)),
-        "header": _HEADER,
-        "rows": list(zip(found.runs, _rows(found), strict=True)),
-        "ladder": ladder_chart(ladder(reports)),
-        "trends": [chart for chart in _trends(found) if chart],
-    }
-    return html_format.render("history.html", context)
+def _section(title: str, *parts: Table | Plane, anchor: str = "") -> Section:
+    return Section(title=title, anchor=anchor, parts=parts)
 
 
 def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -114,22 +80,30 @@ def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(replace(run, label=label) for run, label in zip(runs, labels, strict=True))
 
 
-def _rows(found: History) -> list[tuple[str, ...]]:
-    changes = ["first run", *map(_worst_change, found.runs, found.runs[1:])]
-    return [
-        (
-            f"{number} {run.label}",
-            _made(run.report.created),
-            outcome_line(run.report.outcome, report_device(run.report)),
+def _runs_table(runs: Sequence[Run]) -> Table:
+    changes = ["first run", *map(_worst_change, runs, runs[1:])]
+    rows = tuple(
+        _run_row(number, run, change)
+        for number, (run, change) in enumerate(zip(runs, changes, strict=True), 1)
+    )
+    return Table(columns=_COLUMNS, rows=rows)
+
+
+def _run_row(number: int, run: Run, change: str) -> tuple[Cell, ...]:
+    report = run.report
+    return (
+        Cell(f"{number} {run.label}", href=run.href),
+        Cell(_made(report.created)),
+        badge(outcome_line(report.outcome, report_device(report))),
+        *cells(
             change,
-            schemes_in_use(run.report.plan),
-            size(run.report.plan.output_bytes),
-            bits_per_weight(run.report.plan.output_bytes, run.report.plan.parameters),
-            duration(sum(run.report.seconds.values())),
-            small(run.report.drift.mean_kl) if run.report.drift else NOT_AVAILABLE,
-        )
-        for number, (run, change) in enumerate(zip(found.runs, changes, strict=True), 1)
-    ]
+            schemes_in_use(report.plan),
+            size(report.plan.output_bytes),
+            bits_per_weight(report.plan.output_bytes, report.plan.parameters),
+            duration(sum(report.seconds.values())),
+            small(report.drift.mean_kl) if report.drift else NOT_AVAILABLE,
+        ),
+    )
 
 
 def _worst_change(before: Run, after: Run) -> str:
@@ -158,10 +132,18 @@ def _made(created: str) -> str:
     return created[:16].replace("T", " ")
 
 
-def _scores(found: History, title: str) -> list[str]:
+def _scores_section(runs: Sequence[Run], titles: Sequence[str]) -> Section:
+    """A row for each task with its score in every run; a page has the trends instead."""
+    header = (Column("Task"), *columns(*(str(number) for number in range(1, len(runs) + 1))))
+    rows = tuple(cells(title, *_scores(runs, title)) for title in titles)
+    table = Table(columns=header, rows=rows)
+    return Section(title="Quantized scores by run", parts=(table,), forms=("text", "markdown"))
+
+
+def _scores(runs: Sequence[Run], title: str) -> list[str]:
     """The score of each run, from the second with its change since the last run that has one."""
     shown, last = [], None
-    for run in found.runs:
+    for run in runs:
         task = _task(run, title)
         if task is None:
             shown.append(NOT_AVAILABLE)
@@ -173,28 +155,29 @@ def _scores(found: History, title: str) -> list[str]:
     return shown
 
 
-def _trends(found: History) -> list[Plane | None]:
-    names = [run.label for run in found.runs]
-    outcomes = [run.report.outcome for run in found.runs]
-    sizes = [float(run.report.plan.output_bytes) for run in found.runs]
-    times = [sum(run.report.seconds.values()) for run in found.runs]
+def _trends(runs: Sequence[Run], titles: Sequence[str]) -> tuple[Plane, ...]:
+    names = [run.label for run in runs]
+    outcomes = [run.report.outcome for run in runs]
+    sizes = [float(run.report.plan.output_bytes) for run in runs]
+    times = [sum(run.report.seconds.values()) for run in runs]
     bytes_ = Trend(title="Size of the checkpoint", unit="bytes", names=names, outcomes=outcomes, values=sizes)
     clock = Trend(title="Time of the run", unit="wall clock", names=names, outcomes=outcomes, values=times)
-    return [
-        *(_score_trend(found, title) for title in found.tasks),
+    charts = [
+        *(_score_trend(runs, title) for title in titles),
         trend(bytes_, lambda value: size(round(value))),
         trend(clock, duration),
     ]
+    return tuple(chart for chart in charts if chart)
 
 
-def _score_trend(found: History, title: str) -> Plane | None:
-    tasks = [_task(run, title) for run in found.runs]
+def _score_trend(runs: Sequence[Run], title: str) -> Plane | None:
+    tasks = [_task(run, title) for run in runs]
     scale = next(scale_of(task) for task in tasks if task)
-    margins = [run.report.verdict.margin if run.report.verdict else 0.0 for run in found.runs]
+    margins = [run.report.verdict.margin if run.report.verdict else 0.0 for run in runs]
     drawn = Trend(
         title=title,
         unit="quantized, with its interval",
-        names=[run.label for run in found.runs],
+        names=[run.label for run in runs],
         outcomes=[task.outcome if task else "INCONCLUSIVE" for task in tasks],
         values=[task.candidate.value if task else None for task in tasks],
         bounds=[(task.candidate.low, task.candidate.high) if task else None for task in tasks],

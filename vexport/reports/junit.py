@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from vexport.reports.columns import column_names
+from vexport.reports.checkpoints import column_names
 from vexport.reports.escaping import visible
 from vexport.reports.folding import kinds
 from vexport.reports.gates import (

@@ -1,216 +1,77 @@
-"""Markdown for a CI step summary: the answer, the tasks, the findings; far below GitHub's limit of 1 MiB."""
+"""Markdown for a CI step summary or a model card; a summary stays far below GitHub's limit of 1 MiB."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from vexport.reports.coverage import coverage_lines
+from vexport.reports.document import (
+    Cell,
+    Code,
+    Details,
+    Document,
+    Facts,
+    FindingList,
+    Listing,
+    Paragraph,
+    Part,
+    Section,
+    Table,
+    cells,
+    columns,
+)
 from vexport.reports.escaping import clip, visible
-from vexport.reports.folding import SEVERITIES, fold
-from vexport.reports.formatting import (
-    count,
-    duration,
-    percent,
-    percent_interval,
-    plural,
-)
-from vexport.reports.gates import Gate, checkpoint_gate, judged_for, report_gates, staged_findings
-from vexport.reports.mixing import attempt_line, mixed_line
-from vexport.reports.reading import p_values_line, reading_lines
-from vexport.reports.sentences import (
-    agreement_line,
-    engine_line,
-    opening,
-    outcome_line,
-    report_device,
-    report_sentence,
-    scale_of,
-    scale_of_comparison,
-    schemes_in_use,
-    served_with,
-    shown_comparisons,
-    signal_lines,
-    size_change,
-    task_title,
-)
-from vexport.types import CheckReport, Comparison, Finding, LoadReport, Report, TaskVerdict, Verdict
+from vexport.reports.findings import finding_parts
+from vexport.reports.formatting import plural
+from vexport.reports.sentences import opening, outcome_line
 
-MAX_FINDINGS = 20
 # GitHub refuses a step's summary above 1 MiB; other writers of the same step need room too.
 SUMMARY_BYTES = 1 << 19
-MAX_CHECKPOINTS = 100
+MAX_DOCUMENTS = 100
+MAX_FINDINGS = 20
 _MAX_CELL = 600
 _MAX_TEXT = 4000
-_BESIDE = ("Also", "n", "Baseline", "Quantized", "Difference")
 _PUNCTUATION = re.compile(r"([\\`*_\[\]|~#{}!])")
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "://": "&#58;//", "www.": "www&#46;"}
 
 
-def report(report: Report) -> str:
-    """The whole summary; answers and layers are left to the HTML report."""
-    parts = [
-        f"## {safe(outcome_line(report.outcome, report_device(report)))}: {safe(report.name)}",
-        safe(opening(report_sentence(report))),
-        _gate_table(report_gates(report)[:-1]),
-        _size_line(report),
-        _coverage(report),
-        _tasks(report.verdict) if report.verdict else "",
-        _load(report.load),
-        _signals(report),
-        _findings(report),
-        f"<sub>vexport {safe(report.vexport)}, {safe(report.created)}, source {safe(report.source)}, "
-        f"total {duration(sum(report.seconds.values()))}</sub>",
+def render(document: Document) -> str:
+    """One document."""
+    status = f"{safe(outcome_line(document.status, document.device))}: " if document.status else ""
+    gates = Table(
+        columns=columns("Gate", "Result", "Why"),
+        rows=tuple(cells(gate.name, gate.status, gate.summary) for gate in document.gates),
+    )
+    blocks = [
+        f"## {status}{safe(document.title)}",
+        safe(opening(document.sentence)) if document.sentence else "",
+        _table(gates, 3) if document.gates else "",
+        parts(document.parts),
+        f"<sub>{safe(document.footer)}</sub>" if document.footer else "",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return _joined(blocks) + "\n"
 
 
-def checks(reports: Sequence[CheckReport]) -> str:
-    """What `vexport check` found, checkpoint by checkpoint, as far as the summary's limit goes."""
-    shown = reports[:MAX_CHECKPOINTS]
-    parts = [table(("Checkpoint", "Result", "Findings"), map(_check_row, shown))]
-    size, left_out = len(parts[0].encode()), len(reports) - len(shown)
-    for report in shown:
-        part = _checkpoint_part(report)
-        size += len(part.encode())
+def render_all(documents: Sequence[Document]) -> str:
+    """A table of all, then the parts of each as far as the limit of a summary goes."""
+    shown = documents[:MAX_DOCUMENTS]
+    rows = tuple(cells(one.title, one.status or "", one.sentence) for one in shown)
+    blocks = [_table(Table(columns=columns("Checkpoint", "Result", "Findings"), rows=rows), 3)]
+    size, left_out = len(blocks[0].encode()), len(documents) - len(shown)
+    for document in shown:
+        content = parts(document.parts)
+        block = f"### {safe(document.title)}\n\n{content}" if content else ""
+        size += len(block.encode())
         if size < SUMMARY_BYTES:
-            parts.append(part)
+            blocks.append(block)
         else:
             left_out += 1
     if left_out:
-        parts.append(f"{plural(left_out, 'more checkpoint')} with findings: see --format json")
-    return "\n\n".join(part for part in parts if part) + "\n"
+        blocks.append(f"{plural(left_out, 'more checkpoint')} with findings: see --format json")
+    return _joined(blocks) + "\n"
 
 
-def _checkpoint_part(report: CheckReport) -> str:
-    found = [("check", finding) for finding in checkpoint_gate("check", report).findings]
-    rows = _finding_table(found, "--format json")
-    return f"### {safe(report.checkpoint)}\n\n{rows}" if found else ""
-
-
-def _check_row(report: CheckReport) -> tuple[str, ...]:
-    gate = checkpoint_gate("check", report)
-    return (report.checkpoint, gate.status, gate.summary + judged_for(report))
-
-
-def _gate_table(gates: Sequence[Gate]) -> str:
-    return table(("Gate", "Result", "Why"), ((gate.name, gate.status, gate.summary) for gate in gates))
-
-
-def _size_line(report: Report) -> str:
-    return f"**Size** {safe(size_change(report.plan))}, {safe(schemes_in_use(report.plan))}"
-
-
-def _signals(report: Report) -> str:
-    lines = [f"- **{label}** {safe(line)}" for label, line in signal_lines(report)]
-    if report.mixed:
-        lines.append(f"- **auto** {safe(mixed_line(report.mixed))}")
-    lines += [f"- **round {one.number}** {safe(attempt_line(one))}" for one in report.attempts]
-    return "\n".join(lines)
-
-
-def _coverage(report: Report) -> str:
-    return "\n".join(f"- {safe(line)}" for line in coverage_lines(report.experts))
-
-
-def _tasks(verdict: Verdict) -> str:
-    header = (
-        "Task",
-        "Result",
-        "n",
-        "Baseline",
-        "Quantized",
-        "Difference",
-        "Recovery",
-        "Flips",
-    )
-    parts = [f"### Accuracy\n\n{table(header, map(_task_row, verdict.tasks))}"]
-    if beside := shown_comparisons(verdict):
-        parts.append("For information, decides nothing:\n\n" + table(_BESIDE, map(_comparison_row, beside)))
-    parts += [f"**Warning** {safe(warning)}" for warning in verdict.warnings]
-    return "\n\n".join([*parts, _reading(verdict)])
-
-
-def _reading(verdict: Verdict) -> str:
-    """What the numbers are, folded."""
-    lines = [*reading_lines(verdict)]
-    if p_values := p_values_line(verdict):
-        lines.append(f"p: {p_values}")
-    items = "\n".join(f"- {safe(line)}" for line in lines)
-    return f"<details><summary>How to read this, and p values</summary>\n\n{items}\n\n</details>"
-
-
-def _comparison_row(one: Comparison) -> tuple[str, ...]:
-    scale = scale_of_comparison(one)
-    return (
-        task_title(one),
-        count(one.documents),
-        scale.value(one.baseline),
-        scale.value(one.candidate),
-        f"{scale.change(one.difference)} ({scale.changes(one.low, one.high)}) {scale.unit}",
-    )
-
-
-def _task_row(task: TaskVerdict) -> tuple[str, ...]:
-    scale = scale_of(task)
-    return (
-        task_title(task),
-        task.outcome,
-        count(task.documents),
-        f"{scale.value(task.baseline.value)} ({scale.interval(task.baseline.low, task.baseline.high)})",
-        f"{scale.value(task.candidate.value)} ({scale.interval(task.candidate.low, task.candidate.high)})",
-        f"{scale.change(task.difference)} ({scale.changes(task.low, task.high)}) {scale.unit}",
-        f"{percent(task.recovery)} ({percent_interval(task.recovery_low, task.recovery_high)})",
-        f"{count(task.right_to_wrong)} lost, {count(task.wrong_to_right)} gained "
-        f"({percent(task.flip_rate, 2)})",
-    )
-
-
-def _load(load: LoadReport) -> str:
-    lines = ["### Load in vLLM"]
-    if load.engine:
-        lines.append(f"- vLLM {safe(engine_line(load.engine))}")
-        if load.engine.settings:
-            lines.append(f"- Served with {safe(served_with(load.engine))}")
-        lines += [f"- Not shown here: {safe(spot)}" for spot in load.engine.blind_spots]
-    if load.logprobs:
-        lines.append(f"- Log-probabilities: {safe(agreement_line(load.logprobs))}")
-    return "\n".join(lines) if len(lines) > 1 else ""
-
-
-def _findings(report: Report) -> str:
-    found = staged_findings(report)
-    if not found:
-        return ""
-    return f"### Findings\n\n{_finding_table(found, 'report.json')}"
-
-
-def _finding_table(found: Sequence[tuple[str, Finding]], everything: str) -> str:
-    """The gravest kinds of findings, and where all of them are."""
-    gates = dict.fromkeys(gate for gate, _ in found)
-    folded = [(gate, kind) for gate in gates for kind in fold([one for name, one in found if name == gate])]
-    folded.sort(key=lambda pair: SEVERITIES.index(pair[1].first.severity))
-    rows = table(
-        ("Severity", "Check", "Where", "Got", "Need", "Do"),
-        (_finding_row(gate, kind.finding) for gate, kind in folded[:MAX_FINDINGS]),
-    )
-    more = sum(kind.count + kind.following for _, kind in folded[MAX_FINDINGS:])
-    return rows + (f"\n\n{plural(more, 'more finding')} in {everything}" if more > 0 else "")
-
-
-def _finding_row(gate: str, finding: Finding) -> tuple[str, ...]:
-    return (
-        finding.severity,
-        f"{gate}: {finding.check}",
-        finding.where,
-        finding.got,
-        finding.expected,
-        finding.fix,
-    )
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose rows, not its header, come from outside."""
-    lines = [header, ["---"] * len(header), *([safe(cell, _MAX_CELL) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def parts(parts: Sequence[Part], level: int = 3) -> str:
+    """Parts below a heading of the level above `level`; what only a page can show is left out."""
+    return _joined([_DRAW[type(part)](part, level) for part in parts if type(part) in _DRAW])
 
 
 def safe(text: str, limit: int = _MAX_TEXT) -> str:
@@ -222,3 +83,65 @@ def safe(text: str, limit: int = _MAX_TEXT) -> str:
     for plain, entity in _ENTITIES.items():
         escaped = escaped.replace(plain, entity)
     return escaped
+
+
+def _section(section: Section, level: int) -> str:
+    if "markdown" not in section.forms:
+        return ""
+    content = parts(section.parts, level + 1)
+    return f"{'#' * level} {safe(section.title)}\n\n{content}" if section.title and content else content
+
+
+def _table(table: Table, _: int) -> str:
+    """The header is ours; the rows come from outside."""
+    table = table.shown("markdown")
+    lines = [[column.title for column in table.columns], ["---"] * len(table.columns)]
+    lines += [[safe(_noted(cell), _MAX_CELL) for cell in row] for row in table.rows]
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{rows}\n\n{safe(table.caption)}" if table.caption else rows
+
+
+def _noted(cell: Cell) -> str:
+    return f"{cell.text} ({cell.note})" if cell.note else cell.text
+
+
+def _facts(facts: Facts, _: int) -> str:
+    return "\n".join(f"- **{safe(label)}** {safe(_noted(cell))}" for label, cell in facts.rows)
+
+
+def _paragraph(paragraph: Paragraph, _: int) -> str:
+    return f"**Warning** {safe(paragraph.text)}" if paragraph.style == "warning" else safe(paragraph.text)
+
+
+def _listing(listing: Listing, _: int) -> str:
+    prefix = f"{listing.title}: " if listing.title else ""
+    return "\n".join(f"- {safe(prefix + _noted(item))}" for item in listing.items)
+
+
+def _code(code: Code, _: int) -> str:
+    return f"```sh\n{code.text}\n```"
+
+
+def _details(details: Details, level: int) -> str:
+    content = parts(details.parts, level)
+    return f"<details><summary>{safe(_noted(details.summary))}</summary>\n\n{content}\n\n</details>"
+
+
+def _findings(part: FindingList, level: int) -> str:
+    return parts(finding_parts(part, MAX_FINDINGS), level)
+
+
+def _joined(blocks: Sequence[str]) -> str:
+    return "\n\n".join(block for block in blocks if block)
+
+
+_DRAW: Mapping[type, Callable[..., str]] = {
+    Section: _section,
+    Table: _table,
+    Facts: _facts,
+    Paragraph: _paragraph,
+    Listing: _listing,
+    Code: _code,
+    Details: _details,
+    FindingList: _findings,
+}

@@ -24,9 +24,10 @@ class ForestRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """The tasks of one scale against zero and the accepted loss."""
+    """The tasks of one scale against zero and the accepted loss, which `accepted` has in words."""
 
     unit: str
+    accepted: str
     rows: tuple[ForestRow, ...]
     ticks: tuple[Tick, ...]
     zero: float
@@ -46,6 +47,7 @@ def _forest(scale: Scale, tasks: Sequence[TaskVerdict], margin: float) -> Forest
     factor = 100 if scale.shares else 1
     return Forest(
         unit="points" if scale.shares else "units of the metric",
+        accepted=f"{scale.limit(margin)} {scale.unit}",
         rows=tuple(_forest_row(scale, task, axis) for task in tasks),
         ticks=tuple(Tick(axis.at(value), signed(factor * value)) for value in axis.values()),
         zero=axis.at(0.0),

@@ -1,0 +1,226 @@
+"""Reports on checkpoints: what a check found, what vLLM did with them, what it would do on other devices."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from vexport.reports.document import (
+    Cell,
+    Document,
+    Facts,
+    FindingList,
+    Listing,
+    Paragraph,
+    Part,
+    Section,
+    Table,
+    cells,
+    columns,
+)
+from vexport.reports.gates import checkpoint_gate, finding_counts, judged_for
+from vexport.reports.sentences import agreement_line, engine_line, served_with
+from vexport.types import (
+    ENGINE_CHECK,
+    CellStatus,
+    CheckReport,
+    DryLoadReport,
+    LoadReport,
+    MatrixCell,
+    MatrixRow,
+)
+
+CheckpointReport = CheckReport | LoadReport | DryLoadReport
+T = TypeVar("T", bound=CheckpointReport)
+_WHOLE = "whole checkpoint"
+_TONE: dict[CellStatus, str] = {
+    "loads": "pass",
+    "other precision": "warning",
+    "faulty": "fail",
+    "refused": "fail",
+    "not shown": "skipped",
+}
+_SHORT: dict[CellStatus, str] = {
+    "loads": "loads",
+    "other precision": "loads",
+    "faulty": "FAULTY",
+    "refused": "REFUSED",
+    "not shown": "not shown",
+}
+
+
+def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[Document]:
+    """One for each checkpoint; its findings, those of a kind as one unless `every`."""
+    return [_document("check", report, (), every=every) for report in reports]
+
+
+def load_documents(reports: Sequence[LoadReport]) -> list[Document]:
+    """A matrix of checkpoints by vLLM and mode, where there is one, then each load with its engine."""
+    named = titled(reports)
+    return [
+        *_versions(reports),
+        *(_document("load", report, (Facts(load_facts(report)),)) for report in named),
+    ]
+
+
+def dry_load_documents(reports: Sequence[DryLoadReport]) -> list[Document]:
+    """As of loads; each with the matrix of kinds of layers by capability."""
+    named = titled(reports)
+    return [*_versions(reports), *(_document("load", report, device_parts(report)) for report in named)]
+
+
+def titled(reports: Sequence[T]) -> list[T]:
+    """The reports; of several loads what tells them apart is added to the name of the checkpoint."""
+    return [
+        replace(report, checkpoint=f"{report.checkpoint} ({column})" if column else report.checkpoint)
+        for report, column in zip(reports, column_names(reports), strict=True)
+    ]
+
+
+def _document(
+    gate_name: str,
+    report: CheckpointReport,
+    parts: tuple[Part, ...],
+    *,
+    every: bool = False,
+) -> Document:
+    gate = checkpoint_gate(gate_name, report)
+    findings = FindingList(
+        findings=tuple((gate_name, finding) for finding in gate.findings),
+        everything="--format json",
+        every=every,
+    )
+    return Document(
+        title=report.checkpoint,
+        status=gate.status,
+        device=report.engine.device if isinstance(report, LoadReport) and report.engine else "",
+        sentence=finding_counts(report.findings) + judged_for(report),
+        parts=(*((findings,) if gate.findings else ()), *parts),
+    )
+
+
+def load_facts(load: LoadReport) -> tuple[tuple[str, Cell], ...]:
+    """The engine, how it was started, what it cannot show, its distance from the reference, its log."""
+    engine, facts = load.engine, []
+    if engine:
+        facts.append(("vLLM", engine_line(engine)))
+        facts += [("served with", served_with(engine))] if engine.settings else []
+        facts += [("not shown", spot) for spot in engine.blind_spots]
+    facts += [("log-probs", agreement_line(load.logprobs))] if load.logprobs else []
+    facts += [("log", load.log_tail)] if load.log_tail else []
+    return tuple((label, Cell(text)) for label, text in facts)
+
+
+def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
+    """For each load its vLLM, tensor parallel size and mode, as far as the loads differ in them.
+
+    A vLLM is named by its version: that of another load by the same interpreter where one does not know it,
+    else the interpreter. Checks do not differ in any.
+    """
+    pythons = ["" if isinstance(report, CheckReport) else report.vllm_python for report in reports]
+    versions = {python: report.vllm for python, report in zip(pythons, reports, strict=True) if report.vllm}
+    names = [versions.get(python, python or "vLLM") for python in pythons]
+    modes = _where_they_differ([report.mode if isinstance(report, LoadReport) else "" for report in reports])
+    sizes = _where_they_differ(
+        [f"tp {report.tp}" if isinstance(report, LoadReport) else "" for report in reports]
+    )
+    several = len(set(pythons)) > 1
+    return [
+        " ".join(filter(None, (name if several else "", size, mode)))
+        for name, size, mode in zip(names, sizes, modes, strict=True)
+    ]
+
+
+def _where_they_differ(words: list[str]) -> list[str]:
+    """The words where they differ; nothing where they are all alike."""
+    return words if len(set(words)) > 1 else [""] * len(words)
+
+
+def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[Document]:
+    """Rows checkpoints, columns vLLM and mode; nothing where there is one column."""
+    named = column_names(reports)
+    names = tuple(dict.fromkeys(named))
+    if len(names) < 2:
+        return []
+    answers = {
+        (report.checkpoint, column): _load_answer(report)
+        for report, column in zip(reports, named, strict=True)
+    }
+    checkpoints = dict.fromkeys(report.checkpoint for report in reports)
+    rows = tuple(
+        cells(checkpoint, *(answers.get((checkpoint, name), "") for name in names))
+        for checkpoint in checkpoints
+    )
+    table = Table(columns=columns("checkpoint", *names), rows=rows)
+    return [Document(title="loads", parts=(table,))]
+
+
+def _load_answer(report: LoadReport | DryLoadReport) -> str:
+    """A cell in few words."""
+    if isinstance(report, DryLoadReport):
+        loaded = sum(cell.status in ("loads", "other precision") for cell in report.cells)
+        answer = "loads" if report.ok else "FAILS"
+        return answer if loaded == len(report.cells) else f"{answer} ({loaded} of {len(report.cells)} cells)"
+    if report.ok:
+        return "loads"
+    first = next(finding for finding in report.findings if finding.severity == "error")
+    return {"load": "REFUSED", ENGINE_CHECK: "NO ANSWER"}.get(first.check, f"FAULTY: {first.check}")
+
+
+def device_parts(report: DryLoadReport) -> tuple[Part, ...]:
+    """A table for the tensor parallel sizes whose columns, one for each capability, are alike."""
+    spots = tuple(map(Cell, report.blind_spots))
+    return (
+        *(_matrix(report, sizes) for sizes in _alike(report)),
+        Paragraph(f"vLLM {report.vllm}, model class and loaders on headers alone", "muted"),
+        *((Listing(spots, "not shown"),) if spots else ()),
+    )
+
+
+def _alike(report: DryLoadReport) -> list[tuple[int, ...]]:
+    """The tensor parallel sizes, together where every cell is the same."""
+    alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for size in dict.fromkeys(cell.tp for cell in report.cells):
+        rows = (report.cells, *(row.cells for row in report.rows))
+        texts = tuple(tuple(_cell_text(cell) for cell in row if cell.tp == size) for row in rows)
+        alike.setdefault(texts, []).append(size)
+    return [tuple(sizes) for sizes in alike.values()]
+
+
+def _matrix(report: DryLoadReport, sizes: tuple[int, ...]) -> Section:
+    whole = [cell for cell in report.cells if cell.tp == sizes[0]]
+    rows = [(Cell(_WHOLE), Cell(""), *map(_cell, whole))]
+    if any(cell.status not in ("refused", "not shown") for cell in whole):
+        rows += _equal_rows(report.rows, sizes[0])
+    header = columns("Layers", "Stored", *(f"SM {cell.sm}" for cell in whole))
+    return Section(
+        title=f"tensor parallel {', '.join(map(str, sizes))}",
+        parts=(Table(columns=header, rows=tuple(rows), stack=False),),
+    )
+
+
+def _equal_rows(rows: Sequence[MatrixRow], tp: int) -> list[tuple[Cell, ...]]:
+    """The kinds of layers that are stored alike and do alike, together."""
+    alike: dict[tuple[Cell, ...], list[MatrixRow]] = {}
+    for row in rows:
+        shown = (Cell(row.stored), *(_cell(cell) for cell in row.cells if cell.tp == tp))
+        alike.setdefault(shown, []).append(row)
+    return [(Cell(_names(members)), *shown) for shown, members in alike.items()]
+
+
+def _names(rows: Sequence[MatrixRow]) -> str:
+    """The last part of each name, once, and how many layers that is."""
+    names = dict.fromkeys(row.name.rpartition(".")[2] for row in rows)
+    return f"{' '.join(names)} ({sum(row.count for row in rows)})"
+
+
+def _cell(cell: MatrixCell) -> Cell:
+    return Cell(_cell_text(cell), tone=_TONE[cell.status])
+
+
+def _cell_text(cell: MatrixCell) -> str:
+    """A cell in few words: precision and kernel of a layer, or what became of the checkpoint."""
+    if not cell.precision or cell.status in ("refused", "not shown"):
+        return _SHORT[cell.status]
+    mark = "FAULTY " if cell.status == "faulty" else ""
+    kernel = cell.kernel.removesuffix("LinearKernel").removesuffix("ScaledMM")
+    return f"{mark}{cell.precision} {kernel}".strip()
