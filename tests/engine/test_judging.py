@@ -38,6 +38,8 @@ def test_a_checkpoint_without_a_tokenizer_is_bad_input(tiny_llama: Path, tmp_pat
         ({"max_position_embeddings": 256}, 256),
         ({"n_positions": 128}, 128),
         ({"text_config": {"max_position_embeddings": 64}, "n_positions": 32}, 64),
+        ({"llm_config": {"max_position_embeddings": 64}}, 64),
+        ({"thinker_config": {"text_config": {"max_position_embeddings": 64}}}, 64),
         ({}, 512),
     ],
 )

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from vexport.architectures.fusion import moe_layer
+from vexport.architectures.text_config import text_config
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.config import ORDERED_UNTIL, REFUSED_ORDERING
 from vexport.checks.vllm.arguments import ConfigGroup
@@ -19,7 +20,7 @@ from vexport.checks.vllm.view import (
     quantized_parameters,
     warning,
 )
-from vexport.types import Finding, Json
+from vexport.types import Finding
 
 NAME = "completeness"
 DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
@@ -214,7 +215,7 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
             stacks.setdefault(prefix + mark, {}).setdefault(int(number), set()).add(_parameter(relative))
     for prefix, layers in stacks.items():
         yield from _siblings(prefix, layers)
-    declared = _text_config(view).get("num_hidden_layers")
+    declared = text_config(view.index.config).get("num_hidden_layers")
     if isinstance(declared, int) and stacks:
         prefix, layers = max(stacks.items(), key=lambda item: len(item[1]))
         for missing in sorted(set(range(declared)) - layers.keys()):
@@ -259,17 +260,14 @@ def _outside_layers(view: CheckpointView) -> Iterator[Finding]:
     required = ["model.embed_tokens.weight"]
     if not any(FINAL_NORM.match(name) for name in names):
         required.append("model.norm.weight")
-    tied = _text_config(view).get("tie_word_embeddings", view.index.config.get("tie_word_embeddings", False))
+    tied = text_config(view.index.config).get(
+        "tie_word_embeddings", view.index.config.get("tie_word_embeddings", False)
+    )
     if not tied and not any(name.startswith("lm_head.") for name in names):
         required.append("lm_head.weight")
     for name in required:
         if name not in names:
             yield _missing(name, "the tensor")
-
-
-def _text_config(view: CheckpointView) -> Mapping[str, Json]:
-    nested = view.index.config.get("text_config")
-    return nested if isinstance(nested, dict) else view.index.config
 
 
 def _missing(where: str, expected: str) -> Finding:

@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from vexport.architectures.text_config import text_config
 from vexport.checks.vllm.expected import linear_shape
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, error, warning
-from vexport.plan.linears import Names, names_of, text_config
+from vexport.plan.linears import Names, names_of
 from vexport.plan.ranks import heads_of
 from vexport.plan.shapes import misfit_on
 from vexport.schemes import fp8, integer, mxfp, nvfp4

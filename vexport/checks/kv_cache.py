@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from vexport.architectures.text_config import text_config
 from vexport.checks.tensors.inputs import E4M3_LARGEST
 from vexport.checks.tensors.outputs import largest_output
 from vexport.checks.tensors.scales import PLACEHOLDER
@@ -108,7 +109,7 @@ def _values(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iter
     values = view.reader.floats(tensor)
     if not per_head and values.size != 1:
         yield _wrong(tensor, "one scale for all heads (strategy tensor)", f"{values.size} values")
-    heads = _heads(view.index.config)
+    heads = _heads(text_config(view.index.config))
     if per_head and heads is not None and values.size % heads:
         yield _wrong(tensor, f"a scale for each of {heads} KV heads (strategy attn_head)", str(values.size))
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))

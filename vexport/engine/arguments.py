@@ -5,11 +5,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from vexport.architectures.text_config import text_config
 from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest
 from vexport.engine.session import run_worker, session_error
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
-from vexport.plan.linears import text_config
 from vexport.plan.ranks import Heads
 from vexport.scenario.serve import Serve
 from vexport.types import Json

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from vexport.architectures.text_config import text_config
 from vexport.engine.agreement import compare_logprobs, kl_limit, read_logprobs
 from vexport.engine.canaries import canary_findings, not_finite, symptom
 from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
@@ -43,8 +44,7 @@ def load_request(checkpoint: Path, prompts: Prompts, *, logprobs_file: Path) -> 
 
 def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
     """`length`, or the model's own limit where that is less: what vLLM reserves its cache for."""
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    text = config.get("text_config") or config
+    text = text_config(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
     return min([length, *(own for key in _LENGTHS if isinstance(own := text.get(key), int))])
 
 

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Set
 
 import torch
 
+from vexport.architectures.text_config import text_config
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.fidelity.source_tensors import SourceTensors
-from vexport.plan.linears import PREDICTION, text_config
+from vexport.plan.linears import PREDICTION
 from vexport.types import Finding, Severity, TensorInfo
 
 # What vLLM computes itself and skips when it loads (AutoWeightsLoader and the load_weights of its models).

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from vexport.architectures import resolve
 from vexport.architectures.fusion import fuse, moe_layer
+from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import find_quantization
 from vexport.errors import InputError
@@ -12,7 +13,7 @@ from vexport.plan.advice import Origin, advice, fitting_schemes
 from vexport.plan.blocks import output_bytes
 from vexport.plan.ignore import ignored, ignored_head
 from vexport.plan.kv_cache import attention_layers, refused_caches
-from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of, text_config
+from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of
 from vexport.plan.ranks import OTHER_RANKS, is_uneven, refused_ranks
 from vexport.plan.rules import Treatment, choose_rule, hidden_rules, require_matching_rules
 from vexport.plan.shapes import kept_instead, refusal, unsupported

@@ -7,9 +7,10 @@ from typing import Literal
 
 from vexport.architectures import Architecture
 from vexport.architectures.fusion import moe_layer
+from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
-from vexport.types import Json, LinearPlan, TensorInfo, WeightPart
+from vexport.types import LinearPlan, TensorInfo, WeightPart
 
 # decoder: quantized by a rule for all linear layers; outside: only by a rule that names it (lm_head, vision
 # towers, layers that predict further tokens, routers, gates); unquantizable: vLLM builds it without a
@@ -29,7 +30,6 @@ STACKED_EXPERTS: Mapping[str, str] = {name: name for name in ("experts.gate_up_p
 # Loads experts in its own names and none in compressed-tensors' (vllm/model_executor/models/gpt_oss.py).
 OWN_EXPERTS = frozenset({"GptOssForCausalLM"})
 UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
-TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +86,6 @@ def names_of(index: SourceIndex, architecture: Architecture) -> Names:
         experts_known=architecture.experts is not None and index.architecture not in OWN_EXPERTS,
         transposed_experts=_is_transposed(index, architecture),
     )
-
-
-def text_config(config: Mapping[str, Json]) -> Mapping[str, Json]:
-    """The part of a config that describes the language model."""
-    for key in TEXT_CONFIGS:
-        nested = config.get(key)
-        if isinstance(nested, dict):
-            return text_config(nested)
-    return config
 
 
 def _is_transposed(index: SourceIndex, architecture: Architecture) -> bool:

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vexport.architectures import resolve
+from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.plan.blocks import group_layout
 from vexport.plan.build import Settings, build_plan
-from vexport.plan.linears import Names, names_of, text_config
+from vexport.plan.linears import Names, names_of
 from vexport.plan.shapes import kind_of_group, unsupported
 from vexport.scenario import Rule
 from vexport.schemes import FAMILIES, get_scheme

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
@@ -255,9 +256,7 @@ def calibration_samples(
 
 def vocab_size(index: SourceIndex) -> int:
     """The number of token ids that the model knows, from its config."""
-    nested = index.config.get("text_config")
-    config = nested if isinstance(nested, dict) else index.config
-    size = config.get("vocab_size")
+    size = text_config(index.config).get("vocab_size")
     if isinstance(size, int):
         return size
     place = str(index.root / "config.json")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from vexport.architectures.text_config import TEXT_CONFIGS, text_config
 from vexport.types import Json
 
 # Of trained models 1e-8 to 1e-5.
@@ -48,10 +49,11 @@ def faults(config: Mapping[str, Json]) -> Iterator[Fault]:
         yield Fault(key="num_experts_per_tok", expected=f"from 1 to {experts} experts", got=str(chosen))
     if config.get("is_encoder_decoder") is True:
         yield Fault(key="is_encoder_decoder", expected="false: the class is a decoder", got="true")
-    text = config.get("text_config")
-    if isinstance(text, dict) and "num_attention_heads" not in text:
+    text = text_config(config)
+    if text is not config and "num_attention_heads" not in text:
+        key = next(key for key in TEXT_CONFIGS if isinstance(config.get(key), dict))
         expected = "none: vLLM would take it for the whole config of the model"
-        yield Fault(key="text_config", expected=expected, got="one without num_attention_heads")
+        yield Fault(key=key, expected=expected, got="one without num_attention_heads")
 
 
 def _epsilon(config: Mapping[str, Json]) -> Iterator[Fault]:
