@@ -1,4 +1,4 @@
-"""Write vexport/schemes/presets.json: the preset schemes of compressed-tensors, which is slow to import.
+"""Write vexport/formats/presets.json: the preset schemes of compressed-tensors, which is slow to import.
 
 compressed-tensors has no presets for weights of 2, 3, 5, 6 and 7 bits, which vLLM runs: they are made after
 its W4A16, as its later versions do. Run after a change of the pinned compressed-tensors:
@@ -11,11 +11,16 @@ from pathlib import Path
 
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, QuantizationScheme
 
-TARGET = Path(__file__).parent.parent / "vexport" / "schemes" / "presets.json"
+TARGET = Path(__file__).parent.parent / "vexport" / "formats" / "presets.json"
 SIDES = ("weights", "input_activations")
 MODEL = "W4A16"
 # WNA16_SUPPORTED_TYPES_MAP in vLLM's compressed_tensors_wNa16.py.
 WEIGHT_ONLY_BITS = range(2, 9)
+# The order in which tables list the presets; others follow.
+FIRST = (
+    *("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
+    *("W8A8", "INT8", "W4A8", "W4AFP8", "W4A16", "W4A16_ASYM", "W8A16"),
+)
 
 
 def preset(name: str) -> dict[str, object]:
@@ -37,7 +42,8 @@ def all_presets() -> dict[str, dict[str, object]]:
     """compressed-tensors' presets but the one that quantizes nothing, and the weight-only ones it lacks."""
     presets = {name: preset(name) for name in PRESET_SCHEMES if name != "UNQUANTIZED"}
     missing = {f"W{bits}A16": weight_only(bits) for bits in WEIGHT_ONLY_BITS if f"W{bits}A16" not in presets}
-    return {**presets, **missing}
+    known = {**presets, **missing}
+    return {name: known[name] for name in (*FIRST, *known) if name in known}
 
 
 def main() -> None:

@@ -8,15 +8,26 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport import checks, observers, packing, reports, schemes
+from vexport import checks, formats, observers, reports
 from vexport.architectures import architecture_table
+from vexport.formats.schemes import presets
 from vexport.observers.base import named_observers
 from vexport.types.observer_names import OBSERVERS
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that are no plug-in but what plug-ins share.
 SHARED = {
-    "schemes": {"base", "config", "gpus", "kv_cache"},
+    "formats": {
+        "arguments",
+        "base",
+        "config",
+        "dequantize",
+        "gpus",
+        "kv_cache",
+        "parameters",
+        "partition",
+        "schemes",
+    },
     "observers": {
         "args",
         "base",
@@ -35,7 +46,6 @@ SHARED = {
         "tokens",
     },
     "checks": set(),
-    "packing": {"base", "scales", "kv_cache"},
 }
 
 
@@ -43,20 +53,14 @@ def files(folder: str) -> set[str]:
     return {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"} - SHARED[folder]
 
 
-def test_every_scheme_family_is_listed() -> None:
-    assert {type(family).__module__.rpartition(".")[2] for family in schemes.FAMILIES.values()} == files(
-        "schemes"
-    )
+def test_every_format_is_listed() -> None:
+    assert {type(each).__module__.rpartition(".")[2] for each in formats.FORMATS} == files("formats")
+    assert set(formats.WRITTEN) < set(formats.FORMATS)
 
 
 def test_every_check_is_listed() -> None:
     assert {check.run.__module__.rpartition(".")[2] for check in checks.CHECKS.values()} == files("checks")
     assert all(check.run.__module__.rpartition(".")[2] == name for name, check in checks.CHECKS.items())
-
-
-def test_every_packing_is_listed() -> None:
-    assert {kind.__module__.rpartition(".")[2] for kind in packing.PACKINGS.values()} == files("packing")
-    assert {family.format for family in schemes.FAMILIES.values()} == set(packing.PACKINGS)
 
 
 def test_every_observer_is_listed() -> None:
@@ -80,9 +84,9 @@ def test_every_report_format_is_listed() -> None:
 def test_presets_are_those_of_compressed_tensors() -> None:
     from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, QuantizationScheme
 
-    assert schemes.presets().compressed_tensors == version("compressed-tensors")
-    raw = json.loads((PACKAGE / "schemes" / "presets.json").read_text())["presets"]
-    assert set(schemes.FAMILIES) == set(raw)
+    assert presets().compressed_tensors == version("compressed-tensors")
+    raw = json.loads((PACKAGE / "formats" / "presets.json").read_text())["presets"]
+    assert set(presets().presets) == set(raw)
     assert set(PRESET_SCHEMES) - {"UNQUANTIZED"} <= set(raw)
     four_bits = raw["W4A16"]["weights"]
     for name, sides in raw.items():

@@ -17,7 +17,7 @@ from vexport.explain import all_sections, explain, find_section, topic_names
 from vexport.explain.catalog import checks, observers, schemes
 from vexport.explain.pages import fold
 from vexport.explain.render import plain
-from vexport.roundtrip import CHECK as ROUND_TRIP
+from vexport.fidelity.roundtrip import CHECK as ROUND_TRIP
 from vexport.types import ENGINE_CHECK
 
 ROOT = Path(__file__).parent.parent

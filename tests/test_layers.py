@@ -14,8 +14,8 @@ LAYERS = (
     {"version", "errors"},
     {"__init__", "types"},
     {"files", "architectures", "numerics"},
-    {"checkpoint", "outputs", "schemes", "observers", "kernels"},
-    {"scenario", "packing", "roundtrip", "calibration", "demo"},
+    {"checkpoint", "outputs", "formats", "observers", "kernels"},
+    {"scenario", "calibration", "demo"},
     {"plan"},
     {"checks", "quantize"},
     {"fidelity", "engine", "explain"},
@@ -29,8 +29,8 @@ MOST_LAYERS = 12
 BOTH_WAYS = {("engine", "evaluation")}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: the command line imports what it runs, the catalog the table that is asked for, a
-# run, a repair and a diff what needs torch, a download or a model card the hub's client; workers, separate
-# programs, import vLLM, lm-eval and what of vexport they are asked for.
+# run, a repair, a diff and a format what needs torch or numba, a download or a model card the hub's client;
+# workers, separate programs, import vLLM, lm-eval and what of vexport they are asked for.
 LATE = {
     "cli": ("vexport",),
     "run": ("vexport",),
@@ -38,6 +38,7 @@ LATE = {
     "checkpoint": ("huggingface_hub",),
     "repair": ("vexport",),
     "diff": ("vexport",),
+    "formats": ("vexport",),
     "engine": ("vllm", "vexport"),
     "reports": ("huggingface_hub",),
     "evaluation": ("vllm", "lm_eval", "datasets", "tqdm"),

@@ -12,7 +12,7 @@ from tests.architectures.headers import save_headers
 from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
-from vexport.schemes import FAMILIES
+from vexport.formats.schemes import scheme_names
 
 
 def valid(name: str, text: str) -> dict[str, object]:
@@ -36,7 +36,7 @@ def test_a_plan_without_a_scheme_compares_all(narrow: Path) -> None:
     table = valid("plan-schemes", ran.stdout)
     assert isinstance(table["schemes"], list)
     rows = {row["scheme"]: row for row in table["schemes"]}
-    assert list(rows) == list(FAMILIES)
+    assert list(rows) == list(scheme_names())
     assert rows["NVFP4"]["fits"]
     assert rows["NVFP4"]["needs_calibration"]
     assert not rows["NVFP4A16"]["needs_calibration"]
@@ -66,7 +66,7 @@ def test_the_table_of_a_large_model_takes_seconds(tmp_path: Path) -> None:
     before = time.process_time()
     ran = vexport("plan", model, "--format", "json")
     assert time.process_time() - before < 10
-    assert len(json.loads(ran.stdout)["schemes"]) == len(FAMILIES)
+    assert len(json.loads(ran.stdout)["schemes"]) == len(scheme_names())
 
 
 def test_a_plan_says_what_stays_why_and_what_comes_next(narrow: Path) -> None:

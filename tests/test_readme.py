@@ -19,11 +19,12 @@ import yaml
 from pydantic import BaseModel
 
 from vexport.cli.entry import cli
+from vexport.explain import catalog
 from vexport.explain.catalog import checks
 from vexport.explain.pages import PAGES as NAMES
+from vexport.formats.schemes import all_schemes
 from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
 from vexport.scenario.serve import Serve
-from vexport.schemes import all_schemes
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "vexport" / "docs"
@@ -166,21 +167,21 @@ def test_every_page_is_listed_and_linked_from_the_readme() -> None:
 
 
 def test_every_scheme_is_in_the_table() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \|.*?\|.*?\| (\d+)", PAGES["schemes"], flags=re.MULTILINE))
-    assert rows == {scheme.name: str(scheme.family.least_sm) for scheme in all_schemes()}
+    cells = re.findall(r"^\| `(\w+)` \|.*?\|.*?\| (.+?) \| (.+?) \|", PAGES["schemes"], flags=re.MULTILINE)
+    rows = {row["scheme"]: (row["loads from SM"], row["in full from SM"]) for row in catalog.schemes()}
+    assert {name: spans for name, *spans in cells} == {name: list(spans) for name, spans in rows.items()}
 
 
 @pytest.mark.parametrize("page", ["README", "schemes"])
 def test_a_scheme_named_for_a_gpu_runs_there(page: str) -> None:
     rows = re.findall(r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES[page], flags=re.MULTILINE)
     assert len(rows) == 4
-    least = {scheme.name: scheme.family.least_sm for scheme in all_schemes()}
+    supports = {scheme.name: scheme.format.gpu_support(scheme.args) for scheme in all_schemes()}
     for capabilities, *cells in rows:
         lowest, highest = (pick(map(int, capabilities.split(", "))) for pick in (min, max))
         for name in re.findall(r"`(\w+)`", " ".join(cells)):
-            assert least[name] <= lowest
-            assert name != "W4AFP8" or lowest == highest == 90
-            assert name not in ("W8A8", "INT8") or highest < 100
+            assert (supports[name].full_from or lowest + 1) <= lowest
+            assert not supports[name].refuses(highest)
 
 
 SCENARIOS = [

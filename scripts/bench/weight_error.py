@@ -25,11 +25,12 @@ from safetensors.torch import save_file
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
+from vexport.formats import nearest_format
+from vexport.formats.dequantize import arguments_of
+from vexport.formats.schemes import scheme_names
 from vexport.quantize.stream import quantize
 from vexport.quantize.weight_scales import search_scales
-from vexport.roundtrip import decompress
 from vexport.run.pipeline import plan_source, rules_for
-from vexport.schemes import FAMILIES
 from vexport.types import Calibration, InputRange, Json, Plan
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -126,12 +127,14 @@ def relative_error(source: SourceIndex, folder: Path, plan: Plan) -> float:
     """Sum of squares of dequantized minus source over all layers, relative to the source's."""
     written = read_index(folder)
     scheme, format_ = config_group(written.config)
+    args = arguments_of(scheme)
+    storage = nearest_format(args, format_)
     noise = signal = 0.0
     with Reader() as old, Reader() as new:
         for group in plan.groups:
             for member in group.members:
                 exact = read_tensor(old, source.tensors[member.weight]).to(torch.float64)
-                back = decompress(scheme, format_, stored_tensors(written, member.name, new))
+                back = storage.dequantize(args, stored_tensors(written, member.name, new))
                 noise += float((back.to(torch.float64) - exact).square().sum())
                 signal += float(exact.square().sum())
     return noise / signal
@@ -171,7 +174,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[tuple[Job, float, float]]:
 def main() -> int:
     """Print the table; 1 where vexport loses more."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--schemes", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--schemes", nargs="+", default=scheme_names(), choices=scheme_names())
     parser.add_argument("--observers", nargs="+", default=list(OBSERVERS))
     chosen = parser.parse_args()
     worse = 0

@@ -10,9 +10,9 @@ from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
+from vexport.formats.schemes import all_schemes
 from vexport.plan import Settings, build_plan
 from vexport.scenario import Rule
-from vexport.schemes import all_schemes
 from vexport.types import Plan
 
 DEFAULTS = Settings()

@@ -27,8 +27,8 @@ from vexport.calibration import (
     update_qparams,
 )
 from vexport.errors import CheckpointFailed
+from vexport.formats.schemes import get_scheme
 from vexport.observers import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
-from vexport.schemes import get_scheme
 
 EXAMPLE = Path(__file__).parent.parent.parent / "scenarios" / "observers_example.py"
 

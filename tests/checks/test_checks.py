@@ -12,7 +12,7 @@ from tests.command import vexport
 from tests.models import save_llama, save_qwen3
 from tests.mutations.edits import Change, Tensors, drop, element, put, spoiled, tensors
 from vexport.checks import check_checkpoint
-from vexport.schemes import all_schemes
+from vexport.formats.schemes import all_schemes
 from vexport.types import Finding
 
 Config = dict[str, object]

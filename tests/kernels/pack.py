@@ -4,11 +4,10 @@ import numpy as np
 import torch
 
 from vexport.checkpoint.tensors import as_tensor
+from vexport.formats.packing.base import STORAGES, Array, PackingInputs, Scales, kernel_input
+from vexport.formats.schemes import Scheme
 from vexport.numerics.codes import largest_magnitude
 from vexport.observers import QParamsDict
-from vexport.packing import PACKINGS, Known, Scales
-from vexport.packing.base import STORAGES, Array, kernel_input, shares_scale
-from vexport.schemes.base import Scheme
 from vexport.types import LinearPlan
 
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -37,10 +36,12 @@ def pack(scheme: Scheme, weight: torch.Tensor, scales: Scales | None) -> dict[st
     rows, columns = weight.shape
     member = LinearPlan(name="layer", weight="layer.weight", out_features=rows, in_features=columns)
     dtype, view, args = NAMES[weight.dtype], bits_of(weight), scheme.args.weights
-    known = Known(scales=scales)
-    if scales is None and shares_scale(args):
-        known = Known(largest=np.float32(largest_magnitude(kernel_input(view).reshape(-1), STORAGES[dtype])))
-    packing = PACKINGS[scheme.family.format](member, dtype, args, known)
+    known = PackingInputs(scales=scales)
+    if scales is None and args.shares_scale:
+        known = PackingInputs(
+            largest=np.float32(largest_magnitude(kernel_input(view).reshape(-1), STORAGES[dtype]))
+        )
+    packing = scheme.format.packing(member, dtype, args, known)
     step = packing.multiple * max(1, rows // packing.multiple // 3)
     parts = {
         start: packing.pack(kernel_input(view[start : start + step]), start)

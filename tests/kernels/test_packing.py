@@ -11,14 +11,13 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from tests.kernels.pack import NAMES, as_scales, bits_of, pack
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.errors import InputError
+from vexport.formats.dequantize import ct_scheme
+from vexport.formats.packing.base import STORAGES, kernel_input
+from vexport.formats.schemes import Scheme, all_schemes, get_scheme
 from vexport.numerics.arithmetic import E2M1, E4M3, F32
 from vexport.numerics.codes import e2m1_code, e4m3_code, e4m3_value, largest_magnitude, pack_bits
 from vexport.observers import QParamsDict, load_observer
-from vexport.packing.base import STORAGES, kernel_input
 from vexport.quantize.stream import runs
-from vexport.roundtrip import ct_scheme
-from vexport.schemes import all_schemes, get_scheme
-from vexport.schemes.base import Scheme
 from vexport.types import LinearPlan
 
 SCHEMES = [scheme.name for scheme in all_schemes()]
@@ -41,25 +40,25 @@ def observed(scheme: Scheme, weight: torch.Tensor, observer_name: str) -> QParam
     """What an observer finds, with scales of packed integers as they are stored."""
     observer = load_observer(observer_name, "weight", scheme.args.weights).forward(weight)
     qparams = observer.get_qparams()
-    if scheme.family.format == "pack-quantized":
+    if scheme.format.name == "pack-quantized":
         qparams["scale"] = qparams["scale"].to(weight.dtype)
     return qparams
 
 
 def reference(scheme: Scheme, weight: torch.Tensor, qparams: QParamsDict) -> dict[str, bytes]:
     """The tensors that compressed-tensors makes of a weight in float32, by the same scales."""
-    args = ct_scheme(scheme.name).weights
+    args = ct_scheme(scheme.args).weights
     state = {"weight": weight.to(torch.float32), "weight_scale": qparams["scale"]}
     if not args.symmetric:
         state["weight_zero_point"] = qparams["zero_point"].to(torch.int8)
     if qparams["global_scale"] is not None:
         state["weight_global_scale"] = qparams["global_scale"]
-    compressor = BaseCompressor.get_value_from_registry(scheme.family.format)
-    stored = compressor.compress(state, ct_scheme(scheme.name))
+    compressor = BaseCompressor.get_value_from_registry(scheme.format.name)
+    stored = compressor.compress(state, ct_scheme(scheme.args))
     bits = args.num_bits
     if 32 % bits:  # the pinned compressed-tensors leaves the odd bits of a word empty
         codes = quantize(
-            state["weight"], qparams["scale"], qparams["zero_point"], ct_scheme(scheme.name).weights
+            state["weight"], qparams["scale"], qparams["zero_point"], ct_scheme(scheme.args).weights
         )
         stored["weight_packed"] = stream_of_bits(codes.to(torch.int64) + 2 ** (bits - 1), bits)
     layer = LinearPlan(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
+from vexport.formats.arguments import QuantArgs
 from vexport.observers import (
     OBSERVERS,
     IMatrixMSEObserver,
@@ -16,7 +17,6 @@ from vexport.observers import (
     get_observer_token_count,
     load_observer,
 )
-from vexport.schemes.base import QuantArgs
 
 CHANNEL = QuantArgs(num_bits=8, type="int", strategy="channel")
 GROUP = QuantArgs(num_bits=4, type="int", strategy="group", group_size=4)

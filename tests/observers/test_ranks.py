@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed
 
+from vexport.formats.arguments import QuantArgs
 from vexport.observers import IMatrixMSEObserver, Observer
-from vexport.schemes.base import QuantArgs
 
 RANKS = 2
 TENSOR = QuantArgs(num_bits=8, type="float", strategy="tensor")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 
-from vexport.schemes.config import quantization_config
+from vexport.formats.config import quantization_config
 from vexport.types import FusionGroup, LinearPlan, Plan
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kernels.pack import as_scales, pack
+from vexport.formats.dequantize import unpack_int32
+from vexport.formats.schemes import get_scheme, scheme_names
 from vexport.numerics.codes import pack_bits
 from vexport.observers import QParamsDict
-from vexport.roundtrip import unpack_int32
-from vexport.schemes import FAMILIES, get_scheme
 
 VALUES = load_file(Path(__file__).parent / "golden" / "values.safetensors")
 
@@ -34,7 +34,7 @@ def golden(scheme: str) -> Mapping[str, torch.Tensor]:
     return {name.removeprefix(prefix): value for name, value in VALUES.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("scheme", FAMILIES)
+@pytest.mark.parametrize("scheme", scheme_names())
 def test_stored_tensors(scheme: str) -> None:
     weight = VALUES["ragged" if scheme == "FP8_BLOCK" else "weight"]
     stored, expected = pack(get_scheme(scheme), weight, as_scales(given(scheme))), golden(scheme)

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from tests.architectures.families import save_family
 from tests.models import save_qwen3, write_calibration
 from vexport.checks import check_checkpoint
+from vexport.formats.kv_cache import kv_layout
 from vexport.plan import Settings
 from vexport.run.pipeline import plan_source, quantize_source, rules_for
 from vexport.scenario import Calibration
-from vexport.schemes.kv_cache import kv_layout
 from vexport.types import AttentionLayer, KvCache
 
 RULES = rules_for("FP8_DYNAMIC", observer="memoryless_minmax", ignore=())

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vexport.schemes import all_schemes, get_scheme
-from vexport.schemes.base import Split
+from vexport.formats.partition import Split
+from vexport.formats.schemes import all_schemes, get_scheme
 from vexport.types import LinearPlan
 
 
@@ -51,12 +51,14 @@ def test_blocks_are_refused_where_vllm_refuses(
             refused = False
         except ValueError:
             refused = True
-    misfit = get_scheme("FP8_BLOCK").group_misfit(layers(*rows, columns=columns), ranks=ranks, split=split)
-    assert (misfit is not None) == refused, misfit
+    reason = get_scheme("FP8_BLOCK").unsupported_shape(
+        layers(*rows, columns=columns), ranks=ranks, split=split
+    )
+    assert (reason is not None) == refused, reason
 
 
 @pytest.mark.parametrize(
-    ("scheme", "rows", "columns", "said"),
+    ("scheme", "rows", "columns", "reason"),
     [
         ("NVFP4", (64,), 40, "in_features 40 is not a multiple of 16"),
         ("MXFP4", (64,), 48, "in_features 48 is not a multiple of 32"),
@@ -67,54 +69,56 @@ def test_blocks_are_refused_where_vllm_refuses(
         ("FP8_BLOCK", (100, 128), 128, "out_features 100 is not a multiple of the block's 128"),
     ],
 )
-def test_a_misfit_names_sizes(scheme: str, rows: tuple[int, ...], columns: int, said: str) -> None:
-    assert get_scheme(scheme).group_misfit(layers(*rows, columns=columns)) == said
+def test_an_unsupported_shape_names_sizes(
+    scheme: str, rows: tuple[int, ...], columns: int, reason: str
+) -> None:
+    assert get_scheme(scheme).unsupported_shape(layers(*rows, columns=columns)) == reason
 
 
 def test_what_fits_whole_need_not_fit_ranks() -> None:
     scheme, members = get_scheme("NVFP4"), layers(64, columns=48)
-    assert scheme.group_misfit(members) is None
-    assert scheme.group_misfit(members, ranks=3, split="in") is None
-    assert scheme.group_misfit(members, ranks=2, split="in") == (
+    assert scheme.unsupported_shape(members) is None
+    assert scheme.unsupported_shape(members, ranks=3, split="in") is None
+    assert scheme.unsupported_shape(members, ranks=2, split="in") == (
         "in_features 24 is not a multiple of 16 on each of 2 ranks"
     )
-    assert scheme.group_misfit(members, ranks=5, split="out") == (
+    assert scheme.unsupported_shape(members, ranks=5, split="out") == (
         "out_features 64 is not a multiple of 5 ranks"
     )
 
 
 def test_the_last_of_merged_layers_may_be_ragged_but_no_expert() -> None:
     scheme = get_scheme("FP8_BLOCK")
-    assert scheme.group_misfit(layers(128, 100, columns=100)) is None
+    assert scheme.unsupported_shape(layers(128, 100, columns=100)) is None
     experts = layers(128, 100, columns=128, names="model.layers.0.mlp.experts.3.{}")
-    assert scheme.group_misfit(experts) == "out_features 100 is not a multiple of the block's 128"
+    assert scheme.unsupported_shape(experts) == "out_features 100 is not a multiple of the block's 128"
 
 
 def test_an_output_head_is_loaded_by_rows() -> None:
     head = layers(1000, columns=128, names="lm_head")
-    assert get_scheme("FP8_BLOCK").group_misfit(head) == (
+    assert get_scheme("FP8_BLOCK").unsupported_shape(head) == (
         "an output head, whose scales vLLM does not load in blocks"
     )
-    assert get_scheme("W4A16_ASYM").group_misfit(head) is None
+    assert get_scheme("W4A16_ASYM").unsupported_shape(head) is None
     odd = layers(1001, columns=128, names="lm_head")
-    assert get_scheme("W4A16_ASYM").group_misfit(odd) == (
+    assert get_scheme("W4A16_ASYM").unsupported_shape(odd) == (
         "out_features 1001: zero points of 4 bits do not fill whole words"
     )
-    assert get_scheme("W4A16").group_misfit(odd) is None
+    assert get_scheme("W4A16").unsupported_shape(odd) is None
 
 
 def test_experts_ask_for_more() -> None:
     experts = layers(384, 384, columns=512, names="model.layers.0.mlp.experts.3.{}")
-    assert get_scheme("W4AFP8").group_misfit(layers(384, 384, columns=512)) is None
-    assert get_scheme("W4AFP8").group_misfit(experts) == "out_features 384 is not a multiple of 256"
-    assert get_scheme("W4A8").group_misfit(experts) == (
+    assert get_scheme("W4AFP8").unsupported_shape(layers(384, 384, columns=512)) is None
+    assert get_scheme("W4AFP8").unsupported_shape(experts) == "out_features 384 is not a multiple of 256"
+    assert get_scheme("W4A8").unsupported_shape(experts) == (
         "routed experts, which vLLM runs in this scheme on no GPU"
     )
-    assert get_scheme("W4A16").group_misfit(experts) is None
+    assert get_scheme("W4A16").unsupported_shape(experts) is None
 
 
 @pytest.mark.parametrize("scheme", [scheme.name for scheme in all_schemes()])
 def test_round_sizes_fit_every_scheme(scheme: str) -> None:
     members = layers(512, 256, 256, columns=1024)
-    assert get_scheme(scheme).group_misfit(members, ranks=2, split="in") is None
-    assert get_scheme(scheme).group_misfit(members, ranks=2, split="out") is None
+    assert get_scheme(scheme).unsupported_shape(members, ranks=2, split="in") is None
+    assert get_scheme(scheme).unsupported_shape(members, ranks=2, split="out") is None

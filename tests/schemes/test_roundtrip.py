@@ -8,17 +8,17 @@ from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import save_family
 from tests.models import save_llama
-from vexport import roundtrip
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checks import check_checkpoint
+from vexport.fidelity.roundtrip import changed_tensors, layer_errors
+from vexport.formats import dequantize
+from vexport.formats.schemes import scheme_names
 from vexport.numerics.metrics import noise_of
 from vexport.plan import Settings, require_accepted
 from vexport.quantize.stream import quantize
 from vexport.quantize.weight_scales import search_scales
-from vexport.roundtrip import changed_tensors, layer_errors
 from vexport.run.pipeline import plan_source, rules_for
 from vexport.scenario import Rule
-from vexport.schemes import FAMILIES
 from vexport.types import Calibration, InputRange, LayerError, OnUnsupportedShape, Plan
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
@@ -72,7 +72,7 @@ def all_linears(scheme: str) -> tuple[Rule, ...]:
     return rules_for(scheme, observer="memoryless_minmax", ignore=())
 
 
-@pytest.mark.parametrize("scheme", FAMILIES)
+@pytest.mark.parametrize("scheme", scheme_names())
 def test_every_layer_comes_back(
     llama: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,7 @@ def test_every_layer_comes_back(
     assert len(errors) == 14
     assert {error.name: error.snr_db for error in errors if error.snr_db < LEAST[scheme]} == {}
     assert list(changed_tensors(index, back, plan)) == []
-    monkeypatch.setattr(roundtrip, "RUN_ELEMENTS", 1)
+    monkeypatch.setattr(dequantize, "CHUNK_ELEMENTS", 1)
     assert layer_errors(index, back, plan) == errors
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from vexport.errors import InputError
+from vexport.formats.schemes import KEEP
 from vexport.scenario import Auto
-from vexport.schemes import KEEP
 from vexport.sensitivity.choose import best_mixtures, mixed_scheme
 from vexport.types import Choice, GroupSensitivity, MixedScheme, SchemeLoss
 

@@ -8,10 +8,10 @@ import torch
 from vexport.calibration import Samples, calibrate, read_samples
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.engine.reference import reference_logprobs
+from vexport.formats.schemes import KEEP
 from vexport.plan import Settings, build_plan
 from vexport.run.pipeline import quantize_source
 from vexport.scenario import Auto, Calibration, Rule
-from vexport.schemes import KEEP
 from vexport.sensitivity.measure import measure
 from vexport.sensitivity.units import Unit, find_units, probe_plan, rules_with
 from vexport.types import Method, SchemeLoss, Sensitivity

@@ -1,6 +1,6 @@
 """Promotions: the guiltiest groups first, in few rounds, to what loses less."""
 
-from vexport.schemes import KEEP
+from vexport.formats.schemes import KEEP
 from vexport.sensitivity.promote import bytes_of, loss_of, next_promotions
 from vexport.types import GroupSensitivity, SchemeLoss
 

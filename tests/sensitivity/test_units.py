@@ -11,9 +11,9 @@ from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
 from vexport.files import to_json
+from vexport.formats.schemes import KEEP
 from vexport.plan import Settings, build_plan
 from vexport.scenario import Auto, Rule
-from vexport.schemes import KEEP
 from vexport.sensitivity.units import find_units, rest_bytes, rules_with, smallest
 from vexport.types import GroupSensitivity, SchemeLoss, Sensitivity
 

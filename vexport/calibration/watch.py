@@ -13,6 +13,7 @@ from vexport.calibration.experts import ExpertLayers, runner_of
 from vexport.calibration.extremes import Extremes
 from vexport.calibration.model import joined
 from vexport.calibration.weights import Weights
+from vexport.formats.schemes import get_scheme
 from vexport.observers import (
     Importance,
     MemorylessMinMaxObserver,
@@ -21,7 +22,6 @@ from vexport.observers import (
     StaticMinMaxObserver,
     load_observer,
 )
-from vexport.schemes import get_scheme
 from vexport.types import LinearPlan, Plan, observer_names
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"

@@ -10,7 +10,6 @@ from vexport.checkpoint.reader import same_bytes
 from vexport.checks.config import ORDERED_UNTIL, REFUSED_ORDERING
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout
-from vexport.checks.vllm.expected import parameters_of, weight_name
 from vexport.checks.vllm.online import INPUT, OUTPUT
 from vexport.checks.vllm.view import (
     QUANTIZED_PARAMETERS,
@@ -139,7 +138,7 @@ def _parameters(
 ) -> Iterator[Finding]:
     parameters = fused.members[module]
     shape = view.linear_shape(group, module, parameters)
-    names = set(parameters_of(group, *shape)) if shape is not None else {weight_name(group)}
+    names = set(group.parameters(shape)) if shape is not None else {group.storage.weight}
     if group.weights.actorder in REFUSED_ORDERING and view.target.vllm < ORDERED_UNTIL:
         names.add("weight_g_idx")
     for parameter in sorted(names - parameters.keys()):

@@ -4,30 +4,18 @@ import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.vllm.arguments import ConfigGroup, contradictions, of_attention, parse_args, parse_group
+from vexport.checks.vllm.arguments import of_attention, parse_args, parse_group
 from vexport.checks.vllm.methods import METHOD, findings, other_method
-from vexport.checks.vllm.routed import refusal
-from vexport.checks.vllm.scheme import scheme_of
 from vexport.checks.vllm.target import Version
 from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.formats import FORMATS
+from vexport.formats.arguments import contradictions, described
 from vexport.types import Finding, Json
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
 # vLLM's names of the storage formats (compressed_tensors.CompressionFormat).
-FORMATS = frozenset(
-    {
-        "dense",
-        "float-quantized",
-        "int-quantized",
-        "mixed-precision",
-        "mxfp4-pack-quantized",
-        "mxfp8-quantized",
-        "naive-quantized",
-        "nvfp4-pack-quantized",
-        "pack-quantized",
-    }
-)
+FORMAT_NAMES = frozenset({"dense", "mixed-precision", "naive-quantized", *(each.name for each in FORMATS)})
 # With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it passes over.
 SIDES = ("input_activations", "output_activations")
 OUTPUTS = "static INT8, which vLLM runs in a scheme that vexport does not judge (CompressedTensorsWNA8O8Int)"
@@ -110,23 +98,18 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
         if group.weights.actorder in REFUSED_ORDERING and view.target.vllm >= ORDERED_UNTIL:
             got = f"actorder {group.weights.actorder}"
             yield _finding(view, place, "no activation ordering, or actorder weight", got, "quantize again")
-        found = scheme_of(group) if group.name in used else _contradiction(group)
-        if not isinstance(found, str) and group.name in routed:
-            found = refusal(group)
-        if isinstance(found, str):
+        refusal = group.refusal if group.name in used else next(contradictions(group), None)
+        if refusal is None and group.name in routed and not group.storage.runs_experts(group):
+            refusal = f"a combination that it does not run for routed experts: {described(group)}"
+            refusal += f", format {group.format}"
+        if refusal is not None:
             yield _finding(
                 view,
                 place,
                 "arguments and a format that one of vLLM's schemes runs",
-                found,
+                refusal,
                 "correct them",
             )
-
-
-def _contradiction(group: ConfigGroup) -> str | None:
-    """What is refused even of a group that no layer gets."""
-    args = (group.weights, *([group.input_activations] if group.input_activations else []))
-    return next((reason for each in args for reason in contradictions(each)), None)
 
 
 def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:

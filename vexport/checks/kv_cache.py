@@ -9,8 +9,8 @@ from vexport.architectures.text_config import text_config
 from vexport.checks.tensors.inputs import E4M3_LARGEST
 from vexport.checks.tensors.outputs import largest_output
 from vexport.checks.tensors.scales import PLACEHOLDER
-from vexport.checks.vllm.expected import FLOAT_SCALES
 from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.formats.base import FLOAT_SCALES
 from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import names_of
 from vexport.types import Finding, Json, TensorInfo

@@ -8,11 +8,10 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.tensors.casts import is_lossless_cast, rounded
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout
-from vexport.checks.vllm.expected import Expected, linear_shape, parameters_of
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
+from vexport.formats.base import Parameter
+from vexport.formats.partition import EXPERT, Partition, is_head
 from vexport.numerics.constants import INT32_BITS
-from vexport.schemes import fp8
-from vexport.schemes.base import EXPERT, SchemeArgs, Share, is_head
 from vexport.types import Finding, TensorInfo
 
 NAME = "shapes"
@@ -44,7 +43,7 @@ def _quantized(
     cut = _cut(view, fused)
     for module, parameters in fused.members.items():
         shape = view.linear_shape(group, module, parameters)
-        expected = parameters_of(group, *shape) if shape is not None else {}
+        expected = group.parameters(shape) if shape is not None else {}
         parts = [parameter for parameter, form in expected.items() if form.along and parameter in parameters]
         whole = all(parameters[parameter].shape != expected[parameter].shape for parameter in parts)
         dense = INT32_BITS % group.weights.num_bits == 0
@@ -64,7 +63,7 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
         for fused in view.fused_linears
         if (group := view.group_of(fused)) is not None
         for module, parameters in fused.members.items()
-        if view.linear_shape(group, module, parameters) == linear_shape(group, parameters)
+        if view.linear_shape(group, module, parameters) == group.shape(parameters)
     )
 
 
@@ -79,7 +78,7 @@ def _cut(view: CheckpointView, fused: FusedLinear) -> int | None:
 
 
 def _dtype(
-    view: CheckpointView, group: ConfigGroup, tensor: TensorInfo, expected: Expected
+    view: CheckpointView, group: ConfigGroup, tensor: TensorInfo, expected: Parameter
 ) -> Iterator[Finding]:
     if tensor.dtype in expected.dtypes:
         return
@@ -104,7 +103,7 @@ def _dtype(
 
 
 def _shape(
-    group: ConfigGroup, tensor: TensorInfo, expected: Expected, cut: int | None, *, narrowing: bool
+    group: ConfigGroup, tensor: TensorInfo, expected: Parameter, cut: int | None, *, narrowing: bool
 ) -> Iterator[Finding]:
     scalar = expected.shape == (1,) and tensor.shape == ()
     if tensor.shape == expected.shape or scalar:
@@ -180,16 +179,16 @@ def _unquantized(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     for fused in view.fused_linears:
         cut = _cut(view, fused)
         for module in fused.members.keys() & layout.linears.keys() - quantized:
-            expected = Expected(dtypes=FLOATING, shape=layout.linears[module], along=(0, 1))
+            expected = Parameter(dtypes=FLOATING, shape=layout.linears[module], along=(0, 1))
             yield from _plain(view, f"{module}.weight", expected, cut)
     for module, shape in layout.tables.items():
         if module not in quantized:
-            yield from _plain(view, f"{module}.weight", Expected(dtypes=FLOATING, shape=shape), None)
+            yield from _plain(view, f"{module}.weight", Parameter(dtypes=FLOATING, shape=shape), None)
     for name, lengths in layout.parameters.items():
-        yield from _plain(view, name, Expected(dtypes=FLOATING, shape=lengths), None)
+        yield from _plain(view, name, Parameter(dtypes=FLOATING, shape=lengths), None)
 
 
-def _plain(view: CheckpointView, name: str, expected: Expected, cut: int | None) -> Iterator[Finding]:
+def _plain(view: CheckpointView, name: str, expected: Parameter, cut: int | None) -> Iterator[Finding]:
     tensor = view.index.tensors.get(name)
     if tensor is None:
         return
@@ -264,23 +263,21 @@ def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) 
         for module, parameters in fused.members.items()
         if (shape := view.linear_shape(group, module, parameters))
     ]
-    if group.weights.strategy != "block" or not group.weights.block_structure or not fused_shapes:
+    if group.weights.block is None or not fused_shapes:
         return
-    args = SchemeArgs(weights=group.weights, input_activations=group.input_activations)
-    rows = tuple(shape[0] for shape in fused_shapes)
-    share = Share(
-        out_features=rows,
+    partition = Partition(
+        out_features=tuple(shape[0] for shape in fused_shapes),
         in_features=fused_shapes[0][1],
         experts=EXPERT.search(next(iter(fused.members))) is not None,
         head=is_head(fused.name),
     )
-    misfit = fp8.FAMILY.misfit(args, share)
-    if misfit:
+    reason = group.storage.unsupported_shape(group, partition)
+    if reason:
         yield error(
             NAME,
             fused.name,
             expected="whole blocks in layers that vLLM runs as one, but for the last",
-            got=misfit,
+            got=reason,
             fix="quantize the layer per channel, or keep it",
         )
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.arguments import of_attention
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, error, quantized_parameters
+from vexport.formats.partition import is_head
 from vexport.plan import is_embedding
-from vexport.schemes.base import is_head
 from vexport.types import Finding
 
 NAME = "targets"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vexport.architectures.history import class_changes
 from vexport.checks.vllm.target import PINNED, Version, short_version
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear
-from vexport.schemes.base import EXPERT
+from vexport.formats.partition import EXPERT
 from vexport.types import Finding, Severity
 
 NAME = "versions"

@@ -16,10 +16,10 @@ def complete_scheme(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Schemes that begin so, in any case, with what they store."""
-    from vexport.schemes import all_schemes
+    from vexport.formats.schemes import all_schemes
 
     return [
-        CompletionItem(scheme.name, help=scheme.family.format)
+        CompletionItem(scheme.name, help=scheme.format.name)
         for scheme in all_schemes()
         if scheme.name.lower().startswith(incomplete.lower())
     ]

@@ -67,7 +67,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def capabilities(text: str) -> tuple[int, ...]:
     """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for click."""
-    from vexport.schemes.gpus import GENERATIONS, parse_capability
+    from vexport.formats.gpus import GENERATIONS, parse_capability
 
     found = []
     for part in (part.strip() for part in text.split(",")):

@@ -32,8 +32,9 @@ from vexport.checkpoint.quantization import StoredQuantization, find_quantizatio
 from vexport.engine.transforms import OnlineTransforms
 from vexport.errors import InputError
 from vexport.files import atomic_path
-from vexport.roundtrip import decompress
-from vexport.schemes.kv_cache import KEY, VALUE
+from vexport.formats import nearest_format
+from vexport.formats.dequantize import arguments_of
+from vexport.formats.kv_cache import KEY, VALUE
 from vexport.types import Canary
 
 Tensors = dict[str, torch.Tensor]
@@ -207,7 +208,9 @@ def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: 
     if scheme.weights is None:
         tensors[f"{prefix}weight"] = state["weight"]
         return inputs
-    tensors[f"{prefix}weight"] = decompress(scheme, str(scheme.format), state).to(dtype)
+    args = arguments_of(scheme)
+    storage = nearest_format(args, str(scheme.format))
+    tensors[f"{prefix}weight"] = storage.dequantize(args, state).to(dtype)
     return inputs
 
 

@@ -10,8 +10,9 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from vexport.schemes import all_schemes
-from vexport.schemes.base import Family, QuantArgs
+from vexport.formats.arguments import QuantArgs
+from vexport.formats.base import GpuSupport
+from vexport.formats.schemes import all_schemes
 from vexport.types.observer_names import OBSERVERS
 
 Rows = Sequence[Mapping[str, str]]
@@ -47,9 +48,9 @@ def schemes() -> Rows:
             "weights": _args(scheme.args.weights),
             "inputs": _args(scheme.args.input_activations),
             "calibration": "needed" if scheme.args.calibrated else "none",
-            "format": scheme.family.format,
-            "least SM": _sm(scheme.family),
-            "vLLM on CPU": scheme.family.cpu,
+            "format": scheme.format.name,
+            **_gpus(scheme.format.gpu_support(scheme.args)),
+            "vLLM on CPU": scheme.format.cpu(scheme.args),
         }
         for scheme in all_schemes()
     ]
@@ -93,8 +94,19 @@ def architectures() -> Rows:
     ]
 
 
-def _sm(family: Family) -> str:
-    return f"{family.least_sm} ({family.sm_note})" if family.sm_note else str(family.least_sm)
+def _gpus(support: GpuSupport) -> dict[str, str]:
+    """Compute capabilities that load a scheme, and those that multiply inputs of as many bits as stored."""
+    package = f" with {support.package}" if support.package else ""
+    return {
+        "loads from SM": _span(support.loads_from, support.below) + package,
+        "in full from SM": _span(support.full_from, support.full_below),
+    }
+
+
+def _span(least: int | None, below: int | None) -> str:
+    if least is None:
+        return "none"
+    return f"{least}, below {below}" if below else str(least)
 
 
 def _args(args: QuantArgs | None) -> str:

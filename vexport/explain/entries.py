@@ -9,7 +9,7 @@ from inspect import getdoc
 from vexport.errors import InputError, nearest
 from vexport.explain.catalog import CATALOGS
 from vexport.explain.pages import Section, find_section, fold, topic_names
-from vexport.schemes import all_schemes
+from vexport.formats.schemes import get_scheme
 
 # The tables whose rows are the facts of the sections on the page of the same name, and what a row is called.
 TABLES: Mapping[str, str] = {"schemes": "scheme", "observers": "observer"}
@@ -61,12 +61,12 @@ def facts_of(section: Section, name: str) -> tuple[str, Mapping[str, str]]:
 
 
 def _of_scheme(name: str) -> Mapping[str, str]:
-    """Tensors, shapes and source of a scheme, as the docstrings of its family say them."""
-    family = next(scheme.family for scheme in all_schemes() if scheme.name == name)
-    source = _SOURCE.search((sys.modules[type(family).__module__].__doc__ or "").strip())
+    """Tensors, shapes and source of a scheme, as the docstrings of its format say them."""
+    storage = get_scheme(name).format
+    source = _SOURCE.search((sys.modules[type(storage).__module__].__doc__ or "").strip())
     return {
-        "stored as": _line(getdoc(family.layout)),
-        "shapes": _line(getdoc(family.misfit)),
+        "stored as": _line(getdoc(storage.parameters)),
+        "shapes": _line(getdoc(storage.unsupported_shape)),
         "source": _line(source[1] if source else ""),
     }
 

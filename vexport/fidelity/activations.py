@@ -20,9 +20,9 @@ from vexport.checks.tensors.inputs import E4M3_LARGEST, static_range
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.fidelity.source import Source
+from vexport.formats.schemes import get_scheme
 from vexport.observers import load_observer
 from vexport.plan.linears import Names, names_of
-from vexport.schemes import get_scheme
 from vexport.types import Finding, LinearPlan
 
 # A scheme whose inputs have one static range a layer.

@@ -1,32 +1,14 @@
 """A layer's weight as vLLM would use it, by compressed-tensors' own code, for any producer's checkpoint."""
 
 from collections.abc import Mapping
-from functools import cache
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from pydantic import TypeAdapter
 
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
-from vexport.checks.vllm.expected import Expected, expected_parameters, parameters_of
 from vexport.checks.vllm.layers import Layer, layers_of
-from vexport.checks.vllm.scheme import SchemeKind, scheme_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup
-from vexport.roundtrip import decompress
-from vexport.schemes.base import QuantArgs
+from vexport.formats.base import Format, Parameter
 from vexport.types import TensorInfo
-
-# compressed-tensors' name of the way in which each of vLLM's schemes stores its weights: the format that a
-# config announces may be another one that vLLM takes for the same.
-FORMATS: Mapping[SchemeKind, str] = {
-    SchemeKind.NVFP4: "nvfp4-pack-quantized",
-    SchemeKind.MXFP4: "mxfp4-pack-quantized",
-    SchemeKind.MXFP8: "mxfp8-quantized",
-    SchemeKind.PACKED: "pack-quantized",
-    SchemeKind.FP8: "float-quantized",
-    SchemeKind.INT8: "int-quantized",
-    SchemeKind.INT4: "int-quantized",
-}
 
 
 def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
@@ -45,7 +27,7 @@ def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
 
 def is_readable(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     """Whether a layer has all tensors of its config group, in dtypes that hold what they should."""
-    expected = expected_parameters(group, parameters)
+    expected = group.expected(parameters)
     if expected is None or not expected.keys() <= parameters.keys():
         return False
     return all(parameters[parameter].dtype in expected[parameter].dtypes for parameter in expected)
@@ -65,10 +47,10 @@ def as_loaded(view: CheckpointView, layer: Layer) -> dict[str, torch.Tensor] | N
     """
     group, parameters = layer.group, layer.parameters
     shape = view.linear_shape(group, layer.name, parameters) if group is not None else None
-    if group is None or shape is None or isinstance(scheme_of(group), str):
+    if group is None or shape is None or group.refusal is not None:
         return None
     found = {}
-    for parameter, form in parameters_of(group, *shape).items():
+    for parameter, form in group.parameters(shape).items():
         tensor = parameters.get(parameter)
         if parameter == "weight_shape":
             found[parameter] = torch.tensor(shape)
@@ -82,7 +64,7 @@ def as_loaded(view: CheckpointView, layer: Layer) -> dict[str, torch.Tensor] | N
     return found
 
 
-def _fills(tensor: TensorInfo, form: Expected) -> bool:
+def _fills(tensor: TensorInfo, form: Parameter) -> bool:
     """Whether a tensor has a number for each of a parameter, at its place."""
     if tensor.dtype not in TORCH_DTYPES:
         return False
@@ -95,31 +77,11 @@ def _fills(tensor: TensorInfo, form: Expected) -> bool:
 def weight_of(group: ConfigGroup, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The weight that compressed-tensors makes of a layer's tensors; ValueError where vLLM has no scheme."""
     stored = {parameter: value for parameter, value in parameters.items() if parameter.startswith("weight")}
-    return decompress(_scheme(_dumped(group.weights), None), stored_format(group), stored)
+    return vllm_storage(group).dequantize(group, stored)
 
 
-def stored_format(group: ConfigGroup) -> str:
-    """compressed-tensors' name of the way in which vLLM reads a group; ValueError where it has no scheme."""
-    kind = scheme_of(group)
-    if isinstance(kind, str):
-        raise ValueError(kind)
-    return FORMATS[kind]
-
-
-def ct_scheme(group: ConfigGroup) -> QuantizationScheme:
-    """A config group as compressed-tensors' own model."""
-    inputs = group.input_activations
-    return _scheme(_dumped(group.weights), _dumped(inputs) if inputs else None)
-
-
-def _dumped(args: QuantArgs) -> str:
-    return TypeAdapter(QuantArgs).dump_json(args).decode()
-
-
-@cache
-def _scheme(weights: str, inputs: str | None) -> QuantizationScheme:
-    return QuantizationScheme(
-        targets=["Linear"],
-        weights=QuantizationArgs.model_validate_json(weights),
-        input_activations=QuantizationArgs.model_validate_json(inputs) if inputs else None,
-    )
+def vllm_storage(group: ConfigGroup) -> Format:
+    """The format as which vLLM reads a group; ValueError where it has no scheme."""
+    if group.refusal is not None:
+        raise ValueError(group.refusal)
+    return group.storage

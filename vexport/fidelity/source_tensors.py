@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.expected import linear_shape
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source
@@ -78,7 +77,7 @@ class SourceTensors:
 
     def _rows(self, name: str) -> int:
         layer = layers_of(self._view)[name]
-        shape = linear_shape(layer.group, layer.parameters) if layer.group else None
+        shape = layer.group.shape(layer.parameters) if layer.group else None
         if shape is None and (weight := layer.parameters.get("weight")) is not None:
             return weight.shape[0]
         return shape[0] if shape else 0

@@ -10,11 +10,11 @@ from vexport.checks.vllm.layers import Layer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source_tensors import Pieces
+from vexport.formats.arguments import QuantArgs
+from vexport.formats.dequantize import row_chunks, rows_of
 from vexport.numerics.metrics import EXACT_DB
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.rounding import fake_quantize
-from vexport.roundtrip import row_runs, rows_of
-from vexport.schemes.base import QuantArgs
 
 # GPTQ, which moves a weight's error to where inputs forgive it, was seen 0.6 to 7 dB below plain rounding
 # with the same scales (random weights, 3 to 8 bits, correlated inputs, some 20 times as large as others).
@@ -91,7 +91,7 @@ def compare_weight(view: CheckpointView, layer: Layer, pieces: Pieces) -> Weight
         nearest = _Nearest(args, pieces)
         parts = [
             _compare(_rows(pieces, rows), weight_of(group, rows_of(stored, args, rows)), nearest, rows)
-            for rows in row_runs(*shape)
+            for rows in row_chunks(*shape)
         ]
     except ValueError:  # arguments or shapes that compressed-tensors refuses
         return None

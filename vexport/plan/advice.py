@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from vexport.formats.schemes import get_scheme
 from vexport.plan.linears import Names
 from vexport.plan.shapes import unsupported
-from vexport.schemes import get_scheme
 from vexport.types import FusionGroup, Json
 
 # Where a plan's rules come from, and where they are to be changed.

@@ -5,8 +5,8 @@ from functools import cache
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
-from vexport.schemes import get_scheme
-from vexport.schemes.kv_cache import kv_layout
+from vexport.formats.kv_cache import kv_layout
+from vexport.formats.schemes import get_scheme
 from vexport.types import AttentionLayer, FusionGroup, LinearPlan, TensorInfo, TensorSpec
 
 # What a block of the output is made of.

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from vexport.architectures.fusion import moe_layer
+from vexport.formats.partition import HEADS, is_head
 from vexport.plan.linears import STACK, Names
-from vexport.schemes.base import HEADS, is_head
 
 
 def ignored(

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from vexport.formats.kv_cache import KV_CACHES
 from vexport.plan.linears import Names
-from vexport.schemes.kv_cache import KV_CACHES
 from vexport.types import AttentionLayer, Finding, Json, KvCache, LinearPlan
 
 KEYS = "k_proj"

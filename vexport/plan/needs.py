@@ -1,6 +1,6 @@
 """What quantizing by a plan needs beyond the weights: calibration data, a search for scales."""
 
-from vexport.schemes import get_scheme
+from vexport.formats.schemes import get_scheme
 from vexport.types import Plan, observer_names
 
 

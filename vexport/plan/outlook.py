@@ -1,17 +1,17 @@
 """What comes of a plan: what is quantized and what stays, bits, the GPUs that run it, time, disk."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from vexport.architectures import resolve
 from vexport.architectures.fusion import fuse, moe_layer
 from vexport.checkpoint.index import SourceIndex
+from vexport.formats.gpus import generation
+from vexport.formats.partition import is_head
+from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import quantized_bytes
 from vexport.plan.estimates import Samples, estimates
 from vexport.plan.linears import NUMBER, is_embedding, is_unknown_experts, names_of
 from vexport.plan.needs import uses_calibration
-from vexport.schemes import get_scheme
-from vexport.schemes.base import is_head
-from vexport.schemes.gpus import generation
 from vexport.types import KeptShare, Outlook, Plan
 
 MOST_KINDS = 4
@@ -20,13 +20,14 @@ MOST_KINDS = 4
 def outlook(index: SourceIndex, plan: Plan, samples: Samples, next_command: str) -> Outlook:
     """What comes of a plan that calibrates on so many samples; `next_command` is what to type then."""
     quantized = sum(one.out_features * one.in_features for group in plan.groups for one in group.members)
-    least_sm = max((get_scheme(name).family.least_sm for name in plan.schemes), default=0)
+    least_sm, full_sm = gpus_of(plan.schemes)
     return Outlook(
         quantized_parameters=quantized,
         kept=_kept(index, plan),
         bits_quantized=8 * quantized_bytes(index, plan.groups) / quantized if quantized else 0.0,
         bits=8 * plan.output_bytes / plan.parameters if plan.parameters else 0.0,
         least_sm=least_sm,
+        full_sm=full_sm,
         generation=generation(least_sm) if least_sm else "any GPU",
         needs_calibration=uses_calibration(plan),
         disk_bytes=plan.output_bytes
@@ -34,6 +35,15 @@ def outlook(index: SourceIndex, plan: Plan, samples: Samples, next_command: str)
         estimates=estimates(index, plan, samples),
         next_command="" if plan.refusals else next_command,
     )
+
+
+def gpus_of(schemes: Iterable[str]) -> tuple[int, int | None]:
+    """The least capability that loads all of these schemes, and the least that runs all in full."""
+    found = [scheme.format.gpu_support(scheme.args) for scheme in map(get_scheme, schemes)]
+    full = [support.full_from for support in found]
+    known = [sm for sm in full if sm is not None]
+    loads_from = max((support.loads_from for support in found), default=0)
+    return loads_from, max(known, default=0) if len(known) == len(full) else None
 
 
 def _side_bytes(index: SourceIndex) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from vexport.architectures import Architecture, Reordering
-from vexport.schemes import get_scheme
+from vexport.formats.schemes import get_scheme
 from vexport.types import FusionGroup, Json, LinearPlan, TensorSpec
 
 # Why vLLM would load one of a layer's tensors wrongly or not at all; `size` is that of a head, 0 if unknown.

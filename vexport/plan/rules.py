@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vexport.errors import InputError, raise_all
+from vexport.formats.schemes import KEEP
 from vexport.plan.linears import Place
 from vexport.scenario import Rule
-from vexport.schemes import KEEP
 from vexport.types import Finding
 
 ALL = "Linear"

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from vexport.architectures.fusion import moe_layer
+from vexport.formats.partition import Split, is_head, uneven
+from vexport.formats.schemes import Scheme, get_scheme
 from vexport.plan.linears import Names
 from vexport.plan.reordered import reordered_misfit
-from vexport.schemes import get_scheme
-from vexport.schemes.base import Scheme, Split, is_head, uneven
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
 KEY_VALUE = ("k_proj", "v_proj")
@@ -76,7 +76,7 @@ def misfit_on(
     members = [_repeated(part, ranks, text) for part in parts]
     if scheme is None:
         return uneven(members, ranks, split)
-    return scheme.group_misfit(members, ranks=ranks, split=split)
+    return scheme.unsupported_shape(members, ranks=ranks, split=split)
 
 
 def split_of(group: FusionGroup, names: Names) -> Split:

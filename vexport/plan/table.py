@@ -8,13 +8,13 @@ from vexport.architectures import resolve
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
+from vexport.formats.gpus import generation
+from vexport.formats.schemes import get_scheme, scheme_names
 from vexport.plan.blocks import group_layout
 from vexport.plan.build import Settings, build_plan
 from vexport.plan.linears import Names, names_of
 from vexport.plan.shapes import kind_of_group, unsupported
 from vexport.scenario import Rule
-from vexport.schemes import FAMILIES, get_scheme
-from vexport.schemes.gpus import generation
 from vexport.types import FusionGroup, Plan, SchemeOutlook, SchemeTable
 
 # The scheme whose plan says which layers a rule for all linear layers reaches; any would do.
@@ -49,7 +49,7 @@ def scheme_table(index: SourceIndex, kept: Sequence[Rule], settings: Settings) -
         layers=sum(kind.number * len(kind.group.members) for kind in kinds),
         schemes=tuple(
             _outlook(name, index, plan, names, kinds, settings, rest=rest, refused=refused)
-            for name in FAMILIES
+            for name in scheme_names()
         ),
     )
 
@@ -93,6 +93,7 @@ def _outlook(
     refused: str,
 ) -> SchemeOutlook:
     scheme = get_scheme(name)
+    support = scheme.format.gpu_support(scheme.args)
     groups = [replace(kind.group, scheme=name) for kind in kinds]
     reasons = unsupported(groups, names, settings.ranks, text_config(index.config))
     size, layers = rest, 0
@@ -109,6 +110,7 @@ def _outlook(
         output_bytes=size,
         bits=8 * size / plan.parameters,
         needs_calibration=scheme.args.calibrated or bool(plan.attention),
-        least_sm=scheme.family.least_sm,
-        generation=generation(scheme.family.least_sm),
+        least_sm=support.loads_from,
+        full_sm=support.full_from,
+        generation=generation(support.loads_from),
     )

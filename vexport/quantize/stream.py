@@ -33,17 +33,15 @@ from vexport.checkpoint.writer import (
 )
 from vexport.errors import InputError
 from vexport.files import digest_bytes, write_text
+from vexport.formats.config import quantization_config
+from vexport.formats.kv_cache import kv_scales
+from vexport.formats.packing.base import STORAGES, Packing, PackingInputs, Scales, kernel_input, not_finite
+from vexport.formats.schemes import get_scheme
 from vexport.numerics.codes import largest_magnitude
-from vexport.numerics.scales import fp8_scale_of, global_scale_of
 from vexport.outputs.replaceable import RECIPE
-from vexport.packing import PACKINGS, Known, Packing, Scales
-from vexport.packing.base import STORAGES, kernel_input, not_finite, shares_scale
-from vexport.packing.kv_cache import kv_scales
 from vexport.plan import blocks, output_blocks
 from vexport.plan.blocks import group_layout
 from vexport.plan.needs import needs_calibration, needs_search
-from vexport.schemes import get_scheme
-from vexport.schemes.config import quantization_config
 from vexport.types import (
     AttentionLayer,
     Calibration,
@@ -137,7 +135,7 @@ class Stream:
         inputs = static_scales(group, self.calibration)
         for member, known in zip(group.members, self.known(group), strict=True):
             dtype = self.index.tensors[member.weight].dtype
-            packing = PACKINGS[scheme.family.format](member, dtype, scheme.args.weights, known)
+            packing = scheme.format.packing(member, dtype, scheme.args.weights, known)
             _, *others = scheme.layout(member, dtype)
             for rows in runs(member, packing.multiple):
                 self.expect(member, rows)
@@ -154,20 +152,20 @@ class Stream:
         self.reader.release_view(self.index.tensors[member.weight], view)
         return packed
 
-    def known(self, group: FusionGroup) -> Sequence[Known]:
+    def known(self, group: FusionGroup) -> Sequence[PackingInputs]:
         """What has to be known of each member before its rows can be packed."""
         if group.observer not in observer_names.MIN_MAX:
             assert self.search is not None
             found = self.search(group, self.index, self.calibration, self.reader)
-            return [Known(scales=scales) for scales in found]
-        if not shares_scale(get_scheme(group.scheme).args.weights):
-            return [Known()] * len(group.members)
+            return [PackingInputs(scales=scales) for scales in found]
+        if not get_scheme(group.scheme).args.weights.shares_scale:
+            return [PackingInputs()] * len(group.members)
         largest = []
         for member in group.members:
             for rows in runs(member):
                 self.expect(member, rows)
                 largest.append(self.pool.submit(self.largest, member, rows))
-        return [Known(largest=max(part.result() for part in largest))] * len(group.members)
+        return [PackingInputs(largest=max(part.result() for part in largest))] * len(group.members)
 
     def largest(self, member: LinearPlan, rows: slice) -> np.float32:
         """The largest magnitude in some rows; InputError where a weight is not finite."""
@@ -210,14 +208,12 @@ def quantized_group(
 
 def static_scales(group: FusionGroup, calibration: Calibration) -> dict[str, Array]:
     """The static input scales of a group by their name within a layer: one value for all members."""
-    inputs = get_scheme(group.scheme).args.input_activations
-    if inputs is None or inputs.dynamic is True:
+    scheme = get_scheme(group.scheme)
+    if not scheme.args.calibrated:
         return {}
     ranges = [calibration.ranges[member.name] for member in group.members]
     largest = np.float32(max(max(-seen.low, seen.high) for seen in ranges))
-    if inputs.strategy == "tensor_group":
-        return {"input_global_scale": global_scale_of(largest)}
-    return {"input_scale": fp8_scale_of(largest)}
+    return dict(scheme.format.static_inputs(scheme.args, largest))
 
 
 def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:

@@ -9,16 +9,11 @@ import torch
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
+from vexport.formats.packing.base import Scales, not_finite
+from vexport.formats.schemes import get_scheme
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
-from vexport.packing import Scales
-from vexport.packing.base import not_finite
-from vexport.schemes import get_scheme
 from vexport.types import Calibration, FusionGroup, LinearPlan
 from vexport.types.observer_names import MIN_MAX
-
-# The format whose scales have the weight's dtype: searches see them rounded to that. A min-max scale has no
-# such choice, and its zero point is that of the scale before it is rounded, as in compressed-tensors.
-SCALES_AS_WEIGHTS = "pack-quantized"
 
 
 def search_scales(
@@ -52,7 +47,10 @@ def observe_weight(
     """
     scheme = get_scheme(group.scheme)
     args = scheme.args.weights
-    if scheme.family.format == SCALES_AS_WEIGHTS and group.observer not in MIN_MAX:
+    stored = scheme.format.parameters(scheme.args, (member.out_features, member.in_features))
+    # Searches see scales rounded as they are stored. A min-max scale has no such choice, and its zero point
+    # is that of the scale before it is rounded, as in compressed-tensors.
+    if stored["weight_scale"].in_model_dtype and group.observer not in MIN_MAX:
         args = replace(args, scale_dtype=str(weight.dtype))
     observer = load_observer(group.observer, "weight", args)
     if importance is not None and isinstance(observer, IMatrixMSEObserver):

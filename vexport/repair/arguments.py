@@ -7,13 +7,13 @@ from dataclasses import replace
 from compressed_tensors.compressors.format import infer_module_format
 from torch.nn import Linear
 
-from vexport.checks.config import FORMATS
+from vexport.checks.config import FORMAT_NAMES
 from vexport.checks.vllm.layers import Layer, fits, layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup
-from vexport.fidelity.dequantize import ct_scheme
 from vexport.fidelity.source import Source
+from vexport.formats.arguments import Strategy
+from vexport.formats.dequantize import ct_scheme
 from vexport.repair.changes import LOSSLESS, Changes, Repair
-from vexport.schemes.base import Strategy
 from vexport.types import Json
 
 NAME = "arguments"
@@ -73,7 +73,7 @@ def _readings(group: ConfigGroup) -> Iterator[ConfigGroup]:
     for weights in readings:
         reading = replace(group, weights=replace(weights, observer_kwargs={}))
         implied = _implied_format(reading)
-        if implied is not None and group.format in FORMATS:
+        if implied is not None and group.format in FORMAT_NAMES:
             yield reading
         if implied is not None:
             yield replace(reading, format=implied)

@@ -10,10 +10,10 @@ from vexport.checks import kv_cache
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, parse_args
 from vexport.fidelity.source import Source
+from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
 from vexport.plan.kv_cache import attention_layers
 from vexport.plan.linears import names_of
 from vexport.repair.changes import Changes, Edit, Repair
-from vexport.schemes.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
 from vexport.types import AttentionLayer, KvCache, LinearPlan, TensorSpec
 
 NAME = "KV cache"

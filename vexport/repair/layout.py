@@ -6,10 +6,10 @@ from functools import partial
 import torch
 
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
-from vexport.checks.vllm.expected import Expected, expected_parameters, linear_shape
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import QUANTIZED_PARAMETERS, CheckpointView, ConfigGroup
 from vexport.fidelity.source import Source
+from vexport.formats.base import Parameter
 from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair
 from vexport.types import TensorInfo, TensorSpec
 
@@ -27,7 +27,7 @@ def run(view: CheckpointView, source: Source | None) -> Changes:
     for layer in layers_of(view).values():
         if layer.group is None or not layer.is_quantized:
             continue
-        expected = expected_parameters(layer.group, layer.parameters)
+        expected = layer.group.expected(layer.parameters)
         for edit, repair in _corrected(view, layer, expected or {}):
             edits.append(edit)
             repairs.append(repair)
@@ -38,7 +38,7 @@ def run(view: CheckpointView, source: Source | None) -> Changes:
 
 
 def _corrected(
-    view: CheckpointView, layer: Layer, expected: Mapping[str, Expected]
+    view: CheckpointView, layer: Layer, expected: Mapping[str, Parameter]
 ) -> Iterator[tuple[Edit, Repair]]:
     for parameter, form in expected.items():
         tensor = layer.parameters.get(parameter)
@@ -53,7 +53,7 @@ def _corrected(
             yield edit, _repair(tensor.name, f"{tensor.dtype} {list(tensor.shape)}", now)
 
 
-def _target(view: CheckpointView, tensor: TensorInfo, expected: Expected) -> TensorSpec | None:
+def _target(view: CheckpointView, tensor: TensorInfo, expected: Parameter) -> TensorSpec | None:
     """The dtype and shape that a tensor should have; None where it has them or would lose values."""
     dtype, shape = tensor.dtype, tensor.shape
     if dtype not in expected.dtypes:
@@ -92,7 +92,7 @@ def _converted(view: CheckpointView, tensor: TensorInfo, spec: TensorSpec) -> Ma
 
 def _weight_shape(layer: Layer) -> tuple[Edit, Repair]:
     assert layer.group is not None
-    shape = linear_shape(layer.group, layer.parameters)
+    shape = layer.group.shape(layer.parameters)
     assert shape is not None
     spec = TensorSpec(name=f"{layer.name}.weight_shape", dtype="I64", shape=(2,))
     edit = Edit(
@@ -104,7 +104,7 @@ def _weight_shape(layer: Layer) -> tuple[Edit, Repair]:
 
 
 def _leftover(
-    view: CheckpointView, layer: Layer, group: ConfigGroup, expected: Mapping[str, Expected] | None
+    view: CheckpointView, layer: Layer, group: ConfigGroup, expected: Mapping[str, Parameter] | None
 ) -> Iterator[tuple[TensorInfo, Repair]]:
     """Tensors that the scheme does not have and that change nothing."""
     if expected is None:

@@ -7,13 +7,11 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 
 from vexport.checks.vllm.layers import Layer
-from vexport.fidelity.dequantize import ct_scheme, stored_format
+from vexport.fidelity.dequantize import vllm_storage
 from vexport.fidelity.source import Source
+from vexport.formats.dequantize import ct_scheme
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import scale_and_zero_point
-
-# Its scales are stored in the weight's dtype.
-PACKED = "pack-quantized"
 
 
 def requantized(layer: Layer, source: Source, global_scale: float | None) -> Mapping[str, torch.Tensor]:
@@ -31,8 +29,8 @@ def requantized(layer: Layer, source: Source, global_scale: float | None) -> Map
     scale, zero_point = qparams["scale"], qparams["zero_point"]
     if shared is not None:
         scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, shared)
-    format_ = stored_format(group)
-    if format_ == PACKED:
+    storage = vllm_storage(group)
+    if storage.parameters(group, (weight.shape[0], weight.shape[1]))["weight_scale"].in_model_dtype:
         scale = scale.to(weight.dtype)
     # In float32: compressed-tensors would divide in the dtype of the weight.
     state = {
@@ -42,6 +40,6 @@ def requantized(layer: Layer, source: Source, global_scale: float | None) -> Map
     }
     if shared is not None:
         state["weight_global_scale"] = shared
-    compressor = BaseCompressor.get_value_from_registry(format_)
+    compressor = BaseCompressor.get_value_from_registry(storage.name)
     made: Mapping[str, torch.Tensor] = compressor.compress(state, ct_scheme(group))
     return made

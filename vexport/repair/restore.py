@@ -8,7 +8,6 @@ from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.checks import completeness, values
 from vexport.checks.values import LEAST_WEIGHT_GLOBAL_SCALE
 from vexport.checks.vllm.layers import Layer, layers_of, single_value
-from vexport.checks.vllm.scheme import scheme_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source
 from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair
@@ -66,7 +65,7 @@ def _quantized_again(
     view: CheckpointView, source: Source, layer: Layer, name: str
 ) -> Iterator[tuple[Edit, Repair]]:
     """The layer's weight tensors, made from the source with the global scale of those it runs with."""
-    if layer.group is None or isinstance(scheme_of(layer.group), str) or source.weight(layer.name) is None:
+    if layer.group is None or layer.group.refusal is not None or source.weight(layer.name) is None:
         return
     make = partial(requantized, layer, source, _global_scale(view, source, layer))
     specs = {

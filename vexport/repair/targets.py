@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from vexport.checks.vllm.layers import fits, layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, matches_any
+from vexport.formats.config import targets_of
+from vexport.formats.partition import is_head
 from vexport.plan.ignore import ignored
 from vexport.plan.linears import names_of
 from vexport.repair.changes import LOSSLESS, Changes, Repair
-from vexport.schemes.base import is_head
-from vexport.schemes.config import targets_of
 from vexport.types import FusionGroup, Json, LinearPlan
 
 if TYPE_CHECKING:

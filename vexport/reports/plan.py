@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vexport.files import to_json
+from vexport.formats.gpus import generation
+from vexport.formats.schemes import get_scheme
 from vexport.plan.linears import NUMBER
 from vexport.reports.formatting import count, duration, plural, ratio, size
-from vexport.schemes import get_scheme
 from vexport.types import Finding, FusionGroup, Outlook, Plan, SchemeTable
 
 # Lines of text; a plan as JSON has everything.
@@ -39,22 +40,37 @@ def render_table(table: SchemeTable, format_: str) -> str:
     lines = [
         f"{table.source}: {table.architecture}, {count(table.parameters)} parameters, "
         f"{size(table.source_bytes)}, {plural(table.layers, 'linear layer')}",
-        f"  {'scheme':<{name}}  {'size':>8}  {'bits':>5}  {'data':<6}  {'from':<18}  fits",
+        f"  {'scheme':<{name}}  {'size':>8}  {'bits':>5}  {'data':<6}  {'loads from':<15}  "
+        f"{'in full from':<18}  fits",
     ]
     for one in table.schemes:
         data = "needed" if one.needs_calibration else "no"
         verdict = "yes" if one.fits else f"no: {one.reason}{_part(one.layers, table.layers)}"
         lines.append(
             f"  {one.scheme:<{name}}  {size(one.output_bytes):>8}  {one.bits:>5.2f}  {data:<6}  "
-            f"{one.generation:<18}  {verdict}"
+            f"{one.generation:<15}  {full_from(one.full_sm):<18}  {verdict}"
         )
     lines += [
         "",
-        "bits: over all weights; data: calibration text; from: the least GPU that vLLM runs it on; "
-        "where it does not fit, the size is that with --on-unsupported-shape keep.",
+        "bits: over all weights; data: calibration text; in full from: the least GPU on which vLLM "
+        "multiplies inputs of as many bits as are stored; where it does not fit, the size is that with "
+        "--on-unsupported-shape keep.",
         f"next: vexport plan {shlex.quote(table.source)} --scheme SCHEME",
     ]
     return "\n".join(lines) + "\n"
+
+
+def full_from(sm: int | None) -> str:
+    """The least GPU that runs what is stored in full."""
+    return "no GPU" if sm is None else generation(sm)
+
+
+def _in_full(outlook: Outlook) -> str:
+    """From where inputs are quantized as stored, where that is not all GPUs that load it."""
+    if outlook.full_sm is None:
+        return ", none with inputs as they are stored"
+    later = outlook.full_sm > outlook.least_sm
+    return f"; inputs as they are stored from {generation(outlook.full_sm)} on" if later else ""
 
 
 def _part(layers: int, of: int) -> str:
@@ -85,7 +101,7 @@ def _text(plan: Plan, outlook: Outlook) -> str:
     for scheme in plan.schemes:
         groups = [group for group in plan.groups if group.scheme == scheme]
         layers = sum(len(group.members) for group in groups)
-        stored = get_scheme(scheme).family.format
+        stored = get_scheme(scheme).format.name
         lines.append(
             f"  {scheme:<12} {plural(layers, 'linear layer')} in {plural(len(groups), 'group')} ({stored})"
         )
@@ -102,7 +118,7 @@ def _text(plan: Plan, outlook: Outlook) -> str:
         f"  {'size':<12} {change} ({share}); {outlook.bits_quantized:.2f} bits per quantized weight, "
         f"{outlook.bits:.2f} over all",
         f"  {'calibration':<12} {_calibration(outlook)}",
-        f"  {'runs from':<12} {outlook.generation} on",
+        f"  {'runs from':<12} {outlook.generation} on{_in_full(outlook)}",
         f"  {'estimates':<12} about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk",
         f"  {'':<12} (on two idle CPU cores, files in memory{_faster(outlook)})",
     ]

@@ -15,6 +15,7 @@ from vexport.checkpoint.source import pinned_source, resolve_source, source_head
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import InputError, nearest
 from vexport.errors.extras import require_extra
+from vexport.formats.schemes import KEEP, get_scheme, scheme_name
 from vexport.numerics.compiling import watch_compilation
 from vexport.outputs import (
     NamedPath,
@@ -38,7 +39,6 @@ from vexport.quantize.stream import (
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule, Scenario
 from vexport.scenario import Sensitivity as SensitivitySettings
-from vexport.schemes import KEEP, get_scheme, scheme_name
 from vexport.sensitivity.auto import plan_mixed
 from vexport.sensitivity.units import Unit
 from vexport.types import Calibration, OnProgress, Plan, SchemeTable, Sensitivity

@@ -5,10 +5,10 @@ from functools import cached_property, partial
 
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checks import check_checkpoint
+from vexport.fidelity.roundtrip import changed_tensors, layer_errors
 from vexport.files import from_json, to_json, write_text
 from vexport.plan import build_plan
 from vexport.quantize.recipe import recipe
-from vexport.roundtrip import changed_tensors, layer_errors
 from vexport.run.choices import Choices
 from vexport.run.directory import Digests
 from vexport.run.pipeline import plan_settings, write_checkpoint

@@ -14,9 +14,9 @@ from pydantic_core import ErrorDetails
 
 from vexport.checkpoint.source import with_revision
 from vexport.errors import InputError, InputErrors, nearest
+from vexport.formats.schemes import KEEP, fold_name, scheme_names
 from vexport.outputs.replaceable import RECIPE
 from vexport.scenario.serve import Serve
-from vexport.schemes import FAMILIES, KEEP, fold_name
 from vexport.types import (
     GENERATION_KEYS,
     BatchSize,
@@ -80,7 +80,7 @@ class Rule(_Strict):
     @field_validator("scheme")
     @classmethod
     def _known_scheme(cls, value: str) -> str:
-        return _known(value, (*FAMILIES, KEEP, AUTO))
+        return _known(value, (*scheme_names(), KEEP, AUTO))
 
 
 class Auto(_Strict):
@@ -99,7 +99,7 @@ class Auto(_Strict):
     @field_validator("candidates")
     @classmethod
     def _known_candidates(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        names = tuple(_known(value, (*FAMILIES, KEEP)) for value in values)
+        names = tuple(_known(value, (*scheme_names(), KEEP)) for value in values)
         if len(set(names)) < len(names):
             raise ValueError("each candidate once")
         return names

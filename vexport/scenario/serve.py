@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from vexport.errors import InputError, InputErrors, raise_all
-from vexport.schemes.gpus import GENERATIONS, parse_capability
+from vexport.formats.gpus import GENERATIONS, parse_capability
 
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.errors import InputError
+from vexport.formats.schemes import KEEP
 from vexport.scenario import Auto
-from vexport.schemes import KEEP
 from vexport.types import Choice, GroupSensitivity, MixedScheme, Tradeoff
 
 # Mixtures kept while groups are added. Below this the answer is exact; groups come in few sizes, so that even

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from vexport.schemes import KEEP
+from vexport.formats.schemes import KEEP
 from vexport.sensitivity.units import LADDER
 from vexport.types import GroupSensitivity, Promotion
 

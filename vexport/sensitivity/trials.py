@@ -11,11 +11,11 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
 from vexport.engine.reference import rounding_hook
+from vexport.formats.dequantize import ct_scheme
+from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import group_layout
 from vexport.quantize.stream import quantized_group, static_scales
 from vexport.quantize.weight_scales import search_scales
-from vexport.roundtrip import ct_scheme, dequantize
-from vexport.schemes import get_scheme
 from vexport.sensitivity.units import Option
 from vexport.types import Calibration, FusionGroup, LinearPlan
 
@@ -74,7 +74,8 @@ class Quantizer:
         found = quantized_group(group, self._index, self._calibration, self._reader, search=search_scales)
         layout = group_layout(group, self._index.tensors)
         stored = {spec.name: as_tensor(found[spec.name], spec).to(self._device) for spec in layout}
-        inputs = get_scheme(group.scheme).args.input_activations
+        scheme = get_scheme(group.scheme)
+        inputs = scheme.args.input_activations
         scales = {
             name: torch.from_numpy(value).to(self._device)
             for name, value in static_scales(group, self._calibration).items()
@@ -82,10 +83,10 @@ class Quantizer:
         for member in group.members:
             prefix = f"{member.name}."
             own = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
-            args = ct_scheme(group.scheme).input_activations
+            args = ct_scheme(scheme.args).input_activations
             yield QuantizedLayer(
                 member=member,
-                weight=dequantize(group.scheme, own),
+                weight=scheme.format.dequantize(scheme.args, own),
                 round_inputs=rounding_hook(args, scales) if inputs is not None and args is not None else None,
             )
 

@@ -13,9 +13,9 @@ from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError, raise_all
+from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan import Settings, build_plan, group_layout, output_bytes, require_accepted
 from vexport.scenario import AUTO, DEFAULT_OBSERVER, Auto, Rule
-from vexport.schemes import KEEP, get_scheme
 from vexport.types import Finding, FusionGroup, Plan
 
 # What a group is promoted to, step by step: FP8 that needs no calibration, then its own dtype.

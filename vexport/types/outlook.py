@@ -30,8 +30,9 @@ class Outlook:
     """What comes of a plan.
 
     `bits_quantized` are bits per quantized weight, scales included, `bits` those over all parameters;
-    `least_sm` is the least compute capability that vLLM runs every scheme on, 0 for any; `disk_bytes` is what
-    OUT takes. `next_command` is empty where the plan is refused.
+    `least_sm` is the least compute capability on which vLLM loads every scheme, 0 for any; `full_sm` the
+    least on which it multiplies inputs of as many bits as are stored, None where no GPU does; `disk_bytes` is
+    what OUT takes. `next_command` is empty where the plan is refused.
     """
 
     quantized_parameters: int
@@ -39,6 +40,7 @@ class Outlook:
     bits_quantized: float
     bits: float
     least_sm: int
+    full_sm: int | None
     generation: str
     needs_calibration: bool
     disk_bytes: int
@@ -51,7 +53,7 @@ class SchemeOutlook:
     """One scheme for all linear layers of a model.
 
     `reason` says why it does not fit, empty where it does; `layers` is how many linear layers fit it and
-    `output_bytes` the size with the others kept.
+    `output_bytes` the size with the others kept. `least_sm` and `full_sm` are those of `Outlook`.
     """
 
     scheme: str
@@ -62,6 +64,7 @@ class SchemeOutlook:
     bits: float
     needs_calibration: bool
     least_sm: int
+    full_sm: int | None
     generation: str
 
 

@@ -1,24 +1,18 @@
 """Config groups as compressed-tensors reads them, or why it refuses them."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from pydantic import TypeAdapter, ValidationError
 
-from vexport.schemes.base import QuantArgs
-from vexport.types import Json
+from vexport.formats import nearest_format, vllm_format
+from vexport.formats.arguments import QuantArgs
+from vexport.formats.base import Format, Parameter
+from vexport.types import Json, TensorInfo
 
 # Arguments that may be null; the others have a default that only leaving them out gives.
 NULLABLE = frozenset(
     {"group_size", "strategy", "block_structure", "actorder", "scale_dtype", "zp_dtype", "observer"}
-)
-GROUPED = ("group", "tensor_group")
-# Strategies of what is quantized when the model runs.
-DYNAMIC = ("token", "tensor", "tensor_group", "group")
-# torch's names of dtypes, as _TorchDtypeAnnotation finds them (compressed_tensors/utils/type.py).
-TORCH_DTYPE = re.compile(
-    r"torch\.(u?int(8|16|32|64)|bfloat16|float(16|32|64)?|half|double|bool|float8_(e4m3fn|e5m2|e8m0fnu))$"
 )
 ORDERINGS = (None, "group", "weight", "dynamic", "static")
 LOWERED = ("type", "strategy", "dynamic", "actorder")
@@ -33,6 +27,30 @@ class ConfigGroup:
     weights: QuantArgs
     input_activations: QuantArgs | None
     format: str
+
+    @property
+    def storage(self) -> Format:
+        """How its layers are stored; where vLLM refuses the group, the format that comes closest."""
+        return nearest_format(self, self.format)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why vLLM refuses the group, or None."""
+        found = vllm_format(self, self.format)
+        return found if isinstance(found, str) else None
+
+    def parameters(self, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """The tensors of a layer (out_features, in_features) by their names within it."""
+        return self.storage.parameters(self, shape)
+
+    def shape(self, tensors: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+        """(out_features, in_features) of a layer by its stored tensors; None where that cannot be told."""
+        return self.storage.shape(self, tensors)
+
+    def expected(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Parameter] | None:
+        """The parameters of a layer with these tensors; None where its shape cannot be told."""
+        shape = self.shape(tensors)
+        return None if shape is None else self.parameters(shape)
 
 
 def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
@@ -120,36 +138,3 @@ def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
     if isinstance(blocks, str):
         present["block_structure"] = list(blocks.split("x"))
     return present
-
-
-def contradictions(args: QuantArgs) -> Iterator[str]:
-    """What compressed-tensors refuses of arguments that it can read (`validate_model_after`)."""
-    size, strategy = args.group_size, args.strategy
-    if strategy in GROUPED and (size is None or size <= 0):
-        yield f"strategy {strategy} with group_size {size}"
-    if size is not None and (size < -1 or size > 0 and strategy not in GROUPED):
-        yield f"group_size {size} with strategy {strategy}"
-    if (strategy == "block") != (args.block_structure is not None):
-        yield f"strategy {strategy} with block_structure {args.block_structure}"
-    if args.actorder == "group" and strategy not in GROUPED:
-        yield f"actorder group with strategy {strategy}"
-    yield from _contradictions_of_time(args)
-    yield from _unknown_dtypes(args)
-
-
-def _contradictions_of_time(args: QuantArgs) -> Iterator[str]:
-    """Strategies that are dynamic only, or never."""
-    if args.strategy == "token" and not args.dynamic:
-        yield "strategy token that is not dynamic"
-    if args.dynamic and args.strategy not in DYNAMIC:
-        yield f"strategy {args.strategy} that is dynamic"
-    if args.dynamic == "local" and args.strategy != "tensor_group":
-        yield f"dynamic local with strategy {args.strategy}"
-
-
-def _unknown_dtypes(args: QuantArgs) -> Iterator[str]:
-    if args.type == "float" and args.num_bits not in (4, 8) and args.zp_dtype is None:
-        yield f"floats of {args.num_bits} bits"
-    for dtype in (args.scale_dtype, args.zp_dtype):
-        if dtype is not None and not TORCH_DTYPE.match(dtype):
-            yield f"{dtype}, which is no dtype of torch"

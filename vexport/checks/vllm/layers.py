@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vexport.checks.vllm.expected import expected_parameters
 from vexport.checks.vllm.view import QUANTIZED_PARAMETERS, CheckpointView, ConfigGroup, FusedLinear
 from vexport.types import TensorInfo
 
@@ -38,7 +37,7 @@ def layers_of(view: CheckpointView) -> Mapping[str, Layer]:
 
 def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     """Whether a layer's tensors are all and only what a config group announces."""
-    expected = expected_parameters(group, parameters)
+    expected = group.expected(parameters)
     if expected is None or expected.keys() != parameters.keys() - {"bias"}:
         return False
     return all(

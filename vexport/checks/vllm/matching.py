@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from vexport.architectures import Architecture
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.formats.partition import is_head
 from vexport.plan import is_embedding
-from vexport.schemes.base import is_head
 
 HEAD_CLASS = "ParallelLMHead"
 EMBEDDING_CLASS = "VocabParallelEmbedding"

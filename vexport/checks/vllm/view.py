@@ -16,7 +16,6 @@ from vexport.checks.vllm.arguments import of_attention
 from vexport.checks.vllm.arguments import parse_args as parse_args
 from vexport.checks.vllm.arguments import parse_group as parse_group
 from vexport.checks.vllm.decoder import Layout, layout_of
-from vexport.checks.vllm.expected import linear_shape
 from vexport.checks.vllm.matching import Targets, group_for, ignored, targets_of
 from vexport.checks.vllm.matching import matches_any as matches_any
 from vexport.checks.vllm.online import OnlineTransform, online_transforms
@@ -184,7 +183,7 @@ class CheckpointView:
         """(out_features, in_features) of a quantized layer: by the model's config, else by its weight."""
         layout = self.layout
         known = (layout.linears.get(module) or layout.tables.get(module)) if layout is not None else None
-        return known or linear_shape(group, parameters)
+        return known or group.shape(parameters)
 
     @cached_property
     def targets(self) -> Targets:

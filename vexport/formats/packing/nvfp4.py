@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from vexport.formats.arguments import QuantArgs
+from vexport.formats.packing.base import STORAGES, Array, Bytes, PackingInputs
 from vexport.kernels import nvfp4
 from vexport.numerics.arithmetic import Bits
 from vexport.numerics.constants import NVFP4_GROUP
 from vexport.numerics.scales import global_scale_of
-from vexport.packing.base import STORAGES, Array, Bytes, Known
-from vexport.schemes.base import QuantArgs
 from vexport.types import LinearPlan
 
 
@@ -16,18 +16,18 @@ class Nvfp4Packing:
 
     multiple = 1
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known) -> None:
+    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
         self._storage = STORAGES[dtype]
-        self._given = known.scales is not None
+        self._given = inputs.scales is not None
         shape = (member.out_features, member.in_features // NVFP4_GROUP)
         self._scales: Bytes = np.empty(shape, np.uint8)
-        if known.scales is not None:
-            assert known.scales.global_scale is not None
-            self._global_scale = known.scales.global_scale
-            nvfp4.encode(known.scales.scale.reshape(-1), self._scales.reshape(-1))
+        if inputs.scales is not None:
+            assert inputs.scales.global_scale is not None
+            self._global_scale = inputs.scales.global_scale
+            nvfp4.encode(inputs.scales.scale.reshape(-1), self._scales.reshape(-1))
         else:
-            assert known.largest is not None
-            self._global_scale = global_scale_of(known.largest)
+            assert inputs.largest is not None
+            self._global_scale = global_scale_of(inputs.largest)
 
     def pack(self, rows: Bits, first: int) -> Array:
         """The packed codes of finite rows."""

@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from vexport.formats.arguments import QuantArgs
+from vexport.formats.packing.base import STORAGES, Array, Bytes, PackingInputs, not_finite
 from vexport.kernels import mxfp
 from vexport.numerics.arithmetic import Bits, Floats
 from vexport.numerics.codes import FLOAT32_MANTISSA
 from vexport.numerics.constants import E8M0_NAN, MX_GROUP
-from vexport.packing.base import STORAGES, Array, Bytes, Known, not_finite
-from vexport.schemes.base import QuantArgs
 from vexport.types import LinearPlan
 
 
@@ -16,15 +16,15 @@ class MxfpPacking:
 
     multiple = 1
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known) -> None:
+    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
         self._member = member
         self._storage = STORAGES[dtype]
         self._bits = args.num_bits
         shape = (member.out_features, member.in_features // MX_GROUP)
-        self._given = known.scales is not None
+        self._given = inputs.scales is not None
         self._scales: Bytes = np.empty(shape, np.uint8)
-        if known.scales is not None:
-            self._scales[:] = exponents(known.scales.scale).reshape(shape)
+        if inputs.scales is not None:
+            self._scales[:] = exponents(inputs.scales.scale).reshape(shape)
 
     def pack(self, rows: Bits, first: int) -> Array:
         """The codes of some rows; InputError where a weight is not finite."""

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from vexport.errors import InputError
 from vexport.numerics.arithmetic import BFLOAT16, FLOAT16, FLOAT32, Bits, Floats
-from vexport.schemes.base import QuantArgs
 from vexport.types import LinearPlan
 
 Array = npt.NDArray[np.generic]
@@ -28,7 +27,7 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class PackingInputs:
     """What is known of a weight before its rows are packed.
 
     `largest` is the largest magnitude in its fusion group, for schemes that share a scale; without `scales`
@@ -55,17 +54,6 @@ class Packing(Protocol):
     def tensor(self, name: str) -> Array:
         """One of the other tensors by its name within the layer, once all rows are packed."""
         ...
-
-
-class PackingType(Protocol):
-    """What makes a packing of a weight (out, in) that is stored in `dtype` (safetensors' name)."""
-
-    def __call__(self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known) -> Packing: ...
-
-
-def shares_scale(args: QuantArgs) -> bool:
-    """Whether a scale depends on the whole fusion group, so that its range has to be known first."""
-    return args.strategy in ("tensor", "tensor_group")
 
 
 def kernel_input(view: Array) -> Bits:

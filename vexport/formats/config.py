@@ -8,9 +8,10 @@ from pydantic import TypeAdapter
 
 from vexport.architectures import get_architecture
 from vexport.architectures.fusion import moe_layer
-from vexport.schemes import get_scheme
-from vexport.schemes.base import EXPERT, QuantArgs, is_head
-from vexport.schemes.kv_cache import KV_CACHES
+from vexport.formats.arguments import QuantArgs
+from vexport.formats.kv_cache import KV_CACHES
+from vexport.formats.partition import EXPERT, is_head
+from vexport.formats.schemes import get_scheme
 from vexport.types import FusionGroup, Json, Plan
 
 MIXED_FORMAT = "mixed-precision"
@@ -26,7 +27,7 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
     """
     resolved = get_architecture(plan.architecture).resolved
     treatments = list(dict.fromkeys((group.scheme, group.observer) for group in plan.groups))
-    formats = {get_scheme(scheme).family.format for scheme, _ in treatments}
+    formats = {get_scheme(scheme).format.name for scheme, _ in treatments}
     groups: dict[str, Json] = {}
     for number, (scheme, observer) in enumerate(treatments):
         members = [group for group in plan.groups if (group.scheme, group.observer) == (scheme, observer)]
@@ -97,7 +98,7 @@ def _config_group(name: str, observer: str, targets: list[str]) -> dict[str, Jso
         "weights": _args(replace(scheme.args.weights, observer=observer)),
         "input_activations": _args(scheme.args.input_activations),
         "output_activations": None,
-        "format": scheme.family.format,
+        "format": scheme.format.name,
     }
 
 

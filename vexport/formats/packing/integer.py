@@ -2,13 +2,13 @@
 
 import numpy as np
 
+from vexport.formats.arguments import QuantArgs
+from vexport.formats.packing.base import STORAGES, Array, Bytes, PackingInputs, require_finite
+from vexport.formats.parameters import words
 from vexport.kernels import integer
 from vexport.numerics.arithmetic import FLOAT32, Bits, Floats
 from vexport.numerics.codes import pack_bits
 from vexport.numerics.constants import INT32_BITS
-from vexport.packing.base import STORAGES, Array, Bytes, Known, require_finite
-from vexport.schemes.base import QuantArgs
-from vexport.schemes.integer import words
 from vexport.types import LinearPlan
 
 
@@ -18,18 +18,24 @@ class IntegerPacking:
     multiple = 1
 
     def __init__(
-        self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known, *, form: integer.Integers
+        self,
+        member: LinearPlan,
+        dtype: str,
+        args: QuantArgs,
+        inputs: PackingInputs,
+        *,
+        form: integer.Integers,
     ) -> None:
         self._member = member
         self._storage = STORAGES[dtype]
         self._form = form
-        groups = member.in_features // (args.group_size or member.in_features)
-        self._given = known.scales is not None
+        groups = member.in_features // (args.group or member.in_features)
+        self._given = inputs.scales is not None
         self._scales: Floats = np.empty((member.out_features, groups), np.float32)
         self._zeros: Floats = np.zeros_like(self._scales)
-        if known.scales is not None:
-            self._scales[:] = known.scales.scale.reshape(self._scales.shape)
-            self._zeros[:] = known.scales.zero_point.reshape(self._scales.shape)
+        if inputs.scales is not None:
+            self._scales[:] = inputs.scales.scale.reshape(self._scales.shape)
+            self._zeros[:] = inputs.scales.zero_point.reshape(self._scales.shape)
 
     def packed(self, rows: Bits, first: int, row_bytes: int) -> Bytes:
         """The codes of some rows, each filled up to `row_bytes`; InputError where a weight is not finite."""
@@ -44,9 +50,9 @@ class IntegerPacking:
 class Int8Packing(IntegerPacking):
     """weight (out, in) int8 and weight_scale (out, 1) float32."""
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known) -> None:
+    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
         form = integer.Integers(bits=args.num_bits, base=0, symmetric=True, scale_storage=FLOAT32)
-        super().__init__(member, dtype, args, known, form=form)
+        super().__init__(member, dtype, args, inputs, form=form)
 
     def pack(self, rows: Bits, first: int) -> Array:
         """The int8 values of some rows."""
@@ -58,18 +64,18 @@ class Int8Packing(IntegerPacking):
         return self._scales
 
 
-class PackedIntegers(IntegerPacking):
+class PackedIntegerPacking(IntegerPacking):
     """weight_packed (out, ceil(in*bits/32)) int32, weight_scale in the weight's dtype, weight_shape int64.
 
     Asymmetric: weight_zero_point (ceil(out*bits/32), in/group) int32, packed along out_features.
     """
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known) -> None:
+    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
         base = -(2 ** (args.num_bits - 1))
         form = integer.Integers(
             bits=args.num_bits, base=base, symmetric=args.symmetric, scale_storage=STORAGES[dtype]
         )
-        super().__init__(member, dtype, args, known, form=form)
+        super().__init__(member, dtype, args, inputs, form=form)
         self._dtype = dtype
 
     def pack(self, rows: Bits, first: int) -> Array:

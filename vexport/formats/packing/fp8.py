@@ -2,31 +2,31 @@
 
 import numpy as np
 
+from vexport.formats.arguments import QuantArgs
+from vexport.formats.packing.base import STORAGES, Array, PackingInputs, require_finite
+from vexport.formats.parameters import scale_shape
 from vexport.kernels import fp8
 from vexport.numerics.arithmetic import Bits, Floats
 from vexport.numerics.scales import fp8_scale_of
-from vexport.packing.base import STORAGES, Array, Known, require_finite
-from vexport.schemes.base import QuantArgs
-from vexport.schemes.fp8 import scale_shape
 from vexport.types import LinearPlan
 
 
 class Fp8Packing:
     """weight (out, in) e4m3 and weight_scale float32, shaped as `scale_shape` says."""
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, known: Known) -> None:
+    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
         self._member = member
         self._storage = STORAGES[dtype]
-        self._shape = scale_shape(args, member.out_features, member.in_features)
+        self._shape = scale_shape(args, (member.out_features, member.in_features))
         self._high, self._wide = block_of(args, member)
         self.multiple = 1 if args.strategy == "tensor" else self._high
         blocks = (-(-member.out_features // self._high), -(-member.in_features // self._wide))
-        self._given = known.scales is not None or known.largest is not None
+        self._given = inputs.scales is not None or inputs.largest is not None
         self._scales: Floats = np.empty(blocks, np.float32)
-        if known.scales is not None:
-            self._scales[:] = known.scales.scale.reshape(blocks)
-        elif known.largest is not None:
-            self._scales[:] = fp8_scale_of(known.largest)
+        if inputs.scales is not None:
+            self._scales[:] = inputs.scales.scale.reshape(blocks)
+        elif inputs.largest is not None:
+            self._scales[:] = fp8_scale_of(inputs.largest)
 
     def pack(self, rows: Bits, first: int) -> Array:
         """The codes of some rows; InputError where a weight is not finite."""

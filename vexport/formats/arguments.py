@@ -1,0 +1,150 @@
+"""How weights and inputs are quantized, in compressed-tensors' terms, and what it refuses of them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]
+GROUPED = ("group", "tensor_group")
+# Strategies of what is quantized when the model runs.
+DYNAMIC = ("token", "tensor", "tensor_group", "group")
+# torch's names of dtypes, as _TorchDtypeAnnotation finds them (compressed_tensors/utils/type.py).
+TORCH_DTYPE = re.compile(
+    r"torch\.(u?int(8|16|32|64)|bfloat16|float(16|32|64)?|half|double|bool|float8_(e4m3fn|e5m2|e8m0fnu))$"
+)
+# Bits of inputs that are not quantized.
+UNQUANTIZED_BITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantArgs:
+    """How one tensor is quantized; names and meaning are compressed-tensors' `QuantizationArgs`.
+
+    `dynamic` is "local" where only the global scale is static (NVFP4 inputs).
+    """
+
+    num_bits: int
+    type: Literal["int", "float"]
+    symmetric: bool = True
+    strategy: Strategy
+    group_size: int | None = None
+    block_structure: tuple[int, int] | None = None
+    dynamic: bool | Literal["local"] = False
+    actorder: str | None = None
+    scale_dtype: str | None = None
+    zp_dtype: str | None = None
+    observer: str | None = None
+    observer_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+    @property
+    def is_float(self) -> bool:
+        return self.type == "float"
+
+    @property
+    def group(self) -> int | None:
+        """Columns that share a scale; None where a whole row does, or a block or the tensor."""
+        return self.group_size if self.group_size and self.group_size > 0 else None
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """(rows, columns) that share a scale; None but for strategy block."""
+        return self.block_structure if self.strategy == "block" else None
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether a scale depends on all layers that vLLM runs as one, so that their range comes first."""
+        return self.strategy in ("tensor", "tensor_group")
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether each token gets its scale when the model runs."""
+        return self.strategy == "token" and bool(self.dynamic)
+
+
+class Arguments(Protocol):
+    """Arguments of a layer: of a scheme, or of a config group of any producer's checkpoint."""
+
+    @property
+    def weights(self) -> QuantArgs: ...
+    @property
+    def input_activations(self) -> QuantArgs | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeArgs:
+    """Quantization of a layer's weight and, where there is one, of its input."""
+
+    weights: QuantArgs
+    input_activations: QuantArgs | None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether static statistics of the inputs are needed."""
+        return self.input_activations is not None and self.input_activations.dynamic is not True
+
+
+def input_bits(args: Arguments) -> int:
+    """Bits of the inputs as they are stored: 16 where they are not quantized."""
+    return args.input_activations.num_bits if args.input_activations else UNQUANTIZED_BITS
+
+
+def precision(args: Arguments) -> str:
+    """Bits of weights and inputs: `W4A16`."""
+    return f"W{args.weights.num_bits}A{input_bits(args)}"
+
+
+def described(args: Arguments) -> str:
+    """Arguments in words."""
+    return f"weights {_described(args.weights)}, inputs {described_inputs(args)}"
+
+
+def described_inputs(args: Arguments) -> str:
+    """The inputs' arguments in words."""
+    return _described(args.input_activations) if args.input_activations else "none"
+
+
+def _described(args: QuantArgs) -> str:
+    size = f" {args.group_size}" if args.group_size else ""
+    dynamic = " dynamic" if args.dynamic else ""
+    symmetric = "" if args.symmetric else " asymmetric"
+    return f"{args.type} {args.num_bits} bits {args.strategy}{size}{dynamic}{symmetric}"
+
+
+def contradictions(args: Arguments) -> Iterator[str]:
+    """What compressed-tensors refuses of arguments that it can read (`validate_model_after`)."""
+    for each in (args.weights, args.input_activations):
+        if each is not None:
+            yield from _contradictions(each)
+
+
+def _contradictions(args: QuantArgs) -> Iterator[str]:
+    size, strategy = args.group_size, args.strategy
+    if strategy in GROUPED and (size is None or size <= 0):
+        yield f"strategy {strategy} with group_size {size}"
+    if size is not None and (size < -1 or size > 0 and strategy not in GROUPED):
+        yield f"group_size {size} with strategy {strategy}"
+    if (strategy == "block") != (args.block_structure is not None):
+        yield f"strategy {strategy} with block_structure {args.block_structure}"
+    if args.actorder == "group" and strategy not in GROUPED:
+        yield f"actorder group with strategy {strategy}"
+    yield from _contradictions_of_time(args)
+    yield from _unknown_dtypes(args)
+
+
+def _contradictions_of_time(args: QuantArgs) -> Iterator[str]:
+    """Strategies that are dynamic only, or never."""
+    if args.strategy == "token" and not args.dynamic:
+        yield "strategy token that is not dynamic"
+    if args.dynamic and args.strategy not in DYNAMIC:
+        yield f"strategy {args.strategy} that is dynamic"
+    if args.dynamic == "local" and args.strategy != "tensor_group":
+        yield f"dynamic local with strategy {args.strategy}"
+
+
+def _unknown_dtypes(args: QuantArgs) -> Iterator[str]:
+    if args.type == "float" and args.num_bits not in (4, 8) and args.zp_dtype is None:
+        yield f"floats of {args.num_bits} bits"
+    for dtype in (args.scale_dtype, args.zp_dtype):
+        if dtype is not None and not TORCH_DTYPE.match(dtype):
+            yield f"{dtype}, which is no dtype of torch"

@@ -1,0 +1,143 @@
+"""What a storage format answers, and what formats share."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from vexport.formats.arguments import Arguments, QuantArgs
+from vexport.formats.partition import Partition
+from vexport.types import LinearPlan, TensorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from vexport.formats.packing.base import Array, Packing, PackingInputs
+
+# How vLLM's CPU build runs a scheme: by its own kernel, or by `vexport.engine.cpu_emulation`.
+Cpu = Literal["native", "emulated"]
+FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
+# Global scales are float32 by definition: another dtype has rounded them.
+GLOBAL_SCALES = frozenset({"F32"})
+# vLLM's formats with which it looks at schemes for quantized inputs (is_activation_quantization_format).
+WITH_INPUTS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One tensor of a quantized layer: what the writer stores, and what vLLM's parameter takes.
+
+    `dtypes` are those that vLLM copies without a change of value, `dtype` that of its parameter, which
+    is written; `in_model_dtype` where that is the model's, for which BF16 stands. `along` are the
+    dimensions that fusing and tensor parallelism cut: 0 the layer's outputs, 1 its inputs. vLLM narrows what
+    it loads along the dimension that it cuts, and compares all others.
+    """
+
+    dtypes: frozenset[str]
+    shape: tuple[int, ...]
+    dtype: str = "F32"
+    along: tuple[int, ...] = ()
+    in_model_dtype: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSupport:
+    """Which GPUs run a scheme, by compute capability (90 is 9.0).
+
+    `input_bits` are the bits of the inputs that are multiplied, by the capability from which on, least first:
+    vLLM chooses another kernel without saying so. `stored_bits` are those of the checkpoint. `below` is the
+    first capability that no longer runs it; 0 where no GPU does. `package` must be installed next to vLLM.
+    """
+
+    input_bits: Mapping[int, int]
+    stored_bits: int
+    below: int | None = None
+    package: str = ""
+
+    @property
+    def loads_from(self) -> int:
+        """The least capability on which vLLM loads it."""
+        return min(self.input_bits, default=0)
+
+    @property
+    def full_from(self) -> int | None:
+        """The least capability on which inputs have the bits that are stored; None where they never have."""
+        return min((sm for sm, bits in self.input_bits.items() if bits == self.stored_bits), default=None)
+
+    @property
+    def full_below(self) -> int | None:
+        """The first capability after that on which inputs have other bits, or which does not run it."""
+        ends = (sm for sm in self.input_bits if self.full_from is not None and sm > self.full_from)
+        return min((sm for sm in ends if self.input_bits[sm] != self.stored_bits), default=self.below)
+
+    def refuses(self, sm: int) -> bool:
+        """Whether vLLM raises on such a GPU."""
+        return sm < self.loads_from or (self.below is not None and sm >= self.below)
+
+    def bits(self, sm: int) -> int:
+        """The bits of the inputs that are multiplied on a GPU that runs the scheme."""
+        return self.input_bits[max(start for start in self.input_bits if start <= sm)]
+
+
+class Format(Protocol):
+    """All that is known about one way of storing weights: adding one is a file and a line in `FORMATS`.
+
+    Every question is about arguments, as schemes with other group sizes, widths or inputs are stored alike.
+    Shapes of layers are (out_features, in_features). What most formats answer alike is answered here.
+    """
+
+    # compressed-tensors' name of the storage, and the tensor that holds the weight's codes.
+    name: str
+    weight: str
+
+    @abstractmethod
+    def matches(self, args: Arguments, stored_as: str) -> bool:
+        """Whether vLLM picks this format's scheme for a config group whose format is called `stored_as`."""
+
+    def refusal(self, args: Arguments) -> str | None:
+        """Why vLLM refuses a group that it picks this format for, or None."""
+        return None
+
+    @abstractmethod
+    def vllm_scheme(self, args: Arguments) -> str:
+        """vLLM's class of a linear layer, in compressed_tensors/schemes."""
+
+    def runs_experts(self, args: Arguments) -> bool:
+        """Whether vLLM runs routed experts too (`get_moe_method` in its compressed_tensors_moe.py)."""
+        return True
+
+    @abstractmethod
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """The tensors of a layer by their names within it, in the order in which they are written."""
+
+    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+        """The shape of a layer by its stored tensors; None where that cannot be told."""
+        codes = stored.get(self.weight)
+        return (codes.shape[0], codes.shape[1]) if codes is not None and len(codes.shape) == 2 else None
+
+    @abstractmethod
+    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
+        """Why vLLM could not run a rank's part of layers, or None where it can."""
+
+    @abstractmethod
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """Which GPUs run it, and with how many bits of inputs."""
+
+    def cpu(self, args: Arguments) -> Cpu:
+        """How vLLM's CPU build runs it."""
+        return "emulated"
+
+    def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
+        """Static scales for inputs up to `largest`, by the tensor's name within a layer."""
+        return {}
+
+    @abstractmethod
+    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+        """What packs a weight that is stored in `dtype` (safetensors' name), a few rows at a time."""
+
+    def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
+        """The weight (out, in) of a layer's stored tensors, by compressed-tensors' compressor."""
+        from vexport.formats.dequantize import decompress
+
+        return decompress(self.name, args, stored)

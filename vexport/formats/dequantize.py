@@ -1,0 +1,102 @@
+"""The weights of stored tensors, by compressed-tensors' own code: the independent witness of the packings."""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize as ct_dequantize
+from pydantic import TypeAdapter
+
+from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs
+from vexport.numerics.constants import INT32_BITS
+
+# Elements that are dequantized at once.
+CHUNK_ELEMENTS = 1 << 22
+# Rows of whole blocks of 128 and of whole words of packed zero points of any width.
+WHOLE_ROWS = 128
+WORD_MASK = (1 << INT32_BITS) - 1
+
+
+def decompress(name: str, args: Arguments, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The weight that compressed-tensors' compressor of that name makes of a layer's stored tensors."""
+    compressor = BaseCompressor.get_value_from_registry(name)
+    weight: torch.Tensor = compressor.decompress(dict(stored), ct_scheme(args))["weight"]
+    return weight
+
+
+def scaled(codes: torch.Tensor, args: Arguments, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Codes by their stored scales, for what compressed-tensors cannot unpack by itself."""
+    weight: torch.Tensor = ct_dequantize(codes, stored["weight_scale"], args=ct_scheme(args).weights)
+    return weight
+
+
+def ct_scheme(args: Arguments) -> QuantizationScheme:
+    """Arguments as compressed-tensors' own model."""
+    inputs = args.input_activations
+    return _ct_scheme(_dumped(args.weights), _dumped(inputs) if inputs else None)
+
+
+def arguments_of(scheme: QuantizationScheme) -> SchemeArgs:
+    """The arguments of compressed-tensors' own model, which must quantize the weight."""
+    sides = scheme.model_dump(mode="json", include={"weights", "input_activations"})
+    return TypeAdapter(SchemeArgs).validate_python(sides)
+
+
+def _dumped(args: QuantArgs) -> str:
+    return TypeAdapter(QuantArgs).dump_json(args).decode()
+
+
+@cache
+def _ct_scheme(weights: str, inputs: str | None) -> QuantizationScheme:
+    return QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs.model_validate_json(weights),
+        input_activations=QuantizationArgs.model_validate_json(inputs) if inputs else None,
+    )
+
+
+def row_chunks(out_features: int, in_features: int) -> Iterator[slice]:
+    """Rows that are dequantized at once: whole blocks, and whole words of packed zero points."""
+    rows = max(1, CHUNK_ELEMENTS // max(1, in_features) // WHOLE_ROWS) * WHOLE_ROWS
+    for start in range(0, out_features, rows):
+        yield slice(start, min(start + rows, out_features))
+
+
+def rows_of(stored: Mapping[str, torch.Tensor], args: QuantArgs, rows: slice) -> dict[str, torch.Tensor]:
+    """The stored tensors of some rows of a layer; `rows` begins at a multiple of `WHOLE_ROWS`."""
+    rows_per_entry = {
+        "weight_scale": args.block[0] if args.block else 1,
+        "weight_zero_point": INT32_BITS / args.num_bits,
+    }
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "weight_shape":
+            return torch.tensor([rows.stop - rows.start, int(tensor[1])])
+        if tensor.numel() == 1 and name not in ("weight", "weight_packed"):
+            return tensor
+        step = rows_per_entry.get(name, 1)
+        return tensor[int(rows.start / step) : math.ceil(rows.stop / step)]
+
+    return {name: cut(name, tensor) for name, tensor in stored.items()}
+
+
+def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """The (rows, columns) unsigned int64 values of `bits` bits that are packed into int32 words of each row.
+
+    Value i takes the bits from i*bits on, low bits first, also across the border of two words.
+    """
+    unsigned = packed.to(torch.int64) & WORD_MASK
+    padded = torch.nn.functional.pad(unsigned, (0, -packed.shape[1] % bits))
+    runs = padded.reshape(packed.shape[0], -1, bits)
+    # As many values of any width fill whole words as a word has bits.
+    values = torch.empty(*runs.shape[:2], INT32_BITS, dtype=torch.int64, device=packed.device)
+    for position in range(INT32_BITS):
+        word, offset = divmod(position * bits, INT32_BITS)
+        value = runs[..., word] >> offset
+        if offset + bits > INT32_BITS:
+            value = value | (runs[..., word + 1] << (INT32_BITS - offset))
+        values[..., position] = value & ((1 << bits) - 1)
+    return values.reshape(packed.shape[0], -1)[:, :columns]

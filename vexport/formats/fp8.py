@@ -1,0 +1,121 @@
+"""FP8 (e4m3) weights: per channel or block with dynamic inputs, or per tensor with calibrated inputs.
+
+Layout: vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, described_inputs, input_bits
+from vexport.formats.base import WITH_INPUTS, Cpu, Format, GpuSupport, Parameter
+from vexport.formats.parameters import exact, scale, single, zero_point
+from vexport.formats.partition import Partition
+from vexport.types import LinearPlan
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from vexport.formats.packing.base import Array, Packing, PackingInputs
+
+STRATEGIES = ("tensor", "channel", "block")
+# Strategies of weights and inputs that the methods for experts take, next to blocks.
+EXPERT_PAIRS = (("tensor", "tensor"), ("channel", "token"))
+
+
+class Fp8(Format):
+    """FP8 weights and inputs.
+
+    Per-tensor scales are shared by fused layers, because vLLM requantizes to the largest of them
+    (process_fp8_weight_tensor_strategy in quantization/utils/fp8_utils.py).
+    """
+
+    name = "float-quantized"
+    weight = "weight"
+
+    def matches(self, args: Arguments, stored_as: str) -> bool:
+        weights = args.weights
+        static = not weights.dynamic and weights.symmetric
+        return stored_as in WITH_INPUTS and static and weights.is_float and weights.strategy in STRATEGIES
+
+    def refusal(self, args: Arguments) -> str | None:
+        """Inputs that vLLM would not quantize as the config says (`_is_fp8_w8a8`); blocks without any, which
+        an assertion stops (process_weights_after_loading of CompressedTensorsW8A16Fp8)."""
+        inputs = args.input_activations
+        if inputs is None:
+            return "FP8 blocks without input_activations" if args.weights.strategy == "block" else None
+        whole = inputs.symmetric and inputs.strategy == "tensor"
+        if inputs.is_float and (inputs.dynamic is not False or whole):
+            return None
+        return f"inputs that vLLM leaves as they are: {described_inputs(args)}"
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return f"CompressedTensorsW8A{16 if args.input_activations is None else 8}Fp8"
+
+    def runs_experts(self, args: Arguments) -> bool:
+        inputs = args.input_activations
+        if inputs is None:
+            return False
+        return args.weights.strategy == "block" or (args.weights.strategy, inputs.strategy) in EXPERT_PAIRS
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """weight (out, in), weight_scale by tensor, channel or block, input_scale (1,) if static."""
+        static = args.input_activations is not None and not args.input_activations.dynamic
+        return {
+            self.weight: exact("F8_E4M3", shape, along=(0, 1)),
+            "weight_scale": scale(args.weights, shape),
+            **zero_point(args.weights, shape),
+            **({"input_scale": single()} if static else {}),
+        }
+
+    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
+        """Any shape fits per channel and per tensor; blocks must not be cut by fusing or by ranks.
+
+        Source: validate_fp8_block_shape and validate_fp8_block_shape_moe in
+        vllm/model_executor/layers/quantization/utils/fp8_utils.py; VocabParallelEmbedding.weight_loader
+        takes a row of scales for each row of an output head.
+        """
+        if args.weights.block is None:
+            return None
+        if partition.head:
+            return "an output head, whose scales vLLM does not load in blocks"
+        block_rows, block_columns = args.weights.block
+        if partition.split == "in" and partition.in_features % block_columns:
+            return f"in_features {partition.in_features} is not a multiple of the block's {block_columns}"
+        every_part = partition.split == "out" or partition.experts
+        parts = partition.out_features if every_part else partition.out_features[:-1]
+        ragged = [size for size in parts if size % block_rows]
+        return f"out_features {ragged[0]} is not a multiple of the block's {block_rows}" if ragged else None
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """Below SM 89 vLLM puts W8A16 in the place of W8A8 (compressed_tensors.py).
+
+        Below SM 90, where DeepGEMM and CUTLASS do not run blocks, Marlin comes before Triton and keeps inputs
+        at 16 bits (_POSSIBLE_FP8_BLOCK_KERNELS in vllm/model_executor/kernels/linear/__init__.py).
+        """
+        full_from = 89 if args.weights.block is None else 90
+        full = UNQUANTIZED_BITS if args.input_activations is None else 8
+        return GpuSupport(input_bits={75: UNQUANTIZED_BITS, full_from: full}, stored_bits=input_bits(args))
+
+    def cpu(self, args: Arguments) -> Cpu:
+        """The CPU build ignores static scales of inputs where it has AMX."""
+        static = args.input_activations is not None and not args.input_activations.dynamic
+        return "emulated" if static else "native"
+
+    def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
+        from vexport.numerics.scales import fp8_scale_of
+
+        return {"input_scale": fp8_scale_of(largest)}
+
+    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+        from vexport.formats.packing.fp8 import Fp8Packing
+
+        return Fp8Packing(member, dtype, args, inputs)
+
+    def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
+        """compressed-tensors' decompression guesses blocks from shapes, which fails where they are ragged."""
+        from vexport.formats.dequantize import decompress, scaled
+
+        if args.weights.block is None:
+            return decompress(self.name, args, stored)
+        return scaled(stored[self.weight], args, stored)

@@ -1,0 +1,255 @@
+"""Integer weights: packed groups of 2 to 8 bits (WNA16, W4A8, W4AFP8), and INT8 or INT4 in bytes.
+
+Layouts: compressed_tensors_w8a8_int8.py, compressed_tensors_wNa16.py, compressed_tensors_wNa8.py,
+compressed_tensors_w4a8_fp8.py and compressed_tensors_w4a8_int.py in
+vllm/model_executor/layers/quantization/compressed_tensors/schemes.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, input_bits
+from vexport.formats.base import WITH_INPUTS, Cpu, Format, GpuSupport, Parameter
+from vexport.formats.parameters import exact, scale, single, words, zero_point
+from vexport.formats.partition import Partition, partial_group
+from vexport.numerics.constants import INT32_BITS
+from vexport.types import LinearPlan, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from vexport.formats.packing.base import Packing, PackingInputs
+
+CHANNEL_OR_GROUP = ("channel", "group")
+# Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP), and those that its own kernels run
+# (MarlinLinearKernel, MacheteLinearKernel).
+PACKED_BITS, OWN_WIDTHS = range(2, 9), (4, 8)
+HUMMING = "humming-kernels"
+# CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
+# compressed_tensors_moe_w4a8_fp8.py for routed experts.
+W4AFP8_TILE, W4AFP8_EXPERT_TILE, W4AFP8_EXPERT_GROUP = 128, 256, 128
+
+
+class PackedIntegers(Format):
+    """Weights of 2 to 8 bits packed into int32 along in_features; scales in the model's dtype.
+
+    W4A8 is stored so as well: as int-quantized, which compressed-tensors would make of it, vLLM has no
+    kernel for it on a GPU. Values cross the borders of words, as vLLM's shapes ask (compressed-tensors
+    does so since 0.18; it left the odd bits of a word empty before).
+    """
+
+    name = "pack-quantized"
+    weight = "weight_packed"
+
+    def matches(self, args: Arguments, stored_as: str) -> bool:
+        """Weight-only, or with inputs that are quantized as vLLM runs it."""
+        weights, inputs = args.weights, args.input_activations
+        if weights.dynamic or weights.strategy not in CHANNEL_OR_GROUP:
+            return False
+        if inputs is None:
+            return stored_as == self.name
+        if _is_w4afp8(args):
+            return True
+        dynamic = inputs.dynamic is True and inputs.symmetric and inputs.strategy in ("token", "group")
+        integers = not weights.is_float and not inputs.is_float and inputs.num_bits in (4, 8)
+        return stored_as == self.name and integers and dynamic
+
+    def refusal(self, args: Arguments) -> str | None:
+        bits = args.weights.num_bits
+        return None if bits in PACKED_BITS else f"{bits} packed bits"
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        inputs = args.input_activations
+        if inputs is None:
+            return "CompressedTensorsWNA16"
+        return "CompressedTensorsW4A8Fp8" if inputs.is_float else f"CompressedTensorsWNA{inputs.num_bits}Int"
+
+    def runs_experts(self, args: Arguments) -> bool:
+        inputs = args.input_activations
+        return inputs is None or (inputs.is_float and args.weights.group == W4AFP8_EXPERT_GROUP)
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """weight_packed (out, ceil(in*bits/32)), weight_scale (out, in/group), weight_shape (2,).
+
+        Asymmetric: weight_zero_point (ceil(out*bits/32), in/group), packed along out_features.
+        """
+        codes = (shape[0], words(shape[1], args.weights.num_bits))
+        return {
+            self.weight: exact("I32", codes, along=(0, 1)),
+            "weight_scale": scale(args.weights, shape, in_model_dtype=True),
+            "weight_shape": exact("I64", (2,), "I32"),
+            **zero_point(args.weights, shape),
+        }
+
+    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+        """By the words and, where their last bits may be empty, by the groups."""
+        codes, scales = super().shape(args, stored), stored.get("weight_scale")
+        if codes is None:
+            return None
+        bits, size = args.weights.num_bits, args.weights.group
+        if scales is not None and len(scales.shape) == 2 and size:
+            columns = scales.shape[1] * size
+            if words(columns, bits) == codes[1]:
+                return codes[0], columns
+        return codes[0], codes[1] * INT32_BITS // bits
+
+    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
+        """in_features must be whole groups; zero points of a part and what a kernel takes whole words."""
+        if partition.experts and args.input_activations is not None and not args.input_activations.is_float:
+            return "routed experts, which vLLM runs in this scheme on no GPU"
+        grouped = partial_group(partition, args.weights.group)
+        return grouped or _partial_tile(args, partition) or _cut_zero_points(args, partition)
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """Marlin; with FP8 inputs CUTLASS, on SM 90 only. Integer inputs are quantized by no GPU's kernel."""
+        stored = input_bits(args)
+        if args.input_activations is not None and args.input_activations.is_float:
+            return GpuSupport(input_bits={90: stored}, stored_bits=stored, below=100)
+        package = "" if args.weights.num_bits in OWN_WIDTHS else HUMMING
+        return GpuSupport(input_bits={75: UNQUANTIZED_BITS}, stored_bits=stored, package=package)
+
+    def cpu(self, args: Arguments) -> Cpu:
+        """The CPU build has kernels for INT4 with 16-bit or INT8 inputs."""
+        of_floats = args.input_activations is not None and args.input_activations.is_float
+        return "emulated" if args.weights.num_bits != 4 or of_floats else "native"
+
+    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+        from vexport.formats.packing.integer import PackedIntegerPacking
+
+        return PackedIntegerPacking(member, dtype, args, inputs)
+
+    def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
+        """Widths that cross the borders of words are what the pinned compressed-tensors cannot unpack."""
+        from vexport.formats.dequantize import decompress, scaled, unpack_int32
+
+        bits = args.weights.num_bits
+        if INT32_BITS % bits == 0:
+            return decompress(self.name, args, stored)
+        codes = unpack_int32(stored[self.weight], bits, int(stored["weight_shape"][1]))
+        return scaled(codes - (1 << (bits - 1)), args, stored)
+
+
+class Int8(Format):
+    """INT8 weights per channel, INT8 inputs per token."""
+
+    name = "int-quantized"
+    weight = "weight"
+
+    def matches(self, args: Arguments, stored_as: str) -> bool:
+        """Source: _is_static_tensor_w8a8 and _is_dynamic_token_w8a8, which do not look at types."""
+        weights, inputs = args.weights, args.input_activations
+        if stored_as not in WITH_INPUTS or inputs is None or weights.dynamic or not weights.symmetric:
+            return False
+        eight = weights.num_bits == inputs.num_bits == 8 and weights.strategy in ("tensor", "channel")
+        return eight and (inputs.is_by_token or (inputs.strategy == "tensor" and not inputs.dynamic))
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "CompressedTensorsW8A8Int8"
+
+    def runs_experts(self, args: Arguments) -> bool:
+        inputs = args.input_activations
+        return args.weights.strategy == "channel" and inputs is not None and inputs.strategy == "token"
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """weight (out, in), weight_scale (out, 1), input_scale and input_zero_point (1,) if static."""
+        inputs, found = args.input_activations, dict[str, Parameter]()
+        if inputs is not None and not inputs.dynamic:
+            found["input_scale"] = single()
+            found |= {} if inputs.symmetric else {"input_zero_point": exact("I8", (1,))}
+        return {**_bytes(args, shape), **found}
+
+    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
+        """Any shape fits: scales are per channel."""
+        return None
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """CUTLASS is chosen from SM 100 on too, where it raises when it runs (scaled_mm_helper.hpp)."""
+        stored = input_bits(args)
+        return GpuSupport(input_bits={75: 8}, stored_bits=stored, below=100)
+
+    def cpu(self, args: Arguments) -> Cpu:
+        return "native"
+
+    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+        from vexport.formats.packing.integer import Int8Packing
+
+        return Int8Packing(member, dtype, args, inputs)
+
+
+class Int4(Int8):
+    """INT4 weights in bytes, INT8 inputs per token, which vLLM runs on Arm CPUs only (dynamic_4bit.py).
+
+    vexport stores such weights packed.
+    """
+
+    def matches(self, args: Arguments, stored_as: str) -> bool:
+        """Source: _is_dynamic_token_w4a8_int."""
+        weights, inputs = args.weights, args.input_activations
+        if stored_as not in WITH_INPUTS or inputs is None or weights.dynamic or not weights.symmetric:
+            return False
+        integers = not weights.is_float and not inputs.is_float
+        bits = (weights.num_bits, inputs.num_bits) == (4, 8)
+        return integers and bits and inputs.is_by_token and weights.strategy in CHANNEL_OR_GROUP
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "CompressedTensorsW4A8Int"
+
+    def runs_experts(self, args: Arguments) -> bool:
+        return False
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """weight (out, in), weight_scale (out, groups)."""
+        return _bytes(args, shape)
+
+    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
+        if partition.experts:
+            return "routed experts, which vLLM runs in this scheme on no GPU"
+        return partial_group(partition, args.weights.group)
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        return GpuSupport(input_bits={}, stored_bits=input_bits(args), below=0)
+
+
+def _bytes(args: Arguments, shape: tuple[int, int]) -> dict[str, Parameter]:
+    """Integers in bytes, and their scales."""
+    return {
+        "weight": exact("I8", shape, along=(0, 1)),
+        "weight_scale": scale(args.weights, shape),
+        **zero_point(args.weights, shape),
+    }
+
+
+def _is_w4afp8(args: Arguments) -> bool:
+    """Source: _is_fp8_w4a8, whatever the format is called."""
+    weights, inputs = args.weights, args.input_activations
+    four = (weights.type, weights.num_bits, weights.strategy, weights.symmetric) == ("int", 4, "group", True)
+    if not four or inputs is None:
+        return False
+    eight = (inputs.type, inputs.num_bits, inputs.strategy) == ("float", 8, "token")
+    return eight and inputs.dynamic is True and inputs.symmetric
+
+
+def _partial_tile(args: Arguments, partition: Partition) -> str | None:
+    """The only kernel for FP8 inputs takes whole tiles."""
+    inputs = args.input_activations
+    if inputs is None or not inputs.is_float:
+        return None
+    rows = partition.out_features if partition.experts else (sum(partition.out_features),)
+    tile = W4AFP8_EXPERT_TILE if partition.experts else W4AFP8_TILE
+    cut = [
+        f"{side} {size} is not a multiple of {tile}"
+        for side, sizes in (("out_features", rows), ("in_features", (partition.in_features,)))
+        for size in sizes
+        if size % tile
+    ]
+    return cut[0] if cut else None
+
+
+def _cut_zero_points(args: Arguments, partition: Partition) -> str | None:
+    """Zero points of fused or split layers begin at a word (_adjust_shard_indexes_for_packing in vLLM)."""
+    loaded_whole = len(partition.out_features) == 1 and partition.split != "out" and not partition.head
+    if args.weights.symmetric or loaded_whole:
+        return None
+    bits = args.weights.num_bits
+    cut = [size for size in partition.out_features if size * bits % INT32_BITS]
+    return f"out_features {cut[0]}: zero points of {bits} bits do not fill whole words" if cut else None

@@ -1,0 +1,77 @@
+"""NVFP4: e2m1 weights in groups of 16 with e4m3 scales, relative to a float32 global scale a fused module.
+
+Layout: vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, input_bits
+from vexport.formats.base import GLOBAL_SCALES, Format, GpuSupport, Parameter
+from vexport.formats.parameters import coded_scale, exact, single, zero_point
+from vexport.formats.partition import Partition, partial_group
+from vexport.numerics.constants import NVFP4_GROUP
+from vexport.types import LinearPlan, TensorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from vexport.formats.packing.base import Array, Packing, PackingInputs
+
+
+class Nvfp4(Format):
+    """NVFP4 with (W4A4) or without (W4A16) quantized inputs: one class of vLLM's, which knows `use_a16`."""
+
+    name = "nvfp4-pack-quantized"
+    weight = "weight_packed"
+
+    def matches(self, args: Arguments, stored_as: str) -> bool:
+        return _is_nvfp4(args.weights)
+
+    def refusal(self, args: Arguments) -> str | None:
+        other = args.input_activations is not None and not _is_nvfp4(args.input_activations)
+        return "weights of NVFP4 with other inputs" if other else None
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "CompressedTensorsW4A4Fp4"
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """weight_packed (out, in/2), weight_scale (out, in/16), global scales (1,): 448*6/absmax."""
+        rows, columns = shape
+        inputs = {} if args.input_activations is None else {"input_global_scale": single(GLOBAL_SCALES)}
+        return {
+            self.weight: exact("U8", (rows, columns // 2), along=(0, 1)),
+            "weight_scale": coded_scale("F8_E4M3", args.weights, shape),
+            "weight_global_scale": single(GLOBAL_SCALES),
+            **zero_point(args.weights, shape),
+            **inputs,
+        }
+
+    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+        codes = super().shape(args, stored)
+        return codes and (codes[0], codes[1] * 2)
+
+    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
+        """in_features must be a multiple of 16."""
+        return partial_group(partition, NVFP4_GROUP)
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """Marlin, which leaves inputs as they are, below SM 100; FP4 kernels from there on."""
+        stored = input_bits(args)
+        return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: stored}, stored_bits=stored)
+
+    def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
+        """The global scale; those of the groups are made when the model runs."""
+        from vexport.numerics.scales import global_scale_of
+
+        return {"input_global_scale": global_scale_of(largest)}
+
+    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+        from vexport.formats.packing.nvfp4 import Nvfp4Packing
+
+        return Nvfp4Packing(member, dtype, args, inputs)
+
+
+def _is_nvfp4(args: QuantArgs) -> bool:
+    kind = (args.strategy, args.type, args.num_bits, args.group_size, args.symmetric)
+    return kind == ("tensor_group", "float", 4, NVFP4_GROUP, True)
