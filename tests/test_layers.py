@@ -14,7 +14,7 @@ LAYERS = (
     {"version", "errors"},
     {"__init__", "types"},
     {"files", "architectures", "numerics"},
-    {"checkpoint", "outputs", "formats", "observers", "kernels"},
+    {"checkpoint", "outputs", "formats", "observers"},
     {"scenario", "calibration", "demo"},
     {"plan"},
     {"checks", "quantize"},

@@ -11,7 +11,7 @@ from pathlib import Path
 import numba
 
 PACKAGE = Path(__file__).resolve().parent.parent
-FOLDERS = tuple(PACKAGE / folder for folder in ("numerics", "kernels", "formats", "observers/kernels"))
+FOLDERS = tuple(PACKAGE / folder for folder in ("numerics", "formats/packing", "observers/kernels"))
 
 
 def sources_digest() -> str:

@@ -12,7 +12,6 @@ from vexport.numerics.arithmetic import BFLOAT16, FLOAT16, FLOAT32, Bits, Floats
 from vexport.types import LinearPlan
 
 Array = npt.NDArray[np.generic]
-Bytes = npt.NDArray[np.uint8]
 
 STORAGES: Mapping[str, int] = {"BF16": BFLOAT16, "F16": FLOAT16, "F32": FLOAT32, "F64": FLOAT32}
 

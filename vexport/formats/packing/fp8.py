@@ -1,14 +1,50 @@
-"""FP8: e4m3 weights with a scale per channel, block or tensor."""
+"""FP8: e4m3 codes with one float32 scale a block; a row and a whole weight are blocks too."""
 
 import numpy as np
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import STORAGES, Array, PackingInputs, require_finite
 from vexport.formats.parameters import scale_shape
-from vexport.kernels import fp8
-from vexport.numerics.arithmetic import Bits, Floats
+from vexport.numerics.arithmetic import E4M3, F32, Bits, Floats, widen
+from vexport.numerics.codes import SPAN, Bytes, e4m3_codes, largest_magnitude, spread
+from vexport.numerics.constants import FLOAT32_EPS
+from vexport.numerics.jit import compiled
 from vexport.numerics.scales import fp8_scale_of
 from vexport.types import LinearPlan
+
+
+@compiled()
+def find_scales(weight: Bits, storage: int, block_cols: int, scales: Floats) -> None:
+    """The min-max scale of every `block_cols` columns of `weight`; infinite where a value is not finite."""
+    for block in range(scales.size):
+        most = F32(0.0)
+        for row in range(weight.shape[0]):
+            part = weight[row, block * block_cols : (block + 1) * block_cols]
+            most = max(most, largest_magnitude(part, storage))
+        scale = F32(most / E4M3.high)
+        scales[block] = scale if scale else F32(FLOAT32_EPS)
+
+
+@compiled()
+def pack_rows(
+    weight: Bits, storage: int, block_rows: int, block_cols: int, scales: Floats, fixed: bool, codes: Bytes
+) -> None:
+    """Quantize a weight (rows, columns) in blocks (`block_rows`, `block_cols`), the last ones smaller.
+
+    `scales` (block rows, block columns) are used where `fixed`, else made here: infinite where a value of
+    the block is not finite. `codes` has the weight's shape.
+    """
+    rows, columns = weight.shape
+    values, steps = np.empty(SPAN, F32), np.empty(columns, F32)
+    for row in range(rows):
+        if row % block_rows == 0:
+            if not fixed:
+                find_scales(weight[row : row + block_rows], storage, block_cols, scales[row // block_rows])
+            spread(scales[row // block_rows], block_cols, steps)
+        for start in range(0, columns, SPAN):
+            end = min(start + SPAN, columns)
+            widen(values[: end - start], weight[row, start:end], storage)
+            e4m3_codes(values[: end - start], steps[start:end], codes[row, start:end])
 
 
 class Fp8Packing:
@@ -18,10 +54,10 @@ class Fp8Packing:
         self._member = member
         self._storage = STORAGES[dtype]
         self._shape = scale_shape(args, (member.out_features, member.in_features))
-        self._high, self._wide = block_of(args, member)
-        self.multiple = 1 if args.strategy == "tensor" else self._high
-        blocks = (-(-member.out_features // self._high), -(-member.in_features // self._wide))
-        self._given = inputs.scales is not None or inputs.largest is not None
+        self._block_rows, self._block_cols = block_of(args, member)
+        self.multiple = 1 if args.strategy == "tensor" else self._block_rows
+        blocks = (-(-member.out_features // self._block_rows), -(-member.in_features // self._block_cols))
+        self._fixed = inputs.scales is not None or inputs.largest is not None
         self._scales: Floats = np.empty(blocks, np.float32)
         if inputs.scales is not None:
             self._scales[:] = inputs.scales.scale.reshape(blocks)
@@ -30,10 +66,10 @@ class Fp8Packing:
 
     def pack(self, rows: Bits, first: int) -> Array:
         """The codes of some rows; InputError where a weight is not finite."""
-        begin, end = first // self._high, -(-(first + rows.shape[0]) // self._high)
+        begin, end = first // self._block_rows, -(-(first + rows.shape[0]) // self._block_rows)
         scales = self._scales[begin:end]
         codes = np.empty(rows.shape, np.uint8)
-        fp8.pack(rows, self._storage, self._high, self._wide, scales, self._given, codes)
+        pack_rows(rows, self._storage, self._block_rows, self._block_cols, scales, self._fixed, codes)
         require_finite(self._member, scales)
         return codes
 

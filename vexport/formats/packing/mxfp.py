@@ -1,14 +1,71 @@
-"""MXFP4 and MXFP8: e2m1 or e4m3 codes and an exponent for every 32 of them."""
+"""MXFP4 and MXFP8: e2m1 or e4m3 codes in groups of 32, with a power of two as scale."""
 
 import numpy as np
 
 from vexport.formats.arguments import QuantArgs
-from vexport.formats.packing.base import STORAGES, Array, Bytes, PackingInputs, not_finite
-from vexport.kernels import mxfp
-from vexport.numerics.arithmetic import Bits, Floats
-from vexport.numerics.codes import FLOAT32_MANTISSA
-from vexport.numerics.constants import E8M0_NAN, MX_GROUP
+from vexport.formats.packing.base import STORAGES, Array, PackingInputs, not_finite
+from vexport.numerics.arithmetic import F32, I32, Bits, Floats, as_float, widen
+from vexport.numerics.codes import (
+    FLOAT32_MANTISSA,
+    MAGNITUDE,
+    SPAN,
+    Bytes,
+    e2m1_codes,
+    e4m3_codes,
+    pack_bits,
+)
+from vexport.numerics.constants import E2M1_EXPONENT, E4M3_EXPONENT, E8M0_NAN, MX_GROUP
+from vexport.numerics.jit import compiled
 from vexport.types import LinearPlan
+
+# A maximum of 1.75 times a power of two is rounded up to the next (mx_scale of vexport.observers.qparams).
+ROUND_UP = 1 << 21
+
+
+@compiled()
+def find_scales(values: Floats, bits: int, scales: Bytes) -> None:
+    """The exponent, biased by 127, of the min-max scale of every 32 values; 255 where one is not finite."""
+    lowered = I32(E2M1_EXPONENT if bits == 4 else E4M3_EXPONENT)
+    stored = values.view(np.int32)
+    for group in range(scales.size):
+        most = I32(0)
+        for i in range(MX_GROUP):
+            most = max(most, I32(stored[group * MX_GROUP + i] & I32(MAGNITUDE)))
+        exponent = I32(I32(I32(most + I32(ROUND_UP)) >> I32(FLOAT32_MANTISSA)) - lowered)
+        finite = most < I32(E8M0_NAN << FLOAT32_MANTISSA)
+        scales[group] = np.uint8(max(exponent, I32(0)) if finite else I32(E8M0_NAN))
+
+
+@compiled()
+def find_steps(scales: Bytes, steps: Floats) -> None:
+    """The step of each value, from the exponent of every 32."""
+    for group in range(scales.size):
+        exponent = I32(I32(scales[group]) << I32(FLOAT32_MANTISSA))
+        step = as_float(exponent) if scales[group] else F32(2.0**-127)
+        for i in range(MX_GROUP):
+            steps[group * MX_GROUP + i] = step
+
+
+@compiled()
+def pack_rows(weight: Bits, storage: int, bits: int, scales: Bytes, fixed: bool, packed: Bytes) -> None:
+    """Quantize a flat weight in groups of 32 to floats of 4 or 8 bits.
+
+    `scales` (elements/32) are biased exponents: used where `fixed`, else made here, 255 where a value is not
+    finite. `packed` has elements*bits/8 bytes.
+    """
+    values, steps, codes = np.empty(SPAN, F32), np.empty(SPAN, F32), np.empty(SPAN, np.uint8)
+    for start in range(0, weight.size, SPAN):
+        end = min(start + SPAN, weight.size)
+        widen(values[: end - start], weight[start:end], storage)
+        groups = scales[start // MX_GROUP : end // MX_GROUP]
+        if not fixed:
+            find_scales(values, bits, groups)
+        find_steps(groups, steps)
+        if bits == 4:
+            e2m1_codes(values, steps, codes[: end - start])
+        else:
+            e4m3_codes(values, steps, codes[: end - start])
+        pack_bits(codes[: end - start], bits, packed[start * bits // 8 : end * bits // 8])
 
 
 class MxfpPacking:
@@ -21,7 +78,7 @@ class MxfpPacking:
         self._storage = STORAGES[dtype]
         self._bits = args.num_bits
         shape = (member.out_features, member.in_features // MX_GROUP)
-        self._given = inputs.scales is not None
+        self._fixed = inputs.scales is not None
         self._scales: Bytes = np.empty(shape, np.uint8)
         if inputs.scales is not None:
             self._scales[:] = exponents(inputs.scales.scale).reshape(shape)
@@ -30,7 +87,7 @@ class MxfpPacking:
         """The codes of some rows; InputError where a weight is not finite."""
         scales = self._scales[first : first + rows.shape[0]].reshape(-1)
         packed = np.empty(rows.size * self._bits // 8, np.uint8)
-        mxfp.pack(rows.reshape(-1), self._storage, self._bits, scales, self._given, packed)
+        pack_rows(rows.reshape(-1), self._storage, self._bits, scales, self._fixed, packed)
         if (scales == E8M0_NAN).any():
             raise not_finite(self._member)
         return packed

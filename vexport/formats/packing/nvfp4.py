@@ -1,14 +1,72 @@
-"""NVFP4: packed e2m1, e4m3 block scales, a global scale that fused layers share."""
+"""NVFP4: e2m1 codes in groups of 16, two to the byte, with e4m3 scales relative to a global scale."""
 
 import numpy as np
 
 from vexport.formats.arguments import QuantArgs
-from vexport.formats.packing.base import STORAGES, Array, Bytes, PackingInputs
-from vexport.kernels import nvfp4
-from vexport.numerics.arithmetic import Bits
-from vexport.numerics.constants import NVFP4_GROUP
+from vexport.formats.packing.base import STORAGES, Array, PackingInputs
+from vexport.numerics.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, widen
+from vexport.numerics.codes import (
+    MAGNITUDE,
+    SPAN,
+    Bytes,
+    e2m1_codes,
+    e4m3_code,
+    e4m3_value,
+    pack_nibbles,
+)
+from vexport.numerics.constants import E4M3_EPS_CODE, NVFP4_GROUP
+from vexport.numerics.jit import compiled
 from vexport.numerics.scales import global_scale_of
 from vexport.types import LinearPlan
+
+
+@compiled()
+def find_scales(values: Floats, global_scale: np.float32, scales: Bytes) -> None:
+    """The e4m3 code of the min-max scale of every 16 values."""
+    bits = values.view(np.int32)
+    for group in range(scales.size):
+        most = I32(0)
+        for i in range(NVFP4_GROUP):
+            most = max(most, I32(bits[group * NVFP4_GROUP + i] & I32(MAGNITUDE)))
+        code = e4m3_code(F32(as_float(most) / E2M1.high) * global_scale, F32(1.0))
+        scales[group] = code if code else np.uint8(E4M3_EPS_CODE)
+
+
+@compiled()
+def find_steps(scales: Bytes, global_scale: np.float32, steps: Floats) -> None:
+    """The step of each value, from the scale of every 16."""
+    for group in range(scales.size):
+        step = F32(e4m3_value(scales[group]) / global_scale)
+        for i in range(NVFP4_GROUP):
+            steps[group * NVFP4_GROUP + i] = step
+
+
+@compiled()
+def pack_rows(
+    weight: Bits, storage: int, global_scale: np.float32, scales: Bytes, fixed: bool, packed: Bytes
+) -> None:
+    """Quantize a flat, finite weight in groups of 16.
+
+    `scales` (elements/16) are the e4m3 codes of the groups' scales: used where `fixed`, else made here.
+    `packed` has elements/2 bytes.
+    """
+    values, steps, codes = np.empty(SPAN, F32), np.empty(SPAN, F32), np.empty(SPAN, np.uint8)
+    for start in range(0, weight.size, SPAN):
+        end = min(start + SPAN, weight.size)
+        widen(values[: end - start], weight[start:end], storage)
+        groups = scales[start // NVFP4_GROUP : end // NVFP4_GROUP]
+        if not fixed:
+            find_scales(values, global_scale, groups)
+        find_steps(groups, global_scale, steps)
+        e2m1_codes(values, steps, codes[: end - start])
+        pack_nibbles(codes[: end - start], packed[start // 2 : end // 2])
+
+
+@compiled()
+def encode(scales: Floats, codes: Bytes) -> None:
+    """The e4m3 codes of scales that are e4m3 numbers."""
+    for i in range(codes.size):
+        codes[i] = e4m3_code(scales[i], F32(1.0))
 
 
 class Nvfp4Packing:
@@ -18,13 +76,13 @@ class Nvfp4Packing:
 
     def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
         self._storage = STORAGES[dtype]
-        self._given = inputs.scales is not None
+        self._fixed = inputs.scales is not None
         shape = (member.out_features, member.in_features // NVFP4_GROUP)
         self._scales: Bytes = np.empty(shape, np.uint8)
         if inputs.scales is not None:
             assert inputs.scales.global_scale is not None
             self._global_scale = inputs.scales.global_scale
-            nvfp4.encode(inputs.scales.scale.reshape(-1), self._scales.reshape(-1))
+            encode(inputs.scales.scale.reshape(-1), self._scales.reshape(-1))
         else:
             assert inputs.largest is not None
             self._global_scale = global_scale_of(inputs.largest)
@@ -33,7 +91,7 @@ class Nvfp4Packing:
         """The packed codes of finite rows."""
         scales = self._scales[first : first + rows.shape[0]].reshape(-1)
         packed = np.empty(rows.size // 2, np.uint8)
-        nvfp4.pack(rows.reshape(-1), self._storage, self._global_scale[0], scales, self._given, packed)
+        pack_rows(rows.reshape(-1), self._storage, self._global_scale[0], scales, self._fixed, packed)
         return packed
 
     def tensor(self, name: str) -> Array:

@@ -1,1 +1,0 @@
-"""Kernels that pack weights, one file a storage format, compiled by numba; no module here loads torch."""
