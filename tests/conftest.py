@@ -1,6 +1,5 @@
 """Fixtures that several test modules share."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +7,6 @@ import pytest
 
 from tests.command import vexport
 from tests.models import save_llama, write_calibration
-
-# Tests run side by side: no engine may bind its threads to the same core as another.
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 @pytest.fixture(scope="session")
