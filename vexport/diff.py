@@ -13,7 +13,7 @@ from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors.extras import is_installed
 from vexport.files import digest_file
-from vexport.numerics.metrics import COMPARED, NONE, array_noise, noise_of
+from vexport.numerics.metrics import COMPARED, ErrorPower, array_error, quantization_error
 from vexport.outputs.replaceable import RECIPE
 from vexport.types import Json, TensorInfo
 
@@ -172,13 +172,13 @@ def _values(a: CheckpointView, b: CheckpointView, on_progress: OnProgress) -> It
 def _compared(old: Reader, a: TensorInfo, new: Reader, b: TensorInfo) -> TensorDifference:
     """Two tensors of one form, a part at a time; a dtype without numbers by its bytes."""
     dtype = a.dtype if a.dtype not in WITHOUT_NUMBERS else "U8"
-    sums, step = NONE, COMPARED * BITS[dtype] // 8
+    sums, step = ErrorPower(), COMPARED * BITS[dtype] // 8
     before, after = old.raw(a), new.raw(b)
     for start in range(0, len(before), step):
         part = slice(start, start + step)
-        sums += array_noise(to_numpy(before[part], dtype), to_numpy(after[part], dtype))
+        sums += array_error(to_numpy(before[part], dtype), to_numpy(after[part], dtype))
     is_number = a.dtype in FLOATING or a.dtype in SMALL_FLOATS
-    noise = sums.decibels if is_number and math.isfinite(sums.signal + sums.noise) else None
+    noise = sums.sqnr_db if is_number and math.isfinite(sums.signal + sums.error) else None
     return TensorDifference(name=a.name, changed=sums.changed * BITS[dtype] / (8 * len(before)), snr_db=noise)
 
 
@@ -189,13 +189,13 @@ def _weights(a: CheckpointView, b: CheckpointView, changed: set[str]) -> Iterato
         if name in theirs and _may_differ(ours[name], theirs[name], changed):
             old, new = _weight(a, ours[name]), _weight(b, theirs[name])
             if old is not None and new is not None and old.shape == new.shape:
-                sums = noise_of(old, new)
+                sums = quantization_error(old, new)
                 if sums.changed:
                     yield WeightDifference(
                         layer=name,
                         stored_a=_stored(ours[name]),
                         stored_b=_stored(theirs[name]),
-                        snr_db=sums.decibels,
+                        snr_db=sums.sqnr_db,
                     )
 
 

@@ -13,7 +13,7 @@ from vexport.checks import check_checkpoint
 from vexport.fidelity.roundtrip import changed_tensors, layer_errors
 from vexport.formats import dequantize
 from vexport.formats.schemes import scheme_names
-from vexport.numerics.metrics import noise_of
+from vexport.numerics.metrics import quantization_error
 from vexport.plan import Settings, require_accepted
 from vexport.quantize.stream import quantize
 from vexport.quantize.weight_scales import search_scales
@@ -156,6 +156,6 @@ def snr(error: LayerError) -> float:
 
 def test_signal_to_noise() -> None:
     exact = torch.tensor([3.0, 4.0])
-    assert noise_of(exact, exact).decibels == 200
-    assert noise_of(exact, torch.tensor([3.0, 4.5])).decibels == pytest.approx(20)
-    assert noise_of(torch.zeros(2), exact).decibels == -200
+    assert quantization_error(exact, exact).sqnr_db == 200
+    assert quantization_error(exact, torch.tensor([3.0, 4.5])).sqnr_db == pytest.approx(20)
+    assert quantization_error(torch.zeros(2), exact).sqnr_db == -200

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from vexport.architectures.text_config import text_config
-from vexport.checks.tensors.inputs import E4M3_LARGEST
 from vexport.checks.tensors.outputs import largest_output
 from vexport.checks.tensors.scales import PLACEHOLDER
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
+from vexport.numerics.constants import E4M3_MAX
 from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import names_of
 from vexport.types import Finding, Json, TensorInfo
@@ -20,9 +20,9 @@ DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the k
 SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
 # Of keys and values up to 4096; the largest known ones are some hundreds.
-MOST_SCALE = 4096 / E4M3_LARGEST
+MOST_SCALE = 4096 / E4M3_MAX
 # Of keys and values that reach a thousandth at most.
-LEAST_SCALE = 1e-3 / E4M3_LARGEST
+LEAST_SCALE = 1e-3 / E4M3_MAX
 # All that vLLM reads of the scheme (validate_kv_cache_scheme of CompressedTensorsKVCacheMethod).
 ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "type": ("float",),
@@ -127,7 +127,7 @@ def _size(view: CheckpointView, module: str, parameter: str, tensor: TensorInfo)
     if not values.size or not np.isfinite(values).all() or values.min() <= 0:
         return
     reach = largest_output(view, f"{module}.{parameter[0]}_proj")
-    most = MOST_SCALE if reach is None else min(MOST_SCALE, reach / E4M3_LARGEST)
+    most = MOST_SCALE if reach is None else min(MOST_SCALE, reach / E4M3_MAX)
     if (values == PLACEHOLDER).all():
         fix = "quantize the KV cache again with calibration"
         got = "1, which vLLM takes where there is none"

@@ -9,12 +9,12 @@ import numpy.typing as npt
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checks.tensors import scales
 from vexport.checks.tensors.codes import lost, unfilled
-from vexport.checks.tensors.inputs import E4M3_LARGEST, impossible
+from vexport.checks.tensors.inputs import impossible
 from vexport.checks.tensors.kept import empty
 from vexport.checks.tensors.scales import PLACEHOLDER
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
-from vexport.numerics.constants import E8M0_NAN
+from vexport.numerics.constants import E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
 from vexport.types import Finding, TensorInfo
 
 NAME = "values"
@@ -29,7 +29,7 @@ MOST_INPUT = 65504.0
 LEAST_TYPICAL, MOST_TYPICAL = 1e-5, 1.25
 # NVFP4's largest block of a layer, or of the layers that share a global scale, has the scale 448. Searches
 # for less error end lower, other numbers in the place of scales much lower.
-LEAST_LARGEST_BLOCK = 448 / 8
+LEAST_LARGEST_BLOCK = E4M3_MAX / 8
 # Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all.
 NOT_FINITE = {"F8_E4M3": scales.E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80}
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
@@ -155,14 +155,14 @@ def _reciprocal(tensor: TensorInfo, parameter: str, value: float) -> Iterator[Fi
         )
     elif value == PLACEHOLDER:
         yield _implausible(tensor, "1, which no calibration gives")
-    elif not of_weight and value > E4M3_LARGEST * 6 / LEAST_INPUT:
-        yield _implausible(tensor, f"{value:g}, for inputs no larger than {E4M3_LARGEST * 6 / value:g}")
+    elif not of_weight and value > GLOBAL_SCALE_NUMERATOR / LEAST_INPUT:
+        yield _implausible(tensor, f"{value:g}, for inputs no larger than {GLOBAL_SCALE_NUMERATOR / value:g}")
 
 
 def _input_scale(tensor: TensorInfo, value: float) -> Iterator[Finding]:
     """A static scale of e4m3 or of integers, which reach 127."""
-    if value * E4M3_LARGEST > MOST_INPUT or value * E4M3_LARGEST < LEAST_INPUT:
-        yield _implausible(tensor, f"{value:g}, for inputs as large as {value * E4M3_LARGEST:g}")
+    if value * E4M3_MAX > MOST_INPUT or value * E4M3_MAX < LEAST_INPUT:
+        yield _implausible(tensor, f"{value:g}, for inputs as large as {value * E4M3_MAX:g}")
     elif value == PLACEHOLDER:
         yield _implausible(tensor, "1, which no calibration gives")
 

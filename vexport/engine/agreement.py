@@ -7,15 +7,13 @@ import torch
 from safetensors.torch import load_file
 
 from vexport.checkpoint.quantization import find_quantization
+from vexport.numerics.metrics import kl_divergence
 from vexport.types import LogprobAgreement
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16: none are).
 # Both sides round to bfloat16 in their own order, and a low-bit rounding turns some of those differences into
 # whole steps. Measured on a random two-layer Llama: 2e-4 without, 2e-3 INT8, 7e-3 FP8, 6e-2 FP4.
 KL_LIMITS = {16: 0.003, 8: 0.05, 4: 0.1}
-
-# Positions that are in memory as float64 at a time: a vocabulary of 152 k has 78 MB of them.
-_ROWS = 64
 
 
 def kl_limit(checkpoint: Path) -> float:
@@ -34,24 +32,6 @@ def read_logprobs(path: Path) -> torch.Tensor:
     """The worker's file as one float32 matrix (positions, vocabulary), the prompts one after another."""
     tensors = load_file(path)
     return torch.cat([tensors[f"prompt.{number}"] for number in range(len(tensors))])
-
-
-def kl_divergence(reference: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
-    """KL(reference || measured) of log-probabilities (positions, vocabulary): nats, float64, (positions,).
-
-    A position with a NaN, or an infinite difference where the reference gives probability, is infinite.
-    """
-    if reference.shape != measured.shape:
-        raise ValueError(f"log-probabilities: got {tuple(measured.shape)}, need {tuple(reference.shape)}")
-    starts = range(0, max(1, len(reference)), _ROWS)
-    return torch.cat([_kl(reference[at : at + _ROWS], measured[at : at + _ROWS]) for at in starts])
-
-
-def _kl(reference: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
-    expected, got = reference.to(torch.float64), measured.to(torch.float64)
-    probability = expected.exp()
-    terms = torch.where(probability > 0, probability * (expected - got), 0.0)
-    return torch.nan_to_num(terms.sum(dim=-1), nan=float("inf")).clamp(min=0.0)
 
 
 def compare_logprobs(

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from vexport.checks import check_checkpoint
-from vexport.engine.agreement import KL_LIMITS, kl_divergence, kl_limit, read_logprobs
+from vexport.engine.agreement import KL_LIMITS, kl_limit, read_logprobs
 from vexport.engine.dry.load import CAPABILITIES, dry_loads
 from vexport.engine.reference import REFERENCE_FILE, remembered_reference
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.harness import differences
+from vexport.numerics.metrics import kl_divergence
 from vexport.types import Attribution, Distance, Fault, Outcome
 
 ABOVE_NOISE = 3.0

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from vexport.engine.agreement import kl_divergence
 from vexport.engine.prompts import Prompts
 from vexport.files import digest_bytes
+from vexport.numerics.metrics import kl_divergence
 from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
 from vexport.types import Drift, PromptDrift, TokenDrift
 

@@ -16,11 +16,12 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks import ACTIVATIONS
 from vexport.checks.devices import INDEX
 from vexport.checks.kv_cache import cache_scales
-from vexport.checks.tensors.inputs import E4M3_LARGEST, static_range
+from vexport.checks.tensors.inputs import static_range
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.fidelity.source import Source
 from vexport.formats.schemes import get_scheme
+from vexport.numerics.constants import E4M3_MAX
 from vexport.observers import load_observer
 from vexport.plan.linears import Names, names_of
 from vexport.types import Finding, LinearPlan
@@ -126,7 +127,7 @@ def _of_cache(view: CheckpointView, observed: Observed) -> Iterator[Compared]:
         states = observed.cached.get(names.vllm_name(module))
         if states is None or tensor is None:
             continue
-        ranges = view.reader.floats(tensor).reshape(-1) * E4M3_LARGEST
+        ranges = view.reader.floats(tensor).reshape(-1) * E4M3_MAX
         by_head = states[0] if parameter.startswith("k") else states[1]
         largest = by_head if len(ranges) == len(by_head) else [max(by_head)] * len(ranges)
         for range_, seen in zip(ranges.tolist(), largest, strict=True):

@@ -7,7 +7,7 @@ from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import read_tensor, read_weight
 from vexport.formats.dequantize import row_chunks, rows_of
 from vexport.formats.schemes import get_scheme
-from vexport.numerics.metrics import NONE, noise_of
+from vexport.numerics.metrics import ErrorPower, quantization_error
 from vexport.types import Finding, FusionGroup, LayerError, LinearPlan, Plan
 
 CHECK = "roundtrip"
@@ -45,13 +45,13 @@ def _layer_error(
     weight = read_weight(old, tensor, member.part)
     tensors = [written.tensors[spec.name] for spec in scheme.layout(member, tensor.dtype)]
     stored = {one.name.rpartition(".")[2]: read_tensor(new, one) for one in tensors}
-    found = NONE
+    found = ErrorPower()
     for rows in row_chunks(member.out_features, member.in_features):
         back = scheme.format.dequantize(scheme.args, rows_of(stored, scheme.args.weights, rows))
-        found += noise_of(weight[rows], back)
+        found += quantization_error(weight[rows], back)
     old.release([tensor])
     new.release(tensors)
-    return found.decibels
+    return found.sqnr_db
 
 
 def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> Iterator[Finding]:

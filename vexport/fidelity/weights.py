@@ -12,7 +12,7 @@ from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source_tensors import Pieces
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.dequantize import row_chunks, rows_of
-from vexport.numerics.metrics import EXACT_DB
+from vexport.numerics.metrics import sqnr_db
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.rounding import fake_quantize
 
@@ -172,8 +172,8 @@ def _judged(parts: Sequence[_Part], width: int) -> WeightComparison:
     wrong = ~(noise <= WRONG_PART_NOISE * signal) & ~(noise <= WRONG_PART_FACTOR * rounding.mean())
     rows = wrong.any(dim=1).nonzero()
     return WeightComparison(
-        snr_db=_decibels(power, noise),
-        rounding_db=_decibels(power, rounding),
+        snr_db=sqnr_db(power, float(noise.sum(dtype=torch.float64))),
+        rounding_db=sqnr_db(power, float(rounding.sum(dtype=torch.float64))),
         gain=float(product.sum(dtype=torch.float64)) / power if power else 1.0,
         spread=_spread(product, signal),
         plain_spread=math.sqrt(float(rounding.sum()) / (width * power)) if power else 0.0,
@@ -191,12 +191,3 @@ def _spread(product: torch.Tensor, signal: torch.Tensor) -> float:
     deviation = product - product.sum(dtype=torch.float64) / power * signal
     squares = torch.where(signal > 0, deviation.square() / signal, 0.0)
     return float((squares.sum(dtype=torch.float64) / power).sqrt())
-
-
-def _decibels(signal: float, noise: torch.Tensor) -> float:
-    power = float(noise.sum(dtype=torch.float64))
-    if not math.isfinite(power):
-        return -EXACT_DB
-    if power == 0 or signal == 0:
-        return EXACT_DB if power == 0 else -EXACT_DB
-    return round(10 * math.log10(signal / power), 3)

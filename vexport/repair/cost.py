@@ -3,7 +3,7 @@
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Source
-from vexport.numerics.metrics import noise_of
+from vexport.numerics.metrics import quantization_error
 from vexport.repair.changes import WeightChange
 
 
@@ -17,10 +17,13 @@ def weight_change(
     exact = source.weight(layer) if source else None
     against = None
     if exact is not None and exact.shape == new.shape:
-        against = (None if old is None else noise_of(exact, old).decibels, noise_of(exact, new).decibels)
-    moved = noise_of(old, new) if old is not None and old.shape == new.shape else None
+        against = (
+            None if old is None else quantization_error(exact, old).sqnr_db,
+            quantization_error(exact, new).sqnr_db,
+        )
+    moved = quantization_error(old, new) if old is not None and old.shape == new.shape else None
     return WeightChange(
         relative=moved.relative if moved else None,
-        snr_db=moved.decibels if moved else None,
+        snr_db=moved.sqnr_db if moved else None,
         source_snr_db=against,
     )

@@ -13,7 +13,7 @@ from vexport.checks.vllm.view import CheckpointView, FusedLinear
 from vexport.fidelity.dequantize import read_parameters, weight_of
 from vexport.fidelity.source import Source
 from vexport.numerics.constants import E4M3_MAX
-from vexport.numerics.metrics import noise_of
+from vexport.numerics.metrics import quantization_error
 from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair
 from vexport.repair.requantize import requantized
 from vexport.types import TensorInfo, TensorSpec
@@ -152,7 +152,7 @@ def _is_better(
         return False
     stored = read_parameters(view, layer.parameters)
     ways = [weight_of(layer.group, {**stored, **way()}) for way in (again, rescale)]
-    return noise_of(exact, ways[0]).noise < noise_of(exact, ways[1]).noise
+    return quantization_error(exact, ways[0]).error < quantization_error(exact, ways[1]).error
 
 
 def _scalar(tensor: TensorInfo, value: float) -> Edit:

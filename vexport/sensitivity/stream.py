@@ -18,6 +18,7 @@ from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
+from vexport.numerics.metrics import kl_divergence
 from vexport.sensitivity.trials import Quantizer, Trial
 from vexport.types import Calibration
 
@@ -167,10 +168,10 @@ class TrialStream:
         for position, one in enumerate(states):
             plain = self._logprobs(position, one, rest)
             for trial, after in carried.items():
-                losses[trial] += divergence(plain, self._logprobs(position, after[position], rest))
+                losses[trial] += _divergence(plain, self._logprobs(position, after[position], rest))
             for trial, layers in quantized.items():
                 with self.quantizer.applied(layers):
-                    losses[trial] += divergence(plain, self._logprobs(position, one, rest))
+                    losses[trial] += _divergence(plain, self._logprobs(position, one, rest))
         tokens = sum(ids.numel() for ids in self.ids)
         for trial, total in losses.items():
             outcomes[trial].loss = total / tokens
@@ -204,6 +205,6 @@ def relative_error(plain: States, changed: States) -> float:
     return total / tokens
 
 
-def divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """The sum over tokens of KL(expected || found), of log-probabilities (tokens, vocabulary)."""
-    return float((expected.exp() * (expected - found)).sum())
+def _divergence(plain: torch.Tensor, changed: torch.Tensor) -> float:
+    """The sum over tokens of KL(plain || changed), of log-probabilities (tokens, vocabulary)."""
+    return float(kl_divergence(plain, changed).sum())

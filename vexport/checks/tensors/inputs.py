@@ -15,6 +15,7 @@ import numpy as np
 
 from vexport.checks.vllm.decoder import DECODERS
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, error
+from vexport.numerics.constants import E4M3_MAX, GLOBAL_SCALE_NUMERATOR, INT8_MAX
 from vexport.types import Finding, TensorInfo
 
 # Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon counts.
@@ -24,7 +25,6 @@ AFTER_NORM = re.compile(
     r"(?:(?P<attention>self_attn\.(?:qkv|[qkv])_proj)"
     r"|(?:mlp|block_sparse_moe)\.(?:experts\.\d+\.)?(?:gate_proj|up_proj|gate_up_proj|w1|w3))$"
 )
-E4M3_LARGEST, E2M1_LARGEST, INT8_LARGEST = 448.0, 6.0, 127.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +57,14 @@ def static_range(
     view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
 ) -> StaticRange | None:
     """What a layer's static scale represents; None where it has none."""
-    largest = E4M3_LARGEST if group.weights.type == "float" else INT8_LARGEST
+    largest = E4M3_MAX if group.weights.type == "float" else INT8_MAX
     scale, global_scale = parameters.get("input_scale"), parameters.get("input_global_scale")
     if scale is not None and scale.num_bytes:
         value = float(np.abs(view.reader.floats(scale)).max())
         return StaticRange(name=scale.name, largest=largest * value)
     if global_scale is not None and global_scale.num_bytes:
         value = float(view.reader.floats(global_scale).min())
-        return StaticRange(name=global_scale.name, largest=E4M3_LARGEST * E2M1_LARGEST / value)
+        return StaticRange(name=global_scale.name, largest=GLOBAL_SCALE_NUMERATOR / value)
     return None
 
 
