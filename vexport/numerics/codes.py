@@ -33,10 +33,10 @@ FLOAT32_MANTISSA = 23
 
 
 @compiled()
-def spread(scales: Floats, wide: int, steps: Floats) -> None:
-    """Write the scale of each element into `steps`: every `wide` of them have one, the last ones fewer."""
-    for group in range(scales.size):
-        steps[group * wide : (group + 1) * wide] = scales[group]
+def spread(group_scales: Floats, width: int, scales: Floats) -> None:
+    """Write the scale of each element into `scales`: every `width` of them have one, the last ones fewer."""
+    for group in range(group_scales.size):
+        scales[group * width : (group + 1) * width] = group_scales[group]
 
 
 @compiled()
@@ -61,13 +61,14 @@ def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
     return as_float(min(wide, I32(EXPONENT_MASK)))
 
 
-@compiled()
+@compiled(inline=True)
 def float_code(magnitude: np.float32, form: Format, mantissa_bits: int) -> np.int32:
     """The code, without a sign, of the nearest number of a small float format, ties to the even mantissa.
 
-    `magnitude` is finite, at least 0 and at most `form.high`. Adding the rounder leaves the number of steps
+    `magnitude` is at least 0; beyond `form.high` it saturates. Adding the rounder leaves the number of steps
     in the sum's last bits; codes of successive binades are that many steps apart.
     """
+    magnitude = min(magnitude, form.high)
     exponent = max(I32(as_bits(magnitude) & I32(EXPONENT_MASK)), form.floor)
     rounder = I32(exponent + form.rounder)
     steps = I32(as_bits(F32(magnitude + as_float(rounder))) - rounder)
@@ -75,43 +76,45 @@ def float_code(magnitude: np.float32, form: Format, mantissa_bits: int) -> np.in
 
 
 @compiled()
-def e2m1_code(value: np.float32, step: np.float32) -> np.uint8:
-    """The code of the nearest e2m1 number of a value in units of a positive step; bit 3 is the sign."""
-    magnitude = min(abs(F32(value / step)), E2M1.high)
+def e2m1_code(value: np.float32, scale: np.float32) -> np.uint8:
+    """The code of the nearest e2m1 number of a value in units of a positive scale; bit 3 is the sign."""
     sign = I32(I32(as_bits(value) >> I32(28)) & I32(8))
-    return np.uint8(I32(float_code(magnitude, E2M1, 1) | sign))
+    return np.uint8(I32(float_code(abs(F32(value / scale)), E2M1, 1) | sign))
+
+
+@compiled(inline=True)
+def e4m3_magnitude_code(magnitude: np.float32) -> np.int32:
+    """The code of the nearest e4m3 number of a value >= 0."""
+    return float_code(magnitude, E4M3, 3)
 
 
 @compiled()
-def e4m3_code(value: np.float32, step: np.float32) -> np.uint8:
-    """The code of the nearest e4m3 number of a value in units of a positive step; bit 7 is the sign."""
-    magnitude = min(abs(F32(value / step)), E4M3.high)
+def e4m3_code(value: np.float32, scale: np.float32) -> np.uint8:
+    """The code of the nearest e4m3 number of a value in units of a positive scale; bit 7 is the sign."""
     sign = I32(I32(as_bits(value) >> I32(24)) & I32(0x80))
-    return np.uint8(I32(float_code(magnitude, E4M3, 3) | sign))
+    return np.uint8(I32(e4m3_magnitude_code(abs(F32(value / scale))) | sign))
 
 
 @compiled()
-def e2m1_codes(values: Floats, steps: Floats, codes: Bytes) -> None:
-    """The e2m1 code of each value in units of its step."""
+def e2m1_codes(values: Floats, scales: Floats, codes: Bytes) -> None:
+    """The e2m1 code of each value in units of its scale."""
     wide_vectors()
     for i in range(codes.size):
-        codes[i] = e2m1_code(values[i], steps[i])
+        codes[i] = e2m1_code(values[i], scales[i])
 
 
 @compiled()
-def e4m3_codes(values: Floats, steps: Floats, codes: Bytes) -> None:
-    """The e4m3 code of each value in units of its step."""
+def e4m3_codes(values: Floats, scales: Floats, codes: Bytes) -> None:
+    """The e4m3 code of each value in units of its scale."""
     wide_vectors()
     for i in range(codes.size):
-        codes[i] = e4m3_code(values[i], steps[i])
+        codes[i] = e4m3_code(values[i], scales[i])
 
 
-@compiled()
-def e4m3_value(code: np.uint8) -> np.float32:
+@compiled(inline=True)
+def e4m3_value(code: np.int32 | np.uint8) -> np.float32:
     """The number of an e4m3 code without a sign, below 0x7F."""
-    if code < 8:
-        return F32(F32(code) * F32(2.0**-9))
-    return as_float(I32(I32(I32(code) << I32(20)) + I32(120 << 23)))
+    return F32(as_float(I32(I32(code) << I32(20))) * F32(2.0**120))
 
 
 @compiled()

@@ -13,23 +13,20 @@ from numba import prange
 
 from vexport.numerics.arithmetic import (
     E2M1,
-    E4M3,
     F32,
     I32,
     Bits,
     Floats,
-    as_bits,
-    as_float,
     power,
     power_6_5,
     power_of_two_below,
     round_to,
     widen,
 )
+from vexport.numerics.codes import Bytes, e4m3_magnitude_code, e4m3_value
 from vexport.numerics.constants import E4M3_EPS_CODE, NVFP4_GROUP
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 
-Codes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int32]
 
 # Groups that are searched together, at most; they end together when none of them can improve.
@@ -84,24 +81,9 @@ def room_for(groups: int) -> Lanes:
 
 
 @compiled(inline=True)
-def e4m3_code(value: np.float32) -> np.int32:
-    """The code of the nearest e4m3 number of a value >= 0; beyond 448 it is that of 448."""
-    rounded = round_to(min(value, E4M3.high), E4M3)
-    subnormal = I32(F32(rounded * F32(512.0)))
-    normal = I32(I32(as_bits(rounded) >> I32(20)) - I32(120 << 3))
-    return subnormal if rounded < F32(2.0**-6) else normal
-
-
-@compiled(inline=True)
-def e4m3_value(code: np.int32) -> np.float32:
-    """The number of a positive e4m3 code."""
-    return F32(as_float(I32(code << I32(20))) * F32(2.0**120))
-
-
-@compiled(inline=True)
 def candidate_code(absmax: np.float32, expand: np.float32, global_scale: np.float32) -> np.int32:
     """The code of the block scale of a range, at least the smallest positive one."""
-    return max(I32(1), e4m3_code(F32(F32(F32(absmax * global_scale) / E2M1.high) * expand)))
+    return max(I32(1), e4m3_magnitude_code(F32(F32(F32(absmax * global_scale) / E2M1.high) * expand)))
 
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
@@ -201,7 +183,7 @@ def keep_better(lanes: Lanes, offset: int) -> None:
 
 
 @compiled()
-def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: Codes) -> None:
+def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: Bytes) -> None:
     """Write the code with the smallest error of every group; the larger one of equals."""
     find_largest(lanes, importance)
     set_candidates(lanes, search)
@@ -216,7 +198,7 @@ def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: C
 
 @compiled(parallel=True)
 def search_block_scales(
-    weight: Bits, storage: int, importance: Floats, search: NVFP4Search, codes: Codes
+    weight: Bits, storage: int, importance: Floats, search: NVFP4Search, codes: Bytes
 ) -> None:
     """Write the best e4m3 code of every 16 columns of `weight` (rows, columns).
 
