@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from tests.command import vexport
 from vexport import checks, formats, observers, reports
 from vexport.architectures import architecture_table
+from vexport.architectures.configs import config_table
 from vexport.formats.schemes import presets
 from vexport.observers.base import named_observers
 from vexport.types.observer_names import OBSERVERS
@@ -115,6 +118,15 @@ def test_architectures_are_those_of_vllm() -> None:
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
+
+
+def test_configs_are_those_of_transformers(tmp_path: Path) -> None:
+    """The table is what its script makes of the installed version."""
+    script = PACKAGE.parent / "scripts" / "generate_configs.py"
+    subprocess.run([sys.executable, script, "--out", tmp_path / "configs.json"], check=True)
+    assert config_table().transformers == version("transformers")
+    written = (PACKAGE / "architectures" / "configs.json").read_text(encoding="utf-8")
+    assert written == (tmp_path / "configs.json").read_text(encoding="utf-8"), f"run {script}"
 
 
 @pytest.mark.parametrize("what", ["schemes", "observers", "checks", "architectures"])

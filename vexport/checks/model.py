@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 
 from vexport.architectures import architecture_table
+from vexport.architectures.configs import transformers_models
 from vexport.checks.tensors.kept import narrowed
 from vexport.checks.vllm.decoder import DECODERS, layout_of, missing_sizes
-from vexport.checks.vllm.fields import code_of, wrong_types
+from vexport.checks.vllm.fields import wrong_types
 from vexport.checks.vllm.settings import faults
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.types import Finding, Json
@@ -41,61 +41,85 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _sizes(view, config)
         for fault in faults(config):
             yield _wrong(view, fault.key, fault.expected, fault.got)
-    kind = str(config.get("model_type"))
-    if kind in architecture_table().text_models and "auto_map" not in config:
-        for fault in wrong_types(kind, config):
+    if _kind(view) in architecture_table().text_models and "auto_map" not in config:
+        for fault in wrong_types(_kind(view), config):
             yield _wrong(view, fault.key, fault.expected, fault.got)
 
 
 def _class(view: CheckpointView) -> Iterator[Finding]:
-    config, name = view.index.config, view.class_name
-    kind = config.get("model_type")
+    """The first that is wrong with the class: what would follow rests on it."""
+    rules = (_unreadable, _unknown, _without_output, _of_another_type, _unnamed)
+    yield from next((findings for rule in rules if (findings := [*rule(view)])), [])
+
+
+def _unreadable(view: CheckpointView) -> Iterator[Finding]:
+    kind, names = view.index.config.get("model_type"), view.index.config.get("architectures")
     if not isinstance(kind, str) or not kind:
         yield _wrong(view, "model_type", "transformers' name of the architecture", repr(kind))
-    elif config.get("architectures") is not None and not isinstance(config["architectures"], list):
-        yield _wrong(view, "architectures", "a list of names", repr(config["architectures"]))
-    elif not name:
+    elif names is not None and not isinstance(names, list):
+        yield _wrong(view, "architectures", "a list of names", repr(names))
+
+
+def _unknown(view: CheckpointView) -> Iterator[Finding]:
+    """A class that neither vLLM, nor transformers, nor code in the checkpoint has."""
+    name, table = view.class_name, architecture_table()
+    if not name:
         yield _wrong(view, "architectures", "the name of the model class", "none, and an unknown model_type")
-    elif name not in architecture_table().architectures and not _is_known(name, kind, config):
-        table = architecture_table()
-        yield _wrong(
-            view,
-            "architectures",
-            f"a class of vLLM {table.vllm} or of transformers",
-            f"{name}, of neither",
-        )
-    elif name.endswith(CLASSIFIER) and not any(CLASSIFIES.search(one) for one in view.index.tensors):
+        return
+    has_code = "auto_map" in view.index.config or name in (transformers_models(_kind(view)) or ())
+    if name not in table.architectures and not has_code:
+        expected = f"a class of vLLM {table.vllm} or of transformers"
+        yield _wrong(view, "architectures", expected, f"{name}, of neither")
+
+
+def _without_output(view: CheckpointView) -> Iterator[Finding]:
+    name = view.class_name
+    if name.endswith(CLASSIFIER) and not any(CLASSIFIES.search(tensor) for tensor in view.index.tensors):
         got = f"{name}, whose output layer the checkpoint does not have"
         yield _wrong(view, "architectures", "a class whose tensors are stored", got)
-    elif _is_unknown_type(view, kind) or _is_of_another_type(view, name, kind):
+
+
+def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
+    """A model type that transformers does not have, or whose tensors the checkpoint does not have.
+
+    The first is told only of classes whose config is transformers' own.
+    """
+    name, kind, config = view.class_name, _kind(view), view.index.config
+    models = architecture_table().text_models
+    own = name in DECODERS and "auto_map" not in config
+    if own and kind not in models and transformers_models(kind) is None:
         yield _wrong(view, "model_type", f"the model type of {name}", kind)
-    elif not config.get("architectures") and base_of(name) not in GENERATING_BASES:
-        got = f"none: vLLM takes {base_of(name)} for model_type {kind}, which gives embeddings and no text"
+    elif name in models.values() and models.get(kind, name) != name:
+        meant, layout = layout_of(models[kind], config), view.layout
+        missing = meant and layout and meant.parameters.keys() - layout.parameters.keys()
+        if layout is None or missing and missing & view.index.tensors.keys():
+            yield _wrong(view, "model_type", f"the model type of {name}", kind)
+
+
+def _unnamed(view: CheckpointView) -> Iterator[Finding]:
+    name, base = view.class_name, base_of(view.class_name)
+    if view.index.config.get("architectures"):
+        return
+    if base not in GENERATING_BASES:
+        got = f"none: vLLM takes {base} for model_type {_kind(view)}, which gives embeddings and no text"
         yield _wrong(view, "architectures", "the name of the model class", got)
-    elif not config.get("architectures"):
-        yield warning(
-            NAME,
-            f"{view.config_path}: architectures",
-            expected="the name of the model class",
-            got=f"none: vLLM takes {name} for model_type {kind}",
-            fix=f'add "architectures": ["{name}"]',
-        )
+        return
+    yield warning(
+        NAME,
+        f"{view.config_path}: architectures",
+        expected="the name of the model class",
+        got=f"none: vLLM takes {name} for model_type {_kind(view)}",
+        fix=f'add "architectures": ["{name}"]',
+    )
+
+
+def _kind(view: CheckpointView) -> str:
+    return str(view.index.config.get("model_type"))
 
 
 def base_of(name: str) -> str:
     """transformers' base model of a class, which vLLM takes where the config names none (get_config)."""
     return name.replace("ForCausalLM", "Model")
-
-
-def _is_known(name: str, kind: str, config: Mapping[str, Json]) -> bool:
-    """Whether vLLM may run a class that is not in the table: code in the checkpoint, or transformers' own."""
-    return "auto_map" in config or any(f"class {name}(" in text for text in _modeling(kind))
-
-
-@cache
-def _modeling(kind: str) -> tuple[str, ...]:
-    """transformers' code of a model type."""
-    return code_of(kind, "modeling_*.py")
 
 
 def _sizes(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
@@ -114,21 +138,4 @@ def _wrong(view: CheckpointView, key: str, expected: str, got: str) -> Finding:
         expected=expected,
         got=got,
         fix="take the model's original config.json",
-    )
-
-
-def _is_unknown_type(view: CheckpointView, kind: str) -> bool:
-    """Whether transformers has no config for a model type; said only of classes whose config is its own."""
-    own = view.class_name in DECODERS and "auto_map" not in view.index.config
-    return own and kind not in architecture_table().text_models and not _modeling(kind)
-
-
-def _is_of_another_type(view: CheckpointView, name: str, kind: str) -> bool:
-    """Whether a class belongs to one model type and the config to another, and the tensors do not fit."""
-    models = architecture_table().text_models
-    if name not in models.values() or models.get(kind, name) == name:
-        return False
-    own, layout = layout_of(models[kind], view.index.config), view.layout
-    return layout is None or bool(
-        own and (own.parameters.keys() - layout.parameters.keys()) & view.index.tensors.keys()
     )
