@@ -1,3 +1,13 @@
-"""The version, importable without anything else."""
+"""Versions, importable without anything else: of vexport, and of the vLLM that it knows by heart."""
 
 __version__ = "0.1.0"
+
+# Major and minor number of a vLLM: (0, 32).
+Version = tuple[int, int]
+# The version of the tables in `vexport/architectures`, the checks and the CPU emulation.
+PINNED: Version = (0, 32)
+
+
+def short_version(version: Version = PINNED) -> str:
+    """0.32."""
+    return ".".join(map(str, version))

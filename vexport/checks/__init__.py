@@ -12,10 +12,11 @@ from pathlib import Path
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.methods import other_method
-from vexport.checks.vllm.target import ANY, Target, short_version
+from vexport.checks.vllm.target import ANY, Target
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError, InputErrors
 from vexport.types import CheckReport, Finding
+from vexport.version import short_version
 
 FILES = "files"
 # The family that compares with the source; it needs torch and lives in `vexport.fidelity`.

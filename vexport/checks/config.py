@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.arguments import of_attention, parse_args, parse_group
 from vexport.checks.vllm.methods import METHOD, findings, other_method
-from vexport.checks.vllm.target import Version
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
 from vexport.formats.arguments import contradictions, described
 from vexport.types import Finding, Json
+from vexport.version import Version
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"

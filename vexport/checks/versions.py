@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vexport.architectures.history import class_changes
-from vexport.checks.vllm.target import PINNED, Version, short_version
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear
 from vexport.formats.partition import EXPERT
 from vexport.types import Finding, Severity
+from vexport.version import PINNED, Version, short_version
 
 NAME = "versions"
 DESCRIPTION = "the vLLM version asked for (--vllm) has the schemes, widths and model class that are needed"

@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from vexport.cli.completion import complete_observer
 from vexport.cli.help import RenamedOption
+from vexport.version import short_version
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -272,7 +273,7 @@ def vllm_option(function: Function) -> Function:
         "--vllm",
         type=_version,
         metavar="VERSION",
-        default="0.32",
+        default=short_version(),
         show_default=True,
         envvar="VEXPORT_VLLM",
         help="vLLM version to check against.",

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.types import Finding, Json
+from vexport.version import short_version
 
 METHOD = "compressed-tensors"
 # What a config of another method may have and one of compressed-tensors never has.
@@ -34,7 +35,7 @@ PRODUCERS: Mapping[str, tuple[str, str]] = {
     "quark": ("AMD Quark", _FROM_SOURCE),
     "torchao": ("TorchAO", _FROM_SOURCE),
 }
-# Those that vLLM 0.32 has not (QuantizationMethods in model_executor/layers/quantization/__init__.py, and
+# Those that `PINNED` has not (QuantizationMethods in model_executor/layers/quantization/__init__.py, and
 # what `override_quantization_method` of its classes takes for one of them).
 UNKNOWN_TO_VLLM = frozenset({"bitsandbytes", "gguf"})
 
@@ -66,7 +67,9 @@ def findings(view: CheckpointView, method: str, check: str) -> Iterator[Finding]
     producer, way = PRODUCERS.get(method, ("an unknown producer", _FROM_SOURCE))
     loads = method in PRODUCERS and method not in UNKNOWN_TO_VLLM
     does = (
-        "which vLLM may well load, by other code than is judged here" if loads else "which vLLM 0.32 has not"
+        "which vLLM may well load, by other code than is judged here"
+        if loads
+        else f"which vLLM {short_version()} has not"
     )
     ask = "ask vLLM itself with `vexport load` (also --dry); to have it judged, " if loads else ""
     yield error(

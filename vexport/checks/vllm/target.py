@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Major and minor number of a vLLM: (0, 32).
-Version = tuple[int, int]
-# The version that the checks know by heart: that of the table of architectures.
-PINNED: Version = (0, 32)
+from vexport.version import PINNED, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +16,3 @@ class Target:
 
 
 ANY = Target()
-
-
-def short_version(version: Version) -> str:
-    """0.32."""
-    return ".".join(map(str, version))

@@ -19,9 +19,10 @@ from vexport.checks.vllm.decoder import Layout, layout_of
 from vexport.checks.vllm.matching import Targets, group_for, ignored, targets_of
 from vexport.checks.vllm.matching import matches_any as matches_any
 from vexport.checks.vllm.online import OnlineTransform, online_transforms
-from vexport.checks.vllm.target import ANY, PINNED, Target, short_version
+from vexport.checks.vllm.target import ANY, Target
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
+from vexport.version import PINNED, short_version
 
 # Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
 QUANTIZED_PARAMETERS = frozenset(
