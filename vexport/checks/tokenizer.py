@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from vexport.checkpoint.tokenizer import FILE as TOKENIZER
+from vexport.checkpoint.tokenizer import open_tokenizer
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.files import read_json, read_json_object
@@ -14,12 +16,11 @@ from vexport.types import Finding, Json
 
 NAME = "tokenizer"
 DESCRIPTION = "tokenizer files and generation_config.json, where there are any, are such that vLLM starts"
-TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 # What transformers reads as objects where it is there.
 OBJECTS = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json")
 # Files that hold a vocabulary, or code that brings one.
 VOCABULARY = re.compile(r"tokenizer\.json|tekken\.json|vocab.*|.*\.(model|tiktoken|py)$")
-MODELS = (None, "BPE", "Unigram", "WordLevel", "WordPiece")
 # What SamplingParams takes (_verify_args in vllm/sampling_params.py).
 RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "repetition_penalty": ("above 0", lambda value: value > 0),
@@ -50,16 +51,13 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 def _unreadable(path: Path) -> Iterator[Finding]:
     try:
         content = read_json_object(path)
+        if path.name == TOKENIZER:
+            open_tokenizer(path)
     except InputError as problem:
         yield Finding.of(problem, check=NAME, severity="error")
         return
-    if path.name == TOKENIZER:
-        model = content.get("model")
-        kind = model.get("type") if isinstance(model, dict) else "none"
-        if kind not in MODELS:
-            yield _broken(path, "model", "a model of tokenizers (BPE, Unigram, ...)", repr(kind))
-        if not isinstance(content.get("added_tokens"), list):
-            yield _broken(path, "added_tokens", "a list", "no such list")
+    if path.name == TOKENIZER and not isinstance(content.get("added_tokens"), list):
+        yield _broken(path, "added_tokens", "a list", "no such list")
 
 
 def _generation(path: Path) -> Iterator[Finding]:

@@ -3,10 +3,13 @@
 Severity follows vLLM: an error where it would refuse, or would silently answer differently.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.tokenizer import FILE as TOKENIZER
+from vexport.checkpoint.tokenizer import open_tokenizer
 from vexport.checks import SOURCE
 from vexport.errors import InputError
 from vexport.files import read_json
@@ -94,10 +97,10 @@ def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
     if had and not any((root / name).is_file() for name in VOCABULARIES):
         yield _finding("error", root / had[0], "the source's tokenizer", "none: vLLM refuses to start")
         return
-    old, new = _object(source / "tokenizer.json"), _object(root / "tokenizer.json")
+    old, new = _opened(source / TOKENIZER), _opened(root / TOKENIZER)
     for part in TOKENIZER_PARTS if old and new else ():
-        if _plain(old.get(part)) != _plain(new.get(part)):
-            where = f"{root / 'tokenizer.json'}: {part}"
+        if old.get(part) != new.get(part):
+            where = f"{root / TOKENIZER}: {part}"
             yield _finding("error", where, "that of the source", "another: other token ids for the same text")
     for name in VOCABULARIES[1:]:
         if _differ(source / name, root / name):
@@ -106,16 +109,13 @@ def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
     yield from _keys(root / "tokenizer_config.json", old, new, TOKENIZER_KEYS)
 
 
-def _plain(value: Json) -> Json:
-    """A part of tokenizer.json in one form: merges are pairs or, in older files, pairs in one string."""
-    merges = value.get("merges") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or not isinstance(merges, list):
-        return value
-    return {**value, "merges": [_pair(merge) for merge in merges]}
-
-
-def _pair(merge: Json) -> Json:
-    return [*merge.split(" ", 1)] if isinstance(merge, str) else merge
+def _opened(path: Path) -> Mapping[str, Json]:
+    """A tokenizer.json as the library writes it, whatever version wrote the file; empty without one."""
+    try:
+        content: Mapping[str, Json] = json.loads(open_tokenizer(path).to_str()) if path.is_file() else {}
+    except InputError:
+        return {}
+    return content
 
 
 def _template(root: Path, source: Path) -> Iterator[Finding]:
