@@ -17,10 +17,10 @@ def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
 
     Without a license there, that of the folder's LICENSE file where it is one of LICENSES.
     """
-    found = dict(_front_matter(root))
-    if "license" not in found and (license_ := _license(root)):
-        found["license"] = license_
-    return found
+    fields = dict(_front_matter(root))
+    if "license" not in fields and (license_ := _license(root)):
+        fields["license"] = license_
+    return fields
 
 
 def _license(root: Path) -> str:
@@ -44,12 +44,12 @@ def _front_matter(root: Path) -> Mapping[str, str | tuple[str, ...]]:
         return {}
     if not isinstance(content, dict):
         return {}
-    found = {key: _plain(content.get(key)) for key in INHERITED}
-    return {key: value for key, value in found.items() if value}
+    fields = {key: _plain(content.get(key)) for key in INHERITED}
+    return {key: value for key, value in fields.items() if value}
 
 
 def _plain(value: object) -> str | tuple[str, ...]:
     """A word, or words; nothing where it is something else."""
     if isinstance(value, list):
-        return tuple(value) if all(isinstance(one, str) for one in value) else ()
+        return tuple(value) if all(isinstance(entry, str) for entry in value) else ()
     return value if isinstance(value, str) else ""

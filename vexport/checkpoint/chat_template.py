@@ -66,7 +66,7 @@ def _named(value: Json) -> dict[str, str]:
     if isinstance(value, str):
         return {DEFAULT: value} if value else {}
     if isinstance(value, list):
-        objects = [one for one in value if isinstance(one, dict)]
-        value = {str(one.get("name")): one.get("template") for one in objects}
+        objects = [entry for entry in value if isinstance(entry, dict)]
+        value = {str(entry.get("name")): entry.get("template") for entry in objects}
     named = value if isinstance(value, dict) else {}
     return {name: text for name, text in named.items() if isinstance(text, str)}

@@ -64,7 +64,7 @@ def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
         yield _missing(f"{module}.weight", f"the tensor, of {view.class_name} as its config sizes it")
     for name in sorted(layout.parameters.keys() - names):
         yield _missing(name, f"the tensor, of {view.class_name} as its config sizes it")
-    known = {name.rpartition(".")[0] for name in layout.parameters} | modules.keys()
+    prefixes = {name.rpartition(".")[0] for name in layout.parameters} | modules.keys()
     yield from _untied_head(view)
     for name in sorted(names - layout.parameters.keys()):
         module, _, parameter = name.rpartition(".")
@@ -73,7 +73,7 @@ def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
         if parameter == "weight" and _is_read_matrix(view, module, modules):
             continue
         if parameter == "bias":
-            yield _unread_bias(name, of_module=module in known)
+            yield _unread_bias(name, of_module=module in prefixes)
         elif module not in modules and moe_layer(module) is not None:
             yield _unread_expert(name)
         else:
@@ -154,8 +154,8 @@ def _parameters(
                 got="no such tensor: vLLM would read uninitialized memory",
                 fix="export the checkpoint again",
             )
-    known = names | {"bias"}
-    for parameter in sorted(parameters.keys() - known) if shape is not None else ():
+    expected = names | {"bias"}
+    for parameter in sorted(parameters.keys() - expected) if shape is not None else ():
         yield error(
             NAME,
             f"{module}.{parameter}",

@@ -65,9 +65,9 @@ def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Fi
             expected = "arguments that compressed-tensors accepts"
             yield _finding(view, f"config_groups.{name}", expected, parsed, "correct the group")
         elif isinstance(raw, dict) and all(_is_static_int8(raw.get(side)) for side in SIDES):
-            place, expected = f"config_groups.{name}.output_activations", "no quantized outputs"
+            key, expected = f"config_groups.{name}.output_activations", "no quantized outputs"
             fix = "ask vLLM itself with `vexport load`, or quantize without them"
-            yield _finding(view, place, expected, OUTPUTS, fix)
+            yield _finding(view, key, expected, OUTPUTS, fix)
 
 
 def _is_static_int8(raw: Json) -> bool:
@@ -94,10 +94,10 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
     used = {name for name, _ in users}
     routed = {name for name, fused in users if moe_layer(next(iter(fused.members))) is not None}
     for group in view.config_groups:
-        place = f"config_groups.{group.name}"
+        key = f"config_groups.{group.name}"
         if group.weights.actorder in REFUSED_ORDERING and view.target.vllm >= ORDERED_UNTIL:
             got = f"actorder {group.weights.actorder}"
-            yield _finding(view, place, "no activation ordering, or actorder weight", got, "quantize again")
+            yield _finding(view, key, "no activation ordering, or actorder weight", got, "quantize again")
         refusal = group.refusal if group.name in used else next(contradictions(group), None)
         if refusal is None and group.name in routed and not group.storage.runs_experts(group):
             refusal = f"a combination that it does not run for routed experts: {described(group)}"
@@ -105,7 +105,7 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
         if refusal is not None:
             yield _finding(
                 view,
-                place,
+                key,
                 "arguments and a format that one of vLLM's schemes runs",
                 refusal,
                 "correct them",
@@ -129,14 +129,14 @@ def _patterns(view: CheckpointView) -> Iterator[Finding]:
     """Regular expressions that Python refuses, in targets and ignore."""
     lists = {"ignore": view.ignore}
     lists |= {f"config_groups.{group.name}.targets": group.targets for group in view.config_groups}
-    for place, entries in lists.items():
+    for key, entries in lists.items():
         for entry in entries:
             try:
                 re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
             except re.error as problem:
-                yield _finding(view, place, "regular expressions", f"{entry}: {problem}", "correct it")
+                yield _finding(view, key, "regular expressions", f"{entry}: {problem}", "correct it")
 
 
-def _finding(view: CheckpointView, place: str, expected: str, got: str, fix: str) -> Finding:
-    where = view.quantization_place + (f".{place}" if place else "")
+def _finding(view: CheckpointView, key: str, expected: str, got: str, fix: str) -> Finding:
+    where = view.quantization_place + (f".{key}" if key else "")
     return error(NAME, where, expected=expected, got=got, fix=fix)

@@ -54,7 +54,7 @@ def _heads(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]:
 
 def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]:
     text = text_config(view.index.config)
-    found: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], int] = {}
     for fused in view.fused_linears:
         group = view.group_of(fused) if fused.is_quantized else None
         layers = [_linear(name, parameters, group) for name, parameters in fused.members.items()]
@@ -67,8 +67,8 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
         reason = misfit_on(planned, _scheme(group), names, ranks, text)
         if reason:
             key = (INDEX.sub("*", fused.name), reason)
-            found[key] = found.get(key, 0) + 1
-    for (kind, reason), count in found.items():
+            counts[key] = counts.get(key, 0) + 1
+    for (kind, reason), count in counts.items():
         yield error(
             NAME,
             f"{kind} ({_layers(count)}, tp {ranks})",
@@ -95,12 +95,12 @@ def _scheme(group: ConfigGroup | None) -> Scheme | None:
 
 
 def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLinear]]]:
-    found: dict[str, tuple[ConfigGroup, list[FusedLinear]]] = {}
+    by_group: dict[str, tuple[ConfigGroup, list[FusedLinear]]] = {}
     for fused in view.fused_linears if view.target.sm else ():
         group = view.group_of(fused)
         if group is not None and fused.is_quantized:
-            found.setdefault(group.name, (group, []))[1].append(fused)
-    return list(found.values())
+            by_group.setdefault(group.name, (group, []))[1].append(fused)
+    return list(by_group.values())
 
 
 def _capabilities(

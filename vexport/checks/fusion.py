@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
-from vexport.types import Finding
+from vexport.checks.vllm.layers import single_value
+from vexport.checks.vllm.view import CheckpointView, FusedLinear
+from vexport.types import Finding, Severity
 
 NAME = "fusion"
 DESCRIPTION = (
@@ -27,35 +26,28 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         if len(fused.members) < 2 or group is None:
             continue
         for parameter in (*MUST_SHARE, INPUT_SCALE):
-            values = _values(view, fused, parameter)
-            if len(set(values.values())) > 1:
-                yield error(
-                    NAME,
-                    f"{fused.name}: {parameter}",
-                    expected="one value for all layers that run as one",
-                    got=_listed(values),
-                    fix="quantize again with a shared scale; vLLM would use the largest for all",
-                )
-        values = _values(view, fused, SHOULD_SHARE) if group.weights.strategy == "tensor" else {}
-        if len(set(values.values())) > 1:
-            yield warning(
-                NAME,
-                f"{fused.name}: {SHOULD_SHARE}",
-                expected="one value for all layers that run as one",
-                got=_listed(values),
-                fix="quantize again with a shared scale; vLLM requantizes to the largest, a small loss",
-            )
+            fix = "quantize again with a shared scale; vLLM would use the largest for all"
+            yield from _unequal(view, fused, parameter, "error", fix)
+        if group.weights.strategy == "tensor":
+            fix = "quantize again with a shared scale; vLLM requantizes to the largest, a small loss"
+            yield from _unequal(view, fused, SHOULD_SHARE, "warning", fix)
 
 
-def _values(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict[str, float]:
-    """The single value of a parameter by member; empty where it has more than one."""
-    values = {}
-    for module, parameters in fused.members.items():
-        tensor = parameters.get(parameter)
-        if tensor is not None and tensor.num_bytes and int(np.prod(tensor.shape)) == 1:
-            values[module] = float(view.reader.floats(tensor).reshape(-1)[0])
-    return values
-
-
-def _listed(values: dict[str, float]) -> str:
-    return ", ".join(f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items())
+def _unequal(
+    view: CheckpointView, fused: FusedLinear, parameter: str, severity: Severity, fix: str
+) -> Iterator[Finding]:
+    """A finding where the members of a fused layer have different single values of a parameter."""
+    values = {
+        module: value
+        for module, parameters in fused.members.items()
+        if (value := single_value(view, parameters.get(parameter))) is not None
+    }
+    if len(set(values.values())) > 1:
+        yield Finding(
+            check=NAME,
+            severity=severity,
+            where=f"{fused.name}: {parameter}",
+            expected="one value for all layers that run as one",
+            got=", ".join(f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()),
+            fix=fix,
+        )

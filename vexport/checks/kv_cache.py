@@ -95,14 +95,14 @@ def _attention_modules(view: CheckpointView) -> Iterator[str]:
 
 def _stored(tensors: Mapping[str, TensorInfo], module: str, parameter: str) -> TensorInfo | None:
     """The scale under any name that vLLM finds (get_cache_scale_mapper, quantization/base_config.py)."""
-    places = (
+    endings = (
         parameter,
         f"attn.{parameter}",
         f"{parameter[0]}_proj.{parameter}",
         f"qkv_proj.{parameter}",
         "kv_scale",
     )
-    return next((tensors[name] for place in places if (name := f"{module}.{place}") in tensors), None)
+    return next((tensors[name] for ending in endings if (name := f"{module}.{ending}") in tensors), None)
 
 
 def _values(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:

@@ -48,7 +48,7 @@ def _quantized(
         whole = all(parameters[parameter].shape != expected[parameter].shape for parameter in parts)
         dense = INT32_BITS % group.weights.num_bits == 0
         narrowing = dense and (not whole or module.rpartition(".")[2] in right)
-        for parameter in expected.keys() & parameters.keys():
+        for parameter in (name for name in expected if name in parameters):
             yield from _dtype(view, group, parameters[parameter], expected[parameter])
             yield from _shape(group, parameters[parameter], expected[parameter], cut, narrowing=narrowing)
 
@@ -132,7 +132,7 @@ def _is_narrowed(stored: tuple[int, ...], expected: tuple[int, ...], cut: int | 
     if cut is None or len(stored) != len(expected):
         return False
     same = all(
-        one == other for place, (one, other) in enumerate(zip(stored, expected, strict=True)) if place != cut
+        size == full for axis, (size, full) in enumerate(zip(stored, expected, strict=True)) if axis != cut
     )
     return same and stored[cut] > expected[cut]
 

@@ -36,11 +36,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
     """Tensors of files next to model.safetensors; vLLM refuses names that its class does not have."""
-    known = () if view.layout is None else (*view.layout.linears, *view.layout.tables)
+    modules = () if view.layout is None else (*view.layout.linears, *view.layout.tables)
     for name in sorted(places.keys() - view.index.tensors.keys()):
         module, _, parameter = name.rpartition(".")
         packed = parameter == "weight" and f"{module}.weight_packed" in view.index.tensors
-        refused = packed or (bool(known) and module not in known)
+        refused = packed or (bool(modules) and module not in modules)
         yield (error if refused else warning)(
             NAME,
             name,
@@ -50,13 +50,13 @@ def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[
         )
 
 
-def _twice(view: CheckpointView, one: TensorInfo, other: TensorInfo) -> Finding:
-    got = f"one in {one.file.name} and one in {other.file.name}"
+def _twice(view: CheckpointView, first: TensorInfo, second: TensorInfo) -> Finding:
+    got = f"one in {first.file.name} and one in {second.file.name}"
     expected = "each tensor in one file"
-    if same_bytes(view.reader, one, view.reader, other):
-        return warning(NAME, one.name, expected=expected, got=f"{got}, alike", fix="remove one")
+    if same_bytes(view.reader, first, view.reader, second):
+        return warning(NAME, first.name, expected=expected, got=f"{got}, alike", fix="remove one")
     fix = "remove the wrong one: vLLM keeps the one that it happens to read last"
-    return error(NAME, one.name, expected=expected, got=f"{got}, different", fix=fix)
+    return error(NAME, first.name, expected=expected, got=f"{got}, different", fix=fix)
 
 
 def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:

@@ -58,13 +58,13 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
 
 def _experts(view: CheckpointView) -> Iterator[Finding]:
     """vLLM asks for the scheme of a layer's first expert, and refuses projections that differ in it."""
-    found: dict[str, dict[str, ConfigGroup | None]] = {}
+    by_layer: dict[str, dict[str, ConfigGroup | None]] = {}
     for fused in view.fused_linears:
         layer = moe_layer(next(iter(fused.members)))
         if layer is not None:
             group = None if view.ignored(fused) else view.group_of(fused)
-            found.setdefault(layer, {}).setdefault(fused.name.rpartition(".")[2], group)
-    for layer, groups in found.items():
+            by_layer.setdefault(layer, {}).setdefault(fused.name.rpartition(".")[2], group)
+    for layer, groups in by_layer.items():
         names = {projection: group.name if group else "none" for projection, group in groups.items()}
         if len(set(names.values())) > 1:
             yield error(

@@ -13,15 +13,15 @@ DESCRIPTION = "online rotations (transform_config) are ones that vLLM computes, 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on transforms of inputs and outputs; those in the weights are of no concern."""
-    place = f"{view.quantization_place}.transform_config"
+    where = f"{view.quantization_place}.transform_config"
     config = (view.quantization or {}).get("transform_config")
     if config and (not isinstance(config, dict) or config.keys() != {"config_groups"}):
-        yield _wrong(place, "none, or an object of config_groups and nothing else", repr(config))
+        yield _wrong(where, "none, or an object of config_groups and nothing else", repr(config))
     for transform in view.transforms:
         if transform.location not in (INPUT, OUTPUT):
             expected = "transforms of inputs and outputs of linear layers, the only ones that vLLM computes"
             got = f"{transform.scheme} of {transform.location}"
-            yield _wrong(f"{place}.{transform.scheme}", expected, got)
+            yield _wrong(f"{where}.{transform.scheme}", expected, got)
             continue
         yield from _matrix(view, transform)
         for fused in view.fused_linears:
@@ -29,7 +29,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.transforms):
         yield error(
             NAME,
-            f"{place} (tp {ranks})",
+            f"{where} (tp {ranks})",
             expected="no online transforms: vLLM computes them on one rank only",
             got=", ".join(sorted({transform.submodule for transform in view.transforms})),
             fix="serve it on one GPU, or rotate in the weights only",

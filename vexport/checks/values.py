@@ -91,9 +91,9 @@ def _scale(
         "zero": 0 if _scales_zeros(view, numbers, parameters) else int(np.count_nonzero(numbers == 0)),
         "negative": 0 if _may_be_negative(numbers, parameter, group) else int(np.count_nonzero(numbers < 0)),
     }
-    found = [f"{count} of {numbers.size} values {kind}" for kind, count in wrong.items() if count]
-    if found:
-        yield _bad(tensor, ", ".join(found))
+    problems = [f"{count} of {numbers.size} values {kind}" for kind, count in wrong.items() if count]
+    if problems:
+        yield _bad(tensor, ", ".join(problems))
     elif parameter.endswith("global_scale"):
         yield from _reciprocal(tensor, parameter, float(numbers.max()))
     elif parameter == "input_scale":
@@ -210,8 +210,8 @@ def _typical(
     if args.num_bits == 4 or weight is None or weight.dtype != "F8_E4M3" or not weight.num_bytes:
         return scale * 6 / 4
     codes = np.frombuffer(view.reader.raw(weight), np.uint8)[: 1 << 16]
-    known = np.abs(_E4M3[codes[codes & 0x7F != NOT_FINITE["F8_E4M3"]]])
-    return scale * float(known.mean()) if known.size else scale
+    magnitudes = np.abs(_E4M3[codes[codes & 0x7F != NOT_FINITE["F8_E4M3"]]])
+    return scale * float(magnitudes.mean()) if magnitudes.size else scale
 
 
 def _is_empty(view: CheckpointView, parameters: Mapping[str, TensorInfo]) -> bool:

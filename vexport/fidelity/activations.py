@@ -100,10 +100,10 @@ class Compared:
 def mismatches(view: CheckpointView, observed: Observed) -> Iterator[Finding]:
     """Findings on static ranges that are far from what was observed, and how near the others are."""
     kinds: dict[str, list[Compared]] = {}
-    found = (*_of_inputs(view, observed), *_of_cache(view, observed))
-    if not found:
+    comparisons = (*_of_inputs(view, observed), *_of_cache(view, observed))
+    if not comparisons:
         yield _nothing_static()
-    for compared in found:
+    for compared in comparisons:
         if LEAST <= compared.ratio <= compared.most or not compared.seen:
             kinds.setdefault(INDEX.sub("*", compared.where), []).append(compared)
         else:

@@ -44,12 +44,12 @@ def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: On
     quantized = [layer for layer in layers_of(view).values() if layer.is_quantized]
     ratios: dict[str, float] = {}
     for number, layer in enumerate(quantized):
-        found = _compare(view, origins, layer)
-        if isinstance(found, Finding):
-            yield found
+        comparison = _compare(view, origins, layer)
+        if isinstance(comparison, Finding):
+            yield comparison
         else:
-            ratios[layer.name] = found.snr_db
-            yield from _judged(layer, found)
+            ratios[layer.name] = comparison.snr_db
+            yield from _judged(layer, comparison)
         origins.release()
         on_layer(number + 1, len(quantized))
     yield from tensors.changed(view, reader, origins, {layer.name for layer in quantized})
@@ -62,21 +62,21 @@ def _compare(view: CheckpointView, origins: SourceTensors, layer: Layer) -> Weig
     if not pieces:
         fix = "give the checkpoint that this one was made from"
         return _incomparable(view, layer, "no weight of this layer", fix)
-    found = compare_weight(view, layer, pieces) if layer.group else None
-    if found is None:
+    comparison = compare_weight(view, layer, pieces) if layer.group else None
+    if comparison is None:
         sizes = f"a source of {[sum(len(piece) for piece in pieces), pieces[0].shape[1]]}"
         return _incomparable(view, layer, f"tensors that do not fit {sizes}", "export the checkpoint again")
-    return found
+    return comparison
 
 
-def _judged(layer: Layer, found: WeightComparison) -> Iterator[Finding]:
-    if found.faults:
+def _judged(layer: Layer, comparison: WeightComparison) -> Iterator[Finding]:
+    if comparison.faults:
         yield error(
             SOURCE,
             layer.name,
             expected=f"the source's weight, about as rounding to {_precision(layer)} leaves it "
-            f"({found.rounding_db:.1f} dB)",
-            got="; ".join(found.faults),
+            f"({comparison.rounding_db:.1f} dB)",
+            got="; ".join(comparison.faults),
             fix="export it again; for weights that were smoothed or rotated, name the source after that",
         )
 
@@ -88,7 +88,7 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
         kinds.setdefault((INDEX.sub("*", name), _precision(layers_of(view)[name])), []).append(name)
     for (kind, precision), names in kinds.items():
         names.sort(key=ratios.__getitem__)
-        least, median, most = (ratios[names[place]] for place in (0, len(names) // 2, -1))
+        least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))
         yield Finding(
             check=SOURCE,
             severity="info",

@@ -72,8 +72,8 @@ def changed(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
 
 
 def _config(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
-    for place, old, new in _different(source.config, index.config):
-        where = f"{index.root / 'config.json'}: {place}"
+    for key, old, new in _different(source.config, index.config):
+        where = f"{index.root / 'config.json'}: {key}"
         yield _finding("error", where, f"{old!r}, as in the source", repr(new), "copy the source's value")
 
 
@@ -82,11 +82,11 @@ def _different(
 ) -> Iterator[tuple[str, Json, Json]]:
     """Keys that both have with other values: what only one has is a default of the other's version."""
     for key in sorted(old.keys() & new.keys() - ABOUT_THE_FILE):
-        one, other = old[key], new[key]
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from _different(one, other, f"{prefix}{key}.")
-        elif None not in (one, other) and one != other:
-            yield f"{prefix}{key}", one, other
+        before, after = old[key], new[key]
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _different(before, after, f"{prefix}{key}.")
+        elif None not in (before, after) and before != after:
+            yield f"{prefix}{key}", before, after
     for key in DECISIVE:
         if old.get(key) is None and new.get(key) is not None:
             yield f"{prefix}{key}", None, new[key]
@@ -151,12 +151,12 @@ def _keys(
     path: Path, old: Mapping[str, Json], new: Mapping[str, Json], keys: Iterable[str]
 ) -> Iterator[Finding]:
     for key in keys:
-        one, other = _token(old.get(key)), _token(new.get(key))
-        if one != other and one is not None:
-            got = "none" if other is None else repr(other)
-            yield _finding("error", f"{path}: {key}", f"{one!r}, as in the source", got)
-        elif one != other and path.name.startswith("generation"):
-            yield _finding("warning", f"{path}: {key}", "no such key, as in the source", repr(other))
+        before, after = _token(old.get(key)), _token(new.get(key))
+        if before != after and before is not None:
+            got = "none" if after is None else repr(after)
+            yield _finding("error", f"{path}: {key}", f"{before!r}, as in the source", got)
+        elif before != after and path.name.startswith("generation"):
+            yield _finding("warning", f"{path}: {key}", "no such key, as in the source", repr(after))
 
 
 def _token(value: Json) -> Json:
@@ -175,8 +175,8 @@ def _object(path: Path) -> Mapping[str, Json]:
     return value if isinstance(value, dict) else {}
 
 
-def _differ(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and one.read_bytes() != other.read_bytes()
+def _differ(before: Path, after: Path) -> bool:
+    return before.is_file() and after.is_file() and before.read_bytes() != after.read_bytes()
 
 
 def _finding(

@@ -56,17 +56,19 @@ class WeightComparison:
     def faults(self) -> tuple[str, ...]:
         """What is implausible, in words."""
         allowed = MOST_GAIN_ERROR + 2 * 10 ** (-self.rounding_db / 10)
-        found = []
+        faults = []
         if self.rounding_db - self.snr_db > MOST_BELOW_ROUNDING_DB:
-            found.append(f"{self.snr_db:.1f} dB")
+            faults.append(f"{self.snr_db:.1f} dB")
         if abs(self.gain - 1) > allowed:
-            found.append(f"values {self.gain:.3g} times as large")
+            faults.append(f"values {self.gain:.3g} times as large")
         plain = max(MOST_SPREAD_FACTOR * self.plain_spread, LEAST_SPREAD)
         if self.parts >= FEWEST_PARTS and self.spread > plain:
-            found.append(f"scales that are off by {self.spread:.1%} from part to part")
+            faults.append(f"scales that are off by {self.spread:.1%} from part to part")
         if self.wrong_parts:
-            found.append(f"{self.wrong_parts} of {self.parts} parts far off, from row {self.first_wrong_row}")
-        return tuple(found)
+            faults.append(
+                f"{self.wrong_parts} of {self.parts} parts far off, from row {self.first_wrong_row}"
+            )
+        return tuple(faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ class _Nearest:
 
     def of(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
         """The rounded weight of some rows, float32."""
-        scale, zero_point = (self._spread(one, weight, rows) for one in (self._scale, self._zero_point))
+        scale, zero_point = (self._spread(values, weight, rows) for values in (self._scale, self._zero_point))
         return fake_quantize(weight, scale, zero_point, self.args)
 
     def _spread(self, values: torch.Tensor, weight: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -129,13 +131,13 @@ class _Nearest:
 
 def _rows(pieces: Pieces, rows: slice) -> torch.Tensor:
     """Some rows of the source's weight, float32."""
-    found, start = [], 0
+    parts, start = [], 0
     for piece in pieces:
         low, high = max(rows.start - start, 0), min(rows.stop - start, piece.shape[0])
         if low < high:
-            found.append(piece[low:high].to(torch.float32))
+            parts.append(piece[low:high].to(torch.float32))
         start += piece.shape[0]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _compare(source: torch.Tensor, stored: torch.Tensor, nearest: _Nearest, rows: slice) -> _Part:

@@ -55,8 +55,8 @@ def repair_checkpoint(
             view = CheckpointView(index, reader)
             for name, family in _families() if other_method(view) is None else ():
                 on_progress(f"repair {name}", 0, 1)
-                view, made = _repaired(view, family(view, origin), origin)
-                repairs += made
+                view, family_repairs = _repaired(view, family(view, origin), origin)
+                repairs += family_repairs
                 on_progress(f"repair {name}", 1, 1)
             findings = list(findings_on(view))
         except InputError as problem:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from compressed_tensors.compressors.format import infer_module_format
 from torch.nn import Linear
 
+from vexport.checkpoint.quantization import KEY
 from vexport.checks.config import FORMAT_NAMES
 from vexport.checks.vllm.layers import Layer, fits, layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup
 from vexport.fidelity.source import Source
 from vexport.formats.arguments import Strategy
 from vexport.formats.dequantize import ct_scheme
-from vexport.repair.changes import LOSSLESS, Changes, Repair
+from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
 from vexport.types import Json
 
 NAME = "arguments"
@@ -88,23 +89,16 @@ def _implied_format(group: ConfigGroup) -> str | None:
 
 
 def _corrected(config: dict[str, Json], group: ConfigGroup, right: ConfigGroup) -> Iterator[Repair]:
-    quantization = config["quantization_config"]
-    assert isinstance(quantization, dict)
-    groups = quantization["config_groups"]
-    assert isinstance(groups, dict)
-    raw = groups[group.name]
-    assert isinstance(raw, dict)
-    weights = raw["weights"]
-    assert isinstance(weights, dict)
-    place = f"config_groups.{group.name}"
+    raw = inside(config, KEY, "config_groups", group.name)
+    weights, where = inside(raw, "weights"), f"config_groups.{group.name}"
     if right.format != group.format:
         raw["format"] = right.format
-        yield _repair(f"{place}.format", group.format, right.format)
+        yield _repair(f"{where}.format", group.format, right.format)
     for key in ("strategy", "group_size", "symmetric"):
         old, new = getattr(group.weights, key), getattr(right.weights, key)
         if old != new:
             weights[key] = new
-            yield _repair(f"{place}.weights.{key}", str(old), str(new))
+            yield _repair(f"{where}.weights.{key}", str(old), str(new))
 
 
 def _repair(where: str, got: str, now: str) -> Repair:

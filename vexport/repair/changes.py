@@ -78,5 +78,13 @@ class Changes:
     dropped: frozenset[str] = field(default_factory=frozenset)
 
 
-NOTHING = Changes()
 LOSSLESS = "nothing"
+
+
+def inside(config: dict[str, Json], *keys: str) -> dict[str, Json]:
+    """The object of a config below keys that it is known to have, to be changed in place."""
+    for key in keys:
+        value = config[key]
+        assert isinstance(value, dict), key
+        config = value
+    return config

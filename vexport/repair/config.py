@@ -9,7 +9,7 @@ from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
 from vexport.checks.vllm.methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
-from vexport.repair.changes import LOSSLESS, Changes, Repair
+from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
 from vexport.types import Json
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ def _method(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
 
 
 def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
-    groups = quantization["config_groups"]
-    assert isinstance(groups, dict)
-    for name, group in groups.items():
+    for name, group in inside(quantization, "config_groups").items():
         for side in ARGUMENTS if isinstance(group, dict) else ():
             arguments = group.get(side) if isinstance(group, dict) else None
             unknown = sorted(arguments.keys() - KNOWN) if isinstance(arguments, dict) else []

@@ -84,12 +84,12 @@ def _files(root: Path, old: OldIndex) -> list[Path]:
     single = root / SINGLE_NAME
     if len(named | shards) > 1 and single not in named:
         shards.discard(single)
-    found = named | shards or {*root.glob("*.safetensors")}
-    if not found:
+    files = named | shards or {*root.glob("*.safetensors")}
+    if not files:
         raise InputError(
             str(root), got="no safetensors file", need=SINGLE_NAME, fix="restore the files of the weights"
         )
-    return sorted(found)
+    return sorted(files)
 
 
 def _lost(root: Path, old: OldIndex, tensors: Mapping[str, TensorInfo]) -> Iterator[InputError]:

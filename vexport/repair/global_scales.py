@@ -115,14 +115,14 @@ def _edit(layer: Layer, parameters: tuple[str, ...], make: Callable[[], Mapping[
     named = tuple(layer.parameters[parameter] for parameter in parameters)
     specs = tuple(TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in named)
 
-    def made() -> Mapping[str, torch.Tensor]:
+    def renamed() -> Mapping[str, torch.Tensor]:
         values = make()
         return {
             tensor.name: values[parameter].reshape(tensor.shape)
             for parameter, tensor in zip(parameters, named, strict=True)
         }
 
-    return Edit(tensors=specs, near=named[0].name, make=made)
+    return Edit(tensors=specs, near=named[0].name, make=renamed)
 
 
 def _rescaled(view: CheckpointView, layer: Layer, shared: float) -> Mapping[str, torch.Tensor]:

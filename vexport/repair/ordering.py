@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Iterator
 
+from vexport.checkpoint.quantization import KEY
 from vexport.checkpoint.tensors import read_tensor
 from vexport.checks.config import REFUSED_ORDERING
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup
 from vexport.fidelity.source import Source
-from vexport.repair.changes import LOSSLESS, Changes, Repair
+from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
 from vexport.repair.layout import is_in_order
 from vexport.types import Json
 
@@ -38,15 +39,7 @@ def _in_order(view: CheckpointView, group: ConfigGroup) -> bool:
 
 
 def _removed(config: dict[str, Json], group: ConfigGroup) -> Iterator[Repair]:
-    quantization = config["quantization_config"]
-    assert isinstance(quantization, dict)
-    groups = quantization["config_groups"]
-    assert isinstance(groups, dict)
-    raw = groups[group.name]
-    assert isinstance(raw, dict)
-    weights = raw["weights"]
-    assert isinstance(weights, dict)
-    weights["actorder"] = None
+    inside(config, KEY, "config_groups", group.name, "weights")["actorder"] = None
     yield Repair(
         family=NAME,
         where=f"config.json: quantization_config.config_groups.{group.name}.weights.actorder",

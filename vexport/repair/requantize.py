@@ -41,5 +41,5 @@ def requantized(layer: Layer, source: Source, global_scale: float | None) -> Map
     if shared is not None:
         state["weight_global_scale"] = shared
     compressor = BaseCompressor.get_value_from_registry(storage.name)
-    made: Mapping[str, torch.Tensor] = compressor.compress(state, ct_scheme(group))
-    return made
+    compressed: Mapping[str, torch.Tensor] = compressor.compress(state, ct_scheme(group))
+    return compressed

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vexport.checkpoint.quantization import KEY
 from vexport.checks.vllm.layers import fits, layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, matches_any
 from vexport.formats.config import targets_of
 from vexport.formats.partition import is_head
 from vexport.plan.ignore import ignored
 from vexport.plan.linears import names_of
-from vexport.repair.changes import LOSSLESS, Changes, Repair
+from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
 from vexport.types import FusionGroup, Json, LinearPlan
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bo
 
 
 def _is_lost(view: CheckpointView, fused: FusedLinear) -> bool:
-    found = view.group_of(fused)
-    return found is None or not all(fits(found, parameters) for parameters in fused.members.values())
+    group = view.group_of(fused)
+    return group is None or not all(fits(group, parameters) for parameters in fused.members.values())
 
 
 def _unquantized(view: CheckpointView) -> Iterator[str]:
@@ -111,16 +112,10 @@ def _with(
 ) -> CheckpointView:
     """The checkpoint with another ignore list, or other targets of a config group."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
-    quantization = config["quantization_config"]
-    assert isinstance(quantization, dict)
     if ignore is not None:
-        quantization["ignore"] = list(ignore)
+        inside(config, KEY)["ignore"] = list(ignore)
     if targets is not None:
-        groups = quantization["config_groups"]
-        assert isinstance(groups, dict)
-        group = groups[targets[0]]
-        assert isinstance(group, dict)
-        group["targets"] = list(targets[1])
+        inside(config, KEY, "config_groups", targets[0])["targets"] = list(targets[1])
     return CheckpointView(replace(view.index, config=config), view.reader)
 
 

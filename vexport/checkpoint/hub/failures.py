@@ -128,13 +128,13 @@ def _of_status(error: BaseException, where: str) -> VexportError | None:
 def _of_disk(error: BaseException, where: str) -> VexportError | None:
     if not isinstance(error, OSError) or error.errno is None:
         return None
-    place = os.environ.get("HF_HOME") or "the hub's cache (~/.cache/huggingface)"
+    cache = os.environ.get("HF_HOME") or "the hub's cache (~/.cache/huggingface)"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        fix = f"free space in {place}, or set HF_HOME to a larger disk"
+        fix = f"free space in {cache}, or set HF_HOME to a larger disk"
         return EnvironmentFault(where, got="a full disk", need="room for its files", fix=fix)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = "set HF_HOME to a folder that you may write to"
-        got = f"{error.strerror}: {error.filename or place}"
+        got = f"{error.strerror}: {error.filename or cache}"
         return EnvironmentFault(where, got=got, need="a cache that can be written", fix=fix)
     return None
 

@@ -22,12 +22,14 @@ def side_files(paths: Iterable[str]) -> list[str]:
 
 
 def _is_side_file(path: str) -> bool:
-    place = PurePosixPath(path)
-    if _OTHER_FORMATS.intersection(place.parts[:-1]) or any(part.startswith(".") for part in place.parts):
+    relative = PurePosixPath(path)
+    if _OTHER_FORMATS.intersection(relative.parts[:-1]) or any(
+        part.startswith(".") for part in relative.parts
+    ):
         return False
-    if _OTHER_INDEX.fullmatch(place.name):
+    if _OTHER_INDEX.fullmatch(relative.name):
         return path == INDEX_NAME
-    return _SIDE_FILES.fullmatch(place.name) is not None
+    return _SIDE_FILES.fullmatch(relative.name) is not None
 
 
 def weight_names(paths: Collection[str], indexed: Collection[str]) -> list[str]:

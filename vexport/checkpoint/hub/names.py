@@ -27,8 +27,8 @@ class HubName:
     @classmethod
     def parse(cls, name: str) -> Self | None:
         """The hub's name in `name`; None where it is written otherwise. Says nothing about local folders."""
-        found = _NAME.fullmatch(name)
-        return cls(id=found["id"], revision=found["revision"]) if found else None
+        match = _NAME.fullmatch(name)
+        return cls(id=match["id"], revision=match["revision"]) if match else None
 
     def __str__(self) -> str:
         return f"{self.id}@{self.revision}" if self.revision else self.id
@@ -36,8 +36,8 @@ class HubName:
 
 def pinned_name(root: Path) -> str | None:
     """ORG/NAME@COMMIT of a folder in the hub's cache; None of every other folder."""
-    found = _SNAPSHOT.search(str(root))
-    return f"{found['id'].replace('--', '/', 1)}@{found['commit']}" if found else None
+    match = _SNAPSHOT.search(str(root))
+    return f"{match['id'].replace('--', '/', 1)}@{match['commit']}" if match else None
 
 
 def offline_variable(

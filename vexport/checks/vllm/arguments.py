@@ -88,8 +88,8 @@ def parse_args(raw: Json) -> QuantArgs | str:
     """
     if not isinstance(raw, dict):
         return "missing"
-    known = {field.name for field in fields(QuantArgs)}
-    unknown = sorted(raw.keys() - known)
+    keys = {field.name for field in fields(QuantArgs)}
+    unknown = sorted(raw.keys() - keys)
     if unknown:
         return f"unknown keys {', '.join(unknown)}"
     null = sorted(key for key, value in raw.items() if value is None and key not in NULLABLE)

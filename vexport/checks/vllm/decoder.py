@@ -95,11 +95,11 @@ def layout_of(class_name: str, config: Mapping[str, Json]) -> Layout | None:
     linears: dict[str, tuple[int, int]] = {}
     parameters: dict[str, tuple[int, ...]] = {}
     for number in range(_int(config, "num_hidden_layers")):
-        place = f"model.layers.{number}."
+        prefix = f"model.layers.{number}."
         for name, shape in _linears(decoder, config, number):
-            linears[place + name] = shape
+            linears[prefix + name] = shape
         for name, size in _parameters(decoder, config):
-            parameters[place + name] = (size,)
+            parameters[prefix + name] = (size,)
     hidden, vocabulary = _int(config, "hidden_size"), _int(config, "vocab_size")
     tables = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)}
     tied = config.get("tie_word_embeddings", decoder.tied)
@@ -162,12 +162,12 @@ def _experts(config: Mapping[str, Json]) -> int:
 
 
 def _mlp(
-    place: str, names: tuple[str, ...], hidden: int, inner: int
+    prefix: str, names: tuple[str, ...], hidden: int, inner: int
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     gate, down, up = names
-    yield f"{place}.{gate}", (inner, hidden)
-    yield f"{place}.{up}", (inner, hidden)
-    yield f"{place}.{down}", (hidden, inner)
+    yield f"{prefix}.{gate}", (inner, hidden)
+    yield f"{prefix}.{up}", (inner, hidden)
+    yield f"{prefix}.{down}", (hidden, inner)
 
 
 def _parameters(decoder: Decoder, config: Mapping[str, Json]) -> Iterator[tuple[str, int]]:

@@ -50,12 +50,12 @@ def group_for(
 ) -> ConfigGroup | None:
     """The config group of a layer that is not ignored: by its name, by all members' names, by its class."""
     projection, routed = fused.rpartition(".")[2], moe_layer(members[0]) is not None
-    found = None if routed else _first(fused, targets)
-    if found is None and _are_resolved(projection, members, architecture):
+    group = None if routed else _first(fused, targets)
+    if group is None and _are_resolved(projection, members, architecture):
         owners = [_first(lookup_name(member), targets) for member in members]
-        found = owners[0] if all(owners) else None
-    if found is not None:
-        return found
+        group = owners[0] if all(owners) else None
+    if group is not None:
+        return group
     if routed and LINEAR in targets and EXPERTS_CLASS not in targets:
         targets = {**targets, EXPERTS_CLASS: targets[LINEAR]}
     return _of_class(_class_of(projection, members, architecture), targets)

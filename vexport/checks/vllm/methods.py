@@ -52,8 +52,8 @@ def other_method(view: CheckpointView) -> str | None:
     if not isinstance(method, str):
         return "modelopt" if _is_modelopt(config) else None
     name = method.lower().replace("_", "-")
-    known = next((one for one in PRODUCERS if one.replace("_", "-") == name), None)
-    return known or (None if name == METHOD else method)
+    listed = next((producer for producer in PRODUCERS if producer.replace("_", "-") == name), None)
+    return listed or (None if name == METHOD else method)
 
 
 def is_ours(config: Mapping[str, Json]) -> bool:

@@ -60,5 +60,5 @@ def _transforms(groups: Mapping[str, Json]) -> Iterator[OnlineTransform]:
 
 def _patterns(raw: Json) -> tuple[str, ...]:
     return tuple(
-        str(one) for one in (raw if isinstance(raw, list) else [raw] if isinstance(raw, str) else [])
+        str(pattern) for pattern in (raw if isinstance(raw, list) else [raw] if isinstance(raw, str) else [])
     )

@@ -80,7 +80,7 @@ def _rope(config: Mapping[str, Json]) -> Iterator[Fault]:
 
 
 def _is_default(*descriptions: Mapping[str, Json]) -> bool:
-    return all(_kind(one) == "default" for one in descriptions)
+    return all(_kind(description) == "default" for description in descriptions)
 
 
 def _kind(description: Mapping[str, Json]) -> Json:

@@ -84,8 +84,8 @@ class CheckpointView:
     @property
     def quantization_place(self) -> str:
         """What names the quantization config in messages."""
-        found = self.stored_quantization
-        return found.place if found else f"{self.config_path}: {KEY}"
+        stored = self.stored_quantization
+        return stored.place if stored else f"{self.config_path}: {KEY}"
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -104,8 +104,8 @@ class CheckpointView:
         models/registry.py), else what its model type stands for; may be empty."""
         names = self.index.config.get("architectures")
         if isinstance(names, list) and names:
-            known = architecture_table().architectures
-            return str(next((name for name in names if str(name) in known), names[0]))
+            classes = architecture_table().architectures
+            return str(next((name for name in names if str(name) in classes), names[0]))
         return architecture_table().text_models.get(str(self.index.config.get("model_type")), "")
 
     @cached_property
@@ -121,14 +121,14 @@ class CheckpointView:
 
     def _as_stored(self, linears: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
         """Layers that the checkpoint stores fused, in the place of their parts: vLLM loads both."""
-        found = dict(linears)
+        merged = dict(linears)
         for fused in self.fused_linears:
             prefix, dot, projection = fused.name.rpartition(".")
             parts = [f"{prefix}{dot}{part}" for part in self.fused_modules.get(projection, ())]
-            if fused.name in fused.members and parts and found.keys() >= {*parts}:
-                shapes = [found.pop(part) for part in parts]
-                found[fused.name] = (sum(shape[0] for shape in shapes), shapes[0][1])
-        return found
+            if fused.name in fused.members and parts and merged.keys() >= {*parts}:
+                shapes = [merged.pop(part) for part in parts]
+                merged[fused.name] = (sum(shape[0] for shape in shapes), shapes[0][1])
+        return merged
 
     @property
     def fused_modules(self) -> FusedModules:
@@ -183,8 +183,8 @@ class CheckpointView:
     ) -> tuple[int, int] | None:
         """(out_features, in_features) of a quantized layer: by the model's config, else by its weight."""
         layout = self.layout
-        known = (layout.linears.get(module) or layout.tables.get(module)) if layout is not None else None
-        return known or group.shape(parameters)
+        configured = (layout.linears.get(module) or layout.tables.get(module)) if layout is not None else None
+        return configured or group.shape(parameters)
 
     @cached_property
     def targets(self) -> Targets:
@@ -194,10 +194,10 @@ class CheckpointView:
     def ignored(self, fused: FusedLinear) -> list[str]:
         """The members of a fused layer that the config leaves unquantized: vLLM refuses some of them."""
         parts = self._lookup_names(fused)
-        found = list(ignored(fused.name, parts, self.ignore, self.architecture))
+        members = list(ignored(fused.name, parts, self.ignore, self.architecture))
         if parts == tuple(fused.members):
-            return found
-        return list(fused.members) if len(found) == len(parts) else []
+            return members
+        return list(fused.members) if len(members) == len(parts) else []
 
     def group_of(self, fused: FusedLinear) -> ConfigGroup | None:
         """The config group that vLLM applies to a fused layer; None where it stays unquantized."""
