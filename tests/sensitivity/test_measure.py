@@ -12,8 +12,8 @@ from vexport.formats.schemes import KEEP
 from vexport.plan import Settings, build_plan
 from vexport.run.pipeline import quantize_source
 from vexport.scenario import Auto, Calibration, Rule
+from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
 from vexport.sensitivity.measure import measure
-from vexport.sensitivity.units import Unit, find_units, probe_plan, rules_with
 from vexport.types import Method, SchemeLoss, Sensitivity
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
@@ -27,9 +27,9 @@ def samples(model: Path, number: int = SAMPLES) -> Samples:
     return read_samples(DEMO / "calibration.jsonl", model, samples=number, seq_len=64, vocab_size=384)
 
 
-def units_of(index: SourceIndex, *candidates: str, rules: tuple[Rule, ...] = RULES) -> tuple[Unit, ...]:
+def units_of(index: SourceIndex, *candidates: str, rules: tuple[Rule, ...] = RULES) -> tuple[LayerGroup, ...]:
     auto = Auto(candidates=(*candidates, KEEP), share=0.5)
-    return find_units(index, rules, auto, Settings())
+    return find_layer_groups(index, rules, auto, Settings())
 
 
 def run(

@@ -38,7 +38,7 @@ def first_tensor(output: object) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The calls of every layer for every batch, and what layers return beside the hidden states."""
+    """The calls of every layer for every batch, and what layers return in addition to the hidden states."""
 
     calls: list[list[LayerCall]]
     rest: Rest

@@ -143,5 +143,5 @@ def _broken(path: Path, line: int, reason: str) -> InputError:
         f"{path}:{line}",
         got=reason,
         need='a JSON object with "text", "messages" or "input_ids"',
-        fix="mend or remove the line",
+        fix="fix or remove the line",
     )

@@ -88,8 +88,8 @@ class Watched:
     ) -> Callable[[int, Forward], Forward] | None:
         """What stands in for the forward of a module of watched experts; None for any other module."""
         stacked = {
-            leaf: weights.stored_as(f"{name}.{leaf}")
-            for leaf, parameter in module.named_parameters(recurse=False)
+            own: weights.stored_as(f"{name}.{own}")
+            for own, parameter in module.named_parameters(recurse=False)
             if parameter.dim() == 3
         }
         if not any(self.layers_of(stored) for stored in stacked.values()):

@@ -1,4 +1,4 @@
-"""The weights of a part of a model, made from the checkpoint's tensors when that part runs.
+"""The weights of a part of a model, recipe from the checkpoint's tensors when that part runs.
 
 Names and conversions are transformers' own for loading this model: renamed tensors (`embed_out` is `lm_head`
 in its GPT-NeoX), those of a bare base model (`h.0` in many a GPT-2), and parameters made of several tensors
@@ -34,7 +34,7 @@ Read = Callable[[TensorInfo], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class ParameterRecipe:
     """How tensors of the checkpoint become parameters.
 
     `tensors` are by the pattern of transformers' rule that they matched, in the rule's order; without a rule
@@ -58,8 +58,8 @@ class Made:
         for pattern, tensors in self.tensors.items():
             for tensor in tensors:
                 rule.add_tensor(self.target, tensor.name, pattern, partial(read, tensor))
-        made = rule.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        converted = rule.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 class Weights:
@@ -72,10 +72,12 @@ class Weights:
         self._reader = reader
         self._model = model
         self._device = device
-        self._made = {name: made for made in recipes(model, index.tensors) for name in targets_of(made)}
+        self._recipes = {
+            name: recipe for recipe in recipes(model, index.tensors) for name in targets_of(recipe)
+        }
         self._parameters: dict[str, tuple[str, ...]] = {}
-        for name, made in self._made.items():
-            for tensor in made.stored:
+        for name, recipe in self._recipes.items():
+            for tensor in recipe.stored:
                 self._parameters[tensor.name] = (*self._parameters.get(tensor.name, ()), name)
         self._float32 = tuple(model._get_dtype_plan(model.dtype))
 
@@ -85,17 +87,17 @@ class Weights:
         A tensor that makes several parameters belongs to the first of them. Empty for what the checkpoint
         does not have.
         """
-        made = self._made.get(parameter)
-        if made is None or made.target != parameter:
+        recipe = self._recipes.get(parameter)
+        if recipe is None or recipe.target != parameter:
             return ()
-        return tuple(tuple(tensor.name for tensor in tensors) for tensors in made.tensors.values())
+        return tuple(tuple(tensor.name for tensor in tensors) for tensors in recipe.tensors.values())
 
     def stored_name(self, module: str) -> str:
         """The name in the checkpoint of a module, as far as its own or its parents' tensors tell it."""
-        for parameter, made in self._made.items():
-            leaf, name = parameter.removeprefix(module), made.stored[0].name
-            if leaf != parameter and leaf.startswith(".") and name.endswith(leaf):
-                return name.removesuffix(leaf)
+        for parameter, recipe in self._recipes.items():
+            ending, name = parameter.removeprefix(module), recipe.stored[0].name
+            if ending != parameter and ending.startswith(".") and name.endswith(ending):
+                return name.removesuffix(ending)
         parent, _, own = module.rpartition(".")
         return joined(self.stored_name(parent), own) if parent else module
 
@@ -103,8 +105,8 @@ class Weights:
         """The parameters into which a stored tensor goes; empty where the model has no use for it."""
         return self._parameters.get(stored, ())
 
-    def made_of(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters into which these tensors go, made of them in the place of the checkpoint's, by name.
+    def parameters_from(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters that these tensors make, by name; other tensors they need are the checkpoint's.
 
         They are on the device, in the dtype that the model computes in.
         """
@@ -113,17 +115,19 @@ class Weights:
             return stored[tensor.name] if tensor.name in stored else read_tensor(self._reader, tensor)
 
         needed = {
-            made.target: made
-            for made in self._made.values()
-            if any(tensor.name in stored for tensor in made.stored)
+            recipe.target: recipe
+            for recipe in self._recipes.values()
+            if any(tensor.name in stored for tensor in recipe.stored)
         }
         values = {
-            name: value for made in needed.values() for name, value in made.values(read, self._model).items()
+            name: value
+            for recipe in needed.values()
+            for name, value in recipe.values(read, self._model).items()
         }
         return {
             name: value.to(self._device, self._dtype(name, self._model.get_parameter(name)))
             for name, value in values.items()
-            if name in self._made
+            if name in self._recipes
         }
 
     def _dtype(self, name: str, present: torch.Tensor) -> torch.dtype:
@@ -150,30 +154,34 @@ class Weights:
             for name in own_tensors(owner)
         }
         names = [name for name in owners if wanted(name)]
-        needed = {made.target: made for name in names if (made := self._made.get(name))}
-        for made in needed.values():
-            for name, value in self._values(made).items():
+        needed = {recipe.target: recipe for name in names if (recipe := self._recipes.get(name))}
+        for recipe in needed.values():
+            for name, value in self._values(recipe).items():
                 if name in owners:
                     self._put(owners[name], name, value)
-            self._reader.release(made.stored)
-        return [name for name in names if name not in self._made and leaf(name) in owners[name]._parameters]
+            self._reader.release(recipe.stored)
+        return [
+            name
+            for name in names
+            if name not in self._recipes and last_part(name) in owners[name]._parameters
+        ]
 
-    def _values(self, made: Made) -> Mapping[str, torch.Tensor]:
+    def _values(self, recipe: ParameterRecipe) -> Mapping[str, torch.Tensor]:
         try:
-            return made.values(partial(read_tensor, self._reader), self._model)
+            return recipe.values(partial(read_tensor, self._reader), self._model)
         except (ValueError, RuntimeError) as error:
-            raise _unfit(self._root, made, str(error).splitlines()[0]) from None
+            raise _unfit(self._root, recipe, str(error).splitlines()[0]) from None
 
     def _put(self, owner: torch.nn.Module, name: str, value: torch.Tensor) -> None:
         """Make a value the owner's parameter or buffer, in the dtype that transformers loads it in."""
-        present = getattr(owner, leaf(name))
+        present = getattr(owner, last_part(name))
         if present.shape != value.shape:
             reason = f"shape {tuple(value.shape)}, not {tuple(present.shape)}"
-            raise _unfit(self._root, self._made[name], reason)
-        value = value.to(self._device, self._dtype(name, present), copy=self._made[name].rule is None)
-        if leaf(name) in owner._parameters:
+            raise _unfit(self._root, self._recipes[name], reason)
+        value = value.to(self._device, self._dtype(name, present), copy=self._recipes[name].rule is None)
+        if last_part(name) in owner._parameters:
             value = torch.nn.Parameter(value, requires_grad=False)
-        setattr(owner, leaf(name), value)
+        setattr(owner, last_part(name), value)
 
 
 def own_tensors(module: torch.nn.Module) -> list[str]:
@@ -182,12 +190,14 @@ def own_tensors(module: torch.nn.Module) -> list[str]:
     return [name for name, _ in (*parameters, *buffers)]
 
 
-def leaf(name: str) -> str:
+def last_part(name: str) -> str:
     """The last part of a name."""
     return name.rpartition(".")[2]
 
 
-def recipes(model: transformers.PreTrainedModel, stored: Mapping[str, TensorInfo]) -> Iterator[Made]:
+def recipes(
+    model: transformers.PreTrainedModel, stored: Mapping[str, TensorInfo]
+) -> Iterator[ParameterRecipe]:
     """How the stored tensors become the model's parameters and buffers; others are left out.
 
     This is the matching of transformers' `convert_and_load_state_dict_in_model` (core_model_loading.py).
@@ -197,26 +207,26 @@ def recipes(model: transformers.PreTrainedModel, stored: Mapping[str, TensorInfo
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, dict[str | None, list[TensorInfo]]] = {}
+    by_target: dict[str, dict[str | None, list[TensorInfo]]] = {}
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         if target in state:
-            found.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
-    for target, tensors in found.items():
+            by_target.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
+    for target, tensors in by_target.items():
         rule = next((of_pattern[pattern] for pattern in tensors if pattern is not None), None)
         patterns = rule.source_patterns if rule else [None]
         ordered = {pattern or "": tuple(tensors.get(pattern, ())) for pattern in patterns}
-        yield Made(target=target, rule=rule, tensors=ordered)
+        yield ParameterRecipe(target=target, rule=rule, tensors=ordered)
 
 
-def targets_of(made: Made) -> tuple[str, ...]:
+def targets_of(recipe: ParameterRecipe) -> tuple[str, ...]:
     """The parameters that come of it."""
-    if made.rule is None:
-        return (made.target,)
-    first, *others = made.rule.target_patterns
-    return (made.target, *(made.target.replace(first, other, 1) for other in others))
+    if recipe.rule is None:
+        return (recipe.target,)
+    first, *others = recipe.rule.target_patterns
+    return (recipe.target, *(recipe.target.replace(first, other, 1) for other in others))
 
 
 def _missing(root: Path, name: str) -> InputError:
@@ -228,10 +238,10 @@ def _missing(root: Path, name: str) -> InputError:
     )
 
 
-def _unfit(root: Path, made: Made, reason: str) -> InputError:
+def _unfit(root: Path, recipe: ParameterRecipe, reason: str) -> InputError:
     return InputError(
-        f"{root}: {made.stored[0].name}",
-        got=f"what does not make {made.target} ({reason})",
+        f"{root}: {recipe.stored[0].name}",
+        got=f"what does not make {recipe.target} ({reason})",
         need="the shapes and numbers of the model class",
         fix="restore the checkpoint, or use a weight-only scheme",
     )

@@ -14,7 +14,7 @@ from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import Scheme
 from vexport.plan.linears import Names, names_of
 from vexport.plan.ranks import heads_of
-from vexport.plan.shapes import misfit_on
+from vexport.plan.shapes import unsupported_on
 from vexport.types import Finding, FusionGroup, LinearPlan, TensorInfo
 
 NAME = "devices"
@@ -64,7 +64,7 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
         if group is None and any(names.place(member.name) != "decoder" for member in members):
             continue
         planned = FusionGroup(name=fused.name, scheme=NAME, observer="", members=members)
-        reason = misfit_on(planned, _scheme(group), names, ranks, text)
+        reason = unsupported_on(planned, _scheme(group), names, ranks, text)
         if reason:
             key = (INDEX.sub("*", fused.name), reason)
             counts[key] = counts.get(key, 0) + 1

@@ -164,7 +164,7 @@ class Observer(torch.nn.Module):
         return low.amin(), high.amax()
 
     def global_scale(self) -> torch.Tensor | None:
-        """The divisor that fused observers share, float32 (1,); None for strategies without one."""
+        """The global scale that fused observers share, float32 (1,); None for strategies without one."""
         if self.strategy != "tensor_group":
             return None
         low, high = self._shared.union() if self._shared is not None else self._statistics()
@@ -276,7 +276,7 @@ class Observer(torch.nn.Module):
 
 
 def named_observers(parent: type[Observer] = Observer) -> Iterator[type[Observer]]:
-    """Every observer class that has a registry name of its own."""
+    """Every observer class that has its own registry name."""
     for kind in parent.__subclasses__():
         if "registry_name" in vars(kind):
             yield kind

@@ -24,7 +24,7 @@ def search_nvfp4(
 ) -> torch.Tensor:
     """The best stored block scale of each group: float32 holding e4m3 values, shape qparam_shape.
 
-    A tile is (1, rows, groups, group_size) in any float dtype; `global_scale` is the shared divisor, float32
+    A tile is (1, rows, groups, group_size) in any float dtype; `global_scale` is the shared one, float32
     (1,). What a block scale can be is an e4m3 number, so the few of them that lie between the last and the
     first candidate of `search` are all tried: no grid and no patience is needed. `importance` broadcasts to
     a tile.

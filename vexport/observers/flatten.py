@@ -108,10 +108,10 @@ def _weight_block(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
 def blocks_of(weight: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
     """A weight's blocks (block rows, block columns, height, width), a view where all of them are whole."""
     assert args.block_structure is not None
-    high, wide = args.block_structure
-    below, right = -weight.shape[0] % high, -weight.shape[1] % wide
+    height, width = args.block_structure
+    below, right = -weight.shape[0] % height, -weight.shape[1] % width
     padded = torch.nn.functional.pad(weight, (0, right, 0, below)) if below or right else weight
-    return padded.reshape(padded.shape[0] // high, high, padded.shape[1] // wide, wide).transpose(1, 2)
+    return padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width).transpose(1, 2)
 
 
 def _activation_tensor(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
@@ -170,10 +170,10 @@ def _reshape_back(flattened: torch.Tensor, args: ObserverArgs, shape: Shape) -> 
 
 def _block_back(flattened: torch.Tensor, args: ObserverArgs, shape: Shape) -> torch.Tensor:
     assert args.block_structure is not None
-    high, wide = args.block_structure
+    height, width = args.block_structure
     _, block_rows, block_columns, _ = flattened.shape
-    blocks = flattened.reshape(block_rows, block_columns, high, wide).transpose(1, 2)
-    return blocks.reshape(block_rows * high, block_columns * wide)[: shape[0], : shape[1]]
+    blocks = flattened.reshape(block_rows, block_columns, height, width).transpose(1, 2)
+    return blocks.reshape(block_rows * height, block_columns * width)[: shape[0], : shape[1]]
 
 
 def _state_back(flattened: torch.Tensor, args: ObserverArgs, shape: Shape) -> torch.Tensor:

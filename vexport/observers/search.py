@@ -14,7 +14,7 @@ import torch
 
 from vexport.observers.args import ObserverArgs
 from vexport.observers.kernels.tiles import (
-    Found,
+    BestFactors,
     extremes_of_tile,
     range_of_tile,
     search_one_group,
@@ -123,7 +123,7 @@ def grid_errors(
 
 def _search_tile(
     tile: torch.Tensor, args: ObserverArgs, search: Search, importance: torch.Tensor | None
-) -> Found:
+) -> BestFactors:
     if serves_grid(tile, args):
         return search_tile(
             tile, args, search.factors, expand=search.expand, norm=search.norm, importance=importance
@@ -135,7 +135,7 @@ def _search_tile(
 
 def _search_shared(
     tiles: Tiles, args: ObserverArgs, search: Search, importance: torch.Tensor | None
-) -> Found:
+) -> BestFactors:
     one_group = math.prod(tiles.groups) == 1 and importance is None
     if one_group and serves_grid(next(iter(tiles)), args):
         return search_one_group(tiles, args, search.factors, expand=search.expand, norm=search.norm)
@@ -146,7 +146,9 @@ def _search_shared(
     return _least(errors, low, high, search.factors)
 
 
-def _least(errors: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factors: Sequence[float]) -> Found:
+def _least(
+    errors: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factors: Sequence[float]
+) -> BestFactors:
     """The first factor with the least error, 1 where none has a finite error."""
     best = torch.ones(errors.shape[1:], device=errors.device)
     least = torch.full(errors.shape[1:], torch.finfo(torch.float32).max, device=errors.device)
@@ -156,7 +158,7 @@ def _least(errors: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factors:
         improved.append(bool(better.any()))
         least = torch.where(better, error, least)
         best.masked_fill_(better, factor)
-    return Found(low, high, best, improved)
+    return BestFactors(low, high, best, improved)
 
 
 def _within_patience(search: Search, improved: Sequence[bool]) -> Search:

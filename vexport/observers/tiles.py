@@ -85,9 +85,9 @@ def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: tor
 def _block_tiles(weight: torch.Tensor, args: ObserverArgs) -> Iterator[torch.Tensor]:
     """Rows of blocks, each in the memory of the one before: new tiles would fragment the heap."""
     assert args.block_structure is not None
-    high = args.block_structure[0]
+    height = args.block_structure[0]
     kept = weight.new_empty(0)
-    for rows in torch.split(weight, max(1, _tile_length(weight, 0) // high) * high):
+    for rows in torch.split(weight, max(1, _tile_length(weight, 0) // height) * height):
         blocks = blocks_of(rows, args)
         if kept.shape != blocks.shape:
             kept = torch.empty(blocks.shape, dtype=weight.dtype, device=weight.device)

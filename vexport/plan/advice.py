@@ -38,13 +38,13 @@ def fitting_schemes(
 
 def advice(group: FusionGroup, fitting: Sequence[str], origin: Origin) -> str:
     """What to do about a group of unsupported shape, in the words of the command line or of a scenario."""
-    leaves = [member.name.rpartition(".")[2] for member in group.members]
+    names_in_layer = [member.name.rpartition(".")[2] for member in group.members]
     if origin == "options":
-        ignored = " ".join(f"--ignore {leaf}" for leaf in leaves)
+        ignored = " ".join(f"--ignore {name}" for name in names_in_layer)
         scheme, keep = "--scheme", f"--on-unsupported-shape keep, or {ignored}"
     else:
         scheme = "scheme:"
-        keep = f"on_unsupported_shape: keep, or a rule with scheme: keep for {' and '.join(leaves)}"
+        keep = f"on_unsupported_shape: keep, or a rule with scheme: keep for {' and '.join(names_in_layer)}"
     if not fitting:
         return f"use {keep}"
     return f"use {scheme} {_either(fitting)}, which {'fits' if len(fitting) == 1 else 'fit'}; or {keep}"

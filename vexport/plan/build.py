@@ -132,8 +132,8 @@ def _mixed(
 
 
 def _mixed_group(name: str, members: Sequence[str]) -> Finding:
-    leaves = ", ".join(dict.fromkeys(member.rpartition(".")[2] for member in members))
-    which = f"{leaves} of all routed experts" if moe_layer(members[0]) else leaves
+    last_parts = ", ".join(dict.fromkeys(member.rpartition(".")[2] for member in members))
+    which = f"{last_parts} of all routed experts" if moe_layer(members[0]) else last_parts
     return Finding(
         check="fusion",
         severity="error",

@@ -20,21 +20,21 @@ def ignored(
     - Names of checkpoints: vLLM renames them as it renames tensors (apply_vllm_mapper in
       compressed_tensors.py); a pattern is matched with vLLM's own name, so it starts where both agree.
     - Routed experts are looked up by the first expert's projections: one pattern a layer covers them.
-    - What lies beside the decoder layers may lie deeper in vLLM, by renames of the inner model that the
+    - What lies outside the decoder layers may lie deeper in vLLM, by renames of the inner model that the
       quantization config does not see (Gemma3nModel.hf_to_vllm_mapper): a pattern finds it there too.
     - A fused module that vLLM's quantization config does not take apart is named itself as well.
     """
     linears = [member for members in modules.values() for member in members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
     quantized = [member for member in linears if member not in kept]
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for name, members in modules.items():
         if all(member in kept for member in members):
-            beside = _beside(name, stacks)
-            lost = beside is None or any(re.search(beside, other) for other in quantized)
-            found.update(dict.fromkeys(_patterns(name, members, names) if lost else (f"re:.*{beside}",)))
-    found.update(dict.fromkeys(map(_unknown, opaque)))
-    return tuple(found)
+            outside = _outside(name, stacks)
+            lost = outside is None or any(re.search(outside, other) for other in quantized)
+            patterns.update(dict.fromkeys(_patterns(name, members, names) if lost else (f"re:.*{outside}",)))
+    patterns.update(dict.fromkeys(map(_unknown, opaque)))
+    return tuple(patterns)
 
 
 def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
@@ -49,8 +49,8 @@ def _patterns(name: str, members: Sequence[str], names: Names) -> Iterator[str]:
         yield _below(experts)
         return
     yield from members
-    leaf = name.rpartition(".")[2]
-    if len(members) > 1 and leaf not in names.architecture.resolved:
+    last_part = name.rpartition(".")[2]
+    if len(members) > 1 and last_part not in names.architecture.resolved:
         yield name
 
 
@@ -60,8 +60,8 @@ def _before_layers(module: str) -> str:
     return module[: stack.start() + 1] if stack else ""
 
 
-def _beside(module: str, stacks: Set[str]) -> str | None:
-    """The end of a pattern for what lies beside the decoder layers, None for other modules."""
+def _outside(module: str, stacks: Set[str]) -> str | None:
+    """The end of a pattern for what lies outside the decoder layers, None for other modules."""
     if STACK.search(module):
         return None
     holders = (before for before in stacks if before.strip(".") and module.startswith(before))

@@ -30,8 +30,8 @@ def attention_layers(
 
 def makes_keys(linear: str, names: Names) -> bool:
     """Whether a linear layer makes the keys of an attention layer of the decoder."""
-    leaf = linear.rpartition(".")[2]
-    return (leaf == KEYS or leaf in FUSED) and names.in_decoder(linear)
+    last_part = linear.rpartition(".")[2]
+    return (last_part == KEYS or last_part in FUSED) and names.in_decoder(linear)
 
 
 def kv_heads(linear: LinearPlan, text: Mapping[str, Json]) -> int:
@@ -65,6 +65,6 @@ def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[LinearPla
             severity="error",
             where=latent.rpartition(".")[0] if latent else "KV cache",
             expected="attention layers for which vLLM reads scales of compressed-tensors",
-            got="multi-head latent attention" if latent else "no layer with keys and values of its own",
+            got="multi-head latent attention" if latent else "no layer with its own keys and values",
             fix="leave the KV cache in the model's dtype",
         )

@@ -47,10 +47,10 @@ class Names:
 
     def place(self, module: str) -> Place:
         """Where a linear layer of that name is."""
-        leaf = module.rpartition(".")[2]
+        last_part = module.rpartition(".")[2]
         routed = moe_layer(module) is not None
         kept = (*self.architecture.unquantized, *self.architecture.routers)
-        if self.architecture.experts is None if routed else leaf in kept:
+        if self.architecture.experts is None if routed else last_part in kept:
             return "unquantizable"
         return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module) else "outside"
 
@@ -106,10 +106,10 @@ def find_linears(index: SourceIndex, names: Names) -> Iterator[LinearPlan]:
     """The linear layers among the tensors, in file order: two-dimensional floating-point weights that are no
     embedding, and the experts of tensors that hold all experts of a layer."""
     for tensor in index.tensors.values():
-        module, _, leaf = tensor.name.rpartition(".")
+        module, _, last_part = tensor.name.rpartition(".")
         if tensor.dtype not in FLOATING:
             continue
-        if leaf == "weight" and len(tensor.shape) == 2 and not is_embedding(module):
+        if last_part == "weight" and len(tensor.shape) == 2 and not is_embedding(module):
             yield _linear(tensor, module, names)
         elif len(tensor.shape) == 3 and names.experts_known:
             yield from _stacked_experts(tensor, names)
@@ -125,11 +125,11 @@ def _linear(tensor: TensorInfo, module: str, names: Names) -> LinearPlan:
 
 def is_embedding(module: str) -> bool:
     """Whether a module with a two-dimensional weight is a table of embeddings by its name."""
-    leaf = module.rpartition(".")[2]
+    last_part = module.rpartition(".")[2]
     return (
-        leaf.startswith("embed")
-        and leaf != "embed_out"
-        or leaf in ("wte", "wpe", "word_embeddings", "pos_embed")
+        last_part.startswith("embed")
+        and last_part != "embed_out"
+        or last_part in ("wte", "wpe", "word_embeddings", "pos_embed")
     )
 
 

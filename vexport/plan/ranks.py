@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vexport.plan.kv_cache import makes_keys
 from vexport.plan.linears import Names
-from vexport.plan.shapes import misfit_on
+from vexport.plan.shapes import unsupported_on
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
 # The rank counts that are offered instead of one that does not work.
@@ -74,14 +74,14 @@ def refused_ranks(
                 group = FusionGroup(
                     name=name, scheme="", observer="", members=tuple(linears[one] for one in members)
                 )
-                reason = misfit_on(group, None, names, count, text)
+                reason = unsupported_on(group, None, names, count, text)
                 if reason:
                     yield _refusal(name, "parts that each rank can hold", reason, OTHER_RANKS)
 
 
 def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]) -> bool:
     """Whether vLLM could not cut a group for some of the ranks in any scheme, nor unquantized."""
-    return any(misfit_on(group, None, names, count, text) for count in ranks if count > 1)
+    return any(unsupported_on(group, None, names, count, text) for count in ranks if count > 1)
 
 
 def _refusal(where: str, expected: str, got: str, fix: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Which schemes cannot be stored for layers whose rows vLLM's loader orders anew, and why."""
+"""Which schemes cannot be stored for layers whose rows vLLM's loader reorders, and why."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -11,7 +11,9 @@ Reason = Callable[[LinearPlan, TensorSpec, int], str | None]
 WEIGHTS = ("weight", "weight_packed")
 
 
-def reordered_misfit(group: FusionGroup, architecture: Architecture, text: Mapping[str, Json]) -> str | None:
+def unsupported_reordering(
+    group: FusionGroup, architecture: Architecture, text: Mapping[str, Json]
+) -> str | None:
     """Why a group's tensors cannot follow the rows of its weights, or None where they do."""
     return next(_reasons(group, architecture, _head_size(text)), None)
 
@@ -19,30 +21,34 @@ def reordered_misfit(group: FusionGroup, architecture: Architecture, text: Mappi
 def _reasons(group: FusionGroup, architecture: Architecture, head_size: int) -> Iterator[str]:
     scheme = get_scheme(group.scheme)
     for member in group.members:
-        leaf = member.name.rpartition(".")[2]
-        if leaf not in architecture.reordered:
+        last_part = member.name.rpartition(".")[2]
+        if last_part not in architecture.reordered:
             continue
-        reason_of = REASONS[architecture.reordered[leaf]]
+        reason_of = REASONS[architecture.reordered[last_part]]
         for spec in scheme.layout(member, "BF16"):
             reason = reason_of(member, spec, head_size)
             if reason:
-                yield f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {leaf}, {reason}"
+                yield f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {last_part}, {reason}"
 
 
 def _scales_by_row(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
     """permute_qk_weight_for_rotary in vllm/model_executor/models/llama4.py."""
-    leaf = spec.name.rpartition(".")[2]
-    follows = leaf in WEIGHTS or leaf == "weight_scale"
-    if spec.shape == (1,) or leaf == "weight_shape" or (follows and spec.shape[0] == member.out_features):
+    last_part = spec.name.rpartition(".")[2]
+    follows = last_part in WEIGHTS or last_part == "weight_scale"
+    if (
+        spec.shape == (1,)
+        or last_part == "weight_shape"
+        or (follows and spec.shape[0] == member.out_features)
+    ):
         return None
-    return "whose rows vLLM orders anew without it"
+    return "whose rows vLLM reorders without it"
 
 
 def _every_tensor(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
     """_repack_qkv in vllm/model_executor/models/bloom.py, _split_key_value in telechat2.py."""
     if spec.shape[0] == member.out_features:
         return None
-    return f"of which vLLM takes each tensor for {member.out_features} rows and orders them anew"
+    return f"of which vLLM takes each tensor for {member.out_features} rows and reorders them"
 
 
 def _whole_heads(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
@@ -55,12 +61,12 @@ def _whole_heads(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | 
         return None
     if member.out_features % rows == 0 and head_size and head_size % (member.out_features // rows) == 0:
         return None
-    return f"whose rows vLLM orders anew by heads of {head_size}"
+    return f"whose rows vLLM reorders by heads of {head_size}"
 
 
 def _plain_weight(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
     """K2HorizonModel.load_weights in vllm/model_executor/models/k2_horizon.py."""
-    return "whose rows vLLM orders anew only where it is not quantized"
+    return "whose rows vLLM reorders only where it is not quantized"
 
 
 def _transposed(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:

@@ -7,7 +7,7 @@ from vexport.architectures.fusion import moe_layer
 from vexport.formats.partition import Split, is_head, uneven
 from vexport.formats.schemes import Scheme, get_scheme
 from vexport.plan.linears import Names
-from vexport.plan.reordered import reordered_misfit
+from vexport.plan.reordered import unsupported_reordering
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
 KEY_VALUE = ("k_proj", "v_proj")
@@ -21,7 +21,7 @@ def unsupported(
 ) -> dict[str, str]:
     """Why vLLM could not run groups on all these ranks, by their names; groups that it runs are not there.
 
-    Groups alike in leaves and sizes are judged once: a model has few kinds of layers and many of each.
+    Groups alike in names and sizes are judged once: a model has few kinds of layers and many of each.
     """
     reasons: dict[str, str] = {}
     judged: dict[tuple[object, ...], str | None] = {}
@@ -36,7 +36,7 @@ def unsupported(
 
 
 def kind_of_group(group: FusionGroup) -> tuple[object, ...]:
-    """Equal for groups that vLLM runs or refuses alike: leaves, sizes, scheme, whether they are experts."""
+    """Equal for groups that vLLM runs or refuses alike: names, sizes, scheme, whether they are experts."""
     members = (
         (member.name.rpartition(".")[2], member.out_features, member.in_features) for member in group.members
     )
@@ -47,11 +47,11 @@ def kind_of_group(group: FusionGroup) -> tuple[object, ...]:
 def _unsupported(
     group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]
 ) -> str | None:
-    reordered = reordered_misfit(group, names.architecture, text)
+    reordered = unsupported_reordering(group, names.architecture, text)
     if reordered:
         return reordered
     scheme = get_scheme(group.scheme)
-    reasons = (misfit_on(group, scheme, names, count, text) for count in ranks)
+    reasons = (unsupported_on(group, scheme, names, count, text) for count in ranks)
     return next((reason for reason in reasons if reason), None)
 
 
@@ -67,7 +67,7 @@ def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
     )
 
 
-def misfit_on(
+def unsupported_on(
     group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int, text: Mapping[str, Json]
 ) -> str | None:
     """Why vLLM could not run a group on so many ranks, None where it can; None as a scheme is unquantized."""
@@ -81,22 +81,22 @@ def misfit_on(
 
 def split_of(group: FusionGroup, names: Names) -> Split:
     """What tensor parallelism cuts of a group's layers in vLLM."""
-    leaf = group.name.rpartition(".")[2]
+    last_part = group.name.rpartition(".")[2]
     architecture = names.architecture
     if moe_layer(group.members[0].name) and architecture.experts is not None:
-        return "in" if leaf == architecture.experts[1] else "out"
-    if leaf in architecture.row_parallel:
+        return "in" if last_part == architecture.experts[1] else "out"
+    if last_part in architecture.row_parallel:
         return "in"
-    return "none" if leaf in architecture.replicated or is_head(leaf) else "out"
+    return "none" if last_part in architecture.replicated or is_head(last_part) else "out"
 
 
 def _parts(member: LinearPlan, text: Mapping[str, Json]) -> tuple[LinearPlan, ...]:
     """The layers that are stored in one weight, by their sizes; the layer itself where it is one."""
-    leaf, rows = member.name.rpartition(".")[2], member.out_features
-    if leaf in GATE_AND_UP:
+    last_part, rows = member.name.rpartition(".")[2], member.out_features
+    if last_part in GATE_AND_UP:
         return (replace(member, out_features=rows // 2),) * 2
     queries = _query_rows(text)
-    if leaf not in QUERY_KEY_VALUE or not 0 < queries < rows:
+    if last_part not in QUERY_KEY_VALUE or not 0 < queries < rows:
         return (member,)
     return tuple(replace(member, out_features=part) for part in (queries, *((rows - queries) // 2,) * 2))
 

@@ -11,7 +11,7 @@ from vexport.run.pipeline import calibrate_plan, plan_settings, scenario_index, 
 from vexport.run.stages import Stages
 from vexport.scenario import Rule
 from vexport.sensitivity.choose import mixed_scheme
-from vexport.sensitivity.units import Unit, find_units, probe_plan, rest_bytes, rules_with
+from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rest_bytes, rules_with
 from vexport.types import Calibration, MixedScheme, Plan, Sensitivity
 from vexport.version import __version__
 
@@ -33,10 +33,10 @@ class Choices:
         return scenario_index(self.scenario, on_progress=self.stages.options.on_progress)
 
     @cached_property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[LayerGroup, ...]:
         """What can be given a scheme of its own."""
         scenario = self.scenario
-        return find_units(self.index, scenario.rules, scenario.auto, plan_settings(scenario))
+        return find_layer_groups(self.index, scenario.rules, scenario.auto, plan_settings(scenario))
 
     @property
     def schemes(self) -> dict[str, str]:

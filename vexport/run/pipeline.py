@@ -40,7 +40,7 @@ from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule, Scenario
 from vexport.scenario import Sensitivity as SensitivitySettings
 from vexport.sensitivity.auto import plan_mixed
-from vexport.sensitivity.units import Unit
+from vexport.sensitivity.layer_groups import LayerGroup
 from vexport.types import Calibration, OnProgress, Plan, SchemeTable, Sensitivity
 from vexport.types.observer_names import OBSERVERS
 
@@ -203,7 +203,7 @@ def calibrate_plan(
 
 def unit_losses(
     index: SourceIndex,
-    units: Sequence[Unit],
+    units: Sequence[LayerGroup],
     calibration: Calibration | None,
     scenario: Scenario,
     *,

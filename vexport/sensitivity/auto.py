@@ -9,7 +9,7 @@ from vexport.files import from_json
 from vexport.plan import Settings, build_plan
 from vexport.scenario import Auto, Rule
 from vexport.sensitivity.choose import mixed_scheme
-from vexport.sensitivity.units import Unit, find_units, rest_bytes, rules_with, smallest
+from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
 from vexport.types import Finding, Plan, Sensitivity
 
 FILE = "sensitivity.json"
@@ -21,29 +21,29 @@ def plan_mixed(
     """The plan of rules with `auto`. What `vexport run` measured in `run_dir` decides; without that each
     group gets its smallest candidate, and a note says so.
 
-    Raises InputError as `find_units`, and where no mixture is within the budget.
+    Raises InputError as `find_layer_groups`, and where no mixture is within the budget.
     """
-    units = find_units(index, rules, auto, settings)
+    layer_groups = find_layer_groups(index, rules, auto, settings)
     plain = build_plan(index, rules_with((), {}, rules), settings)
-    known = _measured(run_dir, units)
+    known = _measured(run_dir, layer_groups)
     if known is None:
-        plan = build_plan(index, rules_with(units, smallest(units), rules), settings)
-        return replace(plan, notes=(*plan.notes, *_refused(units), _not_measured(auto, run_dir)))
+        plan = build_plan(index, rules_with(layer_groups, smallest(layer_groups), rules), settings)
+        return replace(plan, notes=(*plan.notes, *_refused(layer_groups), _not_measured(auto, run_dir)))
     mixed = mixed_scheme(
         known.groups,
-        {unit.name: unit.allowed for unit in units},
+        {layer_group.name: layer_group.allowed for layer_group in layer_groups},
         auto,
-        rest_bytes=rest_bytes(index, units, plain),
+        rest_bytes=rest_bytes(index, layer_groups, plain),
         source_bytes=index.num_bytes,
         parameters=index.num_parameters,
     )
     chosen = {one.name: one.scheme for one in mixed.choices}
-    plan = build_plan(index, rules_with(units, chosen, rules), settings)
-    return replace(plan, notes=(*plan.notes, *_refused(units)))
+    plan = build_plan(index, rules_with(layer_groups, chosen, rules), settings)
+    return replace(plan, notes=(*plan.notes, *_refused(layer_groups)))
 
 
-def _measured(run_dir: Path, units: Sequence[Unit]) -> Sensitivity | None:
-    """What a run found of these very units in these schemes."""
+def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> Sensitivity | None:
+    """What a run found of these very layer_groups in these schemes."""
     file = run_dir / FILE
     if not file.is_file():
         return None
@@ -54,16 +54,18 @@ def _measured(run_dir: Path, units: Sequence[Unit]) -> Sensitivity | None:
         for one in group.schemes
     }
     needed = {
-        (unit.name, one.scheme, one.groups[0].observer, one.num_bytes)
-        for unit in units
-        for one in unit.options
+        (layer_group.name, one.scheme, one.groups[0].observer, one.num_bytes)
+        for layer_group in layer_groups
+        for one in layer_group.options
     }
     return found if needed == sizes else None
 
 
-def _refused(units: Sequence[Unit]) -> tuple[Finding, ...]:
+def _refused(layer_groups: Sequence[LayerGroup]) -> tuple[Finding, ...]:
     return tuple(
-        replace(finding, fix="another candidate is taken here") for unit in units for finding in unit.refused
+        replace(finding, fix="another candidate is taken here")
+        for layer_group in layer_groups
+        for finding in layer_group.refused
     )
 
 

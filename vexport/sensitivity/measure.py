@@ -12,9 +12,9 @@ from vexport.calibration.forward import make_batches
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.files import from_json, to_json, write_text
+from vexport.sensitivity.layer_groups import LayerGroup
 from vexport.sensitivity.stream import TrialStream
 from vexport.sensitivity.trials import Trial
-from vexport.sensitivity.units import Unit
 from vexport.types import (
     Calibration,
     GroupSensitivity,
@@ -52,7 +52,7 @@ class TrialLosses:
 
 def measure(
     index: SourceIndex,
-    units: Sequence[Unit],
+    layer_groups: Sequence[LayerGroup],
     calibration: Calibration,
     samples: Samples,
     *,
@@ -62,13 +62,17 @@ def measure(
     trust_remote_code: bool,
     device: str,
 ) -> Sensitivity:
-    """Run every unit's options on the samples; what is in `file` from a call before is not run again.
+    """Run every layer group's options on the samples; what is in `file` from a call before is not run again.
 
-    Raises InputError for a model that cannot run layer by layer, a unit that text cannot reach and an
+    Raises InputError for a model that cannot run layer by layer, a layer group that text cannot reach and an
     unusable device.
     """
     require_device(device)
-    trials = [Trial(unit=unit.name, option=option) for unit in units for option in unit.options]
+    trials = [
+        Trial(unit=layer_group.name, option=option)
+        for layer_group in layer_groups
+        for option in layer_group.options
+    ]
     with Reader() as reader:
         stream = TrialStream(
             index,
@@ -81,10 +85,10 @@ def measure(
         runs = TrialRuns(stream, file, on_progress)
         if method == "estimate":
             runs.run(trials, carry=False)
-            runs.run(_loudest(trials, runs.found), carry=True)
+            runs.run(_worst_of_each_layer(trials, runs.losses), carry=True)
         else:
             runs.run(trials, carry=True)
-    return summary(units, runs.found, method=method, samples=samples)
+    return summary(layer_groups, runs.losses, method=method, samples=samples)
 
 
 class TrialRuns:
@@ -95,7 +99,7 @@ class TrialRuns:
         self._file = file
         self._on_progress = on_progress
         known = from_json(TrialLosses, file).losses if file.is_file() else ()
-        self.found = {(one.unit, one.scheme): one for one in known}
+        self.losses = {(one.unit, one.scheme): one for one in known}
 
     def run(self, trials: Sequence[Trial], *, carry: bool) -> None:
         """Run those of which too little is known and write down each part."""
@@ -111,7 +115,7 @@ class TrialRuns:
 
         for part in self._parts(open_, carry):
             for trial, outcome in self._stream.run(part, carry=carry, on_step=step).items():
-                self.found[trial.unit, trial.option.scheme] = TrialLoss(
+                self.losses[trial.unit, trial.option.scheme] = TrialLoss(
                     unit=trial.unit,
                     scheme=trial.option.scheme,
                     depth=self._stream.depth(trial),
@@ -119,10 +123,10 @@ class TrialRuns:
                     layers=outcome.layers,
                     loss=outcome.loss,
                 )
-            write_text(self._file, to_json(TrialLosses(losses=tuple(self.found.values()))))
+            write_text(self._file, to_json(TrialLosses(losses=tuple(self.losses.values()))))
 
     def _is_known(self, trial: Trial, carry: bool) -> bool:
-        known = self.found.get((trial.unit, trial.option.scheme))
+        known = self.losses.get((trial.unit, trial.option.scheme))
         return known is not None and (known.loss is not None or not carry)
 
     def _parts(self, trials: Sequence[Trial], carry: bool) -> Iterator[Sequence[Trial]]:
@@ -132,68 +136,70 @@ class TrialRuns:
             yield trials[start : start + most]
 
 
-Found = Mapping[tuple[str, str], TrialLoss]
+Losses = Mapping[tuple[str, str], TrialLoss]
 
 
-def _loudest(trials: Sequence[Trial], found: Found) -> list[Trial]:
+def _worst_of_each_layer(trials: Sequence[Trial], losses: Losses) -> list[Trial]:
     """The trial of most error in each decoder layer: measured, it says what an error there costs."""
-    loudest: dict[int, Trial] = {}
+    worst: dict[int, Trial] = {}
 
     def error(trial: Trial) -> float:
-        return found[trial.unit, trial.option.scheme].error
+        return losses[trial.unit, trial.option.scheme].error
 
     for trial in trials:
-        depth = found[trial.unit, trial.option.scheme].depth
-        if depth not in loudest or error(trial) > error(loudest[depth]):
-            loudest[depth] = trial
-    return list(loudest.values())
+        depth = losses[trial.unit, trial.option.scheme].depth
+        if depth not in worst or error(trial) > error(worst[depth]):
+            worst[depth] = trial
+    return list(worst.values())
 
 
-def summary(units: Sequence[Unit], found: Found, *, method: Method, samples: Samples) -> Sensitivity:
-    """Losses by group. An estimate is a trial's error at the price, in nats, of the loudest trial's error in
+def summary(
+    layer_groups: Sequence[LayerGroup], losses: Losses, *, method: Method, samples: Samples
+) -> Sensitivity:
+    """Losses by group. An estimate is a trial's error at the price, in nats, of the worst trial's error in
     the same decoder layer."""
-    scales, loudest = _prices(found)
+    scales, worst = _prices(losses)
     pairs = [
         (scales[one.depth] * one.error, one.loss)
-        for key, one in found.items()
-        if one.loss is not None and key not in loudest
+        for key, one in losses.items()
+        if one.loss is not None and key not in worst
     ]
     return Sensitivity(
         method=method,
         samples=len(samples.rows),
         tokens=sum(map(len, samples.token_ids)),
-        groups=tuple(_group(unit, found, scales) for unit in units),
+        groups=tuple(_group(layer_group, losses, scales) for layer_group in layer_groups),
         rank_correlation=_rank_correlation(pairs),
     )
 
 
-def _prices(found: Found) -> tuple[dict[int, float], set[tuple[str, str]]]:
+def _prices(losses: Losses) -> tuple[dict[int, float], set[tuple[str, str]]]:
     """Nats for a relative error of 1 in each decoder layer, and the trials that tell it."""
-    loudest: dict[int, TrialLoss] = {}
-    for one in found.values():
-        if one.loss is not None and one.error >= getattr(loudest.get(one.depth), "error", 0.0):
-            loudest[one.depth] = one
+    worst: dict[int, TrialLoss] = {}
+    for one in losses.values():
+        if one.loss is not None and one.error >= getattr(worst.get(one.depth), "error", 0.0):
+            worst[one.depth] = one
     prices = {
         depth: one.loss / one.error if one.loss is not None and one.error else 0.0
-        for depth, one in loudest.items()
+        for depth, one in worst.items()
     }
-    return prices, {(one.unit, one.scheme) for one in loudest.values()}
+    return prices, {(one.unit, one.scheme) for one in worst.values()}
 
 
-def _group(unit: Unit, found: Found, scales: Mapping[int, float]) -> GroupSensitivity:
+def _group(layer_group: LayerGroup, losses: Losses, scales: Mapping[int, float]) -> GroupSensitivity:
     return GroupSensitivity(
-        name=unit.name,
-        layers=unit.layers,
-        parameters=unit.parameters,
-        source_bytes=unit.source_bytes,
-        schemes=tuple(_scheme(unit, option.scheme, found, scales) for option in unit.options),
-        refused=unit.refused,
+        name=layer_group.name,
+        layers=layer_group.layers,
+        parameters=layer_group.parameters,
+        source_bytes=layer_group.source_bytes,
+        schemes=tuple(_scheme(layer_group, option.scheme, losses, scales) for option in layer_group.options),
+        refused=layer_group.refused,
     )
 
 
-def _scheme(unit: Unit, scheme: str, found: Found, scales: Mapping[int, float]) -> SchemeLoss:
-    one = found[unit.name, scheme]
-    option = next(option for option in unit.options if option.scheme == scheme)
+def _scheme(layer_group: LayerGroup, scheme: str, losses: Losses, scales: Mapping[int, float]) -> SchemeLoss:
+    one = losses[layer_group.name, scheme]
+    option = next(option for option in layer_group.options if option.scheme == scheme)
     price = scales[one.depth]
     return SchemeLoss(
         scheme=scheme,

@@ -1,4 +1,4 @@
-"""One unit quantized while all else stays: its weights as they would be stored, its inputs rounded."""
+"""One layer group quantized while all else stays: its weights as they would be stored, its inputs rounded."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,13 +16,13 @@ from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import group_layout
 from vexport.quantize.stream import quantized_group, static_scales
 from vexport.quantize.weight_scales import search_scales
-from vexport.sensitivity.units import Option
+from vexport.sensitivity.layer_groups import Option
 from vexport.types import Calibration, FusionGroup, LinearPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trial:
-    """A unit in one scheme."""
+    """A layer group in one scheme."""
 
     unit: str
     option: Option
@@ -71,9 +71,9 @@ class Quantizer:
         return tuple(layer for group in trial.option.groups for layer in self._group(group))
 
     def _group(self, group: FusionGroup) -> Iterator[QuantizedLayer]:
-        found = quantized_group(group, self._index, self._calibration, self._reader, search=search_scales)
+        written = quantized_group(group, self._index, self._calibration, self._reader, search=search_scales)
         layout = group_layout(group, self._index.tensors)
-        stored = {spec.name: as_tensor(found[spec.name], spec).to(self._device) for spec in layout}
+        stored = {spec.name: as_tensor(written[spec.name], spec).to(self._device) for spec in layout}
         scheme = get_scheme(group.scheme)
         inputs = scheme.args.input_activations
         scales = {
@@ -96,7 +96,7 @@ class Quantizer:
 
         Inputs of routed experts are not rounded: transformers runs all experts of a layer in one module.
         """
-        changed = self._weights.made_of(self._stored(layers))
+        changed = self._weights.parameters_from(self._stored(layers))
         with ExitStack() as block:
             for name, value in changed.items():
                 block.enter_context(_replaced(self._model, name, value))
@@ -134,11 +134,11 @@ class Quantizer:
 @contextmanager
 def _replaced(model: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
     """Within the block a parameter has another value."""
-    owner_name, _, leaf = name.rpartition(".")
+    owner_name, _, parameter = name.rpartition(".")
     owner = model.get_submodule(owner_name)
-    before = getattr(owner, leaf)
-    setattr(owner, leaf, torch.nn.Parameter(value, requires_grad=False))
+    before = getattr(owner, parameter)
+    setattr(owner, parameter, torch.nn.Parameter(value, requires_grad=False))
     try:
         yield
     finally:
-        setattr(owner, leaf, before)
+        setattr(owner, parameter, before)

@@ -108,10 +108,10 @@ def activation(experts: Experts, expert: int, tokens: torch.Tensor) -> torch.Ten
     return experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)
 
 
-def _product(experts: Experts, leaf: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+def _product(experts: Experts, parameter: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:
     """What a layer of an expert makes of tokens."""
-    weight = experts.get_parameter(leaf)[expert]
+    weight = experts.get_parameter(parameter)[expert]
     made = torch.nn.functional.linear(tokens, weight.T if experts.is_transposed else weight)
     if experts.has_bias:
-        made += experts.get_parameter(f"{leaf}_bias")[expert]
+        made += experts.get_parameter(f"{parameter}_bias")[expert]
     return made

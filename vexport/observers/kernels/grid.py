@@ -28,7 +28,7 @@ from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 from vexport.observers.kernels.errors import (
     CHUNK,
     Doubles,
-    Steps,
+    Scaling,
     chunk_error,
     difference,
     group_error,
@@ -61,7 +61,7 @@ class Ends(NamedTuple):
 
 
 @compiled(inline=True)
-def steps_of(low: np.float32, high: np.float32, form: Format, unit: np.float32) -> Steps:
+def scaling_of(low: np.float32, high: np.float32, form: Format, unit: np.float32) -> Scaling:
     """The scale and zero point of a range (formulas of vexport.observers.qparams), of values times `unit`."""
     low, high = min(low, F32(0.0)), max(high, F32(0.0))
     span = F32(form.high - form.low)
@@ -70,7 +70,7 @@ def steps_of(low: np.float32, high: np.float32, form: Format, unit: np.float32) 
     scale = F32(as_stored(F32(scale / unit), form.scale_storage) * unit)
     scale = F32(F32(FLOAT32_EPS) * unit) if scale == 0 else scale
     zero = min(max(nearest(F32(form.low - F32(low / scale))), form.low), form.high)
-    return Steps(scale, F32(F32(1.0) / scale), zero if form.zero_points else F32(0.0))
+    return Scaling(scale, F32(F32(1.0) / scale), zero if form.zero_points else F32(0.0))
 
 
 @compiled()
@@ -119,9 +119,9 @@ def prepare(
     wide_vectors()
     scales, inverses, zeros, bounds = candidates
     for step in range(shrinks.size):
-        steps = steps_of(F32(ends.low * shrinks[step]), F32(ends.high * shrinks[step]), form, unit)
-        scales[step], inverses[step], zeros[step] = steps.scale, steps.inverse, steps.zero
-        farther = max(abs(difference(ends.low, steps, form)), abs(difference(ends.high, steps, form)))
+        scaling = scaling_of(F32(ends.low * shrinks[step]), F32(ends.high * shrinks[step]), form, unit)
+        scales[step], inverses[step], zeros[step] = scaling.scale, scaling.inverse, scaling.zero
+        farther = max(abs(difference(ends.low, scaling, form)), abs(difference(ends.high, scaling, form)))
         bounds[step] = F32(F32(weight * power(farther, norm)) * F32(1.0 - 1e-4))
 
 
@@ -141,11 +141,11 @@ def write_errors(
     for step in range(errors.size):
         errors[step] = candidates.bounds[step]
         if errors[step] <= least:
-            steps = Steps(candidates.scales[step], candidates.inverses[step], candidates.zeros[step])
+            scaling = Scaling(candidates.scales[step], candidates.inverses[step], candidates.zeros[step])
             errors[step] = (
-                float(chunk_error(values, importance, steps, form, norm))
+                float(chunk_error(values, importance, scaling, form, norm))
                 if small
-                else group_error(values, importance, steps, form, norm, least)
+                else group_error(values, importance, scaling, form, norm, least)
             )
             least = min(least, errors[step])
 
@@ -252,5 +252,5 @@ def tensor_errors(
         ones = np.ones(part.size, dtype=F32)
         for step in range(shrinks.size):
             shrink = F32(shrinks[step] * unit)
-            steps = steps_of(F32(low * shrink), F32(high * shrink), form, unit)
-            errors[chunk, step] = group_error(values, ones, steps, form, norm, np.inf)
+            scaling = scaling_of(F32(low * shrink), F32(high * shrink), form, unit)
+            errors[chunk, step] = group_error(values, ones, scaling, form, norm, np.inf)

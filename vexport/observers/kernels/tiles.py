@@ -26,7 +26,7 @@ from vexport.observers.qparams import stored_dtype
 from vexport.observers.tiles import Tiles
 
 
-class Found(NamedTuple):
+class BestFactors(NamedTuple):
     """Range before shrinking and best factor, float32, qparam_shape; whether each factor improved any."""
 
     low: torch.Tensor
@@ -48,17 +48,17 @@ def search_tile(
     expand: float,
     norm: float,
     importance: torch.Tensor | None,
-) -> Found:
+) -> BestFactors:
     """The best factor of the range, times `expand`, of each group of a tile (1, *qparam_shape, size)."""
     rows, shape = tile.reshape(-1, tile.shape[-1]), tile.shape[1:-1]
     best = search_grid_groups(rows, format_of(args), factors, norm=norm, expand=expand, importance=importance)
     chosen = torch.tensor(factors)[best.step]
-    return Found(best.low.view(shape), best.high.view(shape), chosen.view(shape), best.improved)
+    return BestFactors(best.low.view(shape), best.high.view(shape), chosen.view(shape), best.improved)
 
 
 def search_one_group(
     tiles: Tiles, args: ObserverArgs, factors: Sequence[float], *, expand: float, norm: float
-) -> Found:
+) -> BestFactors:
     """The best of `factors` for all values of all tiles."""
     form, first = format_of(args), next(iter(tiles))
     if first.dtype.itemsize == 2 and first.numel() >= PATTERNS:
@@ -66,14 +66,14 @@ def search_one_group(
         one = search_grid_groups(
             values.unsqueeze(0), form, factors, norm=norm, expand=expand, importance=counts.unsqueeze(0)
         )
-        return _found_for(tiles, one.low, one.high, torch.tensor(factors)[one.step], one.improved)
+        return _for_all_groups(tiles, one.low, one.high, torch.tensor(factors)[one.step], one.improved)
     ranges = torch.tensor([range_of_values(tile) for tile in tiles]) * expand
     low, high = ranges[:, 0].amin(), ranges[:, 1].amax()
     ends = float(low), float(high)
     errors = torch.stack([shrink_errors(tile, ends, form, factors, norm=norm) for tile in tiles]).sum(0)
     best_so_far = torch.cat([torch.tensor([torch.inf], dtype=errors.dtype), errors.cummin(0).values[:-1]])
     chosen = torch.tensor(factors)[errors.argmin()]
-    return _found_for(tiles, low, high, chosen, (errors < best_so_far).tolist())
+    return _for_all_groups(tiles, low, high, chosen, (errors < best_so_far).tolist())
 
 
 def range_of_tile(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,8 +126,8 @@ def nvfp4_scales_of_tile(
     )
 
 
-def _found_for(
+def _for_all_groups(
     tiles: Tiles, low: torch.Tensor, high: torch.Tensor, factor: torch.Tensor, improved: list[bool]
-) -> Found:
+) -> BestFactors:
     shape = tiles.groups
-    return Found(low.expand(shape), high.expand(shape), factor.expand(shape), improved)
+    return BestFactors(low.expand(shape), high.expand(shape), factor.expand(shape), improved)

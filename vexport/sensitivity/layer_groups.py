@@ -1,8 +1,8 @@
 """What can be given a scheme of its own: fused layers and all routed experts of a layer, from headers alone.
 
 vLLM needs one scheme for the members of a fused layer and one for the routed experts of a layer (rules in
-CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). Which scheme a unit could have is
-asked of the planner, scheme by scheme, so that shapes, ranks and architectures count as in any plan.
+CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). Which scheme a layer group could have
+is asked of the planner, scheme by scheme, so that shapes, ranks and architectures count as in any plan.
 """
 
 import re
@@ -25,7 +25,7 @@ Groups = tuple[FusionGroup, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A unit in one scheme: its groups and the bytes of their tensors."""
+    """A layer group in one scheme: its groups and the bytes of their tensors."""
 
     scheme: str
     groups: Groups
@@ -33,7 +33,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class LayerGroup:
     """Linear layers that need one scheme together.
 
     `allowed` are the schemes that the rules leave to choose from, in the candidates' order; one where a rule
@@ -54,13 +54,13 @@ class Unit:
         return tuple(member.name for group in self.options[0].groups for member in group.members)
 
     def bytes_in(self, scheme: str) -> int:
-        """What the unit takes in a scheme."""
+        """What the layer group takes in a scheme."""
         if scheme == KEEP:
             return self.source_bytes
         return next(option.num_bytes for option in self.options if option.scheme == scheme)
 
     def rules(self, scheme: str) -> Iterator[Rule]:
-        """Rules that give this unit a scheme and touch no other."""
+        """Rules that give this layer group a scheme and touch no other."""
         observers = {option.scheme: option.groups[0].observer for option in self.options}
         observer = observers.get(scheme, DEFAULT_OBSERVER)
         is_experts = moe_layer(self.layers[0]) is not None
@@ -69,13 +69,13 @@ class Unit:
             yield Rule(match=match, scheme=scheme, observer=observer)
 
 
-def find_units(
+def find_layer_groups(
     index: SourceIndex, rules: Sequence[Rule], auto: Auto | None, settings: Settings
-) -> tuple[Unit, ...]:
-    """The units that rules quantize or leave to `auto`, in plan order.
+) -> tuple[LayerGroup, ...]:
+    """The layer groups that rules quantize or leave to `auto`, in plan order.
 
-    Raises InputError for rules that vLLM would refuse, and where no candidate fits a unit that may not stay
-    as it is.
+    Raises InputError for rules that vLLM would refuse, and where no candidate fits a layer group that may not
+    stay as it is.
     """
     fixed = build_plan(index, _with(rules, KEEP), settings)
     require_accepted(fixed)
@@ -87,41 +87,55 @@ def find_units(
     for plan in plans.values():
         require_accepted(plan)
     higher = build_plan(index, [_promoted(rule) for rule in rules], lenient)
-    named, mixed = _by_unit(fixed), {scheme: _by_unit(plan) for scheme, plan in plans.items()}
+    named, mixed = _by_layer_group(fixed), {scheme: _by_layer_group(plan) for scheme, plan in plans.items()}
     options: dict[str, dict[str, Groups]] = {}
-    for found in (*mixed.values(), named, _by_unit(higher)):
+    for found in (*mixed.values(), named, _by_layer_group(higher)):
         for name, groups in found.items():
             options.setdefault(name, {}).setdefault(groups[0].scheme, groups)
-    units = tuple(
-        _unit(index, name, _allowed(name, named, mixed, candidates), found, _refusals(name, plans))
+    layer_groups = tuple(
+        _layer_group(index, name, _allowed(name, named, mixed, candidates), found, _refusals(name, plans))
         for name, found in options.items()
     )
     if settings.on_unsupported_shape == "refuse" and KEEP not in candidates:
-        raise_all([_unfit(unit) for unit in units if unit.allowed == (KEEP,)])
-    return units
+        raise_all([_unfit(layer_group) for layer_group in layer_groups if layer_group.allowed == (KEEP,)])
+    return layer_groups
 
 
-def rules_with(units: Sequence[Unit], schemes: Mapping[str, str], rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The rules with a scheme for each unit named in `schemes`; what is left to `auto` stays as it is."""
-    chosen = [rule for unit in units if unit.name in schemes for rule in unit.rules(schemes[unit.name])]
+def rules_with(
+    layer_groups: Sequence[LayerGroup], schemes: Mapping[str, str], rules: Sequence[Rule]
+) -> tuple[Rule, ...]:
+    """The rules with a scheme for each group named in `schemes`; what is left to `auto` stays as it is."""
+    chosen = [
+        rule
+        for layer_group in layer_groups
+        if layer_group.name in schemes
+        for rule in layer_group.rules(schemes[layer_group.name])
+    ]
     return (*chosen, *_with(rules, KEEP))
 
 
-def smallest(units: Sequence[Unit]) -> dict[str, str]:
-    """The scheme of fewest bytes for each unit."""
-    return {unit.name: min(unit.allowed, key=unit.bytes_in) for unit in units}
+def smallest(layer_groups: Sequence[LayerGroup]) -> dict[str, str]:
+    """The scheme of fewest bytes for each layer group."""
+    return {
+        layer_group.name: min(layer_group.allowed, key=layer_group.bytes_in) for layer_group in layer_groups
+    }
 
 
-def rest_bytes(index: SourceIndex, units: Sequence[Unit], plan: Plan) -> int:
+def rest_bytes(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan) -> int:
     """The bytes of the output that no choice changes."""
-    return output_bytes(index, (), plan.attention) - sum(unit.source_bytes for unit in units)
+    return output_bytes(index, (), plan.attention) - sum(
+        layer_group.source_bytes for layer_group in layer_groups
+    )
 
 
-def probe_plan(plan: Plan, units: Sequence[Unit]) -> Plan:
+def probe_plan(plan: Plan, layer_groups: Sequence[LayerGroup]) -> Plan:
     """A plan whose calibration serves every option: the statistics that schemes need are alike."""
     chosen = [
-        next((one for one in unit.options if get_scheme(one.scheme).args.calibrated), unit.options[0])
-        for unit in units
+        next(
+            (one for one in layer_group.options if get_scheme(one.scheme).args.calibrated),
+            layer_group.options[0],
+        )
+        for layer_group in layer_groups
     ]
     return replace(plan, groups=tuple(group for option in chosen for group in option.groups))
 
@@ -138,13 +152,13 @@ def _promoted(rule: Rule) -> Rule:
     return rule.model_copy(update={"scheme": LADDER[0], "observer": DEFAULT_OBSERVER})
 
 
-def _by_unit(plan: Plan) -> dict[str, Groups]:
-    """The groups of a plan by the unit that they belong to."""
-    units: dict[str, Groups] = {}
+def _by_layer_group(plan: Plan) -> dict[str, Groups]:
+    """The groups of a plan by the layer group that they belong to."""
+    layer_groups: dict[str, Groups] = {}
     for group in plan.groups:
         name = moe_layer(group.members[0].name) or group.name
-        units[name] = (*units.get(name, ()), group)
-    return units
+        layer_groups[name] = (*layer_groups.get(name, ()), group)
+    return layer_groups
 
 
 def _allowed(
@@ -159,16 +173,16 @@ def _allowed(
     return tuple(one for one in candidates if one == KEEP or name in mixed[one]) or (KEEP,)
 
 
-def _unit(
+def _layer_group(
     index: SourceIndex,
     name: str,
     allowed: tuple[str, ...],
     found: Mapping[str, Groups],
     refused: tuple[Finding, ...],
-) -> Unit:
+) -> LayerGroup:
     members = [member for group in next(iter(found.values())) for member in group.members]
     sizes = [(index.tensors[one.weight].dtype, (one.out_features, one.in_features)) for one in members]
-    return Unit(
+    return LayerGroup(
         name=name,
         source_bytes=sum(num_bytes(dtype, shape) for dtype, shape in sizes),
         parameters=sum(rows * columns for _, (rows, columns) in sizes),
@@ -187,14 +201,14 @@ def _stored_bytes(index: SourceIndex, groups: Iterable[FusionGroup]) -> int:
 
 
 def _refusals(name: str, plans: Mapping[str, Plan]) -> tuple[Finding, ...]:
-    """Why candidates do not fit a unit."""
+    """Why candidates do not fit a layer group."""
     return tuple(note for plan in plans.values() for note in plan.notes if note.where == name)
 
 
-def _unfit(unit: Unit) -> InputError:
-    first = unit.refused[0]
+def _unfit(layer_group: LayerGroup) -> InputError:
+    first = layer_group.refused[0]
     return InputError(
-        unit.name,
+        layer_group.name,
         got=f"candidates of which none fits ({first.got})",
         need=first.expected,
         fix="add keep to the candidates, or use on_unsupported_shape: keep",

@@ -14,7 +14,7 @@ from vexport.files import to_json
 from vexport.formats.schemes import KEEP
 from vexport.plan import Settings, build_plan
 from vexport.scenario import Auto, Rule
-from vexport.sensitivity.units import find_units, rest_bytes, rules_with, smallest
+from vexport.sensitivity.layer_groups import find_layer_groups, rest_bytes, rules_with, smallest
 from vexport.types import GroupSensitivity, SchemeLoss, Sensitivity
 
 MOE = Path(__file__).parents[1] / "peer" / "moe"
@@ -30,7 +30,7 @@ calibration: {{data: rows.jsonl}}
 
 def test_a_unit_is_what_needs_one_scheme(llama: Path) -> None:
     index = read_index(llama)
-    units = find_units(index, AUTO, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
+    units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
     kinds = Counter(unit.name.rpartition(".")[2] for unit in units)
     assert kinds == {"qkv_proj": 3, "o_proj": 3, "gate_up_proj": 3, "down_proj": 3}
     assert all([one.scheme for one in unit.options] == ["NVFP4", "FP8_DYNAMIC"] for unit in units)
@@ -38,7 +38,7 @@ def test_a_unit_is_what_needs_one_scheme(llama: Path) -> None:
 
 def test_experts_of_a_layer_are_one_unit() -> None:
     index = read_index(MOE)
-    units = find_units(index, AUTO, Auto(candidates=("FP8_DYNAMIC", KEEP), bits=9), Settings())
+    units = find_layer_groups(index, AUTO, Auto(candidates=("FP8_DYNAMIC", KEEP), bits=9), Settings())
     experts = [unit for unit in units if unit.name.endswith(".experts")]
     assert experts
     assert all(len(unit.layers) % 3 == 0 and len(unit.layers) > 3 for unit in experts)
@@ -53,7 +53,9 @@ def test_experts_of_a_layer_are_one_unit() -> None:
 @pytest.mark.parametrize("scheme", ["NVFP4", "FP8_DYNAMIC", KEEP])
 def test_a_choice_gives_the_plan_of_the_same_rule(scheme: str, llama: Path) -> None:
     index = read_index(llama)
-    units = find_units(index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), Settings())
+    units = find_layer_groups(
+        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), Settings()
+    )
     made = build_plan(index, rules_with(units, {unit.name: scheme for unit in units}, AUTO))
     usual = build_plan(index, [Rule(match="Linear", scheme=scheme)])
     assert to_json(made) == to_json(usual)
@@ -63,7 +65,7 @@ def test_a_choice_gives_the_plan_of_the_same_rule(scheme: str, llama: Path) -> N
 
 def test_a_rule_of_its_own_leaves_no_choice(llama: Path) -> None:
     rules = (Rule(match="re:.*o_proj", scheme="FP8_DYNAMIC"), *AUTO)
-    units = find_units(read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
+    units = find_layer_groups(read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
     assert {unit.allowed for unit in units if unit.name.endswith("o_proj")} == {("FP8_DYNAMIC",)}
     assert {unit.allowed for unit in units if "o_proj" not in unit.name} == {("NVFP4", KEEP)}
 
@@ -71,19 +73,19 @@ def test_a_rule_of_its_own_leaves_no_choice(llama: Path) -> None:
 def test_what_does_not_fit_is_no_choice_and_is_named(tmp_path: Path) -> None:
     """520 columns are no whole groups of 16: NVFP4 is refused for down_proj, FP8 is not."""
     index = read_index(save_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=520))
-    units = find_units(index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC"), bits=9), Settings())
+    units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC"), bits=9), Settings())
     (down,) = (unit for unit in units if unit.name.endswith("down_proj"))
     assert down.allowed == ("FP8_DYNAMIC",)
     assert "520 is not a multiple of 16" in down.refused[0].got
     assert smallest(units)[down.name] == "FP8_DYNAMIC"
     with pytest.raises(InputError, match="candidates of which none fits"):
-        find_units(index, AUTO, Auto(candidates=("NVFP4", "NVFP4A16"), bits=9), Settings())
+        find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "NVFP4A16"), bits=9), Settings())
 
 
 def test_rules_that_split_a_fused_layer_are_refused(llama: Path) -> None:
     rules = (Rule(match="q_proj", scheme="FP8_DYNAMIC"), *AUTO)
     with pytest.raises(InputError, match=r"qkv_proj.*one scheme for q_proj, k_proj, v_proj"):
-        find_units(read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
+        find_layer_groups(read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
 
 
 def scenario(folder: Path, source: Path, budget: str) -> Path:
@@ -105,7 +107,9 @@ def test_a_plan_without_losses_shows_the_smallest(llama: Path, tmp_path: Path) -
 def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> None:
     """One layer loses much more than all others: it alone is kept in 8 bits."""
     index = read_index(llama)
-    units = find_units(index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), Settings())
+    units = find_layer_groups(
+        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), Settings()
+    )
     worst = units[5].name
     groups = tuple(
         GroupSensitivity(
