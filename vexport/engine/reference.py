@@ -33,7 +33,7 @@ from vexport.engine.transforms import OnlineTransforms
 from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.formats import nearest_format
-from vexport.formats.dequantize import arguments_of
+from vexport.formats.dequantize import any_groups, arguments_of
 from vexport.formats.kv_cache import KEY, VALUE
 from vexport.types import Canary
 
@@ -180,7 +180,8 @@ def _schemes(
         got, need = f"quant_method {method!r}", "compressed-tensors, of which the reference can be made"
         fix = "nothing; what vLLM computes is not compared: measure it with `vexport eval`"
         raise InputError(stored.place, got=got, need=need, fix=fix)
-    config = QuantizationConfig.model_validate(stored.values)
+    with any_groups():
+        config = QuantizationConfig.model_validate(stored.values)
     found = {}
     for name, module in linears.items():
         scheme = _first_match(name, module, config)

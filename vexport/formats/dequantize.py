@@ -1,7 +1,9 @@
 """The weights of stored tensors, by compressed-tensors' own code: the independent witness of the packings."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -51,11 +53,23 @@ def _dumped(args: QuantArgs) -> str:
 
 @cache
 def _ct_scheme(weights: str, inputs: str | None) -> QuantizationScheme:
-    return QuantizationScheme(
-        targets=["Linear"],
-        weights=QuantizationArgs.model_validate_json(weights),
-        input_activations=QuantizationArgs.model_validate_json(inputs) if inputs else None,
-    )
+    with any_groups():
+        return QuantizationScheme(
+            targets=["Linear"],
+            weights=QuantizationArgs.model_validate_json(weights),
+            input_activations=QuantizationArgs.model_validate_json(inputs) if inputs else None,
+        )
+
+
+@contextmanager
+def any_groups() -> Iterator[None]:
+    """Within the block compressed-tensors does not warn of inputs with other groups than the weights'.
+
+    From 0.20 on it does not where the two differ in bits, as it has such presets itself.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using GROUP strategy for both", category=UserWarning)
+        yield
 
 
 def row_chunks(out_features: int, in_features: int) -> Iterator[slice]:
