@@ -17,7 +17,7 @@ from vexport.types import Plan
 
 DEFAULTS = Settings()
 # Every stored tensor of these has a row for each row of the weight.
-BY_ROW = {"FP8_DYNAMIC", "W8A8", "INT8", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16"}
+BY_ROW = {"FP8_DYNAMIC", "W8A8", "INT8", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16"}
 ALL = {scheme.name for scheme in all_schemes()}
 # Stored as `weight_packed`, which GPT-2's loader does not turn around.
 PACKED = {name for name in ALL if name.startswith(("W", "NVFP4", "MXFP4"))} - {"W8A8"}

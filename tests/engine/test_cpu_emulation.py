@@ -10,6 +10,7 @@ from compressed_tensors.quantization import preset_name_to_scheme
 
 from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.cpu_emulation.rounding import (
+    fake_fp8,
     fake_mxfp4,
     fake_nvfp4,
     fp8_token_scale,
@@ -68,6 +69,15 @@ def test_mxfp4_activations_are_compressed_tensors(activations: torch.Tensor) -> 
     args = preset_name_to_scheme("MXFP4", ["Linear"]).input_activations
     expected = round_activations(activations, args, {}, torch.nn.Linear(1, 1))
     assert torch.equal(fake_mxfp4(activations), expected)
+
+
+@pytest.mark.parametrize(("preset", "group"), [("FP8_BLOCK", 128), ("FP8_DYNAMIC", -1)])
+def test_fp8_groups_of_activations_are_compressed_tensors(
+    activations: torch.Tensor, preset: str, group: int
+) -> None:
+    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
+    expected = round_activations(activations, args, {}, torch.nn.Linear(1, 1))
+    assert (fake_fp8(activations, group) != expected).float().mean() < 0.001
 
 
 def test_nvfp4_activations_are_compressed_tensors(activations: torch.Tensor) -> None:

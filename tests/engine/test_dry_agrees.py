@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TP = (1, 2, 4)
 SM = (75, 80, 89, 90, 100)
-SCHEMES = ("NVFP4", "MXFP4A16", "MXFP8", "FP8_BLOCK", "W8A8", "W4A8", "W4AFP8", "W4A16_ASYM")
+SCHEMES = ("NVFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "FP8_BLOCK", "W8A8", "W4A8", "W4AFP8", "W4A16_ASYM")
 # FlashInfer's kernel takes no side below 128 (_check_mm_mxfp8_shape in kernels/linear/mxfp8/flashinfer.py):
 # so narrow a share runs with 16-bit activations. The check knows no kernel's least sides.
 KNOWN = [("MXFP8", 4, 100, "other precision", "loads")]

@@ -22,7 +22,11 @@ EXPONENT = "U8"
 
 
 class Mxfp4(Format):
-    """e2m1 weights, two to the byte; vLLM may quantize inputs of MXFP4A16 too, where it has FP4 kernels."""
+    """e2m1 weights, two to the byte, with inputs in MXFP4, in FP8 by group or token, or as they are.
+
+    vLLM quantizes the inputs of all of them to MXFP4 where it has FP4 kernels: for FP8 inputs it only has
+    Humming's, a package that its wheel does not bring, and falls back (compressed_tensors_w4a8_mxfp4.py).
+    """
 
     name = "mxfp4-pack-quantized"
     weight = "weight_packed"
@@ -31,7 +35,7 @@ class Mxfp4(Format):
         return _is_mx(args.weights, 4)
 
     def vllm_scheme(self, args: Arguments) -> str:
-        return "CompressedTensorsW4A4Mxfp4"
+        return f"CompressedTensorsW4A{8 if _is_dynamic_fp8(args) else 4}Mxfp4"
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """weight_packed (out, in/2), weight_scale (out, in/32), a biased exponent each."""
@@ -92,6 +96,14 @@ class Mxfp8(Format):
         from vexport.formats.packing.mxfp import MxfpPacking
 
         return MxfpPacking(member, dtype, args, inputs)
+
+
+def _is_dynamic_fp8(args: Arguments) -> bool:
+    """Source: _is_mxfp4_w4a8_fp8 in vLLM's compressed_tensors.py."""
+    inputs = args.input_activations
+    if inputs is None or args.weights.dynamic or inputs.strategy not in ("token", "group"):
+        return False
+    return (inputs.type, inputs.num_bits, inputs.symmetric) == ("float", 8, True) and bool(inputs.dynamic)
 
 
 def _is_mx(args: QuantArgs, bits: int) -> bool:

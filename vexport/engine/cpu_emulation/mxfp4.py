@@ -8,11 +8,11 @@ from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import 
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
 
 from vexport.engine.cpu_emulation.layer import Answer, QuantizedLayer
-from vexport.engine.cpu_emulation.rounding import MX_GROUP, fake_mxfp4
+from vexport.engine.cpu_emulation.rounding import MX_GROUP, fake_fp8, fake_mxfp4
 
 
 class EmulationMxFp4Linear(MxFp4LinearKernel):  # type: ignore[misc]
-    """MXFP4 weights; activations in MXFP4, as on SM 100, or as they are, as in Marlin kernels below."""
+    """MXFP4 weights; activations in MXFP4, as on SM 100, as they are, as in Marlin below, or in FP8."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -20,8 +20,9 @@ class EmulationMxFp4Linear(MxFp4LinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, config: MxFp4LinearLayerConfig) -> Answer:
-        known = config.activation_quant_key in (None, kMxfp4Dynamic)
-        return known, None if known else "requires MXFP4 or unquantized activations"
+        key = config.activation_quant_key
+        known = key in (None, kMxfp4Dynamic) or (key.dtype == torch.float8_e4m3fn and not key.scale.static)
+        return known, None if known else "requires MXFP4, dynamic FP8 or unquantized activations"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize; the scales are e8m0 exponents with a bias of 127, one for 32 values."""
@@ -33,5 +34,7 @@ class EmulationMxFp4Linear(MxFp4LinearKernel):  # type: ignore[misc]
     def apply_weights(
         self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        inputs = x if self.config.activation_quant_key is None else fake_mxfp4(x)
-        return F.linear(inputs, layer.weight, bias)
+        key = self.config.activation_quant_key
+        if key is not None:
+            x = fake_mxfp4(x) if key == kMxfp4Dynamic else fake_fp8(x, key.scale.group_shape.col)
+        return F.linear(x, layer.weight, bias)

@@ -62,6 +62,17 @@ def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(activations.dtype)
 
 
+def fake_fp8(activations: torch.Tensor, group: int) -> torch.Tensor:
+    """Quantize to e4m3 and back: (tokens, features) in its own dtype, a scale for every `group` features.
+
+    One for each token where `group` is -1, as vLLM's `GroupShape` has it.
+    """
+    groups = activations.reshape(activations.shape[0], -1, group if group > 0 else activations.shape[1])
+    scale = fp8_token_scale(groups)
+    rounded = round_fp8(groups, scale).to(torch.float32) * scale
+    return rounded.reshape(activations.shape).to(activations.dtype)
+
+
 def _reciprocal(value: torch.Tensor) -> torch.Tensor:
     """1 / value, and close to zero where value is zero: vLLM's `get_reciprocal`."""
     return torch.reciprocal(value + (value == 0) * 1e8)
