@@ -12,7 +12,6 @@ import pytest
 from tests.command import vexport
 from vexport import checks, formats, observers, reports
 from vexport.architectures import architecture_table
-from vexport.architectures.configs import config_table
 from vexport.formats.schemes import presets
 from vexport.observers.base import named_observers
 from vexport.types.observer_names import OBSERVERS
@@ -127,13 +126,15 @@ def test_architectures_are_those_of_vllm() -> None:
     }
 
 
-def test_configs_are_those_of_transformers(tmp_path: Path) -> None:
-    """The table is what its script makes of the installed version."""
-    script = PACKAGE.parent / "scripts" / "generate_configs.py"
-    subprocess.run([sys.executable, script, "--out", tmp_path / "configs.json"], check=True)
-    assert config_table().transformers == version("transformers")
-    written = (PACKAGE / "architectures" / "configs.json").read_text(encoding="utf-8")
-    assert written == (tmp_path / "configs.json").read_text(encoding="utf-8"), f"run {script}"
+@pytest.mark.parametrize("name", ["configs", "decoders"])
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_tables_are_those_of_what_is_installed(name: str, tmp_path: Path) -> None:
+    """Each is what its script makes of vLLM and its transformers."""
+    script, table = PACKAGE.parent / "scripts" / f"generate_{name}.py", tmp_path / "table.json"
+    subprocess.run([sys.executable, script, "--out", table], check=True)
+    written = (PACKAGE / "architectures" / f"{name}.json").read_text(encoding="utf-8")
+    assert written == table.read_text(encoding="utf-8"), f"run {script}"
+    assert json.loads(written)["transformers"] == version("transformers")
 
 
 @pytest.mark.parametrize("what", ["schemes", "observers", "checks", "architectures"])

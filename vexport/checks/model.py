@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 
 from vexport.architectures import architecture_table
 from vexport.architectures.configs import transformers_models
+from vexport.architectures.decoders import decoders
 from vexport.checks.tensors.kept import narrowed
-from vexport.checks.vllm.decoder import DECODERS, layout_of, missing_sizes
+from vexport.checks.vllm.decoder import layout_of, missing_sizes
 from vexport.checks.vllm.fields import wrong_types
 from vexport.checks.vllm.settings import faults
 from vexport.checks.vllm.view import CheckpointView, error, warning
@@ -34,7 +35,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if isinstance(dtype, str) and dtype not in (*DTYPES, *REPLACED):
         yield _wrong(view, "dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
     yield from narrowed(view, NAME)
-    if view.class_name in DECODERS:
+    if view.class_name in decoders():
         for key in missing_sizes(view.class_name, config):
             got = repr(config[key]) if key in config else "none: transformers would take its own default"
             yield _wrong(view, key, "a size", got)
@@ -86,7 +87,7 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
     """
     name, kind, config = view.class_name, _kind(view), view.index.config
     models = architecture_table().text_models
-    own = name in DECODERS and "auto_map" not in config
+    own = name in decoders() and "auto_map" not in config
     if own and kind not in models and transformers_models(kind) is None:
         yield _wrong(view, "model_type", f"the model type of {name}", kind)
     elif name in models.values() and models.get(kind, name) != name:
@@ -127,7 +128,7 @@ def _sizes(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         yield _wrong(view, "num_key_value_heads", f"a divisor of num_attention_heads {heads}", str(keys))
     activation = config.get("hidden_act", SILU)
-    if activation != SILU and DECODERS[view.class_name].silu:
+    if activation != SILU and decoders()[view.class_name].silu:
         yield _wrong(view, "hidden_act", SILU, repr(activation))
 
 

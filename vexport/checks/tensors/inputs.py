@@ -13,17 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vexport.checks.vllm.decoder import DECODERS
+from vexport.architectures.decoders import ATTENTION_NORM, decoders
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, error
 from vexport.numerics.constants import E4M3_MAX, GLOBAL_SCALE_NUMERATOR, INT8_MAX
 from vexport.types import Finding, TensorInfo
 
 # Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon counts.
 MARGIN = 1.5
-AFTER_NORM = re.compile(
-    r"(?P<layer>model\.layers\.\d+\.)"
-    r"(?:(?P<attention>self_attn\.(?:qkv|[qkv])_proj)"
-    r"|(?:mlp|block_sparse_moe)\.(?:experts\.\d+\.)?(?:gate_proj|up_proj|gate_up_proj|w1|w3))$"
+IN_LAYER = re.compile(
+    r"(?P<layer>model\.layers\.\d+\.)(?P<part>\w+)\.(?:experts\.\d+\.)?(?P<projection>\w+)$"
 )
 
 
@@ -80,11 +78,12 @@ def _impossible(check: str, static: StaticRange, inputs: str) -> Finding:
 
 def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None:
     """Between what the largest output of the norm before a layer lies; None where that is not known."""
-    place = AFTER_NORM.match(module)
-    if place is None or view.layout is None:
+    match, architecture = IN_LAYER.match(module), view.architecture
+    after_others = (*architecture.row_parallel, *(architecture.experts or ())[1:2])
+    if match is None or match["projection"] in after_others or view.layout is None:
         return None
-    norm = "input_layernorm" if place["attention"] else DECODERS[view.class_name].norm_before_mlp
-    tensor = view.index.tensors.get(f"{place['layer']}{norm}.weight")
+    norm = ATTENTION_NORM if match["part"] == "self_attn" else decoders()[view.class_name].norm_before_mlp
+    tensor = view.index.tensors.get(f"{match['layer']}{norm}.weight")
     if tensor is None or not tensor.num_bytes:
         return None
     return reach(view, tensor)
@@ -92,7 +91,7 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
 
 def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
     """Between what the largest output of a norm lies; the second is the most of their length, too."""
-    offset = 1.0 if DECODERS[view.class_name].norms_above_one else 0.0
+    offset = 1.0 if decoders()[view.class_name].norms_above_one else 0.0
     weights = np.abs(view.reader.floats(tensor) + offset)
     with np.errstate(divide="ignore"):
         least = float(np.mean(weights**-2.0) ** -0.5)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vexport.checks.vllm.decoder import DECODERS
+from vexport.architectures.decoders import decoders
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.types import Finding
 
@@ -17,7 +17,7 @@ def empty(view: CheckpointView, check: str) -> Iterator[Finding]:
     A class whose norms multiply by one more than their weight is passed over.
     """
     layout = view.layout
-    if layout is None or DECODERS[view.class_name].norms_above_one:
+    if layout is None or decoders()[view.class_name].norms_above_one:
         return
     names = [f"{table}.weight" for table in layout.tables]
     names += [name for name in layout.parameters if name.endswith("norm.weight")]
