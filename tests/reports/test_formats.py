@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 
 from tests.reports import sample
 from vexport.errors import InputError
+from vexport.errors.escaping import clip
 from vexport.files import from_json
 from vexport.reports import (
     CHECK_FORMATS,
@@ -25,7 +26,6 @@ from vexport.reports import (
     render_loads,
     render_verdict,
 )
-from vexport.reports.escaping import clip
 from vexport.reports.formatting import bits_per_weight, count, duration, p_value, percent, size, small
 from vexport.reports.sentences import scale_of
 from vexport.types import CheckReport, Outcome, Report

@@ -5,12 +5,12 @@ The keys are those of https://huggingface.co/docs/hub/model-cards, written by hu
 
 import re
 
+from vexport.errors.escaping import visible
 from vexport.reports.accuracy import task_table
 from vexport.reports.coverage import coverage_lines
-from vexport.reports.document import Cell, Code, Listing, Paragraph, Part, Section
-from vexport.reports.escaping import visible
+from vexport.reports.document import Code, Listing, Paragraph, Part, Section, parts, row
 from vexport.reports.formatting import plural
-from vexport.reports.markdown import parts, safe
+from vexport.reports.markdown import render_parts, safe
 from vexport.reports.sentences import (
     engine_line,
     outcome_line,
@@ -37,7 +37,9 @@ def render(report: Report) -> str:
         f"**{safe(outcome_line(report.outcome, report_device(report)))}**: {safe(report_sentence(report))}"
     )
     title = f"# {safe(_model_name(report))}\n\n{safe(size_change(report.plan))}."
-    return f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{parts(_sections(report), 2)}\n"
+    return (
+        f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{render_parts(_sections(report), 2)}\n"
+    )
 
 
 def _front_matter(report: Report) -> str:
@@ -105,10 +107,10 @@ def _last(path: str) -> str:
 
 
 def _sections(report: Report) -> tuple[Part, ...]:
-    return (
-        Section(title="Use", parts=(_use(report),)),
-        *((_accuracy(report.verdict),) if report.verdict else ()),
-        Section(title="How it was made", parts=(_made(report),)),
+    return parts(
+        Section("Use", (_use(report),)),
+        _accuracy(report.verdict) if report.verdict else None,
+        Section("How it was made", (_made(report),)),
     )
 
 
@@ -122,7 +124,7 @@ def _use(report: Report) -> Code:
 def _accuracy(verdict: Verdict) -> Section:
     level = f"{100 * (1 - 2 * verdict.alpha):.4g}%"
     note = f"Both models in vLLM on the same documents; in brackets two-sided intervals of {level}."
-    return Section(title="Accuracy", parts=(Paragraph(note), task_table(verdict)))
+    return Section("Accuracy", (Paragraph(note), task_table(verdict)))
 
 
 def _made(report: Report) -> Listing:
@@ -137,7 +139,7 @@ def _made(report: Report) -> Listing:
         lines.append(f"loaded in vLLM {engine_line(engine)}")
         lines += [f"served there with {served_with(engine)}"] if engine.settings else []
         lines += [f"not shown there: {spot}" for spot in engine.blind_spots]
-    return Listing(tuple(map(Cell, lines)))
+    return Listing(row(*lines))
 
 
 def _public(command: str) -> str:

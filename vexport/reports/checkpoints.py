@@ -4,19 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from vexport.reports.document import (
-    Cell,
-    Document,
-    Facts,
-    FindingList,
-    Listing,
-    Paragraph,
-    Part,
-    Section,
-    Table,
-    cells,
-    columns,
-)
+from vexport.reports import document as doc
+from vexport.reports.document import columns, facts, muted, parts, row
 from vexport.reports.gates import checkpoint_gate, finding_counts, judged_for
 from vexport.reports.sentences import agreement_line, engine_line, served_with
 from vexport.types import (
@@ -48,24 +37,19 @@ _SHORT: dict[CellStatus, str] = {
 }
 
 
-def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[Document]:
+def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[doc.Document]:
     """One for each checkpoint; its findings, those of a kind as one unless `every`."""
     return [_document("check", report, (), every=every) for report in reports]
 
 
-def load_documents(reports: Sequence[LoadReport]) -> list[Document]:
+def load_documents(reports: Sequence[LoadReport]) -> list[doc.Document]:
     """A matrix of checkpoints by vLLM and mode, where there is one, then each load with its engine."""
-    named = titled(reports)
-    return [
-        *_versions(reports),
-        *(_document("load", report, (Facts(load_facts(report)),)) for report in named),
-    ]
+    return [*_versions(reports), *(_document("load", load, (load_facts(load),)) for load in titled(reports))]
 
 
-def dry_load_documents(reports: Sequence[DryLoadReport]) -> list[Document]:
+def dry_load_documents(reports: Sequence[DryLoadReport]) -> list[doc.Document]:
     """As of loads; each with the matrix of kinds of layers by capability."""
-    named = titled(reports)
-    return [*_versions(reports), *(_document("load", report, device_parts(report)) for report in named)]
+    return [*_versions(reports), *(_document("load", load, device_parts(load)) for load in titled(reports))]
 
 
 def titled(reports: Sequence[T]) -> list[T]:
@@ -77,37 +61,29 @@ def titled(reports: Sequence[T]) -> list[T]:
 
 
 def _document(
-    gate_name: str,
-    report: CheckpointReport,
-    parts: tuple[Part, ...],
-    *,
-    every: bool = False,
-) -> Document:
+    gate_name: str, report: CheckpointReport, content: tuple[doc.Part, ...], *, every: bool = False
+) -> doc.Document:
     gate = checkpoint_gate(gate_name, report)
-    findings = FindingList(
-        findings=tuple((gate_name, finding) for finding in gate.findings),
-        everything="--format json",
-        every=every,
-    )
-    return Document(
+    findings = tuple((gate_name, finding) for finding in gate.findings)
+    return doc.Document(
         title=report.checkpoint,
         status=gate.status,
         device=report.engine.device if isinstance(report, LoadReport) and report.engine else "",
         sentence=finding_counts(report.findings) + judged_for(report),
-        parts=(*((findings,) if gate.findings else ()), *parts),
+        parts=parts(doc.FindingList(findings, "--format json", every) if findings else None, content),
     )
 
 
-def load_facts(load: LoadReport) -> tuple[tuple[str, Cell], ...]:
+def load_facts(load: LoadReport) -> doc.Facts:
     """The engine, how it was started, what it cannot show, its distance from the reference, its log."""
-    engine, facts = load.engine, []
-    if engine:
-        facts.append(("vLLM", engine_line(engine)))
-        facts += [("served with", served_with(engine))] if engine.settings else []
-        facts += [("not shown", spot) for spot in engine.blind_spots]
-    facts += [("log-probs", agreement_line(load.logprobs))] if load.logprobs else []
-    facts += [("log", load.log_tail)] if load.log_tail else []
-    return tuple((label, Cell(text)) for label, text in facts)
+    engine = load.engine
+    return facts(
+        ("vLLM", engine_line(engine)) if engine else None,
+        ("served with", served_with(engine)) if engine and engine.settings else None,
+        *(("not shown", spot) for spot in (engine.blind_spots if engine else ())),
+        ("log-probs", agreement_line(load.logprobs)) if load.logprobs else None,
+        ("log", load.log_tail) if load.log_tail else None,
+    )
 
 
 def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
@@ -135,7 +111,7 @@ def _where_they_differ(words: list[str]) -> list[str]:
     return words if len(set(words)) > 1 else [""] * len(words)
 
 
-def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[Document]:
+def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Document]:
     """Rows checkpoints, columns vLLM and mode; nothing where there is one column."""
     named = column_names(reports)
     names = tuple(dict.fromkeys(named))
@@ -145,13 +121,11 @@ def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[Document]:
         (report.checkpoint, column): _load_answer(report)
         for report, column in zip(reports, named, strict=True)
     }
-    checkpoints = dict.fromkeys(report.checkpoint for report in reports)
     rows = tuple(
-        cells(checkpoint, *(answers.get((checkpoint, name), "") for name in names))
-        for checkpoint in checkpoints
+        row(checkpoint, *(answers.get((checkpoint, name), "") for name in names))
+        for checkpoint in dict.fromkeys(report.checkpoint for report in reports)
     )
-    table = Table(columns=columns("checkpoint", *names), rows=rows)
-    return [Document(title="loads", parts=(table,))]
+    return [doc.Document(title="loads", parts=(doc.Table(columns("checkpoint", *names), rows),))]
 
 
 def _load_answer(report: LoadReport | DryLoadReport) -> str:
@@ -166,13 +140,12 @@ def _load_answer(report: LoadReport | DryLoadReport) -> str:
     return {"load": "REFUSED", ENGINE_CHECK: "NO ANSWER"}.get(first.check, f"FAULTY: {first.check}")
 
 
-def device_parts(report: DryLoadReport) -> tuple[Part, ...]:
+def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
     """A table for the tensor parallel sizes whose columns, one for each capability, are alike."""
-    spots = tuple(map(Cell, report.blind_spots))
-    return (
-        *(_matrix(report, sizes) for sizes in _alike(report)),
-        Paragraph(f"vLLM {report.vllm}, model class and loaders on headers alone", "muted"),
-        *((Listing(spots, "not shown"),) if spots else ()),
+    return parts(
+        [_matrix(report, sizes) for sizes in _alike(report)],
+        muted(f"vLLM {report.vllm}, model class and loaders on headers alone"),
+        doc.Listing(row(*report.blind_spots), "not shown") if report.blind_spots else None,
     )
 
 
@@ -186,25 +159,23 @@ def _alike(report: DryLoadReport) -> list[tuple[int, ...]]:
     return [tuple(sizes) for sizes in alike.values()]
 
 
-def _matrix(report: DryLoadReport, sizes: tuple[int, ...]) -> Section:
+def _matrix(report: DryLoadReport, sizes: tuple[int, ...]) -> doc.Section:
     whole = [cell for cell in report.cells if cell.tp == sizes[0]]
-    rows = [(Cell(_WHOLE), Cell(""), *map(_cell, whole))]
+    rows = [row(_WHOLE, "", *map(_cell, whole))]
     if any(cell.status not in ("refused", "not shown") for cell in whole):
         rows += _equal_rows(report.rows, sizes[0])
     header = columns("Layers", "Stored", *(f"SM {cell.sm}" for cell in whole))
-    return Section(
-        title=f"tensor parallel {', '.join(map(str, sizes))}",
-        parts=(Table(columns=header, rows=tuple(rows), stack=False),),
-    )
+    table = doc.Table(header, tuple(rows), stack=False)
+    return doc.Section(f"tensor parallel {', '.join(map(str, sizes))}", (table,))
 
 
-def _equal_rows(rows: Sequence[MatrixRow], tp: int) -> list[tuple[Cell, ...]]:
+def _equal_rows(kinds: Sequence[MatrixRow], tp: int) -> list[tuple[doc.Cell, ...]]:
     """The kinds of layers that are stored alike and do alike, together."""
-    alike: dict[tuple[Cell, ...], list[MatrixRow]] = {}
-    for row in rows:
-        shown = (Cell(row.stored), *(_cell(cell) for cell in row.cells if cell.tp == tp))
-        alike.setdefault(shown, []).append(row)
-    return [(Cell(_names(members)), *shown) for shown, members in alike.items()]
+    alike: dict[tuple[doc.Cell, ...], list[MatrixRow]] = {}
+    for kind in kinds:
+        shown = row(kind.stored, *(_cell(cell) for cell in kind.cells if cell.tp == tp))
+        alike.setdefault(shown, []).append(kind)
+    return [row(_names(members), *shown) for shown, members in alike.items()]
 
 
 def _names(rows: Sequence[MatrixRow]) -> str:
@@ -213,8 +184,8 @@ def _names(rows: Sequence[MatrixRow]) -> str:
     return f"{' '.join(names)} ({sum(row.count for row in rows)})"
 
 
-def _cell(cell: MatrixCell) -> Cell:
-    return Cell(_cell_text(cell), tone=_TONE[cell.status])
+def _cell(cell: MatrixCell) -> doc.Cell:
+    return doc.Cell(_cell_text(cell), tone=_TONE[cell.status])
 
 
 def _cell_text(cell: MatrixCell) -> str:

@@ -6,9 +6,9 @@ from statistics import median
 from typing import TypeVar
 
 from vexport.diff import Difference, DiffReport, TensorDifference, WeightDifference
+from vexport.errors.escaping import clip, visible
 from vexport.errors.extras import fix
 from vexport.files import to_json
-from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import decibels, percent, plural, ratio, size
 
 T = TypeVar("T")

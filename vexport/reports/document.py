@@ -4,7 +4,8 @@ Every text here may come from a checkpoint, a model or a data set: the renderers
 draws charts.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vexport.reports.charts.bars import Bars
@@ -16,7 +17,8 @@ from vexport.types import Finding
 
 Form = Literal["text", "markdown", "html"]
 FORMS: tuple[Form, ...] = ("text", "markdown", "html")
-Style = Literal["plain", "muted", "warning"]
+PAGE: tuple[Form, ...] = ("html",)
+SUMMARY: tuple[Form, ...] = ("text", "markdown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Column:
     omit: tuple[Form, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Table:
     """Rows of cells under columns; on a narrow page a row becomes a list unless `stack` is off."""
 
@@ -57,13 +59,10 @@ class Table:
 
     def shown(self, form: Form) -> "Table":
         """The table with the columns of one form."""
-        kept = [number for number, column in enumerate(self.columns) if form not in column.omit]
-        return Table(
-            columns=tuple(self.columns[number] for number in kept),
-            rows=tuple(tuple(row[number] for number in kept) for row in self.rows),
-            caption=self.caption,
-            stack=self.stack,
-        )
+        kept = [form not in column.omit for column in self.columns]
+        columns = tuple(column for column, keep in zip(self.columns, kept, strict=True) if keep)
+        rows = (tuple(cell for cell, keep in zip(row, kept, strict=True) if keep) for row in self.rows)
+        return replace(self, columns=columns, rows=tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Paragraph:
     """One or more sentences."""
 
     text: str
-    style: Style = "plain"
+    style: Literal["plain", "muted", "warning"] = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +95,9 @@ class Code:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Details:
-    """Folded where a form can fold; plain text has the lines of `brief` instead."""
+    """Folded where a form can fold, unless `open`; plain text has the lines of `brief` instead."""
 
     summary: Cell
     parts: tuple["Part", ...]
@@ -106,7 +105,7 @@ class Details:
     open: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FindingList:
     """Findings with the gate that each belongs to, the gravest first.
 
@@ -118,22 +117,13 @@ class FindingList:
     every: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """One answer to a prompt."""
-
-    label: str
-    text: str
-    tone: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt with what was answered; `group` is what a Filter selects by."""
+    """A prompt with its answers (each a label, a text and a tone); `group` is what a Filter selects by."""
 
     label: str
     prompt: str
-    sides: tuple[Side, ...]
+    answers: tuple[tuple[str, str, str], ...]
     group: str = ""
 
 
@@ -151,7 +141,7 @@ class Tokens:
     tokens: tuple[tuple[str, int, str], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """Parts under a title, in the forms that are named; `lead` says on a page what is to be seen."""
 
@@ -168,13 +158,13 @@ Part = (
 ) | Chart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tile:
     """A number to see first."""
 
     label: str
     figure: str
-    unit: str = ""
+    unit: str
     note: str
 
 
@@ -187,6 +177,7 @@ class Document:
     """
 
     title: str
+    parts: tuple[Part, ...]
     status: Status | None = None
     device: str = ""
     sentence: str = ""
@@ -194,20 +185,37 @@ class Document:
     next_step: tuple[str, str] = ("", "")
     gates: tuple[Gate, ...] = ()
     tiles: tuple[Tile, ...] = ()
-    parts: tuple[Part, ...] = field(default=())
     footer: str = ""
 
 
-def badge(status: str) -> Cell:
-    """A status or severity as a label; more words than its first are read in its tone."""
-    return Cell(status, tone=status.partition(" ")[0].lower(), badge=True)
+def badge(status: str, note: str = "") -> Cell:
+    """A status or severity as a label, in the tone of its first word."""
+    return Cell(status, note, tone=status.partition(" ")[0].lower(), badge=True)
 
 
-def columns(*titles: str, numeric: bool = False) -> tuple[Column, ...]:
-    """Columns that are alike."""
-    return tuple(Column(title, numeric=numeric) for title in titles)
+def columns(*titles: str) -> tuple[Column, ...]:
+    """Columns by title; those after a `>` hold numbers."""
+    return tuple(Column(title.removeprefix(">"), numeric=title.startswith(">")) for title in titles)
 
 
-def cells(*texts: str) -> tuple[Cell, ...]:
-    """Plain cells."""
-    return tuple(map(Cell, texts))
+def row(*values: Cell | str) -> tuple[Cell, ...]:
+    """Cells, of which those without a note may be plain text."""
+    return tuple(Cell(value) if isinstance(value, str) else value for value in values)
+
+
+def facts(*rows: tuple[str, Cell | str] | None) -> Facts:
+    """Facts that there are."""
+    return Facts(tuple((pair[0], row(pair[1])[0]) for pair in rows if pair))
+
+
+def parts(*items: Part | Iterable[Part] | None) -> tuple[Part, ...]:
+    """Parts one after the other, without those that there are not."""
+    flat: list[Part] = []
+    for item in items:
+        flat += item if isinstance(item, Iterable) else [item] if item else []
+    return tuple(flat)
+
+
+def muted(text: str) -> Paragraph:
+    """Small print."""
+    return Paragraph(text, "muted")

@@ -4,19 +4,20 @@ from collections.abc import Sequence
 
 from vexport.reports.document import (
     Cell,
-    Column,
     Details,
     FindingList,
-    Paragraph,
     Part,
     Table,
     badge,
     columns,
+    muted,
+    parts,
+    row,
 )
 from vexport.reports.folding import SEVERITIES, Folded, fold
 from vexport.reports.formatting import plural
 
-_COLUMNS = (Column("Where"), *columns("Severity", "Got", "Need", "Do"))
+_Kinds = Sequence[tuple[str, Folded]]
 
 
 def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
@@ -28,32 +29,28 @@ def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
         for kind in fold([finding for name, finding in part.findings if name == gate])
     ]
     kinds.sort(key=lambda pair: SEVERITIES.index(pair[1].first.severity))
-    shown = kinds[:limit]
     more = sum(kind.count + kind.following for _, kind in kinds[limit:])
-    return (
-        _table(shown),
-        *(_following(gate, kind) for gate, kind in shown if kind.follow),
-        *((Paragraph(f"{plural(more, 'more finding')} in {part.everything}", "muted"),) if more else ()),
+    return parts(
+        _table(kinds[:limit]),
+        [_following(gate, kind) for gate, kind in kinds[:limit] if kind.follow],
+        muted(f"{plural(more, 'more finding')} in {part.everything}") if more else None,
     )
 
 
-def _table(kinds: Sequence[tuple[str, Folded]]) -> Table:
-    return Table(columns=_COLUMNS, rows=tuple(_row(gate, kind) for gate, kind in kinds))
-
-
-def _row(gate: str, kind: Folded) -> tuple[Cell, ...]:
-    finding = kind.finding
-    return (
-        Cell(finding.where, note=f"{gate}: {finding.check}", mono=True),
-        badge(finding.severity),
-        Cell(finding.got),
-        Cell(finding.expected),
-        Cell(finding.fix),
+def _table(kinds: _Kinds) -> Table:
+    rows = (
+        row(
+            Cell(kind.finding.where, note=f"{gate}: {kind.first.check}", mono=True),
+            badge(kind.first.severity),
+            kind.first.got,
+            kind.first.expected,
+            kind.finding.fix,
+        )
+        for gate, kind in kinds
     )
+    return Table(columns("Where", "Severity", "Got", "Need", "Do"), tuple(rows))
 
 
 def _following(gate: str, kind: Folded) -> Details:
-    return Details(
-        summary=Cell(f"{plural(kind.following, 'finding')} that may follow from {kind.places}"),
-        parts=(_table([(gate, other) for other in kind.follow]),),
-    )
+    summary = f"{plural(kind.following, 'finding')} that may follow from {kind.places}"
+    return Details(Cell(summary), (_table([(gate, other) for other in kind.follow]),))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from vexport.errors.escaping import clip, visible
 from vexport.reports.checkpoints import titled
-from vexport.reports.escaping import clip, visible
 from vexport.reports.folding import fold
 from vexport.reports.formatting import plural
 from vexport.reports.gates import Gate, Status, checkpoint_gate, judged_for, report_gates, verdict_gates

@@ -7,7 +7,18 @@ from dataclasses import dataclass, replace
 from vexport.evaluation.ladder import ladder
 from vexport.reports.charts.plane import Plane, ladder_chart
 from vexport.reports.charts.trend import Trend, trend
-from vexport.reports.document import Cell, Column, Document, Section, Table, badge, cells, columns
+from vexport.reports.document import (
+    SUMMARY,
+    Cell,
+    Column,
+    Document,
+    Section,
+    Table,
+    badge,
+    columns,
+    parts,
+    row,
+)
 from vexport.reports.formatting import NOT_AVAILABLE, bits_per_weight, duration, size, small
 from vexport.reports.sentences import (
     outcome_line,
@@ -48,24 +59,19 @@ def history_document(runs: Sequence[Run]) -> Document:
     """The runs, the scores of each task, KL against bits, and trends."""
     ordered = by_time(runs)
     titles = tuple(dict.fromkeys(task_title(task) for run in ordered for task in _tasks(run)))
-    reports = [replace(run.report, name=run.label) for run in ordered]
-    kl_chart = ladder_chart(ladder(reports))
+    kl_chart = ladder_chart(ladder([replace(run.report, name=run.label) for run in ordered]))
     trends = _trends(ordered, titles)
-    made = (_made(reports[0].created), _made(reports[-1].created))
+    first, last = (_made(run.report.created) for run in (ordered[0], ordered[-1]))
     return Document(
         title=f"{len(ordered)} runs",
-        subtitle=f"{made[0]} to {made[1]} UTC",
-        parts=(
-            _section("Runs, the oldest first", _runs_table(ordered), anchor="runs"),
-            *((_scores_section(ordered, titles),) if titles else ()),
-            *((_section("What each scheme loses", kl_chart),) if kl_chart else ()),
-            *((_section("Over time", *trends),) if trends else ()),
+        subtitle=f"{first} to {last} UTC",
+        parts=parts(
+            Section("Runs, the oldest first", (_runs_table(ordered),), anchor="runs"),
+            _scores_section(ordered, titles) if titles else None,
+            Section("What each scheme loses", (kl_chart,)) if kl_chart else None,
+            Section("Over time", trends) if trends else None,
         ),
     )
-
-
-def _section(title: str, *parts: Table | Plane, anchor: str = "") -> Section:
-    return Section(title=title, anchor=anchor, parts=parts)
 
 
 def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -86,23 +92,21 @@ def _runs_table(runs: Sequence[Run]) -> Table:
         _run_row(number, run, change)
         for number, (run, change) in enumerate(zip(runs, changes, strict=True), 1)
     )
-    return Table(columns=_COLUMNS, rows=rows)
+    return Table(_COLUMNS, rows)
 
 
 def _run_row(number: int, run: Run, change: str) -> tuple[Cell, ...]:
     report = run.report
-    return (
+    return row(
         Cell(f"{number} {run.label}", href=run.href),
-        Cell(_made(report.created)),
+        _made(report.created),
         badge(outcome_line(report.outcome, report_device(report))),
-        *cells(
-            change,
-            schemes_in_use(report.plan),
-            size(report.plan.output_bytes),
-            bits_per_weight(report.plan.output_bytes, report.plan.parameters),
-            duration(sum(report.seconds.values())),
-            small(report.drift.mean_kl) if report.drift else NOT_AVAILABLE,
-        ),
+        change,
+        schemes_in_use(report.plan),
+        size(report.plan.output_bytes),
+        bits_per_weight(report.plan.output_bytes, report.plan.parameters),
+        duration(sum(report.seconds.values())),
+        small(report.drift.mean_kl) if report.drift else NOT_AVAILABLE,
     )
 
 
@@ -134,10 +138,9 @@ def _made(created: str) -> str:
 
 def _scores_section(runs: Sequence[Run], titles: Sequence[str]) -> Section:
     """A row for each task with its score in every run; a page has the trends instead."""
-    header = (Column("Task"), *columns(*(str(number) for number in range(1, len(runs) + 1))))
-    rows = tuple(cells(title, *_scores(runs, title)) for title in titles)
-    table = Table(columns=header, rows=rows)
-    return Section(title="Quantized scores by run", parts=(table,), forms=("text", "markdown"))
+    header = columns("Task", *(str(number) for number in range(1, len(runs) + 1)))
+    table = Table(header, tuple(row(title, *_scores(runs, title)) for title in titles))
+    return Section("Quantized scores by run", (table,), forms=SUMMARY)
 
 
 def _scores(runs: Sequence[Run], title: str) -> list[str]:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from vexport.errors.escaping import clip, visible
 from vexport.reports.document import Document, FindingList, Part, Section, Table
-from vexport.reports.escaping import clip, visible
 from vexport.reports.findings import finding_parts
 from vexport.reports.gates import Gate
 from vexport.reports.sentences import opening

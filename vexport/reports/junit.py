@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+from vexport.errors.escaping import visible
 from vexport.reports.checkpoints import column_names
-from vexport.reports.escaping import visible
 from vexport.reports.folding import kinds
 from vexport.reports.gates import (
     Gate,

@@ -3,29 +3,19 @@
 import math
 from collections.abc import Sequence
 
-from vexport.reports.charts.bars import chosen_schemes, loss_bars, plan_bars, size_bars
+from vexport.reports import document as doc
+from vexport.reports.charts.bars import chosen_schemes, loss_bars, size_bars
 from vexport.reports.charts.layers import layer_chart
 from vexport.reports.charts.plane import tradeoff_chart
-from vexport.reports.document import (
-    Cell,
-    Column,
-    Details,
-    Paragraph,
-    Part,
-    Section,
-    Table,
-    Tokens,
-    badge,
-    cells,
-    columns,
-)
-from vexport.reports.formatting import count, decibels, percent, size, small
+from vexport.reports.document import PAGE, badge, columns, muted, parts, row
+from vexport.reports.formatting import bits_per_weight, count, decibels, percent, size, small
 from vexport.reports.mixing import budget_of
 from vexport.reports.sentences import attribution_line, schemes_in_use
 from vexport.types import (
     Attempt,
     Attribution,
     Drift,
+    KindSize,
     LayerError,
     MixedScheme,
     PromptDrift,
@@ -36,242 +26,192 @@ from vexport.types import (
 MAX_LAYERS = 400
 
 
-def size_section(report: Report) -> Section:
+def size_section(report: Report) -> doc.Section:
     """What is stored, before and after, and by kind of layer."""
     plan = report.plan
-    layers = sum(len(group.members) for group in plan.groups)
     kept = f": {', '.join(plan.kept_linears)}" if plan.kept_linears else ""
-    kinds = Section(title="By kind of layer", parts=(size_bars(report.sizes),))
-    bits = f"everything stored, scales and kept layers included, over {count(plan.parameters)} parameters"
-    return Section(
-        title="Size",
-        anchor="size",
-        lead=f"{count(layers)} linear layers quantized in {count(len(plan.groups))} fusion groups "
-        f"({schemes_in_use(plan)}); {count(len(plan.kept_linears))} kept{kept}.",
-        parts=(
-            plan_bars(plan),
-            *((kinds,) if report.sizes else ()),
-            Paragraph(f"Bits per weight: {bits}.", "muted"),
-        ),
-        forms=("html",),
+    layers = count(sum(len(group.members) for group in plan.groups))
+    lead = (
+        f"{layers} linear layers quantized in {count(len(plan.groups))} fusion groups "
+        f"({schemes_in_use(plan)}); {count(len(plan.kept_linears))} kept{kept}."
     )
+    before, after = (bits_per_weight(n, plan.parameters) for n in (plan.source_bytes, plan.output_bytes))
+    whole = KindSize(kind="checkpoint", source_bytes=plan.source_bytes, output_bytes=plan.output_bytes)
+    kinds = doc.Section("By kind of layer", (size_bars(report.sizes),)) if report.sizes else None
+    bits = muted(
+        f"{after} bits per weight, was {before}: everything stored, scales and kept layers included, over "
+        f"{count(plan.parameters)} parameters."
+    )
+    return doc.Section("Size", parts(size_bars([whole]), kinds, bits), anchor="size", lead=lead, forms=PAGE)
 
 
-def noise_section(layers: Sequence[LayerError]) -> tuple[Section, ...]:
+def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
     """Signal-to-noise of the layers; nothing where none has any noise."""
     chart = layer_chart(layers)
     if chart is None:
-        return ()
+        return None
     hidden = f"; {count(chart.hidden)} dots between their neighbours are left out" if chart.hidden else ""
+    lead = f"How well stored weights reproduce the source, in dB; more is better. A dot is a layer{hidden}."
     worst = sorted(layers, key=_noise_first)[:MAX_LAYERS]
+    rows = (row(doc.Cell(layer.name, mono=True), layer.scheme, decibels(layer.snr_db)) for layer in worst)
+    table = doc.Table(columns("Layer", "Scheme", ">dB"), tuple(rows), stack=False)
     more = f"{count(len(layers) - len(worst))} more in report.json"
-    table = Table(
-        columns=(*columns("Layer", "Scheme"), Column("dB", numeric=True)),
-        rows=tuple(
-            (Cell(layer.name, mono=True), Cell(layer.scheme), Cell(decibels(layer.snr_db))) for layer in worst
-        ),
-        stack=False,
-    )
-    details = Details(
-        summary=Cell("Layers from the lowest signal-to-noise up"),
-        parts=(table, *((Paragraph(more, "muted"),) if len(layers) > len(worst) else ())),
-    )
-    return (
-        Section(
-            title="Signal-to-noise by layer",
-            anchor="signal-to-noise",
-            lead="How well the stored weights reproduce the source, in dB; more is better. A dot is one "
-            f"layer{hidden}.",
-            parts=(chart, details),
-            forms=("html",),
-        ),
-    )
+    content = parts(table, muted(more) if len(layers) > len(worst) else None)
+    details = doc.Details(doc.Cell("Layers from the lowest signal-to-noise up"), content)
+    title = "Signal-to-noise by layer"
+    return doc.Section(title, (chart, details), anchor="signal-to-noise", lead=lead, forms=PAGE)
 
 
 def _noise_first(layer: LayerError) -> float:
     return -math.inf if math.isnan(layer.snr_db) else layer.snr_db
 
 
-def sensitivity_sections(report: Report) -> tuple[Section, ...]:
+def sensitivity_sections(report: Report) -> tuple[doc.Part, ...]:
     """What each group of layers loses, the mixture that was chosen from that, the rounds until it passed."""
-    sensitivity, mixed = report.sensitivity, report.mixed
-    return (
-        *((_sensitivity(sensitivity, mixed),) if sensitivity else ()),
-        *((_mixed(mixed),) if mixed else ()),
-        *((_attempts(report.attempts),) if report.attempts else ()),
+    return parts(
+        _sensitivity(report.sensitivity, report.mixed) if report.sensitivity else None,
+        _mixed(report.mixed) if report.mixed else None,
+        _attempts(report.attempts) if report.attempts else None,
     )
 
 
-def _sensitivity(sensitivity: Sensitivity, mixed: MixedScheme | None) -> Section:
+def _sensitivity(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Section:
     rank = sensitivity.rank_correlation
+    method = "measured" if sensitivity.method == "measure" else "estimated"
     correlation = (
         f"; estimates and measured losses have a rank correlation of {rank:.2f}" if rank is not None else ""
     )
-    method = "measured" if sensitivity.method == "measure" else "estimated"
-    return Section(
-        title="Sensitivity",
-        anchor="sensitivity",
-        lead="What each group of layers costs when it alone is quantized: KL against the source in nats per "
-        f"token, {method} on {count(sensitivity.tokens)} tokens of {count(sensitivity.samples)} "
-        f"samples{correlation}.",
-        parts=(
-            loss_bars(sensitivity, mixed),
-            Details(summary=Cell("All groups and schemes"), parts=(_losses(sensitivity, mixed),)),
-        ),
-        forms=("html",),
+    lead = (
+        "What each group of layers costs when it alone is quantized: KL against the source in nats per "
+        f"token, {method} on {count(sensitivity.tokens)} tokens of "
+        f"{count(sensitivity.samples)} samples{correlation}."
     )
+    details = doc.Details(doc.Cell("All groups and schemes"), (_losses(sensitivity, mixed),))
+    content = (loss_bars(sensitivity, mixed), details)
+    return doc.Section("Sensitivity", content, anchor="sensitivity", lead=lead, forms=PAGE)
 
 
-def _losses(sensitivity: Sensitivity, mixed: MixedScheme | None) -> Table:
+def _losses(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Table:
     """Every group under every scheme, in the model's order, at most MAX_LAYERS."""
     chosen = chosen_schemes(mixed)
     rows = [
-        (
-            Cell(group.name, mono=True),
-            Cell(loss.scheme + (", chosen" if chosen.get(group.name) == loss.scheme else "")),
-            Cell(size(loss.num_bytes)),
-            Cell("" if loss.measured is None else small(loss.measured)),
-            Cell(small(loss.estimate)),
+        row(
+            doc.Cell(group.name, mono=True),
+            loss.scheme + (", chosen" if chosen.get(group.name) == loss.scheme else ""),
+            size(loss.num_bytes),
+            "" if loss.measured is None else small(loss.measured),
+            small(loss.estimate),
         )
         for group in sensitivity.groups
         for loss in group.schemes
     ]
-    header = (*columns("Group", "Scheme"), *columns("Size", "Measured", "Estimate", numeric=True))
-    return Table(columns=header, rows=tuple(rows[:MAX_LAYERS]), stack=False)
+    header = columns("Group", "Scheme", ">Size", ">Measured", ">Estimate")
+    return doc.Table(header, tuple(rows[:MAX_LAYERS]), stack=False)
 
 
-def _mixed(mixed: MixedScheme) -> Section:
-    chart = tradeoff_chart(mixed)
-    return Section(
-        title="Mixed scheme",
-        lead=f"Chosen from {', '.join(mixed.candidates)} within {budget_of(mixed)}: "
-        f"{size(mixed.output_bytes)}, a predicted loss of {small(mixed.loss)} nats per token.",
-        parts=(chart,) if chart else (),
-        forms=("html",),
+def _mixed(mixed: MixedScheme) -> doc.Section:
+    lead = (
+        f"Chosen from {', '.join(mixed.candidates)} within {budget_of(mixed)}: {size(mixed.output_bytes)}, a "
+        f"predicted loss of {small(mixed.loss)} nats per token."
     )
+    return doc.Section("Mixed scheme", parts(tradeoff_chart(mixed)), lead=lead, forms=PAGE)
 
 
-def _attempts(attempts: Sequence[Attempt]) -> Section:
-    header = (*columns("Round", "Result", "Promoted"), *columns("Size", "Predicted loss", numeric=True))
+def _attempts(attempts: Sequence[Attempt]) -> doc.Section:
     rows = tuple(
-        (
-            Cell(str(attempt.number)),
-            Cell(attempt.outcome, attempt.reason, tone=attempt.outcome.lower(), badge=True),
-            Cell(
-                "\n".join(
-                    f"{group.name} {group.before} to {group.after} (+{size(group.num_bytes)})"
-                    for group in attempt.promotions
-                )
-                or "nothing"
-            ),
-            Cell(size(attempt.output_bytes)),
-            Cell(small(attempt.loss)),
+        row(
+            str(attempt.number),
+            badge(attempt.outcome, attempt.reason),
+            _promoted(attempt),
+            size(attempt.output_bytes),
+            small(attempt.loss),
         )
         for attempt in attempts
     )
-    return Section(
-        title="Until it passed",
-        lead="After every failure the groups that cost most were given more bits.",
-        parts=(Table(columns=header, rows=rows),),
-        forms=("html",),
+    table = doc.Table(columns("Round", "Result", "Promoted", ">Size", ">Predicted loss"), rows)
+    lead = "After every failure the groups that cost most were given more bits."
+    return doc.Section("Until it passed", (table,), lead=lead, forms=PAGE)
+
+
+def _promoted(attempt: Attempt) -> str:
+    lines = (
+        f"{promotion.name} {promotion.before} to {promotion.after} (+{size(promotion.num_bytes)})"
+        for promotion in attempt.promotions
     )
+    return "\n".join(lines) or "nothing"
 
 
-def signals_section(report: Report) -> tuple[Section, ...]:
+def signals_section(report: Report) -> doc.Section | None:
     """What the log-probabilities of both models show; nothing where they were not compared."""
     drift, attribution = report.drift, report.attribution
     if not drift and not attribution:
-        return ()
+        return None
     lead = (
         f"Both models in vLLM on the same {count(drift.positions)} tokens of {count(drift.prompts)} prompts. "
         "An early signal: it warns, it never decides."
         if drift
         else ""
     )
-    return (
-        Section(
-            title="Log-probabilities",
-            anchor="log-probabilities",
-            lead=lead,
-            parts=(
-                *(_drift(drift) if drift else ()),
-                *((_cause(attribution),) if attribution else ()),
-                *((_worst_prompts(drift),) if drift and drift.worst else ()),
-            ),
-            forms=("html",),
-        ),
+    worst = [_prompt(prompt, drift.kl_limit) for prompt in drift.worst] if drift else []
+    content = parts(
+        _drift(drift) if drift else None,
+        _cause(attribution) if attribution else None,
+        doc.Section("Prompts that changed most", tuple(worst)) if worst else None,
     )
+    return doc.Section("Log-probabilities", content, anchor="log-probabilities", lead=lead, forms=PAGE)
 
 
-def _drift(drift: Drift) -> tuple[Part, ...]:
-    rise = drift.candidate_nll - drift.baseline_nll
-    measures = (
-        (
-            "Mean KL, nats per token",
-            small(drift.mean_kl),
-            small(drift.kl_limit),
-            drift.mean_kl > drift.kl_limit,
-        ),
-        ("NLL, quantized minus baseline", f"{rise:+.3g}", f"{drift.nll_limit:+.3g}", rise > drift.nll_limit),
-    )
-    header = (Column("Measure"), *columns("Value", "Limit", numeric=True), Column("Within"))
-    rows = tuple(
-        (*cells(label, value, limit), badge("WARNING" if beyond else "PASS"))
-        for label, value, limit, beyond in measures
+def _drift(drift: Drift) -> tuple[doc.Part, ...]:
+    rise, kl = drift.candidate_nll - drift.baseline_nll, drift.mean_kl
+    within = [badge("WARNING" if over else "PASS") for over in (kl > drift.kl_limit, rise > drift.nll_limit)]
+    rows = (
+        row("Mean KL, nats per token", small(kl), small(drift.kl_limit), within[0]),
+        row("NLL, quantized minus baseline", f"{rise:+.3g}", f"{drift.nll_limit:+.3g}", within[1]),
     )
     more = (
         f"Largest KL of one token {small(drift.max_kl)}; the likeliest token is the same at "
         f"{percent(drift.top1_agreement)} of the positions; NLL {small(drift.baseline_nll)} and "
         f"{small(drift.candidate_nll)}."
     )
-    return Table(columns=header, rows=rows), Paragraph(more, "muted")
+    return doc.Table(columns("Measure", ">Value", ">Limit", "Within"), rows), muted(more)
 
 
-def _cause(attribution: Attribution) -> Section:
-    distances = (
-        ("Noise floor", attribution.noise),
-        ("Quantization", attribution.quantization),
-        ("Engine", attribution.engine),
-        ("All together", attribution.total),
-    )
+def _cause(attribution: Attribution) -> doc.Section:
+    distances = {
+        "Noise floor": attribution.noise,
+        "Quantization": attribution.quantization,
+        "Engine": attribution.engine,
+        "All together": attribution.total,
+    }
     rows = tuple(
-        (
-            Cell(label),
-            Cell(f"{distance.measured} against {distance.reference}"),
-            Cell(small(distance.mean_kl), f"at most {small(distance.max_kl)}"),
-            Cell(small(distance.limit)),
+        row(
+            label,
+            f"{distance.measured} against {distance.reference}",
+            doc.Cell(small(distance.mean_kl), f"at most {small(distance.max_kl)}"),
+            small(distance.limit),
         )
-        for label, distance in distances
+        for label, distance in distances.items()
         if distance
     )
-    header = (*columns("Part", "Measured"), *columns("Mean KL", "Limit", numeric=True))
-    return Section(
-        title="Where the loss comes from",
-        parts=(
-            Paragraph(attribution_line(attribution)),
-            Table(columns=header, rows=rows),
-            *(Paragraph(line, "muted") for line in (*attribution.harness, *attribution.evidence)),
-        ),
+    table = doc.Table(columns("Part", "Measured", ">Mean KL", ">Limit"), rows)
+    evidence = map(muted, (*attribution.harness, *attribution.evidence))
+    return doc.Section(
+        "Where the loss comes from", parts(doc.Paragraph(attribution_line(attribution)), table, evidence)
     )
 
 
-def _worst_prompts(drift: Drift) -> Section:
-    return Section(
-        title="Prompts that changed most",
-        parts=tuple(_prompt(prompt, drift.kl_limit) for prompt in drift.worst),
-    )
-
-
-def _prompt(prompt: PromptDrift, limit: float) -> Details:
+def _prompt(prompt: PromptDrift, limit: float) -> doc.Details:
     def remark(kl: float, before: float, after: float) -> str:
         return f"KL {small(kl)}, NLL {small(before)} to {small(after)}"
 
-    tokens = tuple(
-        (token.token, heat(token.kl, limit), remark(token.kl, token.baseline_nll, token.candidate_nll))
-        for token in prompt.tokens
+    tokens = doc.Tokens(
+        tuple(
+            (token.token, heat(token.kl, limit), remark(token.kl, token.baseline_nll, token.candidate_nll))
+            for token in prompt.tokens
+        )
     )
     summary = remark(prompt.kl, prompt.baseline_nll, prompt.candidate_nll)
-    return Details(summary=Cell(summary, prompt.prompt, mono=True), parts=(Tokens(tokens),))
+    return doc.Details(doc.Cell(summary, prompt.prompt, mono=True), (tokens,))
 
 
 def heat(kl: float, limit: float) -> int:

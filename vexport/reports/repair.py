@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from vexport.errors.escaping import clip, visible
 from vexport.files import to_json
 from vexport.repair.changes import Repair, RepairReport, WeightChange
 from vexport.reports import folding
-from vexport.reports.escaping import clip, visible
 from vexport.reports.formatting import decibels, plural
 from vexport.types import Finding
 

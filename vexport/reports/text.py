@@ -1,7 +1,7 @@
 """Plain text for people: what was decided, why, and what to do, 100 columns wide."""
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -11,18 +11,8 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from vexport.reports.document import (
-    Details,
-    Document,
-    Facts,
-    FindingList,
-    Listing,
-    Paragraph,
-    Part,
-    Section,
-    Table,
-)
-from vexport.reports.escaping import clip, visible
+from vexport.errors.escaping import clip, visible
+from vexport.reports import document as doc
 from vexport.reports.folding import Folded, fold
 from vexport.reports.formatting import plural
 from vexport.reports.sentences import opening, outcome_line
@@ -33,7 +23,7 @@ MAX_FINDINGS = 20
 _MAX_TEXT = 1000
 
 
-def render(documents: Sequence[Document]) -> str:
+def render(documents: Sequence[doc.Document]) -> str:
     """The documents one after the other."""
     console = Console(
         file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False
@@ -50,7 +40,7 @@ def harmless(text: str) -> Text:
     return Text(visible(clip(text, _MAX_TEXT)), overflow="fold")
 
 
-def _document(document: Document) -> Iterator[RenderableType]:
+def _document(document: doc.Document) -> Iterator[RenderableType]:
     if document.status:
         answer = outcome_line(document.status, document.device)
         head = Text.assemble(harmless(answer), "  ", harmless(document.title))
@@ -61,25 +51,35 @@ def _document(document: Document) -> Iterator[RenderableType]:
         yield from _part(part)
 
 
-def _part(part: Part) -> Iterator[RenderableType]:
+def _part(part: doc.Part) -> Iterator[RenderableType]:
     """Blocks with an empty line below each; what only a page can show is left out."""
-    draw = _DRAW.get(type(part))
-    if draw:
-        yield from draw(part)
+    match part:
+        case doc.Section() if "text" in part.forms:
+            yield from _section(part)
+        case doc.Table():
+            yield from _table(part.shown("text"))
+        case doc.Facts() if part.rows:
+            yield _aligned([(label, cell.text) for label, cell in part.rows])
+        case doc.Paragraph():
+            yield harmless(f"warning  {part.text}" if part.style == "warning" else part.text)
+        case doc.Listing():
+            prefix = f"{part.title}: " if part.title else ""
+            yield Group(*(harmless(prefix + item.text) for item in part.items))
+        case doc.Details() if part.brief:
+            yield Group(*map(harmless, part.brief))
+        case doc.FindingList():
+            yield from _findings(part)
 
 
-def _section(section: Section) -> Iterator[RenderableType]:
+def _section(section: doc.Section) -> Iterator[RenderableType]:
     """What has an anchor on a page is known by its content; other sections have their title."""
-    if "text" not in section.forms:
-        return
     blocks = [block for part in section.parts for block in _part(part)]
     if blocks and section.title and not section.anchor:
         blocks[0] = Group(harmless(section.title), blocks[0])
     yield from blocks
 
 
-def _table(table: Table) -> Iterator[RenderableType]:
-    table = table.shown("text")
+def _table(table: doc.Table) -> Iterator[RenderableType]:
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in table.columns:
         justify: Literal["left", "right"] = "right" if column.numeric else "left"
@@ -95,11 +95,6 @@ def _table(table: Table) -> Iterator[RenderableType]:
         yield harmless(table.caption)
 
 
-def _facts(facts: Facts) -> Iterator[RenderableType]:
-    if facts.rows:
-        yield _aligned([(label, cell.text) for label, cell in facts.rows])
-
-
 def _aligned(rows: Sequence[tuple[str, ...]], padding: tuple[int, int, int, int] = (0, 2, 0, 0)) -> Grid:
     grid = Grid(box=None, show_header=False, padding=padding)
     for row in rows:
@@ -107,21 +102,7 @@ def _aligned(rows: Sequence[tuple[str, ...]], padding: tuple[int, int, int, int]
     return grid
 
 
-def _paragraph(paragraph: Paragraph) -> Iterator[RenderableType]:
-    yield harmless(f"warning  {paragraph.text}" if paragraph.style == "warning" else paragraph.text)
-
-
-def _listing(listing: Listing) -> Iterator[RenderableType]:
-    prefix = f"{listing.title}: " if listing.title else ""
-    yield Group(*(harmless(prefix + item.text) for item in listing.items))
-
-
-def _details(details: Details) -> Iterator[RenderableType]:
-    if details.brief:
-        yield Group(*map(harmless, details.brief))
-
-
-def _findings(part: FindingList) -> Iterator[RenderableType]:
+def _findings(part: doc.FindingList) -> Iterator[RenderableType]:
     """One block per kind of finding, or per finding: place, what was found and needed, what to do."""
     findings = [finding for _, finding in part.findings]
     if part.every:
@@ -155,14 +136,3 @@ def _finding(finding: Finding) -> RenderableType:
     head = Text.assemble(finding.severity, "  ", harmless(finding.where), "  ", check)
     rows = [("got", finding.got), ("need", finding.expected), ("do", finding.fix)]
     return Group(head, _aligned(rows, (0, 1, 0, 2)))
-
-
-_DRAW: Mapping[type, Callable[..., Iterator[RenderableType]]] = {
-    Section: _section,
-    Table: _table,
-    Facts: _facts,
-    Paragraph: _paragraph,
-    Listing: _listing,
-    Details: _details,
-    FindingList: _findings,
-}
