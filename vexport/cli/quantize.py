@@ -76,7 +76,7 @@ def plan(
     from vexport.cli.terminal import progress_display
     from vexport.plan import Settings
     from vexport.plan.outlook import outlook
-    from vexport.reports.plan import render_next, render_plan, render_table
+    from vexport.reports.plan import render_plan, render_table
     from vexport.run.pipeline import (
         ignored_rules,
         plan_scenario_with_headers,
@@ -116,14 +116,7 @@ def plan(
         print_text(render_table(table, format_))
         return
     seen = outlook(index, made, samples, then)
-    text = render_plan(made, seen, format_)
-    if format_ == "text":
-        if evaluate is not None:
-            from vexport.reports.power import documents_needed
-
-            text += documents_needed(evaluate)
-        text += render_next(seen)
-    print_text(text)
+    print_text(render_plan(made, seen, format_, evaluate))
     require_plan(source, made)
 
 

@@ -1,14 +1,17 @@
 """What differs between two checkpoints, for people: alike tensors and layers together on one line."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TypeVar
 
 from vexport.diff import Difference, DiffReport, TensorDifference, WeightDifference
-from vexport.errors.escaping import clip, visible
+from vexport.errors.escaping import clip
 from vexport.errors.extras import fix
 from vexport.files import to_json
+from vexport.reports import document as doc
+from vexport.reports import text
+from vexport.reports.document import facts, listing, parts
 from vexport.reports.formatting import decibels, percent, plural, ratio, size
 
 T = TypeVar("T")
@@ -20,35 +23,32 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 def render_diff(report: DiffReport, format_: str) -> str:
     """The report as text or JSON, with a final newline."""
-    return to_json(report) if format_ == "json" else "\n".join(_lines(report)) + "\n"
+    return to_json(report) if format_ == "json" else text.render([_document(report)])
 
 
-def _lines(report: DiffReport) -> Iterator[str]:
-    yield f"A  {_text(report.a)}  {size(report.sizes[0])}"
-    yield f"B  {_text(report.b)}  {size(report.sizes[1])} ({ratio(report.sizes[1], report.sizes[0])} of A)"
-    if report.same:
-        yield "the same"
-        return
-    yield from _section("config", report.config, _difference)
-    yield from _section("files", report.files, _difference)
-    yield from _section("only in A", _kinds(report.only_a, _itself, _plain), _text)
-    yield from _section("only in B", _kinds(report.only_b, _itself, _plain), _text)
-    yield from _section("dtype or shape", _kinds(report.forms, _place, _form), _text)
-    yield from _section("values", _kinds(report.values, _name, _values), _text)
-    if not report.dequantized:
-        yield ""
-        yield f"weights once dequantized: not compared, which needs torch; {fix('torch')}"
-    yield from _section("weights once dequantized", _kinds(report.weights, _layer, _weights), _text)
+def _document(report: DiffReport) -> doc.Document:
+    share = ratio(report.sizes[1], report.sizes[0])
+    both = facts(
+        ("A", f"{report.a}  {size(report.sizes[0])}"),
+        ("B", f"{report.b}  {size(report.sizes[1])} ({share} of A)"),
+    )
+    needs = f"weights once dequantized: not compared, which needs torch; {fix('torch')}"
+    content = parts(
+        _section("config", [_difference(difference) for difference in report.config]),
+        _section("files", [_difference(difference) for difference in report.files]),
+        _section("only in A", _kinds(report.only_a, str, _plain)),
+        _section("only in B", _kinds(report.only_b, str, _plain)),
+        _section("dtype or shape", _kinds(report.forms, lambda change: change.where, _form)),
+        _section("values", _kinds(report.values, lambda change: change.name, _values)),
+        None if report.dequantized else doc.Paragraph(needs),
+        _section("weights once dequantized", _kinds(report.weights, lambda change: change.layer, _weights)),
+    )
+    same = (doc.Paragraph("the same"),)
+    return doc.Document(title=report.a, parts=(both, *(same if report.same else content)), wide=True)
 
 
-def _section(title: str, entries: Sequence[T], line: Callable[[T], str]) -> Iterator[str]:
-    if not entries:
-        return
-    yield ""
-    yield f"{title} ({len(entries)})"
-    yield from (f"  {line(entry)}" for entry in entries[:SHOWN])
-    if len(entries) > SHOWN:
-        yield f"  and {len(entries) - SHOWN} more: see --format json"
+def _section(title: str, lines: Sequence[str]) -> doc.Section | None:
+    return doc.Section(f"{title} ({len(lines)})", (listing(lines, SHOWN),)) if lines else None
 
 
 def _kinds(
@@ -61,26 +61,14 @@ def _kinds(
     return [f"{kind}: {describe(alike)}" for kind, alike in kinds.items()]
 
 
-def _itself(name: str) -> str:
-    return name
-
-
 def _plain(names: Sequence[str]) -> str:
     return plural(len(names), "tensor")
 
 
-def _place(difference: Difference) -> str:
-    return difference.where
-
-
 def _form(differences: Sequence[Difference]) -> str:
-    sides = list(dict.fromkeys(f"{difference.a} -> {difference.b}" for difference in differences))
-    more = f" and {len(sides) - 1} other ways" if len(sides) > 1 else ""
-    return f"{plural(len(differences), 'tensor')}, {sides[0]}{more}"
-
-
-def _name(difference: TensorDifference) -> str:
-    return difference.name
+    changes = list(dict.fromkeys(f"{difference.a} -> {difference.b}" for difference in differences))
+    more = f" and {len(changes) - 1} other ways" if len(changes) > 1 else ""
+    return f"{plural(len(differences), 'tensor')}, {changes[0]}{more}"
 
 
 def _values(differences: Sequence[TensorDifference]) -> str:
@@ -88,10 +76,6 @@ def _values(differences: Sequence[TensorDifference]) -> str:
     noises = [difference.snr_db for difference in differences if difference.snr_db is not None]
     noise = f", {decibels(min(noises))} dB at worst" if noises else ""
     return f"{plural(len(differences), 'tensor')}, up to {most} of the elements{noise}"
-
-
-def _layer(difference: WeightDifference) -> str:
-    return difference.layer
 
 
 def _weights(differences: Sequence[WeightDifference]) -> str:
@@ -104,9 +88,4 @@ def _weights(differences: Sequence[WeightDifference]) -> str:
 
 
 def _difference(difference: Difference) -> str:
-    return f"{_text(difference.where)}: {_text(difference.a)} -> {_text(difference.b)}"
-
-
-def _text(text: str) -> str:
-    """Text from a checkpoint: no escape sequences, a bounded length."""
-    return visible(clip(text, MAX_TEXT))
+    return f"{difference.where}: {clip(difference.a, MAX_TEXT)} -> {clip(difference.b, MAX_TEXT)}"

@@ -4,7 +4,7 @@ Every text here may come from a checkpoint, a model or a data set: the renderers
 draws charts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -173,7 +173,7 @@ class Document:
     """A report on one thing: its answer, the gates that gave it, and the parts in order.
 
     `status` is None where there is nothing to answer. `device` ran the model. `next_step` is a command, or
-    nothing, and a sentence; `footer` is small print.
+    nothing, and a sentence; `footer` is small print. `wide` text is not wrapped: commands are copied from it.
     """
 
     title: str
@@ -186,6 +186,7 @@ class Document:
     gates: tuple[Gate, ...] = ()
     tiles: tuple[Tile, ...] = ()
     footer: str = ""
+    wide: bool = False
 
 
 def badge(status: str, note: str = "") -> Cell:
@@ -219,3 +220,9 @@ def parts(*items: Part | Iterable[Part] | None) -> tuple[Part, ...]:
 def muted(text: str) -> Paragraph:
     """Small print."""
     return Paragraph(text, "muted")
+
+
+def listing(lines: Sequence[str], most: int) -> Listing:
+    """At most that many lines, and how many more there are."""
+    more = [f"and {len(lines) - most} more: see --format json"] if len(lines) > most else []
+    return Listing(row(*lines[:most], *more))

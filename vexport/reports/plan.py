@@ -5,11 +5,16 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
+from vexport.evaluation.statistics import documents_for_power
 from vexport.files import to_json
 from vexport.formats.gpus import generation
 from vexport.formats.schemes import get_scheme
 from vexport.plan.linears import NUMBER
-from vexport.reports.formatting import count, duration, plural, ratio, size
+from vexport.reports import document as doc
+from vexport.reports import text
+from vexport.reports.document import columns, facts, row
+from vexport.reports.formatting import count, duration, percent, plural, ratio, size
+from vexport.scenario import Evaluate
 from vexport.types import Finding, FusionGroup, Outlook, Plan, SchemeTable
 
 # Lines of text; a plan as JSON has everything.
@@ -17,47 +22,55 @@ MOST_KINDS = 16
 MOST_REASONS = 6
 # Reasons to keep layers of which a reader wants to know the layers.
 WORTH_NAMING = ("unsupported shape", "kept by a rule or --ignore")
+# The share of answers assumed to change, right or wrong; the line that uses it says so.
+TYPICAL_DISAGREEMENT = 0.05
 
 
-def render_plan(plan: Plan, outlook: Outlook, format_: str) -> str:
-    """The plan as text or JSON (plan.schema.json), with a final newline."""
+def render_plan(plan: Plan, outlook: Outlook, format_: str, evaluate: Evaluate | None = None) -> str:
+    """The plan as text or JSON (plan.schema.json), with a final newline.
+
+    The text says how many documents the evaluation of a scenario needs, and what to type next.
+    """
     if format_ == "json":
         merged = {**json.loads(to_json(plan)), "outlook": json.loads(to_json(outlook))}
         return json.dumps(merged, indent=2) + "\n"
-    return _text(plan, outlook)
-
-
-def render_next(outlook: Outlook) -> str:
-    """The line of a plan that says what to type then; nothing where the plan is refused."""
-    return _line("next", outlook.next_command) if outlook.next_command else ""
+    return text.render([_document(plan, outlook, evaluate)])
 
 
 def render_table(table: SchemeTable, format_: str) -> str:
     """What each scheme would give, as text or JSON (plan-schemes.schema.json), with a final newline."""
     if format_ == "json":
         return to_json(table)
-    name = max(len(one.scheme) for one in table.schemes)
-    lines = [
-        f"{table.source}: {table.architecture}, {count(table.parameters)} parameters, "
-        f"{size(table.source_bytes)}, {plural(table.layers, 'linear layer')}",
-        f"  {'scheme':<{name}}  {'size':>8}  {'bits':>5}  {'data':<6}  {'loads from':<15}  "
-        f"{'in full from':<18}  fits",
-    ]
-    for one in table.schemes:
-        data = "needed" if one.needs_calibration else "no"
-        verdict = "yes" if one.fits else f"no: {one.reason}{_part(one.layers, table.layers)}"
-        lines.append(
-            f"  {one.scheme:<{name}}  {size(one.output_bytes):>8}  {one.bits:>5.2f}  {data:<6}  "
-            f"{one.generation:<15}  {full_from(one.full_sm):<18}  {verdict}"
+    rows = (
+        row(
+            scheme.scheme,
+            size(scheme.output_bytes),
+            f"{scheme.bits:.2f}",
+            "needed" if scheme.needs_calibration else "no",
+            scheme.generation,
+            full_from(scheme.full_sm),
+            "yes" if scheme.fits else f"no: {scheme.reason}{_part(scheme.layers, table.layers)}",
         )
-    lines += [
-        "",
+        for scheme in table.schemes
+    )
+    title = (
+        f"{table.source}: {table.architecture}, {count(table.parameters)} parameters, "
+        f"{size(table.source_bytes)}, {plural(table.layers, 'linear layer')}"
+    )
+    legend = (
         "bits: over all weights; data: calibration text; in full from: the least GPU on which vLLM "
         "multiplies inputs of as many bits as are stored; where it does not fit, the size is that with "
-        "--on-unsupported-shape keep.",
-        f"next: vexport plan {shlex.quote(table.source)} --scheme SCHEME",
-    ]
-    return "\n".join(lines) + "\n"
+        "--on-unsupported-shape keep."
+    )
+    content = (
+        doc.Paragraph(title),
+        doc.Table(
+            columns("scheme", ">size", ">bits", "data", "loads from", "in full from", "fits"), tuple(rows)
+        ),
+        doc.Paragraph(legend),
+        doc.Paragraph(f"next: vexport plan {shlex.quote(table.source)} --scheme SCHEME"),
+    )
+    return text.render([doc.Document(title=table.source, parts=content, wide=True)])
 
 
 def full_from(sm: int | None) -> str:
@@ -77,11 +90,52 @@ def _part(layers: int, of: int) -> str:
     return f" ({count(layers)} of {count(of)} layers fit)" if 0 < layers < of else ""
 
 
-def _line(label: str, text: str) -> str:
-    return f"  {label:<12} {text}\n"
+def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Document:
+    title = f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"
+    attention = plural(len(plan.attention), "attention layer")
+    share = ratio(plan.output_bytes, plan.source_bytes)
+    bits = f"{outlook.bits_quantized:.2f} bits per quantized weight, {outlook.bits:.2f} over all"
+    faster = "; a GPU calibrates faster" if outlook.needs_calibration else ""
+    rows = facts(
+        *(line for scheme in plan.schemes for line in _scheme_lines(plan, scheme)),
+        *_labelled("stay 16 bit", _kept_lines(plan, outlook)),
+        ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
+        ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
+        ("calibration", _calibration(outlook)),
+        ("runs from", f"{outlook.generation} on{_in_full(outlook)}"),
+        ("estimates", f"about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk"),
+        ("", f"(on two idle CPU cores, files in memory{faster})"),
+        *(("note", note) for note in _findings(plan.notes)),
+        *(("refused", refusal) for refusal in _findings(plan.refusals)),
+        ("documents", documents_needed(evaluate)) if evaluate and evaluate.margin > 0 else None,
+        ("next", outlook.next_command) if outlook.next_command else None,
+    )
+    return doc.Document(title=plan.source, parts=(doc.Paragraph(title), rows), wide=True)
 
 
-def _outlook_lines(plan: Plan, outlook: Outlook) -> list[str]:
+def documents_needed(settings: Evaluate) -> str:
+    """How many documents pass a model that lost nothing, with power 0.8; the margin is not 0."""
+    needed = documents_for_power(settings.margin, TYPICAL_DISAGREEMENT, settings.alpha)
+    condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
+    change = percent(TYPICAL_DISAGREEMENT, 0)
+    return f"about {count(needed)} for power 0.8 at {condition}, if {change} of answers change"
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """A label with its first line; the others stand below it."""
+    return [(label if number == 0 else "", line) for number, line in enumerate(lines)]
+
+
+def _scheme_lines(plan: Plan, scheme: str) -> list[tuple[str, str]]:
+    """How many layers a scheme quantizes, and which kinds."""
+    groups = [group for group in plan.groups if group.scheme == scheme]
+    layers = plural(sum(len(group.members) for group in groups), "linear layer")
+    first = f"{layers} in {plural(len(groups), 'group')} ({get_scheme(scheme).format.name})"
+    kinds = (f"  {kind}" for kind in _shortened(_group_kinds(groups), MOST_KINDS))
+    return _labelled(scheme, [first, *kinds])
+
+
+def _kept_lines(plan: Plan, outlook: Outlook) -> list[str]:
     kept = sum(share.parameters for share in outlook.kept)
     lines = [f"{count(kept)} of {count(plan.parameters)} weights ({ratio(kept, plan.parameters)})"]
     for share in outlook.kept[:MOST_REASONS]:
@@ -94,41 +148,6 @@ def _stages(outlook: Outlook) -> str:
     return ", ".join(
         f"{one.stage} {duration(one.seconds)} in {size(one.memory_bytes)}" for one in outlook.estimates
     )
-
-
-def _text(plan: Plan, outlook: Outlook) -> str:
-    lines = [f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"]
-    for scheme in plan.schemes:
-        groups = [group for group in plan.groups if group.scheme == scheme]
-        layers = sum(len(group.members) for group in groups)
-        stored = get_scheme(scheme).format.name
-        lines.append(
-            f"  {scheme:<12} {plural(layers, 'linear layer')} in {plural(len(groups), 'group')} ({stored})"
-        )
-        lines += [f"  {'':<12}   {kind}" for kind in _shortened(_group_kinds(groups), MOST_KINDS)]
-    first, *others = _outlook_lines(plan, outlook)
-    lines += [f"  {'stay 16 bit':<12} {first}", *(f"  {'':<12} {line}" for line in others)]
-    if plan.kv_cache:
-        lines.append(
-            f"  {'KV cache':<12} {plan.kv_cache} in {plural(len(plan.attention), 'attention layer')}"
-        )
-    change = f"{size(plan.source_bytes)} -> {size(plan.output_bytes)}"
-    share = ratio(plan.output_bytes, plan.source_bytes)
-    lines += [
-        f"  {'size':<12} {change} ({share}); {outlook.bits_quantized:.2f} bits per quantized weight, "
-        f"{outlook.bits:.2f} over all",
-        f"  {'calibration':<12} {_calibration(outlook)}",
-        f"  {'runs from':<12} {outlook.generation} on{_in_full(outlook)}",
-        f"  {'estimates':<12} about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk",
-        f"  {'':<12} (on two idle CPU cores, files in memory{_faster(outlook)})",
-    ]
-    lines += [f"  {'note':<12} {note}" for note in _findings(plan.notes)]
-    lines += [f"  {'refused':<12} {refusal}" for refusal in _findings(plan.refusals)]
-    return "\n".join(lines) + "\n"
-
-
-def _faster(outlook: Outlook) -> str:
-    return "; a GPU calibrates faster" if outlook.needs_calibration else ""
 
 
 def _calibration(outlook: Outlook) -> str:

@@ -3,7 +3,10 @@
 import shlex
 
 from vexport.files import to_json
+from vexport.reports import document as doc
+from vexport.reports import text
 from vexport.reports.coverage import coverage_lines
+from vexport.reports.document import facts
 from vexport.reports.formatting import count, ratio, size
 from vexport.types import Calibration, ExpertCoverage, Plan, Quantized
 
@@ -44,15 +47,17 @@ def render_quantized(answer: Quantized, format_: str) -> str:
     if format_ == "json":
         return to_json(answer)
     share = ratio(answer.quantized_parameters, answer.parameters)
-    lines = [
-        f"{answer.checkpoint}: {', '.join(answer.schemes) or 'nothing quantized'}: {count(answer.layers)} of "
-        f"{count(answer.of_layers)} linear layers, {share} of the weights",
-        f"  size  {size(answer.source_bytes)} -> {size(answer.output_bytes)} "
-        f"({ratio(answer.output_bytes, answer.source_bytes)}), {answer.bits:.2f} bits per weight",
-        *coverage_lines(answer.experts),
-        *(f"  next  {command}" for command in answer.next_commands),
-    ]
-    return "\n".join(lines) + "\n"
+    schemes = ", ".join(answer.schemes) or "nothing quantized"
+    layers = f"{count(answer.layers)} of {count(answer.of_layers)} linear layers"
+    change = f"{size(answer.source_bytes)} -> {size(answer.output_bytes)}"
+    of_source = ratio(answer.output_bytes, answer.source_bytes)
+    rows = facts(
+        ("size", f"{change} ({of_source}), {answer.bits:.2f} bits per weight"),
+        *(("experts", line) for line in coverage_lines(answer.experts)),
+        *(("next", command) for command in answer.next_commands),
+    )
+    title = doc.Paragraph(f"{answer.checkpoint}: {schemes}: {layers}, {share} of the weights")
+    return text.render([doc.Document(title=answer.checkpoint, parts=(title, rows), wide=True)])
 
 
 def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:

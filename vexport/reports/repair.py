@@ -1,43 +1,52 @@
 """What a repair did, for people: each kind of fix with what it cost, then what cannot be repaired."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from vexport.errors.escaping import clip, visible
 from vexport.files import to_json
 from vexport.repair.changes import Repair, RepairReport, WeightChange
-from vexport.reports import folding
+from vexport.reports import document as doc
+from vexport.reports import text
+from vexport.reports.document import listing, parts
 from vexport.reports.formatting import decibels, plural
 from vexport.types import Finding
 
 # Repairs of one kind that are shown one by one; JSON has all.
 SHOWN = 8
-MAX_TEXT = 400
 
 
 def render_repair(report: RepairReport, format_: str) -> str:
     """The report as text or JSON, with a final newline."""
-    return to_json(report) if format_ == "json" else "\n".join(_lines(report)) + "\n"
+    return to_json(report) if format_ == "json" else text.render([_document(report)])
 
 
-def _lines(report: RepairReport) -> Iterator[str]:
+def _document(report: RepairReport) -> doc.Document:
     kinds: dict[tuple[str, str], list[Repair]] = {}
     for repair in report.repairs:
         kinds.setdefault((repair.family, repair.cost), []).append(repair)
-    for (family, cost), repairs in kinds.items():
-        yield f"{family}: {plural(len(repairs), 'fix', 'fixes')}"
-        yield from (f"  {_repair(repair)}" for repair in repairs[:SHOWN])
-        if len(repairs) > SHOWN:
-            yield f"  and {len(repairs) - SHOWN} more: see --format json"
-        yield f"  cost: {_text(cost)}{_worst(repairs)}"
-        yield ""
-    yield from (f"{kind.first.severity}: {_finding(kind.finding)}" for kind in folding.kinds(report.warnings))
-    yield from (f"cannot be repaired: {_finding(kind.finding)}" for kind in folding.kinds(report.refusals))
-    yield _conclusion(report)
+    content = parts(
+        [_kind(family, cost, repairs) for (family, cost), repairs in kinds.items()],
+        _findings("Warnings", report.warnings),
+        _findings("Cannot be repaired", report.refusals),
+        doc.Paragraph(_conclusion(report)),
+    )
+    return doc.Document(title=report.checkpoint, parts=content, wide=True)
+
+
+def _kind(family: str, cost: str, repairs: Sequence[Repair]) -> doc.Section:
+    """The repairs of one kind, and what the worst of them cost."""
+    lines = listing([_repair(repair) for repair in repairs], SHOWN)
+    total = doc.Paragraph(f"cost: {cost}{_worst(repairs)}")
+    return doc.Section(f"{family}: {plural(len(repairs), 'fix', 'fixes')}", (lines, total))
+
+
+def _findings(title: str, findings: Sequence[Finding]) -> doc.Section | None:
+    rows = tuple((title, finding) for finding in findings)
+    return doc.Section(title, (doc.FindingList(rows, "--format json"),)) if rows else None
 
 
 def _repair(repair: Repair) -> str:
     change = f" ({_change(repair.change)})" if repair.change else ""
-    return f"{_text(repair.where)}: {_text(repair.got)} -> {_text(repair.now)}{change}"
+    return f"{repair.where}: {repair.got} -> {repair.now}{change}"
 
 
 def _change(change: WeightChange) -> str:
@@ -58,19 +67,9 @@ def _worst(repairs: Sequence[Repair]) -> str:
     return f"; {plural(len(moved), 'weight')} moved, by {max(moved):.2%} at most" if moved else ""
 
 
-def _finding(finding: Finding) -> str:
-    return _text(str(finding))
-
-
 def _conclusion(report: RepairReport) -> str:
-    done = plural(len(report.repairs), "fix", "fixes")
     if not report.ok:
-        return f"{_text(report.checkpoint)}: nothing written; {plural(len(report.refusals), 'error')} left"
+        return f"{report.checkpoint}: nothing written; {plural(len(report.refusals), 'error')} left"
     if not report.repairs:
-        return f"{_text(report.out)}: nothing to repair, a copy"
-    return f"{_text(report.out)}: {done}; `vexport check` finds no error"
-
-
-def _text(text: str) -> str:
-    """Text from a checkpoint: no escape sequences, a bounded length."""
-    return visible(clip(text, MAX_TEXT))
+        return f"{report.out}: nothing to repair, a copy"
+    return f"{report.out}: {plural(len(report.repairs), 'fix', 'fixes')}; `vexport check` finds no error"

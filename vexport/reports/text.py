@@ -19,14 +19,16 @@ from vexport.reports.sentences import opening, outcome_line
 from vexport.types import Finding
 
 WIDTH = 100
+UNWRAPPED = 4096
 MAX_FINDINGS = 20
 _MAX_TEXT = 1000
 
 
 def render(documents: Sequence[doc.Document]) -> str:
     """The documents one after the other."""
+    width = UNWRAPPED if any(document.wide for document in documents) else WIDTH
     console = Console(
-        file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False
+        file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False
     )
     with console.capture() as capture:
         for document in documents:
@@ -63,7 +65,7 @@ def _part(part: doc.Part) -> Iterator[RenderableType]:
         case doc.Paragraph():
             yield harmless(f"warning  {part.text}" if part.style == "warning" else part.text)
         case doc.Listing():
-            prefix = f"{part.title}: " if part.title else ""
+            prefix = f"{part.title}: " if part.title else "  "
             yield Group(*(harmless(prefix + item.text) for item in part.items))
         case doc.Details() if part.brief:
             yield Group(*map(harmless, part.brief))
