@@ -22,7 +22,7 @@ from tests.command import vexport
 from vexport.checkpoint.index import read_header, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
-from vexport.checkpoint.writer import Block, ShardWriter, copy_bytes, header_bytes, split_shards
+from vexport.checkpoint.writer import ShardWriter, WriteUnit, copy_bytes, header_bytes, split_shards
 from vexport.outputs import resumable_directory
 from vexport.run.pipeline import quantize_source, rules_for
 from vexport.types import TensorInfo, TensorSpec, WeightPart
@@ -213,7 +213,8 @@ def test_parts_of_a_stored_tensor(part: WeightPart | None, dtype: torch.dtype, t
 def test_a_broken_shard_is_cut_to_its_last_whole_block(tmp_path: Path) -> None:
     source = TensorInfo(name="x", dtype="U8", shape=(100,), file=tmp_path / "x", start=0, end=100)
     blocks = [
-        Block(source=source, tensors=(TensorSpec(name=f"x{i}", dtype="U8", shape=(100,)),)) for i in range(4)
+        WriteUnit(source=source, tensors=(TensorSpec(name=f"x{i}", dtype="U8", shape=(100,)),))
+        for i in range(4)
     ]
     (shard,) = split_shards(blocks, shard_bytes=10**6)
     data = [np.full(100, i, np.uint8) for i in range(4)]
@@ -234,7 +235,7 @@ def test_a_broken_shard_is_cut_to_its_last_whole_block(tmp_path: Path) -> None:
 
 def test_an_error_while_a_piece_is_made_is_raised(tmp_path: Path) -> None:
     source = TensorInfo(name="x", dtype="U8", shape=(8,), file=tmp_path / "x", start=0, end=8)
-    block = Block(source=source, tensors=(TensorSpec(name="x", dtype="U8", shape=(8,)),))
+    block = WriteUnit(source=source, tensors=(TensorSpec(name="x", dtype="U8", shape=(8,)),))
     (shard,) = split_shards([block], shard_bytes=100)
 
     def broken() -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:

@@ -30,11 +30,11 @@ NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Array = npt.NDArray[np.generic]
 # The next bytes of a shard: an array that is there when asked for, or a stored tensor to be copied.
-Piece = Callable[[], Array] | TensorInfo
+Chunk = Callable[[], Array] | TensorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class WriteUnit:
     """Tensors that are written in one go, and what they are made of."""
 
     source: FusionGroup | TensorInfo | AttentionLayer
@@ -47,26 +47,26 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One safetensors file to be written: its name and its blocks in order."""
+    """One safetensors file to be written: its name and its units in order."""
 
     name: str
-    blocks: tuple[Block, ...]
+    units: tuple[WriteUnit, ...]
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        return tuple(spec for block in self.blocks for spec in block.tensors)
+        return tuple(spec for unit in self.units for spec in unit.tensors)
 
 
-def split_shards(blocks: Iterable[Block], *, shard_bytes: int) -> tuple[Shard, ...]:
-    """Distribute blocks over shards in order; a block is never split, a shard never empty."""
-    contents: list[list[Block]] = [[]]
+def split_shards(units: Iterable[WriteUnit], *, shard_bytes: int) -> tuple[Shard, ...]:
+    """Distribute units over shards in order; a unit is never split, a shard never empty."""
+    contents: list[list[WriteUnit]] = [[]]
     filled = 0
-    for block in blocks:
-        size = block.num_bytes
+    for unit in units:
+        size = unit.num_bytes
         if contents[-1] and filled + size > shard_bytes:
             contents.append([])
             filled = 0
-        contents[-1].append(block)
+        contents[-1].append(unit)
         filled += size
     count = len(contents)
     names = (
@@ -74,7 +74,7 @@ def split_shards(blocks: Iterable[Block], *, shard_bytes: int) -> tuple[Shard, .
         if count == 1
         else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     )
-    return tuple(Shard(name=name, blocks=tuple(parts)) for name, parts in zip(names, contents, strict=True))
+    return tuple(Shard(name=name, units=tuple(parts)) for name, parts in zip(names, contents, strict=True))
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
@@ -82,22 +82,22 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     if len(shards) == 1:
         return
     weight_map: dict[str, Json] = {spec.name: shard.name for shard in shards for spec in shard.tensors}
-    total = sum(block.num_bytes for shard in shards for block in shard.blocks)
+    total = sum(unit.num_bytes for shard in shards for unit in shard.units)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
 
 
 class ShardWriter:
-    """Appends the pieces of one shard in its own thread, a few behind the one who makes them.
+    """Appends the chunks of one shard in its own thread, a few behind the one who makes them.
 
-    The file's length says how far an earlier, broken-off writer came: `done` blocks are there and stay,
-    what lies behind the last whole one is cut off. An error in the thread, or in a piece, is raised by the
+    The file's length says how far an earlier, broken-off writer came: `done` units are there and stay,
+    what lies behind the last whole one is cut off. An error in the thread, or in a chunk, is raised by the
     next `write` or at the end.
     """
 
     def __init__(self, folder: Path, shard: Shard, *, ahead: int) -> None:
         header = header_bytes(shard.tensors)
-        self._ends = list(accumulate((block.num_bytes for block in shard.blocks), initial=len(header)))
+        self._ends = list(accumulate((unit.num_bytes for unit in shard.units), initial=len(header)))
         path = folder / shard.name
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         length = self._file.seek(0, os.SEEK_END)
@@ -108,7 +108,7 @@ class ShardWriter:
         if length > self._ends[self.done]:
             self._file.truncate(self._file.seek(self._ends[self.done]))
         self._error: BaseException | None = None
-        self._pieces: Queue[Piece | None] = Queue(maxsize=ahead)
+        self._chunks: Queue[Chunk | None] = Queue(maxsize=ahead)
         self._thread = Thread(target=self._append_all)
         self._thread.start()
 
@@ -118,7 +118,7 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pieces.put(None)
+        self._chunks.put(None)
         self._thread.join()
         length = self._file.tell()
         self._file.close()
@@ -126,25 +126,25 @@ class ShardWriter:
             raise self._error
         assert kind is not None or length == self._ends[-1], f"{length} bytes, not {self._ends[-1]}"
 
-    def write(self, piece: Piece) -> None:
-        """Hand over the next piece; waits while the thread is `ahead` pieces behind."""
+    def write(self, chunk: Chunk) -> None:
+        """Hand over the next chunk; waits while the thread is `ahead` chunks behind."""
         if self._error is not None:
             raise self._error
-        self._pieces.put(piece)
+        self._chunks.put(chunk)
 
     def _append_all(self) -> None:
-        while (piece := self._pieces.get()) is not None:
+        while (chunk := self._chunks.get()) is not None:
             if self._error is None:
                 try:
-                    self._append(piece)
+                    self._append(chunk)
                 except BaseException as error:
                     self._error = error
 
-    def _append(self, piece: Piece) -> None:
-        if isinstance(piece, TensorInfo):
-            copy_bytes(piece, self._file.fileno())
+    def _append(self, chunk: Chunk) -> None:
+        if isinstance(chunk, TensorInfo):
+            copy_bytes(chunk, self._file.fileno())
             return
-        data = np.ascontiguousarray(piece()).reshape(-1).view(np.uint8).data
+        data = np.ascontiguousarray(chunk()).reshape(-1).view(np.uint8).data
         while data:
             data = data[self._file.write(data) :]
 

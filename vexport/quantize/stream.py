@@ -25,9 +25,9 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
     Array,
-    Block,
-    Piece,
+    Chunk,
     ShardWriter,
+    WriteUnit,
     split_shards,
     write_index,
 )
@@ -85,7 +85,7 @@ def quantize(
     assert search or not needs_search(plan), "observers that search need `search`"
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
-    whole = [Block(source=block, tensors=tensors) for block, tensors in zip(sources, specs, strict=True)]
+    whole = [WriteUnit(source=unit, tensors=tensors) for unit, tensors in zip(sources, specs, strict=True)]
     shards = split_shards(whole, shard_bytes=shard_bytes)
     threads, done = len(os.sched_getaffinity(0)), 0
     with Reader() as reader, ThreadPoolExecutor(threads) as pool, each_warning_once():
@@ -93,11 +93,11 @@ def quantize(
         stream = Stream(index=index, calibration=seen, search=search, reader=reader, pool=pool)
         for shard in shards:
             with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
-                done += sum(block.num_bytes for block in shard.blocks[: writer.done])
-                for block in shard.blocks[writer.done :]:
-                    for piece in stream.pieces(block):
-                        writer.write(piece)
-                    done += block.num_bytes
+                done += sum(unit.num_bytes for unit in shard.units[: writer.done])
+                for unit in shard.units[writer.done :]:
+                    for chunk in stream.chunks(unit):
+                        writer.write(chunk)
+                    done += unit.num_bytes
                     on_bytes(done, plan.output_bytes)
     write_index(folder, shards)
     for file in index.side_files:
@@ -110,7 +110,7 @@ def quantize(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Turns blocks of a checkpoint into the pieces that are written, computed by the threads of `pool`."""
+    """Turns units of a checkpoint into the chunks that are written, computed by the threads of `pool`."""
 
     index: SourceIndex
     calibration: Calibration
@@ -118,16 +118,16 @@ class Stream:
     reader: Reader
     pool: ThreadPoolExecutor
 
-    def pieces(self, block: Block) -> Iterator[Piece]:
-        """What is written for a block, in order: a kept tensor itself, or the packed weights of a group."""
-        if isinstance(block.source, TensorInfo):
-            yield block.source
+    def chunks(self, unit: WriteUnit) -> Iterator[Chunk]:
+        """What is written for a unit, in order: a kept tensor itself, or the packed weights of a group."""
+        if isinstance(unit.source, TensorInfo):
+            yield unit.source
             return
-        if isinstance(block.source, AttentionLayer):
-            for scale in kv_scales(block.source, self.calibration.kv_ranges):
+        if isinstance(unit.source, AttentionLayer):
+            for scale in kv_scales(unit.source, self.calibration.kv_ranges):
                 yield partial(np.asarray, scale)
             return
-        yield from self.packed_group(block.source)
+        yield from self.packed_group(unit.source)
 
     def packed_group(self, group: FusionGroup) -> Iterator[Callable[[], Array]]:
         """A group's tensors by the kernels, member by member, a few rows at a time."""
@@ -196,11 +196,11 @@ def quantized_group(
     stored: dict[str, Array] = {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         stream = Stream(index=index, calibration=calibration, search=search, reader=reader, pool=pool)
-        pieces = stream.packed_group(group)
+        chunks = stream.packed_group(group)
         for spec in group_layout(group, index.tensors):
             parts, missing = list[Array](), num_bytes(spec.dtype, spec.shape)
             while missing:
-                parts.append(np.ascontiguousarray(next(pieces)()).reshape(-1).view(np.uint8))
+                parts.append(np.ascontiguousarray(next(chunks)()).reshape(-1).view(np.uint8))
                 missing -= parts[-1].size
             stored[spec.name] = np.concatenate(parts)
     return stored
