@@ -1,5 +1,8 @@
 """Captured calls keep what is shared once; hidden states beyond a size are on disk."""
 
+import os
+from tempfile import TemporaryFile
+
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -7,7 +10,7 @@ from tests.calibration.make import batches_of, samples
 from tests.calibration.models import configs
 from vexport.calibration.capture import LayerCall, capture_layer_calls
 from vexport.calibration.extremes import channel_extremes
-from vexport.calibration.hidden import hidden_states
+from vexport.calibration.hidden import HiddenStates, hidden_states
 
 
 def captured(family: str, lengths: list[int]) -> list[list[LayerCall]]:
@@ -38,10 +41,11 @@ def test_masks_of_layer_types_are_kept_once_each() -> None:
 
 def test_states_beyond_the_limit_are_on_disk_and_can_be_overwritten() -> None:
     values = [torch.randn(1, length, 8, dtype=torch.bfloat16) for length in (3, 5, 4, 600)]
-    with hidden_states(memory_bytes=150) as hidden:
+    with TemporaryFile() as file:
+        hidden = HiddenStates(file, memory_bytes=150)
         for value in values:
             hidden.append(value)
-        assert hidden.bytes_on_disk > 600 * 16
+        assert file.seek(0, os.SEEK_END) > 600 * 16
         for number, value in enumerate(values):
             assert torch.equal(hidden[number], value)
             hidden[number] = value + 1

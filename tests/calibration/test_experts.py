@@ -15,7 +15,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import expert_configs, save, whole_model_run
 from vexport.calibration import calibrate
-from vexport.calibration.experts import runner_of
+from vexport.calibration.experts.kinds import runner_of
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.types import Calibration, InputRange, LinearPlan, Plan, WeightPart

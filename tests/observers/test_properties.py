@@ -1,6 +1,7 @@
 """What holds for every shape and every value."""
 
 from itertools import permutations
+from typing import cast
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vexport.observers import Observer, flatten_for_calibration, unflatten
+from vexport.observers import Observer, flatten_for_calibration
 from vexport.observers.rounding import fake_quantize
 
 INT8 = {"num_bits": 8, "type": "int"}
@@ -44,6 +45,21 @@ def quantization_args(given_args: dict[str, object]) -> QuantizationArgs:
     return QuantizationArgs(**given_args)
 
 
+def unflatten(
+    flat: torch.Tensor, args: dict[str, object], shape: torch.Size, *, state: bool = False
+) -> torch.Tensor:
+    """The inverse of `flatten_for_calibration`; padding is cut off."""
+    if state:
+        batch, heads, length, size = shape
+        return flat.reshape(batch, length, heads, size).transpose(1, 2)
+    if args.get("strategy") != "block":
+        return flat.reshape(shape)
+    _, rows, columns, _ = flat.shape
+    height, width = cast(tuple[int, int], args["block_structure"])
+    blocks = flat.reshape(rows, columns, height, width).transpose(1, 2)
+    return blocks.reshape(rows * height, columns * width)[: shape[0], : shape[1]]
+
+
 def normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -57,7 +73,7 @@ def test_unflattening_a_weight_is_the_inverse(
     weight, quant = normal((rows, columns), seed), quantization_args(args)
     flat = flatten_for_calibration(weight, "weight", quant)
     assert flat.shape[0] == 1
-    assert torch.equal(unflatten(flat, "weight", quant, weight.shape), weight)
+    assert torch.equal(unflatten(flat, args, weight.shape), weight)
 
 
 @few
@@ -68,7 +84,7 @@ def test_unflattening_an_activation_is_the_inverse(
     shape = (batch * length, 32) if flat_input else (batch, length, 32)
     value, quant = normal(shape, seed), quantization_args(args)
     flat = flatten_for_calibration(value, "input", quant)
-    assert torch.equal(unflatten(flat, "input", quant, value.shape), value)
+    assert torch.equal(unflatten(flat, args, value.shape), value)
 
 
 @few
@@ -79,7 +95,7 @@ def test_unflattening_a_state_is_the_inverse(
     value, quant = normal((batch, heads, length, 8), seed), quantization_args(args)
     flat = flatten_for_calibration(value, "k", quant)
     assert flat.shape[0] == batch * length
-    assert torch.equal(unflatten(flat, "k", quant, value.shape), value)
+    assert torch.equal(unflatten(flat, args, value.shape, state=True), value)
 
 
 @few

@@ -11,12 +11,17 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from vexport.numerics.arithmetic import BFLOAT16, FLOAT16, power, power_6_5
-from vexport.observers.kernels import (
+from vexport.numerics.arithmetic import (
+    BFLOAT16,
     E2M1,
     E4M3,
+    FLOAT16,
     Format,
     integer_format,
+    power,
+    power_6_5,
+)
+from vexport.observers.kernels.searches import (
     range_of_values,
     ranges_of_groups,
     search_grid_groups,

@@ -37,11 +37,6 @@ class HiddenStates:
     def __len__(self) -> int:
         return len(self._slots)
 
-    @property
-    def bytes_on_disk(self) -> int:
-        """How much of the file is in use."""
-        return self._end
-
     def append(self, states: torch.Tensor) -> None:
         """Copy the states of the next batch."""
         size = states.numel() * states.element_size()

@@ -9,7 +9,8 @@ import torch
 
 from vexport.calibration.attention import CachedStates, watching_attention
 from vexport.calibration.capture import Forward, replaced_forwards
-from vexport.calibration.experts import ExpertLayers, runner_of
+from vexport.calibration.experts.kinds import runner_of
+from vexport.calibration.experts.layers import ExpertLayers
 from vexport.calibration.extremes import Extremes
 from vexport.calibration.model import joined
 from vexport.calibration.weights import Weights

@@ -11,9 +11,11 @@ INT8_MAX = 127.0
 # Their exponents, by which the scales of MX formats are lowered (mxfp_utils.py, next to helpers.py).
 E2M1_EXPONENT = 2
 E4M3_EXPONENT = 8
-# MX scales are exponents with a bias, 255 where a value is not finite.
+# MX scales are exponents with a bias, 255 where a value is not finite. What is added to a float32's bits
+# before its exponent is taken: from 1.75 times a power of two on, a maximum is rounded up.
 E8M0_BIAS = 127
 E8M0_NAN = 0xFF
+MX_ROUND_UP = 1 << 21
 # Values that share a scale.
 NVFP4_GROUP = 16
 MX_GROUP = 32

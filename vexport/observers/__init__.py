@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from vexport.observers.args import ObserverArgs, OptionValue
 from vexport.observers.base import Observer, QParamsDict
-from vexport.observers.flatten import flatten_for_calibration, unflatten
+from vexport.observers.flatten import flatten_for_calibration
 from vexport.observers.imatrix import IMatrixMSEObserver
 from vexport.observers.importance import Importance
 from vexport.observers.minmax import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
@@ -47,5 +47,4 @@ __all__ = [
     "flatten_for_calibration",
     "get_observer_token_count",
     "load_observer",
-    "unflatten",
 ]

@@ -1,13 +1,12 @@
-"""Brings a weight, an activation or an attention state into observations of quantization groups, and back."""
+"""Brings a weight, an activation or an attention state into observations of quantization groups."""
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import torch
 
 from vexport.observers.args import ObserverArgs, strategy_of
 
-T = TypeVar("T")
+Layout = Callable[[torch.Tensor, ObserverArgs], torch.Tensor]
 
 WEIGHT = "weight"
 ACTIVATIONS = ("input", "output")
@@ -31,22 +30,12 @@ def flatten_for_calibration(
     order = permutation(g_idx, value, base_name, args)
     if order is not None:
         value = value.index_select(1, order)
-    return _layout(_LAYOUTS, base_name, args)(value, args)
-
-
-def unflatten(
-    flattened: torch.Tensor, base_name: str, args: ObserverArgs, shape: torch.Size | tuple[int, ...]
-) -> torch.Tensor:
-    """The inverse of `flatten_for_calibration` for a value of that shape; padding is cut off.
-
-    Raises ValueError as `flatten_for_calibration` does.
-    """
-    return _layout(_INVERSES, base_name, args)(flattened, args, tuple(shape))
+    return _layout(base_name, args)(value, args)
 
 
 def require_layout(base_name: str, args: ObserverArgs) -> None:
     """ValueError where base name or strategy is unknown, or their pair has no meaning."""
-    _layout(_LAYOUTS, base_name, args)
+    _layout(base_name, args)
 
 
 def permutes(g_idx: torch.Tensor | None) -> bool:
@@ -75,10 +64,10 @@ def column_order(g_idx: torch.Tensor, columns: int, args: ObserverArgs) -> torch
     return torch.argsort(g_idx, stable=True)
 
 
-def _layout(table: Mapping[tuple[str, str], T], base_name: str, args: ObserverArgs) -> T:
-    layout = table.get((KINDS.get(base_name, base_name), strategy_of(args)))
+def _layout(base_name: str, args: ObserverArgs) -> Layout:
+    layout = _LAYOUTS.get((KINDS.get(base_name, base_name), strategy_of(args)))
     if layout is None:
-        known = ", ".join(f"{kind}/{strategy}" for kind, strategy in table)
+        known = ", ".join(f"{kind}/{strategy}" for kind, strategy in _LAYOUTS)
         raise ValueError(
             f"observed value: got {base_name}/{strategy_of(args)}, need one of {known} "
             f"(activation: {' or '.join(ACTIVATIONS)}; state: {' or '.join(STATES)})"
@@ -146,7 +135,7 @@ def _group_size(args: ObserverArgs, columns: int) -> int:
     return args.group_size
 
 
-_LAYOUTS: Mapping[tuple[str, str], Callable[[torch.Tensor, ObserverArgs], torch.Tensor]] = {
+_LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("weight", "tensor"): _weight_tensor,
     ("weight", "channel"): _weight_channel,
     ("weight", "group"): _weight_group,
@@ -158,32 +147,4 @@ _LAYOUTS: Mapping[tuple[str, str], Callable[[torch.Tensor, ObserverArgs], torch.
     ("activation", "tensor_group"): _activation_group,
     ("state", "tensor"): _state_tensor,
     ("state", "attn_head"): _state_heads,
-}
-
-
-Shape = tuple[int, ...]
-
-
-def _reshape_back(flattened: torch.Tensor, args: ObserverArgs, shape: Shape) -> torch.Tensor:
-    return flattened.reshape(shape)
-
-
-def _block_back(flattened: torch.Tensor, args: ObserverArgs, shape: Shape) -> torch.Tensor:
-    assert args.block_structure is not None
-    height, width = args.block_structure
-    _, block_rows, block_columns, _ = flattened.shape
-    blocks = flattened.reshape(block_rows, block_columns, height, width).transpose(1, 2)
-    return blocks.reshape(block_rows * height, block_columns * width)[: shape[0], : shape[1]]
-
-
-def _state_back(flattened: torch.Tensor, args: ObserverArgs, shape: Shape) -> torch.Tensor:
-    batch, heads, length, size = shape
-    return flattened.reshape(batch, length, heads, size).transpose(1, 2)
-
-
-_INVERSES: Mapping[tuple[str, str], Callable[[torch.Tensor, ObserverArgs, Shape], torch.Tensor]] = {
-    **dict.fromkeys(_LAYOUTS, _reshape_back),
-    ("weight", "block"): _block_back,
-    ("state", "tensor"): _state_back,
-    ("state", "attn_head"): _state_back,
 }

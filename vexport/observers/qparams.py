@@ -4,8 +4,10 @@ Symmetric scales are absmax / (range / 2): FP4 /6, FP8 /448, INT4 /7.5, INT8 /12
 (compressed_tensors/quantization/utils/helpers.py, calculate_qparams).
 """
 
+import numpy as np
 import torch
 
+from vexport.numerics import scales
 from vexport.numerics.constants import (
     E2M1_EXPONENT,
     E2M1_MAX,
@@ -14,7 +16,7 @@ from vexport.numerics.constants import (
     E4M3_MAX,
     E8M0_BIAS,
     FLOAT32_EPS,
-    GLOBAL_SCALE_NUMERATOR,
+    MX_ROUND_UP,
 )
 from vexport.observers.args import ObserverArgs, is_float, is_mx, plain
 
@@ -39,10 +41,9 @@ def stored_dtype(args: ObserverArgs) -> torch.dtype:
 
 
 def global_scale_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """448 * 6 / absmax over all elements: float32, shape (1,); 1 where that is not finite (all zero)."""
-    absmax = torch.maximum(low.abs().amax(), high.abs().amax()).to(torch.float32).reshape(1)
-    scale = GLOBAL_SCALE_NUMERATOR / absmax
-    return torch.where(torch.isfinite(scale), scale, torch.ones_like(scale))
+    """`numerics.scales.global_scale_of` the largest magnitude of all ranges: float32, shape (1,)."""
+    absmax = torch.maximum(low.abs().amax(), high.abs().amax()).to(torch.float32)
+    return torch.from_numpy(scales.global_scale_of(np.float32(float(absmax)))).to(low.device)
 
 
 def scale_and_zero_point(
@@ -80,7 +81,7 @@ def mx_scale(absmax: torch.Tensor, num_bits: int) -> torch.Tensor:
     generate_mx_scales and round_to_power_2 in compressed_tensors/quantization/utils/mxfp_utils.py.
     """
     bits = absmax.to(torch.float32).view(torch.int32)
-    biased = (bits + (1 << 21)) >> 23
+    biased = (bits + MX_ROUND_UP) >> 23
     return torch.ldexp(
         torch.ones_like(absmax, dtype=torch.float32),
         (biased - MX_EXPONENT[num_bits]).clamp(0, 255) - E8M0_BIAS,

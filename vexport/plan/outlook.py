@@ -30,8 +30,7 @@ def outlook(index: SourceIndex, plan: Plan, samples: Samples, next_command: str)
         full_sm=full_sm,
         generation=generation(least_sm) if least_sm else "any GPU",
         needs_calibration=uses_calibration(plan),
-        disk_bytes=plan.output_bytes
-        + sum(file.stat().st_size for file in index.side_files if file.is_file()),
+        disk_bytes=plan.output_bytes + _side_bytes(index),
         estimates=estimates(index, plan, samples),
         next_command="" if plan.refusals else next_command,
     )

@@ -14,12 +14,9 @@ from vexport.numerics.codes import (
     e4m3_codes,
     pack_bits,
 )
-from vexport.numerics.constants import E2M1_EXPONENT, E4M3_EXPONENT, E8M0_NAN, MX_GROUP
+from vexport.numerics.constants import E2M1_EXPONENT, E4M3_EXPONENT, E8M0_NAN, MX_GROUP, MX_ROUND_UP
 from vexport.numerics.jit import compiled
 from vexport.types import LinearPlan
-
-# A maximum of 1.75 times a power of two is rounded up to the next (mx_scale of vexport.observers.qparams).
-ROUND_UP = 1 << 21
 
 
 @compiled()
@@ -31,7 +28,7 @@ def find_scales(values: Floats, bits: int, scales: Bytes) -> None:
         most = I32(0)
         for i in range(MX_GROUP):
             most = max(most, I32(stored[group * MX_GROUP + i] & I32(MAGNITUDE)))
-        exponent = I32(I32(I32(most + I32(ROUND_UP)) >> I32(FLOAT32_MANTISSA)) - lowered)
+        exponent = I32(I32(I32(most + I32(MX_ROUND_UP)) >> I32(FLOAT32_MANTISSA)) - lowered)
         finite = most < I32(E8M0_NAN << FLOAT32_MANTISSA)
         scales[group] = np.uint8(max(exponent, I32(0)) if finite else I32(E8M0_NAN))
 

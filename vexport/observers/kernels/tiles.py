@@ -5,15 +5,13 @@ from typing import NamedTuple
 
 import torch
 
+from vexport.numerics.arithmetic import E2M1, E4M3, Format, integer_format
 from vexport.numerics.constants import NVFP4_GROUP
 from vexport.observers.args import ObserverArgs, is_float, is_mx
-from vexport.observers.kernels import (
-    E2M1,
-    E4M3,
+from vexport.observers.kernels.counts import PATTERNS
+from vexport.observers.kernels.searches import (
     STORAGES,
-    Format,
     distinct_values,
-    integer_format,
     range_of_values,
     ranges_of_groups,
     search_grid_groups,
@@ -21,7 +19,6 @@ from vexport.observers.kernels import (
     serves,
     shrink_errors,
 )
-from vexport.observers.kernels.counts import PATTERNS
 from vexport.observers.qparams import stored_dtype
 from vexport.observers.tiles import Tiles
 
