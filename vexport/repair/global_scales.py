@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from vexport.checks.fusion import MUST_SHARE
-from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.checks.tensors.plausible import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
 from vexport.checks.vllm.layers import Layer, layers_of, single_value
 from vexport.checks.vllm.view import CheckpointView, FusedLinear
 from vexport.fidelity.dequantize import read_parameters, weight_of

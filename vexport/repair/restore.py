@@ -6,7 +6,7 @@ from functools import partial
 
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.checks import completeness, values
-from vexport.checks.values import LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.checks.tensors.plausible import LEAST_WEIGHT_GLOBAL_SCALE
 from vexport.checks.vllm.layers import Layer, layers_of, single_value
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source

@@ -8,6 +8,10 @@ from vexport.checkpoint.reader import Reader
 from vexport.types import TensorInfo
 
 E4M3_NAN = 0x7F
+# Of a linear layer; those of the KV cache are apart.
+LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
+# So many scales of a layer are never all equal, but for exponents.
+MANY = 16
 E8M0_BIAS = 127
 # A scale that no calibration gives: what a producer begins with, and what vLLM takes where a cache has none.
 PLACEHOLDER = 1.0

@@ -1,0 +1,60 @@
+"""Codes and plain values that no weight has: NaN, infinity, more than the announced bits."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from vexport.checkpoint.dtypes import BITS
+from vexport.checks.tensors.scales import E4M3_NAN, LAYER_SCALES
+from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.checks.vllm.view import CheckpointView, error
+from vexport.types import Finding, TensorInfo
+
+# Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all.
+NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80}
+# Elements that are looked at together.
+RUN = 1 << 24
+
+
+def beyond(
+    view: CheckpointView, check: str, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
+) -> Iterator[Finding]:
+    """Codes in bytes that the announced bits do not hold."""
+    weight, half = parameters.get("weight"), 2 ** (group.weights.num_bits - 1)
+    if group.weights.type != "int" or half >= 128 or weight is None or weight.dtype != "I8":
+        return
+    codes = np.frombuffer(view.reader.raw(weight), np.int8)
+    bad = int(np.count_nonzero((codes >= half) | (codes < -half)))
+    if bad:
+        yield error(
+            check,
+            weight.name,
+            expected=f"codes of {group.weights.num_bits} bits, from {-half} to {half - 1}",
+            got=f"{bad} of {codes.size} beyond them",
+            fix="correct num_bits",
+        )
+
+
+def not_finite(view: CheckpointView, check: str) -> Iterator[Finding]:
+    """NaN and infinity in payloads of e4m3 and in what is not quantized."""
+    for tensor in view.index.tensors.values():
+        if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in (*NOT_FINITE, "F32"):
+            continue
+        bad = _count_not_finite(view, tensor)
+        view.reader.release([tensor])
+        if bad:
+            yield error(
+                check,
+                tensor.name,
+                expected="finite values",
+                got=f"{bad} values NaN or infinite",
+                fix="export again, and look at this tensor in the source",
+            )
+
+
+def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
+    size = BITS[tensor.dtype] // 8
+    codes = np.frombuffer(view.reader.raw(tensor), dtype=f"<u{size}")
+    mask = codes.dtype.type(NOT_FINITE.get(tensor.dtype, 0x7F800000))
+    parts = (codes[start : start + RUN] for start in range(0, codes.size, RUN))
+    return sum(int(np.count_nonzero((part & mask) == mask)) for part in parts)
