@@ -9,6 +9,12 @@ from tests.command import vexport
 from tests.models import save_llama, write_calibration
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start engines come first: a worker takes a file at a time and should end with short ones."""
+    engines = {item.path for item in items if item.get_closest_marker("vllm")}
+    items.sort(key=lambda item: item.path not in engines)
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A micro Llama checkpoint; read it, never write to it."""

@@ -35,8 +35,6 @@ def test_unquantized_agrees_with_reference(tiny_llama: Path, tmp_path: Path) -> 
     assert report.ok, report.findings
     assert report.logprobs is not None
     assert report.logprobs.mean_kl < 0.003
-    assert report.engine is not None
-    assert report.engine.multiprocess == (report.engine.platform != "cpu"), "one import of vLLM is enough"
     assert [canary.tokens for canary in report.canaries]
 
 

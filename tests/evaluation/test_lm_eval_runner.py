@@ -20,7 +20,7 @@ from vexport.evaluation.verdict import decide
 from vexport.files import to_json
 from vexport.types import LmEvalSettings
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("lm_eval")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 Evaluated = tuple[Path, list[dict[str, object]]]
 

@@ -3,7 +3,8 @@
 Harmless ones are among them: what a check says of those is as telling.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 
 from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, Sound
@@ -42,7 +43,8 @@ SHARED = (
 OWN_ONE_IN, SHARED_ONE_IN = 4, 6
 
 
-def mutations(good: str) -> dict[str, Change]:
+@cache
+def mutations(good: str) -> Mapping[str, Change]:
     """All mutations of a sound checkpoint by name."""
     return {name: change for part in (*OWN, *SHARED, special.kinds) for name, change in part(GOOD[good])}
 

@@ -19,7 +19,7 @@ from vexport.fidelity.activations import Observed, observe
 from vexport.fidelity.compare import against
 from vexport.run.pipeline import vocab_size
 
-# Of the records those that are looked at each time; all take minutes.
+# Of the records those that are looked at each time; the others take minutes.
 ONE_IN = 12
 
 
@@ -65,10 +65,11 @@ def test_errors_are_what_vllm_refuses_or_answers_wrongly(
 
 
 @pytest.mark.slow
-def test_errors_are_what_vllm_refuses_or_answers_wrongly_in_all_records(
+def test_errors_are_what_vllm_refuses_or_answers_wrongly_in_the_other_records(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _agree(root, tmp_path, read_records(), capsys)
+    others = [record for number, record in enumerate(read_records()) if number % ONE_IN]
+    _agree(root, tmp_path, others, capsys)
 
 
 def _agree(root: Path, tmp_path: Path, records: Sequence[Record], capsys: pytest.CaptureFixture[str]) -> None:

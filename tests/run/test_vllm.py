@@ -38,7 +38,7 @@ def test_vllm_agrees_with_the_dequantized_reference(scheme: str, limit: float, t
     assert report["ok"], report["findings"]
     assert 0 < agreement["mean_kl"] < limit
     assert agreement["positions"] >= 100
-    assert engine["multiprocess"]
+    assert not engine["multiprocess"], "one import of vLLM is enough"
     assert len(engine["kernels"]) == 4
     assert engine["blind_spots"]
     assert engine["emulated"] or not scheme.startswith("NVFP4")

@@ -30,8 +30,8 @@ def prepare_cpu(arguments: EngineArguments) -> None:
 
     vLLM binds each rank to a NUMA node and refuses more ranks than nodes (utils/ompmultiprocessing.py).
     There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores.
-    A single rank runs in this process, unless cores are named, which takes a process per rank: otherwise
-    three processes import vLLM, 10 s each.
+    The engine's core runs in this process, and with it a single rank, unless cores are named for that one,
+    which takes a process: every further process imports vLLM, 10 s each.
     """
     if arguments.get("enforce_eager"):
         # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
@@ -39,7 +39,7 @@ def prepare_cpu(arguments: EngineArguments) -> None:
     sizes = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     ranks = math.prod(size for size in sizes if isinstance(size, int))
     binding = os.environ.get(_BINDING, "auto")
-    if ranks == 1 and binding in ("auto", "nobind"):
+    if ranks > 1 or binding in ("auto", "nobind"):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if ranks > _nodes() and binding == "auto":
         os.environ[_BINDING] = "nobind"

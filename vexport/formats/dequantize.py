@@ -48,7 +48,12 @@ def arguments_of(scheme: QuantizationScheme) -> SchemeArgs:
 
 
 def _dumped(args: QuantArgs) -> str:
-    return TypeAdapter(QuantArgs).dump_json(args).decode()
+    return _adapter().dump_json(args).decode()
+
+
+@cache
+def _adapter() -> TypeAdapter[QuantArgs]:
+    return TypeAdapter(QuantArgs)
 
 
 @cache

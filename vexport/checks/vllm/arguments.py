@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -98,11 +99,17 @@ def parse_args(raw: Json) -> QuantArgs | str:
     if isinstance(raw.get("group_size"), str):
         return f"group_size {raw['group_size']!r}, which is no number"
     try:
-        args = TypeAdapter(QuantArgs).validate_python({**_inferred(raw), **_present(raw)})
+        args = _arguments().validate_python({**_inferred(raw), **_present(raw)})
     except ValidationError as error:
         first = error.errors()[0]
         return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
     return _unknown_value(raw, args) or args
+
+
+@cache
+def _arguments() -> TypeAdapter[QuantArgs]:
+    """What validates arguments; made once, as making it takes longer than all of a small check."""
+    return TypeAdapter(QuantArgs)
 
 
 def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
