@@ -16,9 +16,9 @@ from vexport.scenario.model import (
     Rule,
     Scenario,
     Sensitivity,
-    problems_at,
-    read_scenario,
 )
+from vexport.scenario.problems import problems_at
+from vexport.scenario.reading import read_scenario
 from vexport.scenario.serve import Serve
 
 __all__ = [

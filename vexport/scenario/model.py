@@ -1,21 +1,15 @@
-"""A scenario: one complete run as YAML, validated as a whole before anything starts."""
+"""What a scenario may say: its sections, their keys and defaults."""
 
-import os
 import re
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import yaml
 from annotated_types import Ge, Gt, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from vexport.checkpoint.source import with_revision
-from vexport.errors import InputError, InputErrors, nearest
+from vexport.errors import nearest
 from vexport.formats.schemes import KEEP, fold_name, scheme_names
-from vexport.outputs.replaceable import RECIPE
 from vexport.scenario.serve import Serve
 from vexport.types import (
     GENERATION_KEYS,
@@ -40,16 +34,6 @@ DEFAULT_KL_PROMPTS = 16
 DEFAULT_OBSERVER = "memoryless_minmax"
 # The scheme of a rule that leaves the choice to measured losses and a budget.
 AUTO = "auto"
-# What people call a setting elsewhere, in lm-eval's other front ends or in vLLM.
-_OTHER_NAMES = {
-    "fewshot": "evaluate.num_fewshot",
-    "n_shot": "evaluate.num_fewshot",
-    "shots": "evaluate.num_fewshot",
-    "chat_template": "evaluate.apply_chat_template (true, false or a template's name)",
-    "system_prompt": "evaluate.system_instruction",
-    "generation_kwargs": "evaluate.gen_kwargs",
-    "max_batch_size": "evaluate.batch_size, how many requests vLLM is given at once",
-}
 
 
 class _Strict(BaseModel):
@@ -281,146 +265,9 @@ class Scenario(_Strict):
         return any(rule.scheme == AUTO for rule in self.rules)
 
 
-def read_scenario(path: Path) -> Scenario:
-    """Read a scenario; every problem in it is reported at once, with the path of its key.
-
-    Paths inside are made absolute, relative to the scenario's folder. Raises InputError.
-    """
-    content = _load_yaml(path)
-    if path.name == RECIPE and isinstance(content, dict):
-        content = content.get("scenario")
-    with problems_at(str(path)):
-        scenario = Scenario.model_validate(content)
-    return _absolute(scenario, path.parent)
-
-
-@contextmanager
-def problems_at(where: str) -> Iterator[None]:
-    """Raise what pydantic finds inside the block as InputErrors, each at its key in `where`."""
-    try:
-        yield
-    except ValidationError as error:
-        raise InputErrors([_problem(where, detail) for detail in _causes(error.errors())]) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without repeated keys, of which PyYAML would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        """The mapping of a node; MarkedYAMLError where a key stands in it twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for number, (key, _) in enumerate(node.value):
-            if keys[number] in keys[:number]:
-                problem = f"the key {keys[number]!r} a second time"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _load_yaml(path: Path) -> object:
-    try:
-        content: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        raise InputError(
-            str(path), got="no such file", need="a scenario", fix="see scenarios/*.yaml"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            str(path), got=str(error), need="a readable YAML file", fix="check the file"
-        ) from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        problem = error.problem or "a syntax error"
-        raise InputError(f"{path}:{line}", got=problem, need="valid YAML", fix="mend that line") from None
-    return content
-
-
-def _causes(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """The errors without those that only follow from one further inside (an item less, say)."""
-    places = [detail["loc"] for detail in details]
-    return [
-        detail
-        for detail in details
-        if not any(
-            place != detail["loc"] and place[: len(detail["loc"])] == detail["loc"] for place in places
-        )
-    ]
-
-
-def _problem(file: str, detail: ErrorDetails) -> InputError:
-    place = ".".join(str(part) for part in detail["loc"])
-    where = f"{file}: {place}" if place else file
-    if detail["type"] == "extra_forbidden":
-        key, known = str(detail["loc"][-1]), _known_keys(detail["loc"][:-1])
-        need = f"one of {', '.join(known)}"
-        return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_where_to(key, known))
-    if detail["type"] == "missing":
-        return InputError(where, got="nothing", need="a value", fix="add the key")
-    message = detail["msg"].removeprefix("Value error, ")
-    value = detail["input"]
-    got = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else repr(value)
-    fix = str(detail.get("ctx", {}).get("fix", "correct the value"))
-    return InputError(where, got=got, need=message, fix=fix)
-
-
-def _sections() -> dict[str, type[BaseModel]]:
-    return {
-        "rules": Rule,
-        "calibration": Calibration,
-        "auto": Auto,
-        "sensitivity": Sensitivity,
-        "serve": Serve,
-        "evaluate": Evaluate,
-    }
-
-
-def _known_keys(location: Sequence[int | str]) -> list[str]:
-    models = _sections()
-    section = next((str(part) for part in location if part in models), None)
-    model = models[section] if section else Scenario
-    return list(model.model_fields)
-
-
-def _where_to(key: str, known: Sequence[str]) -> str:
-    """What to do about an unknown key: where it belongs, or what it may have been meant to be."""
-    if key in _OTHER_NAMES:
-        return f"write {_OTHER_NAMES[key]}"
-    if homes := [name for name, model in _sections().items() if key in model.model_fields]:
-        return f"move it to {' or '.join(homes)}"
-    if key in GENERATION_KEYS:
-        return f"move it to evaluate.gen_kwargs: {{{key}: ...}}"
-    return f"remove it{nearest(key, known)}"
-
-
 def _known(value: str, known: Sequence[str]) -> str:
     """The known name that `value` spells, in whatever case and with `-` or `_`; ValueError lists them all."""
     names = {fold_name(name): name for name in known}
     if fold_name(value) not in names:
         raise ValueError(f"one of {', '.join(known)}{nearest(value, known)}")
     return names[fold_name(value)]
-
-
-def _absolute(scenario: Scenario, folder: Path) -> Scenario:
-    """Resolve what names a file; a source, baseline or task that is no file stays a hub id or task name."""
-    folder = folder.resolve()
-
-    def absolute(name: str | Path) -> str:
-        return os.path.normpath(folder / name)  # without `..`; links stay what they are
-
-    def local(name: str) -> str:
-        return absolute(name) if (folder / name).exists() else name
-
-    source = with_revision(local(scenario.source), scenario.revision)
-    changes: dict[str, object] = {"source": source, "revision": None}
-    if scenario.calibration:
-        changes["calibration"] = scenario.calibration.model_copy(
-            update={"data": Path(absolute(scenario.calibration.data))}
-        )
-    if scenario.evaluate:
-        baseline = local(scenario.evaluate.baseline) if scenario.evaluate.baseline else None
-        tasks = tuple(
-            absolute(task) if task.endswith((".yaml", ".yml")) else task for task in scenario.evaluate.tasks
-        )
-        folders = tuple(Path(absolute(path)) for path in scenario.evaluate.include_path)
-        update = {"tasks": tasks, "baseline": baseline, "include_path": folders}
-        changes["evaluate"] = scenario.evaluate.model_copy(update=update)
-    return scenario.model_copy(update=changes)

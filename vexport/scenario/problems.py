@@ -1,0 +1,89 @@
+"""What pydantic finds wrong with a scenario, as errors that name the key and what to write instead."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from vexport.errors import InputError, InputErrors, nearest
+from vexport.scenario.model import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
+from vexport.scenario.serve import Serve
+from vexport.types import GENERATION_KEYS
+
+# What people call a setting elsewhere, in lm-eval's other front ends or in vLLM.
+_OTHER_NAMES = {
+    "fewshot": "evaluate.num_fewshot",
+    "n_shot": "evaluate.num_fewshot",
+    "shots": "evaluate.num_fewshot",
+    "chat_template": "evaluate.apply_chat_template (true, false or a template's name)",
+    "system_prompt": "evaluate.system_instruction",
+    "generation_kwargs": "evaluate.gen_kwargs",
+    "max_batch_size": "evaluate.batch_size, how many requests vLLM is given at once",
+}
+
+
+@contextmanager
+def problems_at(where: str) -> Iterator[None]:
+    """Raise what pydantic finds inside the block as InputErrors, each at its key in `where`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise InputErrors([_problem(where, detail) for detail in _causes(error.errors())]) from None
+
+
+def _causes(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """The errors without those that only follow from one further inside (an item less, say)."""
+    places = [detail["loc"] for detail in details]
+    return [
+        detail
+        for detail in details
+        if not any(
+            place != detail["loc"] and place[: len(detail["loc"])] == detail["loc"] for place in places
+        )
+    ]
+
+
+def _problem(file: str, detail: ErrorDetails) -> InputError:
+    place = ".".join(str(part) for part in detail["loc"])
+    where = f"{file}: {place}" if place else file
+    if detail["type"] == "extra_forbidden":
+        key, known = str(detail["loc"][-1]), _known_keys(detail["loc"][:-1])
+        need = f"one of {', '.join(known)}"
+        return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_where_to(key, known))
+    if detail["type"] == "missing":
+        return InputError(where, got="nothing", need="a value", fix="add the key")
+    message = detail["msg"].removeprefix("Value error, ")
+    value = detail["input"]
+    got = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else repr(value)
+    fix = str(detail.get("ctx", {}).get("fix", "correct the value"))
+    return InputError(where, got=got, need=message, fix=fix)
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    return {
+        "rules": Rule,
+        "calibration": Calibration,
+        "auto": Auto,
+        "sensitivity": Sensitivity,
+        "serve": Serve,
+        "evaluate": Evaluate,
+    }
+
+
+def _known_keys(location: Sequence[int | str]) -> list[str]:
+    models = _sections()
+    section = next((str(part) for part in location if part in models), None)
+    model = models[section] if section else Scenario
+    return list(model.model_fields)
+
+
+def _where_to(key: str, known: Sequence[str]) -> str:
+    """What to do about an unknown key: where it belongs, or what it may have been meant to be."""
+    if key in _OTHER_NAMES:
+        return f"write {_OTHER_NAMES[key]}"
+    if homes := [name for name, model in _sections().items() if key in model.model_fields]:
+        return f"move it to {' or '.join(homes)}"
+    if key in GENERATION_KEYS:
+        return f"move it to evaluate.gen_kwargs: {{{key}: ...}}"
+    return f"remove it{nearest(key, known)}"

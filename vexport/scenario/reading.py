@@ -1,0 +1,84 @@
+"""Read a scenario from YAML, with its paths made absolute."""
+
+import os
+from collections.abc import Hashable
+from pathlib import Path
+
+import yaml
+
+from vexport.checkpoint.source import with_revision
+from vexport.errors import InputError
+from vexport.outputs.replaceable import RECIPE
+from vexport.scenario.model import Scenario
+from vexport.scenario.problems import problems_at
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read a scenario; every problem in it is reported at once, with the path of its key.
+
+    Paths inside are made absolute, relative to the scenario's folder. Raises InputError.
+    """
+    content = _load_yaml(path)
+    if path.name == RECIPE and isinstance(content, dict):
+        content = content.get("scenario")
+    with problems_at(str(path)):
+        scenario = Scenario.model_validate(content)
+    return _absolute(scenario, path.parent)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without repeated keys, of which PyYAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        """The mapping of a node; MarkedYAMLError where a key stands in it twice."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for number, (key, _) in enumerate(node.value):
+            if keys[number] in keys[:number]:
+                problem = f"the key {keys[number]!r} a second time"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(path: Path) -> object:
+    try:
+        content: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise InputError(
+            str(path), got="no such file", need="a scenario", fix="see scenarios/*.yaml"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            str(path), got=str(error), need="a readable YAML file", fix="check the file"
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        problem = error.problem or "a syntax error"
+        raise InputError(f"{path}:{line}", got=problem, need="valid YAML", fix="correct that line") from None
+    return content
+
+
+def _absolute(scenario: Scenario, folder: Path) -> Scenario:
+    """Resolve what names a file; a source, baseline or task that is no file stays a hub id or task name."""
+    folder = folder.resolve()
+
+    def absolute(name: str | Path) -> str:
+        return os.path.normpath(folder / name)  # without `..`; links stay what they are
+
+    def local(name: str) -> str:
+        return absolute(name) if (folder / name).exists() else name
+
+    source = with_revision(local(scenario.source), scenario.revision)
+    changes: dict[str, object] = {"source": source, "revision": None}
+    if scenario.calibration:
+        changes["calibration"] = scenario.calibration.model_copy(
+            update={"data": Path(absolute(scenario.calibration.data))}
+        )
+    if scenario.evaluate:
+        baseline = local(scenario.evaluate.baseline) if scenario.evaluate.baseline else None
+        tasks = tuple(
+            absolute(task) if task.endswith((".yaml", ".yml")) else task for task in scenario.evaluate.tasks
+        )
+        folders = tuple(Path(absolute(path)) for path in scenario.evaluate.include_path)
+        update = {"tasks": tasks, "baseline": baseline, "include_path": folders}
+        changes["evaluate"] = scenario.evaluate.model_copy(update=update)
+    return scenario.model_copy(update=changes)
