@@ -33,6 +33,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # workers, separate programs, import vLLM, lm-eval and what of vexport they are asked for.
 LATE = {
     "cli": ("vexport",),
+    "quantize": ("vexport",),
     "run": ("vexport",),
     "explain": ("vexport",),
     "checkpoint": ("huggingface_hub",),
@@ -129,4 +130,4 @@ def test_planning_does_not_load_transformers() -> None:
 
 def test_quantizing_by_ranges_loads_no_torch() -> None:
     heavy = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "safetensors"}
-    assert not loaded_by("import vexport.run.pipeline, vexport.reports.sentences") & heavy
+    assert not loaded_by("import vexport.quantize.job, vexport.reports.sentences") & heavy

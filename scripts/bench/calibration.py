@@ -125,7 +125,7 @@ def run_vexport(
 ) -> Callable[[], None]:
     """Calibration, from the files on."""
     from vexport.calibration import Samples, calibrate
-    from vexport.run.pipeline import plan_source, rules_for
+    from vexport.plan.source import plan_source, rules_for
 
     rules = rules_for(scheme, observer="memoryless_minmax", ignore=())
 

@@ -142,19 +142,12 @@ def worker(side: str, scheme: str, source: Path, out: Path) -> None:
 
 def ours_span(scheme: str, source: Path, out: Path) -> float:
     """Headers are read, all is planned and written; kernels were used before, on a small checkpoint."""
-    from vexport.run.pipeline import quantize_source, rules_for
+    from vexport.plan.source import rules_for
+    from vexport.quantize.job import QuantizeJob, quantize_source
 
     def quantize(checkpoint: Path, folder: Path) -> None:
         rules = rules_for(scheme, observer="memoryless_minmax", ignore=())
-        quantize_source(
-            str(checkpoint),
-            folder,
-            rules,
-            None,
-            overwrite=False,
-            trust_remote_code=False,
-            on_progress=lambda stage, done, total: None,
-        )
+        quantize_source(QuantizeJob(source=str(checkpoint), out=folder, rules=rules))
 
     small = out.with_name("small")
     write_small(small)

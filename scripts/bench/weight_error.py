@@ -28,9 +28,9 @@ from vexport.checkpoint.tensors import read_tensor
 from vexport.formats import nearest_format
 from vexport.formats.dequantize import arguments_of
 from vexport.formats.schemes import scheme_names
+from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.stream import quantize
 from vexport.quantize.weight_scales import search_scales
-from vexport.run.pipeline import plan_source, rules_for
 from vexport.types import Calibration, InputRange, Json, Plan
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -6,7 +6,7 @@ import pytest
 
 from tests.architectures.families import save_family
 from vexport.engine.dry.load import dry_loads
-from vexport.run.pipeline import quantize_source
+from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Rule
 
 # Family -> layers in vLLM, and the scheme with which it builds them by the rules below.
@@ -34,15 +34,8 @@ RULES = (
 def test_vllm_finds_the_scheme_of_every_layer(tmp_path: Path) -> None:
     """Qwen2-MoE's class does not say what gate_up_proj is made of: it is a target under its own name."""
     for family in BUILT:
-        quantize_source(
-            str(save_family(family, tmp_path / family)),
-            tmp_path / f"{family}-out",
-            RULES,
-            None,
-            overwrite=False,
-            trust_remote_code=False,
-            on_progress=lambda stage, done, total: None,
-        )
+        source = str(save_family(family, tmp_path / family))
+        quantize_source(QuantizeJob(source=source, out=tmp_path / f"{family}-out", rules=RULES))
     for report in dry_loads([tmp_path / f"{family}-out" for family in BUILT], sm=(90,)):
         family = Path(report.checkpoint).name.removesuffix("-out")
         assert [cell.status for cell in report.cells] == ["loads"], report.findings

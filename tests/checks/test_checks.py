@@ -35,8 +35,8 @@ def test_good_checkpoints_are_clean(good: Callable[[str], Path], scheme: str) ->
 
 def test_mixed_schemes_are_clean(tmp_path: Path) -> None:
     """Several config groups, a quantized output head, layers that are kept between them."""
+    from vexport.plan.source import plan_source
     from vexport.quantize.stream import quantize
-    from vexport.run.pipeline import plan_source
     from vexport.scenario import Rule
 
     rules = (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_process import ignore
 from vexport.engine.failures import explain, failure_from_exit
 from vexport.engine.messages import EngineFailure, FailureKind, SessionRequest
 from vexport.engine.session import EngineFault, run_session, run_worker
+from vexport.types import silent
 
 WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 NO_COMPILER = (
@@ -65,7 +65,7 @@ def test_interpreter_without_vllm(tmp_path: Path) -> None:
     request = SessionRequest(checkpoint=tmp_path, name="any")
     for python in (tmp_path / "bare" / "bin" / "python", tmp_path / "absent"):
         with pytest.raises(EngineFault) as caught:
-            run_session(request, log=tmp_path / "log", timeout=60, vllm_python=python, on_progress=ignore)
+            run_session(request, log=tmp_path / "log", timeout=60, vllm_python=python, on_progress=silent)
         assert caught.value.exit_code == 4
         assert caught.value.failure.kind == "missing"
         assert "python -m pip install vllm" in str(caught.value)
@@ -106,7 +106,7 @@ def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: Failur
             timeout=5 if how == "sleep" else 120,
             vllm_python=None,
             extra={"PYTHONPATH": str(Path(__file__).parents[2])},
-            on_progress=ignore,
+            on_progress=silent,
         )
     assert caught.value.exit_code == 4
     assert caught.value.failure.kind == kind

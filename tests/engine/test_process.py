@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vexport.engine.messages import Progress
 from vexport.engine.process import run_group
+from vexport.types import silent
 
 # A worker with a child of its own; the child writes its process id and sleeps, deaf to SIGTERM.
 CHILD = (
@@ -34,22 +34,18 @@ def gone(pid: int) -> bool:
     return False
 
 
-def ignore(progress: Progress) -> None:
-    """No one looks at the progress."""
-
-
 def test_progress_and_log_arrive(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[tuple[str, int, int]] = []
     code = run_group(
         [sys.executable, "-c", REPORTING],
         environment=os.environ,
         log=tmp_path / "logs" / "log",
         timeout=30,
-        on_progress=seen.append,
+        on_progress=lambda *progress: seen.append(progress),
     )
     assert code == 7
     assert (tmp_path / "logs" / "log").read_text() == "hello\n"
-    assert seen == [Progress(stage="load", done=done, total=1) for done in (0, 1)]
+    assert seen == [("load", 0, 1), ("load", 1, 1)]
 
 
 def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
@@ -60,7 +56,7 @@ def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
             environment=os.environ,
             log=tmp_path / "log",
             timeout=2,
-            on_progress=ignore,
+            on_progress=silent,
         )
     assert gone(int(note.read_text()))
 

@@ -9,7 +9,6 @@ import pytest
 from tests.command import vexport
 from tests.engine.test_vllm import processes_of
 from vexport.engine.load import load_request
-from vexport.engine.messages import Progress
 from vexport.engine.prompts import fixed_prompts
 from vexport.engine.session import run_session
 
@@ -98,8 +97,8 @@ def test_an_end_from_outside_leaves_no_rank_and_no_memory(tiny_llama: Path, tmp_
     request = load_request(tiny_llama, fixed_prompts(tiny_llama), logprobs_file=tmp_path / "logprobs")
     arguments = {"tensor_parallel_size": 2, "enforce_eager": True}
 
-    def end(progress: Progress) -> None:
-        if progress.stage == "canaries":
+    def end(stage: str, done: int, total: int) -> None:
+        if stage == "canaries":
             assert segments() - known, "the ranks share memory"
             raise Enough
 

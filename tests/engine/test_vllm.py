@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.engine.fixtures import quantize_model
-from tests.engine.test_process import ignore
 from vexport.engine.load import load_report, load_request
 from vexport.engine.messages import SessionResult
 from vexport.engine.prompts import fixed_prompts
 from vexport.engine.session import EngineFault, run_session
-from vexport.types import LoadReport
+from vexport.types import LoadReport, silent
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def serve(checkpoint: Path, folder: Path, timeout: float = 300) -> SessionResult:
     """One session with the fixed prompts."""
     request = load_request(checkpoint, fixed_prompts(checkpoint), logprobs_file=folder / "logprobs")
-    return run_session(request, log=folder / "vllm.log", timeout=timeout, on_progress=ignore)
+    return run_session(request, log=folder / "vllm.log", timeout=timeout, on_progress=silent)
 
 
 def judge(checkpoint: Path, folder: Path) -> LoadReport:

@@ -16,7 +16,7 @@ from tests.evaluation.faults import (
 )
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored
-from vexport.run.serving import EngineOptions, serve_model
+from vexport.run.serving import EngineOptions, Questions, serve_model
 from vexport.scenario.serve import Serve
 from vexport.types import Attribution, Outcome
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def served(checkpoint: Path, folder: Path) -> Scored:
-    found = serve_model(checkpoint.name, checkpoint, folder, OPTIONS, texts=TEXTS).scored
+    found = serve_model(checkpoint.name, checkpoint, folder, OPTIONS, Questions(texts=TEXTS)).scored
     assert found is not None
     return found
 

@@ -17,7 +17,7 @@ from vexport.checkpoint.index import read_index
 from vexport.checks import Against, check_checkpoint
 from vexport.fidelity.activations import Observed, observe
 from vexport.fidelity.compare import against
-from vexport.run.pipeline import vocab_size
+from vexport.quantize.samples import vocab_size
 
 # Of the records those that are looked at each time; the others take minutes.
 ONE_IN = 12

@@ -158,8 +158,8 @@ def test_side_files_travel(tmp_path: Path) -> None:
 
 def test_shards_and_index(tmp_path: Path, llama: Path) -> None:
     from vexport.checkpoint.index import read_index
+    from vexport.plan.source import plan_source, rules_for
     from vexport.quantize.stream import quantize
-    from vexport.run.pipeline import plan_source, rules_for
 
     index, plan = plan_source(str(llama), rules_for("NVFP4A16", observer="memoryless_minmax", ignore=()))
     whole, parts = tmp_path / "whole", tmp_path / "parts"

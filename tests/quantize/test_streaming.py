@@ -24,7 +24,8 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.checkpoint.writer import ShardWriter, WriteUnit, copy_bytes, header_bytes, split_shards
 from vexport.outputs import resumable_directory
-from vexport.run.pipeline import quantize_source, rules_for
+from vexport.plan.source import rules_for
+from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.types import TensorInfo, TensorSpec, WeightPart
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096}
@@ -114,16 +115,10 @@ def test_what_is_written_is_not_written_again(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
         rules = rules_for("W8A8", observer="memoryless_minmax", ignore=())
-        quantize_source(
-            str(source),
-            out,
-            rules,
-            None,
-            overwrite=False,
-            trust_remote_code=False,
-            on_progress=on_progress,
-            shard_bytes=1_000_000,
+        job = QuantizeJob(
+            source=str(source), out=out, rules=rules, on_progress=on_progress, shard_bytes=1_000_000
         )
+        quantize_source(job)
         return seen
 
     with pytest.raises(KeyboardInterrupt):
@@ -263,10 +258,10 @@ def test_copies_between_file_systems(tmp_path: Path) -> None:
 SPARSE = """
 import json, os, sys
 from pathlib import Path
-from vexport.run.pipeline import quantize_source, rules_for
+from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.plan.source import rules_for
 rules = rules_for("NVFP4A16", observer="memoryless_minmax", ignore=())
-quantize_source(sys.argv[1], Path(sys.argv[2]), rules, None, overwrite=False, trust_remote_code=False,
-                on_progress=lambda stage, done, total: None)
+quantize_source(QuantizeJob(source=sys.argv[1], out=Path(sys.argv[2]), rules=rules))
 # ru_maxrss would count what the process that started this one had in memory.
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

@@ -6,17 +6,14 @@ import pytest
 
 from tests.reports import parts, sample
 from vexport.reports import render
-from vexport.run.scenario import conclude
-from vexport.run.sessions import NOT_RUN, Loads
+from vexport.run.concluding import NOT_RUN, conclude
 from vexport.types import CheckReport
 
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
-LOADS = Loads(baseline=sample.load("b"), candidate=sample.load())
-NO_LOADS = Loads(baseline=NOT_RUN, candidate=NOT_RUN)
 
 
 def test_without_an_evaluation_the_sentence_says_so() -> None:
-    outcome, reason = conclude(GOOD, parts.dry_load(), LOADS, None)
+    outcome, reason = conclude(GOOD, parts.dry_load(), sample.load(), None)
     assert outcome == "PASS"
     assert "accuracy was not evaluated" in reason
     text = render(replace(sample.report(), verdict=None, reason=reason), "text")
@@ -30,12 +27,12 @@ def test_a_stage_that_failed_is_named_with_its_first_error_and_their_number(stag
     errors = (sample.finding(), sample.finding("error"), sample.finding("error", where="lm_head"))
     check = CheckReport(checkpoint="c", ok=False, findings=errors) if stage == "check" else GOOD
     failed = replace(sample.load(), ok=False, findings=errors)
-    loads = NO_LOADS if stage == "check" else replace(LOADS, candidate=failed)
-    outcome, reason = conclude(check, None, loads, None)
+    loaded = NOT_RUN if stage == "check" else failed
+    outcome, reason = conclude(check, None, loaded, None)
     assert outcome == "FAIL"
     assert reason.startswith(f"{stage}: model.layers.2.mlp.down_proj: ")
     assert "1 more error" in reason
-    report = replace(sample.unloaded(), reason=reason, check=check, load=loads.candidate)
+    report = replace(sample.unloaded(), reason=reason, check=check, load=loaded)
     text = render(report, "text")
     assert text.startswith("FAIL  demo" if stage == "check" else "FAIL on CPU, emulated  demo")
     assert "% of the size." not in text
@@ -43,4 +40,4 @@ def test_a_stage_that_failed_is_named_with_its_first_error_and_their_number(stag
 
 def test_the_verdict_decides_where_every_stage_passed() -> None:
     judged = sample.verdict("INCONCLUSIVE")
-    assert conclude(GOOD, None, LOADS, judged) == ("INCONCLUSIVE", judged.reason)
+    assert conclude(GOOD, None, sample.load(), judged) == ("INCONCLUSIVE", judged.reason)

@@ -7,8 +7,8 @@ import pytest
 from tests.command import vexport
 from tests.models import save_llama
 from vexport.errors import InputError
-from vexport.run.pipeline import plan_scenario
 from vexport.scenario import read_scenario
+from vexport.sensitivity.auto import plan_scenario
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
 SCENARIOS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("ladder/*.yaml")])
@@ -28,9 +28,9 @@ def test_a_scenario_decides_about_cache_and_misfits(tmp_path: Path) -> None:
     )
     path = tmp_path / "scenario.yaml"
     path.write_text(text)
-    refused = plan_scenario(read_scenario(path))
+    _, refused = plan_scenario(read_scenario(path))
     path.write_text(text + "on_unsupported_shape: keep\nserve: {tensor_parallel: [1, 2]}\n")
-    kept = plan_scenario(read_scenario(path))
+    _, kept = plan_scenario(read_scenario(path))
     assert [refusal.where for refusal in refused.refusals] == ["model.layers.0.mlp.gate_up_proj"]
     assert kept.refusals == ()
     assert {group.name for group in kept.groups} == {"model.layers.0.self_attn.o_proj"}

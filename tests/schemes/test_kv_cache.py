@@ -15,7 +15,8 @@ from tests.models import save_qwen3, write_calibration
 from vexport.checks import check_checkpoint
 from vexport.formats.kv_cache import kv_layout
 from vexport.plan import Settings
-from vexport.run.pipeline import plan_source, quantize_source, rules_for
+from vexport.plan.source import plan_source, rules_for
+from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Calibration
 from vexport.types import AttentionLayer, KvCache
 
@@ -39,16 +40,11 @@ def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[KvCa
     root = tmp_path_factory.mktemp("written")
     samples = Calibration(data=write_calibration(root / "samples.jsonl"))
     for kind in KINDS:
-        quantize_source(
-            str(source),
-            root / kind,
-            RULES,
-            samples,
-            planning=Settings(kv_cache=kind),
-            overwrite=False,
-            trust_remote_code=False,
-            on_progress=quiet,
+        planning = Settings(kv_cache=kind)
+        job = QuantizeJob(
+            source=str(source), out=root / kind, rules=RULES, planning=planning, calibration=samples
         )
+        quantize_source(job)
     return {kind: root / kind for kind in KINDS}
 
 

@@ -15,9 +15,9 @@ from vexport.formats import dequantize
 from vexport.formats.schemes import scheme_names
 from vexport.numerics.metrics import quantization_error
 from vexport.plan import Settings, require_accepted
+from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.stream import quantize
 from vexport.quantize.weight_scales import search_scales
-from vexport.run.pipeline import plan_source, rules_for
 from vexport.scenario import Rule
 from vexport.types import Calibration, InputRange, LayerError, OnUnsupportedShape, Plan
 

@@ -10,7 +10,7 @@ from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.engine.reference import reference_logprobs
 from vexport.formats.schemes import KEEP
 from vexport.plan import Settings, build_plan
-from vexport.run.pipeline import quantize_source
+from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Auto, Calibration, Rule
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
 from vexport.sensitivity.measure import measure
@@ -97,15 +97,7 @@ def test_a_loss_is_that_of_a_checkpoint_with_only_this_group(
     (unit,) = (one for one in units_of(read_index(model), "NVFP4", "W4A16") if one.name == name)
     rules = (*unit.rules(scheme), Rule(match="Linear", scheme=KEEP))
     settings = Calibration(data=DEMO / "calibration.jsonl", samples=SAMPLES, seq_len=64)
-    quantize_source(
-        str(model),
-        tmp_path / "one",
-        rules,
-        settings,
-        overwrite=False,
-        trust_remote_code=False,
-        on_progress=lambda stage, done, total: None,
-    )
+    quantize_source(QuantizeJob(source=str(model), out=tmp_path / "one", rules=rules, calibration=settings))
     # The reference leaves out what follows the last token of a prompt.
     prompts = [(*ids, 0) for ids in samples(model).token_ids]
     plain, quantized = reference_logprobs(model, prompts), reference_logprobs(tmp_path / "one", prompts)

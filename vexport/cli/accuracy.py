@@ -144,7 +144,8 @@ def evaluate(
         require_writable,
     )
     from vexport.reports import render_verdict
-    from vexport.run.serving import CANDIDATE, EngineOptions, evaluate_checkpoint
+    from vexport.run.evaluating import EvalJob, evaluate_checkpoint
+    from vexport.run.serving import CANDIDATE, EngineOptions
     from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, problems_at
 
     if accept:
@@ -180,7 +181,15 @@ def evaluate(
             on_progress=on_progress,
         )
         verdict = evaluate_checkpoint(
-            checkpoint, settings, folder, options, overwrite=overwrite, against=against, accept=accept
+            EvalJob(
+                checkpoint=checkpoint,
+                settings=settings,
+                folder=folder,
+                options=options,
+                overwrite=overwrite,
+                against=against,
+                accept=accept,
+            )
         )
     if verdict:
         print_text(render_verdict(verdict, format_))

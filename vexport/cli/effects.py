@@ -60,9 +60,9 @@ def note_unused(names: tuple[str, ...], reason: str) -> None:
 def note_unused_calibration(plan: Plan) -> None:
     """Notes on calibration options that change nothing in a plan."""
     from vexport.architectures.fusion import moe_layer
-    from vexport.plan.needs import uses_calibration
+    from vexport.plan.needs import calibration_need
 
-    if not uses_calibration(plan):
+    if calibration_need(plan) is None:
         names = ("calibration", *CALIBRATION_OPTIONS)
         note_unused(names, f"on {', '.join(plan.schemes)}: no calibration data is needed or read")
     elif not any(moe_layer(member.name) for group in plan.groups for member in group.members):

@@ -136,7 +136,7 @@ def _against(source: str | None, calibration: Path | None, on_progress: "OnProgr
 def _observed(root: Path, calibration: Path, on_progress: "OnProgress") -> "Observed":
     from vexport.checkpoint.index import read_index
     from vexport.fidelity.activations import observe
-    from vexport.run.pipeline import calibration_samples
+    from vexport.quantize.samples import calibration_samples
     from vexport.scenario import Calibration
 
     index, settings = read_index(root), Calibration(data=calibration)

@@ -76,15 +76,10 @@ def plan(
     from vexport.cli.terminal import progress_display
     from vexport.plan import Settings
     from vexport.plan.outlook import outlook
+    from vexport.plan.source import ignored_rules, plan_headers, rules_for, table_of_schemes
     from vexport.reports.plan import render_plan, render_table
-    from vexport.run.pipeline import (
-        ignored_rules,
-        plan_scenario_with_headers,
-        plan_with_headers,
-        rules_for,
-        table_of_schemes,
-    )
     from vexport.scenario import read_scenario
+    from vexport.sensitivity.auto import plan_scenario
 
     evaluate = None
     if run_dir and not is_scenario(source):
@@ -97,14 +92,14 @@ def plan(
         if run_dir and scenario.auto is None:
             note("--run-dir has no effect: no rule of the scenario has scheme: auto")
         with progress_display(quiet=quiet) as on_progress:
-            index, made = plan_scenario_with_headers(scenario, run_dir, on_progress=on_progress)
+            index, made = plan_scenario(scenario, run_dir, on_progress)
         evaluate, samples = scenario.evaluate, _samples(scenario.calibration)
         then = shlex.join(["vexport", "run", source, *given_values("run_dir")])
     elif scheme:
         settings = Settings(ranks=tp or (1,), on_unsupported_shape=on_unsupported_shape, kv_cache=kv_cache)
         rules = rules_for(scheme, observer=observer, ignore=ignore)
         with progress_display(quiet=quiet) as on_progress:
-            index, made = plan_with_headers(with_revision(source, revision), rules, settings, on_progress)
+            index, made = plan_headers(with_revision(source, revision), rules, settings, on_progress)
         samples = _samples(None)
         then = _quantize_command(source, made)
     else:
@@ -122,10 +117,10 @@ def plan(
 
 def _quantize_command(source: str, plan: Plan) -> str:
     """The command that does what was planned, into a folder named after source and scheme."""
-    from vexport.plan.needs import uses_calibration
+    from vexport.plan.needs import calibration_need
 
     out = f"{Path(source).resolve().name}-{'-'.join(plan.schemes)}"
-    calibration = ["--calibration", "FILE.jsonl"] if uses_calibration(plan) else []
+    calibration = ["--calibration", "FILE.jsonl"] if calibration_need(plan) else []
     return shlex.join(
         ["vexport", "quantize", source, out, *given_values("revision", *PLAN_OPTIONS), *calibration]
     )
@@ -211,31 +206,33 @@ def quantize(
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
     from vexport.plan import Settings
+    from vexport.plan.source import rules_for
+    from vexport.quantize.job import QuantizeJob, is_rank_zero, quantize_source
     from vexport.reports.quantized import quantized_answer, render_quantized
-    from vexport.run.pipeline import is_first_rank, quantize_source, rules_for
     from vexport.scenario import Calibration
 
     settings = None
-    if calibration is None and is_first_rank():
+    if calibration is None and is_rank_zero():
         note_unused(CALIBRATION_OPTIONS, "without --calibration")
     if calibration:
         settings = Calibration(
             data=calibration, samples=samples, seq_len=seq_len, all_experts=all_experts, device=device
         )
-    with progress_display(quiet=quiet or not is_first_rank()) as on_progress:
-        made, seen = quantize_source(
-            with_revision(source, revision),
-            out,
-            rules_for(scheme, observer=observer, ignore=ignore),
-            settings,
+    with progress_display(quiet=quiet or not is_rank_zero()) as on_progress:
+        job = QuantizeJob(
+            source=with_revision(source, revision),
+            out=out,
+            rules=rules_for(scheme, observer=observer, ignore=ignore),
             planning=Settings(ranks=tp or (1,), on_unsupported_shape=on_unsupported_shape, kv_cache=kv_cache),
+            calibration=settings,
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
-            on_progress=on_progress,
             shard_bytes=max_shard_size,
-            on_plan=note_unused_calibration if calibration and is_first_rank() else lambda plan: None,
+            on_progress=on_progress,
         )
-    if not is_first_rank():
+        notes = note_unused_calibration if calibration and is_rank_zero() else lambda plan: None
+        made, seen = quantize_source(job, notes)
+    if not is_rank_zero():
         return
     experts: tuple[ExpertCoverage, ...] = ()
     if seen is not None:

@@ -12,7 +12,7 @@ from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
 from vexport.plan.ranks import Heads
 from vexport.scenario.serve import Serve
-from vexport.types import Json
+from vexport.types import Json, silent
 
 # What every vLLM knows, and `Serve` has checked.
 _CERTAIN = {"max_model_len", "enforce_eager"}
@@ -37,7 +37,7 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
         timeout=largest.timeout,
         vllm_python=vllm_python,
         extra={},
-        on_progress=lambda progress: None,
+        on_progress=silent,
     )
     shutil.rmtree(folder, ignore_errors=True)
     errors = [session_error(problem) for problem in answer.problems]

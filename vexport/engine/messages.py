@@ -110,12 +110,3 @@ class SessionResult:
     seconds: dict[str, float] = field(default_factory=dict)
     failure: EngineFailure | None = None
     problem: InputProblem | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a session is: `done` of `total` in a stage (`load`, `canaries`, `logprobs`, a task's name)."""
-
-    stage: str
-    done: int
-    total: int

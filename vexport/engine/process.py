@@ -6,11 +6,11 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vexport.engine.messages import Progress
 from vexport.engine.shared_memory import remove_segments, segments_of
+from vexport.types import OnProgress
 
 PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _POLL_SECONDS = 0.2
@@ -23,7 +23,7 @@ def run_group(
     environment: Mapping[str, str],
     log: Path,
     timeout: float,
-    on_progress: Callable[[Progress], None],
+    on_progress: OnProgress,
 ) -> int:
     """Run `command` to its end and return its exit code, negative for a signal, as subprocess does.
 
@@ -35,11 +35,11 @@ def run_group(
     segments: set[str] = set()
     stages: set[str] = set()
 
-    def relay(progress: Progress) -> None:
-        if progress.stage not in stages:
-            stages.add(progress.stage)
+    def relay(stage: str, done: int, total: int) -> None:
+        if stage not in stages:
+            stages.add(stage)
             segments.update(segments_of(process.pid))
-        on_progress(progress)
+        on_progress(stage, done, total)
 
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
@@ -78,9 +78,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     _await_end(process)
 
 
-def _relay(
-    process: subprocess.Popen[bytes], pipe: int, deadline: float, on_progress: Callable[[Progress], None]
-) -> None:
+def _relay(process: subprocess.Popen[bytes], pipe: int, deadline: float, on_progress: OnProgress) -> None:
     """Pass progress on until the process has ended; a grandchild may hold the pipe open after that."""
     pending = b""
     with selectors.DefaultSelector() as selector:
@@ -91,7 +89,7 @@ def _relay(
                 chunk = os.read(pipe, 65536)
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
-                    on_progress(_progress(line))
+                    on_progress(*json.loads(line))
                 if chunk:
                     continue
                 if not ended:
@@ -100,11 +98,6 @@ def _relay(
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError
-
-
-def _progress(line: bytes) -> Progress:
-    stage, done, total = json.loads(line)
-    return Progress(stage=stage, done=done, total=total)
 
 
 def _await_end(process: subprocess.Popen[bytes]) -> None:

@@ -5,17 +5,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from vexport.engine.failures import explain, failure_from_exit, log_tail
-from vexport.engine.messages import EngineFailure, InputProblem, Progress, SessionRequest, SessionResult
+from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
 from vexport.engine.process import run_group
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
 from vexport.errors.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
+from vexport.types import OnProgress
 from vexport.version import __version__
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def run_session(
     log: Path,
     timeout: float,
     vllm_python: Path | None = None,
-    on_progress: Callable[[Progress], None],
+    on_progress: OnProgress,
 ) -> SessionResult:
     """Start vLLM on `request.checkpoint` and do everything the request asks for, in one engine start.
 
@@ -106,7 +107,7 @@ def run_worker(
     timeout: float,
     vllm_python: Path | None,
     extra: Mapping[str, str],
-    on_progress: Callable[[Progress], None],
+    on_progress: OnProgress,
 ) -> T:
     """Run `python -m module REQUEST RESULT` and return the result it wrote, one of our types.
 

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +23,11 @@ from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, Se
 from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
 from vexport.scenario.serve import EngineArguments
+from vexport.types import OnProgress
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-Report = Callable[[str, int, int], None]
 _PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _MOST_MESSAGE = 1000
 CPU = "cpu"
@@ -43,7 +42,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def run(request: SessionRequest, report: Report) -> SessionResult:
+def run(request: SessionRequest, report: OnProgress) -> SessionResult:
     """Everything the request asks for; an exception becomes part of the result and goes to the log."""
     from vllm import __version__ as version
     from vllm.platforms import current_platform
@@ -72,7 +71,7 @@ def run(request: SessionRequest, report: Report) -> SessionResult:
 
 
 def _use(
-    llm: "LLM", request: SessionRequest, arguments: EngineArguments, result: SessionResult, report: Report
+    llm: "LLM", request: SessionRequest, arguments: EngineArguments, result: SessionResult, report: OnProgress
 ) -> SessionResult:
     from vexport.engine.describe import describe
     from vexport.engine.generate import run_canaries, write_logprobs
@@ -160,7 +159,7 @@ def input_problem(error: VexportError) -> InputProblem:
     )
 
 
-def reporter() -> Report:
+def reporter() -> OnProgress:
     """Progress as JSON lines on the descriptor that the parent named; to nowhere without one."""
     name = os.environ.pop(_PROGRESS_FD, None)
     if name is None:

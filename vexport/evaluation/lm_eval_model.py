@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError
 from vexport.evaluation.chat import ServedChat
-from vexport.types import LmEvalSettings
+from vexport.types import LmEvalSettings, OnProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
     from vllm.lora.request import LoRARequest
 
-Progress = Callable[[str, int, int], None]
 ModelArguments = Mapping[str, JsonValue]
 
 Memory = dict[str, object]
@@ -33,7 +32,7 @@ _PROGRESS_STEPS = 100
 
 
 def wrap_engine(
-    llm: "LLM", arguments: ModelArguments, settings: LmEvalSettings, progress: Progress
+    llm: "LLM", arguments: ModelArguments, settings: LmEvalSettings, progress: OnProgress
 ) -> "VLLM":
     """lm-eval's VLLM around `llm`; `arguments` are its constructor's.
 
@@ -110,7 +109,7 @@ def _recall(
 class _ReportingLLM:
     """What lm-eval uses of `vllm.LLM`, with progress going to `progress` instead of a terminal."""
 
-    def __init__(self, llm: "LLM", progress: Progress) -> None:
+    def __init__(self, llm: "LLM", progress: OnProgress) -> None:
         self._llm, self._progress = llm, progress
         self.llm_engine = llm.llm_engine
         self.stage = ""

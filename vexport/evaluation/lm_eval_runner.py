@@ -20,13 +20,13 @@ from pydantic import JsonValue
 from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.fewshot import draw_by_document
-from vexport.evaluation.lm_eval_model import ModelArguments, Progress, replaced, wrap_engine
+from vexport.evaluation.lm_eval_model import ModelArguments, replaced, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
 from vexport.evaluation.stopping import Race, Stopping, look_line, require_unit_range, write_looks
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.tasks import GROUP_SUFFIX, reads_hub
 from vexport.files import atomic_path, from_json, write_text
-from vexport.types import Look
+from vexport.types import Look, OnProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
@@ -43,7 +43,7 @@ _ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
 """Arguments of lm-eval's vLLM model that are the person's to set; recorded where they are."""
 
 
-def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: Progress) -> None:
+def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: OnProgress) -> None:
     """Evaluate `request.tasks` and write lm-eval's result and sample files into `request.output`.
 
     `model_args` are those `llm` was built with; `progress` is told the tasks' names, requests done and
@@ -68,7 +68,7 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
 
 
 def _evaluate(
-    model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path, progress: Progress
+    model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path, progress: OnProgress
 ) -> None:
     from lm_eval.loggers import EvaluationTracker
 
@@ -136,7 +136,7 @@ def until_decided(
     run: "Callable[[list[Task | Group], Mapping[str, list[int]]], EvalResults]",
     tasks: "list[Task | Group]",
     stopping: Stopping,
-    progress: Progress,
+    progress: OnProgress,
 ) -> "tuple[EvalResults, tuple[Look, ...]]":
     """Evaluate more and more documents until they decide; each run has all so far, most of it from memory.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vexport.checkpoint.hub.failures import diagnose
 from vexport.checkpoint.hub.names import HubName
-from vexport.engine.messages import InputProblem, Progress, SessionRequest
+from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import run_worker, session_error
 from vexport.evaluation.tasks import is_local_dataset, reads_hub
 from vexport.types import PROGRESS_DETAIL, OnProgress
@@ -37,9 +37,6 @@ def fetch_task_data(
     if not any(map(reads_hub, request.tasks)):
         return
 
-    def relay(progress: Progress) -> None:
-        on_progress(progress.stage, progress.done, progress.total)
-
     fetched = run_worker(
         "vexport.evaluation.task_data_worker",
         request,
@@ -49,7 +46,7 @@ def fetch_task_data(
         timeout=timeout,
         vllm_python=vllm_python,
         extra={},
-        on_progress=relay,
+        on_progress=on_progress,
     )
     if fetched.problem is not None:
         raise session_error(fetched.problem)

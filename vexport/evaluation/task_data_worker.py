@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 from vexport.engine.messages import SessionRequest
-from vexport.engine.worker import Report, end_with_parent, input_problem, reporter
+from vexport.engine.worker import end_with_parent, input_problem, reporter
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.evaluation.lm_eval_runner import load_tasks, task_manager
 from vexport.evaluation.task_data import STAGE, Fetched, explained_downloads
 from vexport.files import from_json, to_json, write_text
+from vexport.types import OnProgress
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def fetch(request: SessionRequest, report: Report) -> None:
+def fetch(request: SessionRequest, report: OnProgress) -> None:
     """Build every task once, which downloads its documents. Raises as `fetch_task_data`."""
     if importlib.util.find_spec("lm_eval") is None:
         fix = "install it there with `pip install lm-eval`"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.index import SourceIndex
 from vexport.plan.linears import STACK
-from vexport.plan.needs import needs_search, uses_calibration
+from vexport.plan.needs import calibration_need, needs_search
 from vexport.types import Estimate, Plan
 
 # Start of a command, and nanoseconds a parameter by bits of a quantized weight: 1.1 B parameters in 0.9 to
@@ -45,7 +45,7 @@ class Samples:
 
 def estimates(index: SourceIndex, plan: Plan, samples: Samples) -> tuple[Estimate, ...]:
     """An estimate for each stage that the plan will have."""
-    calibrate = (_calibrate(index, plan, samples),) if uses_calibration(plan) else ()
+    calibrate = (_calibrate(index, plan, samples),) if calibration_need(plan) else ()
     return (*calibrate, _quantize(plan), _check(plan))
 
 

@@ -1,19 +1,43 @@
 """What quantizing by a plan needs beyond the weights: calibration data, a search for scales."""
 
+from dataclasses import dataclass
+
+from vexport.errors import InputError
 from vexport.formats.schemes import get_scheme
 from vexport.types import Plan, observer_names
 
 
-def needs_calibration(plan: Plan) -> bool:
-    """Whether a scheme of the plan has static scales of inputs, or of keys and values."""
-    return bool(plan.attention) or any(get_scheme(name).args.calibrated for name in plan.schemes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationNeed:
+    """The first part of a plan that samples change, and what they are for."""
+
+    where: str
+    samples: str
+
+    def missing(self) -> InputError:
+        """The error where there are none."""
+        return InputError(
+            self.where,
+            got="no calibration data",
+            need=self.samples,
+            fix="add --calibration FILE.jsonl (or `calibration:` to the scenario)",
+        )
 
 
-def uses_calibration(plan: Plan) -> bool:
-    """Whether samples change the plan's output: static input scales, or weights searched by importance."""
-    return needs_calibration(plan) or any(
-        group.observer == observer_names.IMPORTANCE for group in plan.groups
-    )
+def calibration_need(plan: Plan) -> CalibrationNeed | None:
+    """What of a plan needs calibration: static scales of inputs, keys or values, or weights searched by
+    importance. None where samples would change nothing.
+    """
+    static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
+    if plan.attention:
+        static.append("KV cache")
+    if static:
+        return CalibrationNeed(where=static[0], samples="samples for its static scales")
+    if any(group.observer == observer_names.IMPORTANCE for group in plan.groups):
+        return CalibrationNeed(
+            where=f"observer {observer_names.IMPORTANCE}", samples="samples that show importance"
+        )
+    return None
 
 
 def needs_search(plan: Plan) -> bool:

@@ -11,7 +11,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import quantized_bytes
 from vexport.plan.estimates import Samples, estimates
 from vexport.plan.linears import NUMBER, is_embedding, is_unknown_experts, names_of
-from vexport.plan.needs import uses_calibration
+from vexport.plan.needs import calibration_need
 from vexport.types import KeptShare, Outlook, Plan
 
 MOST_KINDS = 4
@@ -29,7 +29,7 @@ def outlook(index: SourceIndex, plan: Plan, samples: Samples, next_command: str)
         least_sm=least_sm,
         full_sm=full_sm,
         generation=generation(least_sm) if least_sm else "any GPU",
-        needs_calibration=uses_calibration(plan),
+        needs_calibration=calibration_need(plan) is not None,
         disk_bytes=plan.output_bytes + _side_bytes(index),
         estimates=estimates(index, plan, samples),
         next_command="" if plan.refusals else next_command,

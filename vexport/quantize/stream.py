@@ -31,7 +31,6 @@ from vexport.checkpoint.writer import (
     split_shards,
     write_index,
 )
-from vexport.errors import InputError
 from vexport.files import digest_bytes, write_text
 from vexport.formats.config import quantization_config
 from vexport.formats.kv_cache import kv_scales
@@ -41,20 +40,21 @@ from vexport.numerics.codes import largest_magnitude
 from vexport.outputs.replaceable import RECIPE
 from vexport.plan import blocks, output_blocks
 from vexport.plan.blocks import group_layout
-from vexport.plan.needs import needs_calibration, needs_search
+from vexport.plan.needs import calibration_need, needs_search
 from vexport.types import (
     AttentionLayer,
     Calibration,
     FusionGroup,
     Json,
     LinearPlan,
+    OnProgress,
     Plan,
     TensorInfo,
     observer_names,
+    silent,
 )
 from vexport.version import __version__
 
-Progress = Callable[[int, int], None]
 # (group, source, calibration, reader) -> the scales of each member, for observers that search.
 Search = Callable[[FusionGroup, SourceIndex, Calibration, Reader], Sequence[Scales]]
 
@@ -72,16 +72,16 @@ def quantize(
     *,
     search: Search | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_bytes: Progress = lambda done, total: None,
+    on_progress: OnProgress = silent,
 ) -> None:
     """Write the quantized checkpoint into `folder`: weights, side files, config.json last.
 
     `folder` is empty or holds what a call that was broken off left there, with the same arguments: it is
-    continued. `on_bytes(done, total)` counts the bytes handed to the writer. Raises InputError where a scheme
+    continued. `on_progress` counts the bytes handed to the writer. Raises InputError where a scheme
     needs a calibration and there is none, or where a weight is not finite.
     """
-    if calibration is None and needs_calibration(plan):
-        raise missing_calibration(plan)
+    if calibration is None and (need := calibration_need(plan)):
+        raise need.missing()
     assert search or not needs_search(plan), "observers that search need `search`"
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
@@ -98,7 +98,7 @@ def quantize(
                     for chunk in stream.chunks(unit):
                         writer.write(chunk)
                     done += unit.num_bytes
-                    on_bytes(done, plan.output_bytes)
+                    on_progress("quantize (bytes)", done, plan.output_bytes)
     write_index(folder, shards)
     for file in index.side_files:
         if file.name == RECIPE:  # of the source, were it vexport's own
@@ -245,19 +245,7 @@ def each_warning_once() -> Iterator[None]:
         yield
 
 
-def missing_calibration(plan: Plan) -> InputError:
-    """The error for a plan that needs a calibration and has none."""
-    calibrated = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
-    kv_cache = ["KV cache"] if plan.attention else []
-    return InputError(
-        next(iter((*calibrated, *kv_cache)), f"observer {observer_names.IMPORTANCE}"),
-        got="no calibration data",
-        need="samples for its static scales" if calibrated or kv_cache else "samples that show importance",
-        fix="add --calibration FILE.jsonl (or `calibration:` to the scenario)",
-    )
-
-
-def made_from(index: SourceIndex, plan: Plan, calibration: Calibration | None, *, shard_bytes: int) -> str:
+def input_digest(index: SourceIndex, plan: Plan, calibration: Calibration | None, *, shard_bytes: int) -> str:
     """A digest of all that the written bytes depend on; of the source's files, sizes and times."""
     files = sorted({tensor.file for tensor in index.tensors.values()})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -19,7 +19,7 @@ from vexport.outputs import NamedPath, new_directory, refuse_existing, require_s
 from vexport.repair import config, files, targets
 from vexport.repair.changes import Changes, Repair, RepairReport
 from vexport.repair.overlay import apply
-from vexport.repair.write import write_checkpoint
+from vexport.repair.write import write_repaired
 from vexport.types import Finding
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def repair_checkpoint(
             raise MissingPackage("torch", f"{checkpoint}: repairing {report.refusals[0].where}")
         if report.ok:
             with new_directory(out, overwrite=overwrite) as folder:
-                write_checkpoint(view, folder, on_bytes=lambda done, total: on_progress("write", done, total))
+                write_repaired(view, folder, on_progress=on_progress)
     return report
 
 

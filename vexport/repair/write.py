@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from vexport.checkpoint.chat_template import copy_named_templates
@@ -12,16 +12,15 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.files import write_text
 from vexport.repair.files import has_index, index_text
 from vexport.repair.overlay import Overlay
-from vexport.types import TensorInfo, TensorSpec
+from vexport.types import OnProgress, TensorInfo, TensorSpec
 
 COPY_BYTES = 1 << 24
-Progress = Callable[[int, int], None]
 
 
-def write_checkpoint(view: CheckpointView, folder: Path, *, on_bytes: Progress) -> None:
+def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgress) -> None:
     """Write weights, index and side files into the empty `folder`, config.json last.
 
-    `on_bytes(done, total)` counts the bytes of the weights. Memory holds one edit or one part of a file.
+    `on_progress` counts the bytes of the weights. Memory holds one edit or one part of a file.
     """
     index = view.index
     files: dict[Path, list[TensorInfo]] = {}
@@ -34,7 +33,7 @@ def write_checkpoint(view: CheckpointView, folder: Path, *, on_bytes: Progress) 
         else:
             _write(view, tensors, folder / file.name)
         done += sum(tensor.num_bytes for tensor in tensors)
-        on_bytes(done, index.num_bytes)
+        on_progress("write", done, index.num_bytes)
     if has_index(index):
         write_text(folder / INDEX_NAME, index_text(index))
     for path in index.side_files:

@@ -13,7 +13,8 @@ from vexport.outputs import FolderKind
 from vexport.types import Report
 
 STAGES_FILE = "stages.json"
-REPORT = "report.json"
+REPORT_FILE = "report.json"
+LAYERS = "layers.json"
 SCENARIO = "scenario.yaml"
 MARK = ".vexport-run"
 CHECKPOINT = "checkpoint"
@@ -125,8 +126,8 @@ def value_digest(value: object) -> str:
 
 def read_report(folder: Path) -> Report:
     """The report of a finished run directory; InputError where there is none."""
-    path = folder / REPORT
+    path = folder / REPORT_FILE
     if not path.is_file():
-        got, fix = f"no {REPORT}", "call `vexport run` first"
+        got, fix = f"no {REPORT_FILE}", "call `vexport run` first"
         raise InputError(str(folder), got=got, need="a finished run directory", fix=fix)
     return from_json(Report, path)

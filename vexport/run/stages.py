@@ -1,27 +1,142 @@
-"""Stages of a run: what is done is not done again."""
+"""The stages of a run in their order: when each is done, from what, and what it leaves for the others."""
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from vexport.run.directory import Digests, RunDirectory
-from vexport.run.serving import EngineOptions
-from vexport.scenario import Scenario
+from vexport.run import choosing, concluding, making, proving
+from vexport.run.directory import Digests
+from vexport.run.state import (
+    ATTRIBUTION,
+    CALIBRATION,
+    CANDIDATES,
+    CHECKED,
+    CONCLUSION,
+    DRIFT,
+    DRY_LOADED,
+    LOADED,
+    LOADED_BASELINE,
+    MIXED,
+    PLAN,
+    QUESTIONS,
+    REPORT,
+    SENSITIVITY,
+    SERVED_BASELINE,
+    SERVED_CANDIDATE,
+    VERDICT,
+    WRITTEN,
+    Output,
+    Run,
+)
+from vexport.types import Report, Sensitivity
+
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Stages:
-    """What every stage of a run needs: the scenario, the folder, how engines start and what is done."""
+def always(run: Run) -> bool:
+    """Of a stage that every run has."""
+    return True
 
-    def __init__(self, scenario: Scenario, folder: Path, options: EngineOptions) -> None:
-        self.scenario = scenario
-        self.folder = folder
-        self.options = options
-        self.directory = RunDirectory(folder)
 
-    def once(self, name: str, inputs: Digests, make: Callable[[], None]) -> None:
-        """Call `make` unless the stage was finished from the same inputs; InputError from others."""
-        if self.directory.is_done(name, inputs):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage(Generic[T_co]):
+    """One stage of a run. `make` leaves `output`, and sees only those outputs that the stage `reads`.
+
+    `digest` has a digest of each input: a stage that was finished from the same ones is not done again, from
+    others it is an InputError. A stage without `digest` takes no time and is done at every call. All of them
+    are skipped unless `when`.
+    """
+
+    name: str
+    reads: tuple[Output[object], ...] = ()
+    digest: Callable[[Run], Digests] | None = None
+    make: Callable[[Run], T_co | None]
+    output: Output[T_co]
+    when: Callable[[Run], bool] = always
+
+
+MEASURE: Stage[Sensitivity] = Stage(
+    name="sensitivity",
+    reads=(CALIBRATION,),
+    digest=choosing.sensitivity_inputs,
+    make=choosing.measure,
+    output=SENSITIVITY,
+    when=choosing.is_sensitivity_asked,
+)
+# fmt: off
+STAGES: tuple[Stage[object], ...] = (
+    Stage(name="plan candidates",
+          make=choosing.plan_candidates, output=CANDIDATES),
+    Stage(name="questions",
+          make=proving.settle_questions, output=QUESTIONS),
+    Stage(name="calibrate", when=choosing.needs_samples, reads=(CANDIDATES,), digest=choosing.scenario_inputs,
+          make=choosing.calibrate, output=CALIBRATION),
+    MEASURE,
+    Stage(name="choose", when=choosing.is_mixed, reads=(CANDIDATES, SENSITIVITY),
+          make=choosing.choose, output=MIXED),
+    Stage(name="plan", reads=(MIXED,),
+          make=making.plan, output=PLAN),
+    Stage(name="quantize", reads=(MIXED, PLAN, CALIBRATION), digest=making.checkpoint_inputs,
+          make=making.write, output=WRITTEN),
+    Stage(name="check", reads=(MIXED, PLAN, WRITTEN), digest=making.checkpoint_inputs,
+          make=making.check, output=CHECKED),
+    Stage(name="dry load", when=proving.names_devices, reads=(MIXED, CHECKED), digest=proving.device_inputs,
+          make=proving.dry_load, output=DRY_LOADED),
+    Stage(name="serve baseline", when=proving.is_loadable, reads=(CHECKED, DRY_LOADED, QUESTIONS),
+          digest=proving.baseline_inputs, make=proving.serve_baseline, output=SERVED_BASELINE),
+    Stage(name="serve candidate", when=proving.is_loadable,
+          reads=(MIXED, CHECKED, DRY_LOADED, QUESTIONS, SERVED_BASELINE),
+          digest=proving.candidate_inputs, make=proving.serve_candidate, output=SERVED_CANDIDATE),
+    Stage(name="load baseline", when=proving.is_served, reads=(SERVED_BASELINE, SERVED_CANDIDATE),
+          digest=proving.baseline_sessions, make=proving.load_baseline, output=LOADED_BASELINE),
+    Stage(name="load", when=proving.is_served, reads=(SERVED_BASELINE, SERVED_CANDIDATE),
+          digest=proving.candidate_sessions, make=proving.load_candidate, output=LOADED),
+    Stage(name="drift", when=proving.is_served, reads=(SERVED_BASELINE, SERVED_CANDIDATE),
+          make=concluding.measure_drift, output=DRIFT),
+    Stage(name="judge", when=concluding.is_evaluated, reads=(LOADED, DRIFT),
+          make=concluding.judge, output=VERDICT),
+    Stage(name="conclude", reads=(CHECKED, DRY_LOADED, LOADED, VERDICT),
+          make=concluding.conclude_run, output=CONCLUSION),
+    Stage(name="attribute", when=proving.is_served, reads=(SERVED_BASELINE, SERVED_CANDIDATE, CONCLUSION),
+          make=concluding.attribute_loss, output=ATTRIBUTION),
+    Stage(name="report",
+          reads=(PLAN, CALIBRATION, SENSITIVITY, MIXED, WRITTEN, CHECKED, DRY_LOADED, LOADED_BASELINE, LOADED,
+                 DRIFT, VERDICT, CONCLUSION, ATTRIBUTION),
+          make=concluding.report, output=REPORT),
+)
+# fmt: on
+
+
+def finish(run: Run) -> Report:
+    """Do every stage that is not done yet; the report of all of them."""
+    run.begin_round()
+    for stage in STAGES:
+        if is_due(run, stage):
+            do(run, stage)
+    return run.result(REPORT)
+
+
+def is_due(run: Run, stage: Stage[object]) -> bool:
+    """Whether a run has the stage, as far as the stages before it tell."""
+    run.readable = stage.reads
+    try:
+        return stage.when(run)
+    finally:
+        run.readable = None
+
+
+def do(run: Run, stage: Stage[object]) -> None:
+    """Do a stage unless it was finished from the same inputs; InputError where it was from others."""
+    run.readable = stage.reads
+    try:
+        inputs = stage.digest(run) if stage.digest else None
+        if inputs is not None and run.directory.is_done(stage.name, inputs):
+            run.restore(stage.output)
             return
         start = time.monotonic()
-        make()
-        self.directory.finish(name, inputs, time.monotonic() - start)
+        run.keep(stage.output, stage.make(run))
+        if inputs is not None:
+            run.directory.finish(stage.name, inputs, time.monotonic() - start)
+    finally:
+        run.readable = None

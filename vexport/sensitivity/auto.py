@@ -7,12 +7,24 @@ from pathlib import Path
 from vexport.checkpoint.index import SourceIndex
 from vexport.files import from_json
 from vexport.plan import Settings, build_plan
-from vexport.scenario import Auto, Rule
+from vexport.plan.source import plan_headers, settings_of, source_index
+from vexport.scenario import Auto, Rule, Scenario
 from vexport.sensitivity.choose import mixed_scheme
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
-from vexport.types import Finding, Plan, Sensitivity
+from vexport.types import Finding, OnProgress, Plan, Sensitivity, silent
 
 FILE = "sensitivity.json"
+
+
+def plan_scenario(
+    scenario: Scenario, run_dir: Path | None = None, on_progress: OnProgress = silent
+) -> tuple[SourceIndex, Plan]:
+    """The headers and the plan of what a scenario asks for; what `auto` comes to depends on `run_dir`."""
+    settings = settings_of(scenario)
+    if scenario.auto is None:
+        return plan_headers(scenario.source, scenario.rules, settings, on_progress)
+    index = source_index(scenario.source, scenario.rules, on_progress)
+    return index, plan_mixed(index, scenario.rules, scenario.auto, settings, run_dir or scenario.run_dir)
 
 
 def plan_mixed(

@@ -39,7 +39,7 @@ from vexport.types.sensitivity import (
 )
 from vexport.types.signals import Attribution, Distance, Drift, Fault, PromptDrift, Rung, TokenDrift
 from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
-from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome
+from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, silent
 
 __all__ = [
     "Estimate",
@@ -114,4 +114,5 @@ __all__ = [
     "Verdict",
     "WeightPart",
     "device_words",
+    "silent",
 ]

@@ -9,3 +9,7 @@ Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 OnProgress = Callable[[str, int, int], None]
 # Parts a stage's name from what is true of it at this moment, and may be another thing at the next.
 PROGRESS_DETAIL = ": now "
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """An OnProgress that reports to nowhere."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.dry.load import CAPABILITIES, dry_loads
-from vexport.engine.messages import Progress
 from vexport.engine.session import require_vllm
 from vexport.types import DryLoadReport, OnProgress
 
@@ -33,9 +32,6 @@ def dry_load_checkpoints(
     for python in pythons:
         require_vllm(python)
 
-    def relay(progress: Progress) -> None:
-        on_progress(progress.stage, progress.done, progress.total)
-
     found = [
         dry_loads(
             roots,
@@ -45,7 +41,7 @@ def dry_load_checkpoints(
             vllm_python=python,
             trust_remote_code=trust_remote_code,
             timeout=timeout,
-            on_progress=relay,
+            on_progress=on_progress,
         )
         for python in pythons
     ]

@@ -2,14 +2,13 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from vexport.engine.dry.judge import Require, judge
 from vexport.engine.dry.messages import Cell, DryRequest, DryResult
-from vexport.engine.messages import Progress
 from vexport.engine.session import run_worker
-from vexport.types import DryLoadReport
+from vexport.types import DryLoadReport, OnProgress, silent
 
 # Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ.
 CAPABILITIES = (80, 89, 90, 100)
@@ -40,7 +39,7 @@ def dry_loads(
     vllm_python: Path | None = None,
     trust_remote_code: bool = False,
     timeout: float = _SECONDS,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: OnProgress = silent,
 ) -> list[DryLoadReport]:
     """What vLLM's own model classes and weight loaders make of checkpoints, from their headers alone.
 

@@ -1,0 +1,94 @@
+"""From the name of a source, a folder or a hub id, to its headers and its plan."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
+from vexport.errors import InputError, nearest
+from vexport.formats.schemes import KEEP, get_scheme, scheme_name
+from vexport.plan.build import Settings, build_plan, hidden_rule_notes
+from vexport.plan.table import scheme_table
+from vexport.scenario import Rule, Scenario
+from vexport.types import OnProgress, Plan, SchemeTable, silent
+from vexport.types.observer_names import OBSERVERS
+
+DEFAULTS = Settings()
+
+
+def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rule, ...]:
+    """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
+    get_scheme(scheme_name(scheme))
+    rule = Rule(match="Linear", scheme=scheme_name(scheme), observer=observer)
+    return (*ignored_rules(ignore), rule)
+
+
+def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:
+    """A rule that keeps for each --ignore."""
+    try:
+        return tuple(Rule(match=pattern, scheme=KEEP) for pattern in ignore)
+    except ValidationError as error:
+        first = error.errors()[0]
+        need = first["msg"].removeprefix("Value error, ")
+        raise InputError("--ignore", got=repr(first["input"]), need=need, fix="correct the pattern") from None
+
+
+def settings_of(scenario: Scenario) -> Settings:
+    """What a scenario's plan depends on besides its rules."""
+    return Settings(
+        ranks=scenario.serve.planned_ranks,
+        on_unsupported_shape=scenario.on_unsupported_shape,
+        kv_cache=scenario.kv_cache,
+        origin="scenario",
+    )
+
+
+def source_index(source: str, rules: Sequence[Rule], on_progress: OnProgress = silent) -> SourceIndex:
+    """The headers of a source, whose weights are fetched; InputError where it or an observer is unusable."""
+    require_observers({rule.observer for rule in rules})
+    return read_index(resolve_source(source, on_progress))
+
+
+def plan_source(
+    source: str,
+    rules: Sequence[Rule],
+    settings: Settings = DEFAULTS,
+    *,
+    on_progress: OnProgress = silent,
+) -> tuple[SourceIndex, Plan]:
+    """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
+    index = source_index(source, rules, on_progress)
+    plan = build_plan(index, rules, settings)
+    return index, replace(plan, notes=(*plan.notes, *hidden_rule_notes(index, rules)))
+
+
+def plan_headers(
+    source: str, rules: Sequence[Rule], settings: Settings, on_progress: OnProgress
+) -> tuple[SourceIndex, Plan]:
+    """As `plan_source`, of a model on the hub from its headers alone, whose files may be gone afterwards."""
+    with source_headers(source, on_progress) as root:
+        index, plan = plan_source(str(root), rules, settings)
+        return index, replace(plan, source=pinned_source(source, root))
+
+
+def table_of_schemes(
+    source: str, kept: Sequence[Rule], settings: Settings, on_progress: OnProgress
+) -> SchemeTable:
+    """What every scheme would give for a model, from its headers; see `vexport.plan.table`."""
+    with source_headers(source, on_progress) as root:
+        table = scheme_table(read_index(root), kept, settings)
+        return replace(table, source=pinned_source(source, root))
+
+
+def require_observers(names: Collection[str]) -> None:
+    """InputError for a name that no observer has."""
+    for name in names:
+        if name not in OBSERVERS:
+            raise InputError(
+                f"observer {name!r}",
+                got="an unknown name",
+                need=f"one of {', '.join(OBSERVERS)}",
+                fix=f"see `vexport list observers`{nearest(name, list(OBSERVERS))}",
+            )

@@ -1,0 +1,141 @@
+"""One quantization: what is asked for, and its steps plan, calibrate, write."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
+from vexport.errors.extras import require_extra
+from vexport.numerics.compiling import watch_compilation
+from vexport.outputs import (
+    NamedPath,
+    refuse_existing,
+    require_separate,
+    resumable_directory,
+    working_folder,
+)
+from vexport.plan import Settings as PlanSettings
+from vexport.plan import require_accepted
+from vexport.plan.needs import needs_search
+from vexport.plan.source import DEFAULTS, plan_source
+from vexport.quantize.recipe import recipe, write_recipe
+from vexport.quantize.samples import calibrate_plan, require_calibration
+from vexport.quantize.stream import Search, input_digest, quantize
+from vexport.scenario import Calibration as CalibrationSettings
+from vexport.scenario import Rule
+from vexport.types import Calibration, OnProgress, Plan, silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeJob:
+    """What is asked for. `source` is a folder or a hub id as it was asked for, `out` the folder written."""
+
+    source: str
+    out: Path
+    rules: tuple[Rule, ...]
+    planning: PlanSettings = DEFAULTS
+    calibration: CalibrationSettings | None = None
+    overwrite: bool = False
+    trust_remote_code: bool = False
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    on_progress: OnProgress = silent
+
+    def calibrate(self, index: SourceIndex, plan: Plan) -> Calibration | None:
+        """What the samples show; None where the plan needs none."""
+        return calibrate_plan(
+            index,
+            plan,
+            self.calibration,
+            on_progress=self.on_progress,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is the first of torchrun's, or the only one: it alone writes and speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def quantize_source(
+    job: QuantizeJob, on_plan: Callable[[Plan], None] = lambda plan: None
+) -> tuple[Plan, Calibration | None]:
+    """Quantize a checkpoint; `on_plan` sees the plan before anything else is done.
+
+    The answer is what was done, and what the samples showed where they were run. Under torchrun all ranks
+    calibrate and the first one writes.
+    """
+    _require_separate(job, Path(job.source).expanduser())
+    if is_rank_zero():
+        refuse_existing(job.out, overwrite=job.overwrite)
+    index, plan = plan_source(job.source, job.rules, job.planning, on_progress=job.on_progress)
+    _require_separate(job, index.root)
+    require_accepted(plan)
+    require_calibration(plan, job.calibration)
+    on_plan(plan)
+    calibration = job.calibrate(index, plan)
+    if is_rank_zero():
+        write_checkpoint(job, index, plan, calibration)
+    return plan, calibration
+
+
+def write_checkpoint(
+    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None
+) -> None:
+    """Write the quantized checkpoint with its recipe, which appears whole or not at all.
+
+    A call that was broken off is continued by the next one with the same arguments.
+    """
+    search = _search() if needs_search(plan) else None
+    digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
+    text = recipe(
+        index,
+        plan,
+        job.rules,
+        job.calibration,
+        calibration,
+        job.out,
+        planning=job.planning,
+        source=job.source,
+    )
+
+    def note(text: str) -> None:
+        job.on_progress(f"quantize {text}", 1, 1)
+
+    with (
+        resumable_directory(job.out, made_from=digest, overwrite=job.overwrite, note=note) as folder,
+        watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
+    ):
+        write_recipe(text, folder)
+
+        def on_progress(stage: str, done: int, total: int) -> None:
+            compilation.end()
+            job.on_progress(stage, done, total)
+
+        quantize(
+            index,
+            plan,
+            calibration,
+            folder,
+            search=search,
+            shard_bytes=job.shard_bytes,
+            on_progress=on_progress,
+        )
+
+
+def _search() -> Search:
+    require_extra("torch", "an observer that searches for scales")
+    from vexport.quantize.weight_scales import search_scales
+
+    return search_scales
+
+
+def _require_separate(job: QuantizeJob, source: Path) -> None:
+    """InputError where `out`, or its working folder, overlaps what is read."""
+    inputs = [NamedPath(label="SOURCE", path=source)]
+    if job.calibration:
+        inputs.append(NamedPath(label="--calibration", path=job.calibration.data))
+    outputs = [NamedPath(label="OUT", path=path) for path in (job.out, working_folder(job.out))]
+    require_separate(outputs, inputs)

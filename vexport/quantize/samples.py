@@ -1,0 +1,87 @@
+"""The calibration that a plan needs: its samples, and what they show."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vexport.architectures.text_config import text_config
+from vexport.checkpoint.index import SourceIndex
+from vexport.errors import InputError
+from vexport.errors.extras import require_extra
+from vexport.plan.needs import calibration_need
+from vexport.scenario import Calibration as CalibrationSettings
+from vexport.types import Calibration, OnProgress, Plan
+
+if TYPE_CHECKING:
+    from vexport.calibration import Samples
+
+
+def require_calibration(plan: Plan, settings: CalibrationSettings | None) -> None:
+    """InputError where a plan needs samples and none are given, and where the file given is missing."""
+    need = calibration_need(plan)
+    if need and settings is None:
+        raise need.missing()
+    if settings is not None:
+        require_data(settings.data)
+
+
+def require_data(path: Path) -> None:
+    """InputError where there is no calibration file, whether or not it would be read."""
+    if not path.is_file():
+        got = "a folder" if path.is_dir() else "no such file"
+        raise InputError(str(path), got=got, need="a JSONL file", fix="check the path")
+
+
+def calibrate_plan(
+    index: SourceIndex,
+    plan: Plan,
+    settings: CalibrationSettings | None,
+    *,
+    on_progress: OnProgress,
+    trust_remote_code: bool,
+) -> Calibration | None:
+    """What the samples show; None where the plan needs none. Raises as `require_calibration`."""
+    require_calibration(plan, settings)
+    if settings is None or calibration_need(plan) is None:
+        return None
+    require_extra("torch", "calibrating")
+    from vexport.calibration import calibrate, default_device
+
+    samples = calibration_samples(index, settings, settings.samples, trust_remote_code=trust_remote_code)
+    return calibrate(
+        index,
+        plan,
+        samples,
+        on_layer=partial(on_progress, "calibrate (layers)"),
+        trust_remote_code=trust_remote_code,
+        all_experts=settings.all_experts,
+        device=settings.device or default_device(),
+    )
+
+
+def calibration_samples(
+    index: SourceIndex, settings: CalibrationSettings, number: int, *, trust_remote_code: bool
+) -> "Samples":
+    """The first rows of a calibration file as token ids of the checkpoint; InputError for bad ones."""
+    require_extra("transformers", "calibrating")
+    from vexport.calibration import read_samples
+
+    return read_samples(
+        settings.data,
+        index.root,
+        samples=number,
+        seq_len=settings.seq_len,
+        vocab_size=vocab_size(index),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def vocab_size(index: SourceIndex) -> int:
+    """The number of token ids that the model knows, from its config."""
+    size = text_config(index.config).get("vocab_size")
+    if isinstance(size, int):
+        return size
+    path = str(index.root / "config.json")
+    raise InputError(
+        path, got="no vocab_size", need="the number of tokens", fix="restore the model's config.json"
+    )

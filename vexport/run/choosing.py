@@ -1,0 +1,125 @@
+"""The stages that settle which layer gets which scheme: by the rules, by measured losses, by promotion."""
+
+from vexport.plan import build_plan, require_accepted
+from vexport.plan.needs import calibration_need
+from vexport.quantize.samples import calibrate_plan, require_calibration
+from vexport.run.attempts import read_attempts
+from vexport.run.directory import Digests, checkpoint_digest, path_digest, value_digest
+from vexport.run.losses import unit_losses
+from vexport.run.state import CALIBRATION, CANDIDATES, MIXED, PLAN, SENSITIVITY, Run
+from vexport.scenario import Rule
+from vexport.sensitivity.choose import mixed_scheme
+from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
+from vexport.types import Calibration, MixedScheme, Plan, Sensitivity
+from vexport.version import __version__
+
+
+def is_mixed(run: Run) -> bool:
+    """Whether a rule leaves the choice of schemes to a budget."""
+    return run.scenario.is_mixed
+
+
+def plan_candidates(run: Run) -> Plan:
+    """What calibration has to serve: the rules' plan, or with `auto` every candidate.
+
+    Raises InputError for refusals that no choice changes; the plan is left to be read.
+    """
+    if is_mixed(run):
+        plain = build_plan(run.index, rules_with((), {}, run.scenario.rules), run.planning)
+        return probe_plan(plain, run.units)
+    plan = build_plan(run.index, run.scenario.rules, run.planning)
+    if plan.refusals:
+        run.keep(PLAN, plan)
+    require_accepted(plan)
+    return plan
+
+
+def needs_samples(run: Run) -> bool:
+    """Whether samples are to be run; InputError where the plan needs them and there are none."""
+    plan = run.result(CANDIDATES)
+    require_calibration(plan, run.scenario.calibration)
+    return calibration_need(plan) is not None
+
+
+def calibrate(run: Run) -> Calibration | None:
+    """What the samples show."""
+    return calibrate_plan(
+        run.index,
+        run.result(CANDIDATES),
+        run.scenario.calibration,
+        on_progress=run.options.on_progress,
+        trust_remote_code=run.options.trust_remote_code,
+    )
+
+
+def is_sensitivity_asked(run: Run) -> bool:
+    """Whether the scenario asks for losses, or a round of `--until-pass` has needed them."""
+    asked = is_mixed(run) or run.scenario.sensitivity is not None
+    return asked or (run.folder / str(SENSITIVITY.file)).is_file()
+
+
+def measure(run: Run) -> Sensitivity:
+    """What quantizing each unit costs."""
+    return unit_losses(
+        run.index,
+        run.units,
+        run.get(CALIBRATION),
+        run.scenario,
+        file=run.folder / "sensitivity" / "trials.json",
+        on_progress=run.options.on_progress,
+        trust_remote_code=run.options.trust_remote_code,
+    )
+
+
+def choose(run: Run) -> MixedScheme:
+    """What `auto` comes to within its budget."""
+    assert run.scenario.auto is not None
+    return mixed_scheme(
+        run.result(SENSITIVITY).groups,
+        {unit.name: unit.allowed for unit in run.units},
+        run.scenario.auto,
+        rest_bytes=rest_bytes(run.index, run.units, run.result(CANDIDATES)),
+        source_bytes=run.index.num_bytes,
+        parameters=run.index.num_parameters,
+    )
+
+
+def chosen_schemes(run: Run) -> dict[str, str]:
+    """The scheme of every unit: of its rule, else what was chosen, else what it was promoted to since."""
+    mixed = run.get(MIXED)
+    chosen = {choice.name: choice.scheme for choice in mixed.choices} if mixed else {}
+    promoted = {promotion.name: promotion.after for promotion in read_attempts(run.folder).promotions}
+    return {unit.name: unit.allowed[0] for unit in run.units} | chosen | promoted
+
+
+def chosen_rules(run: Run) -> tuple[Rule, ...]:
+    """The scenario's rules, and before them one for each layer that they do not decide about alone."""
+    if not is_mixed(run) and not read_attempts(run.folder).promotions:
+        return run.scenario.rules
+    return rules_with(run.units, chosen_schemes(run), run.scenario.rules)
+
+
+def scenario_inputs(run: Run) -> Digests:
+    """What depends on the scenario's own rules is made from."""
+    return rule_inputs(run, run.scenario.rules)
+
+
+def sensitivity_inputs(run: Run) -> Digests:
+    """What the losses depend on."""
+    settings = run.scenario.sensitivity
+    digest = value_digest(settings.model_dump(mode="json") if settings else None)
+    return {**scenario_inputs(run), "sensitivity": digest}
+
+
+def rule_inputs(run: Run, rules: tuple[Rule, ...]) -> Digests:
+    """What a checkpoint by these rules depends on."""
+    settings = run.scenario.calibration
+    digests = {
+        "vexport": __version__,
+        "source": checkpoint_digest(run.index.root),
+        "rules": value_digest([rule.model_dump() for rule in rules]),
+        "calibration": value_digest(settings.model_dump(mode="json") if settings else None),
+    }
+    if run.scenario.auto:
+        digests["candidates"] = value_digest(list(run.scenario.auto.candidates))
+    return digests | ({"calibration data": path_digest(settings.data)} if settings else {})

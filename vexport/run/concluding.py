@@ -1,0 +1,154 @@
+"""The last stages: drift, verdict, outcome, the cause of a loss, and the report."""
+
+import shlex
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from vexport.calibration.coverage import expert_coverage
+from vexport.checkpoint.card import inherited_card
+from vexport.files import from_json, write_text
+from vexport.reports import render
+from vexport.reports.gates import checkpoint_gate
+from vexport.run.attempts import read_attempts
+from vexport.run.directory import LAYERS, REPORT_FILE
+from vexport.run.judging import cause_of, drift_between, verdict_on, warnings_of
+from vexport.run.naming import commit_of, portable, source_name
+from vexport.run.promoting import attempts_with
+from vexport.run.serving import BASELINE, CANDIDATE
+from vexport.run.sizes import size_by_kind
+from vexport.run.state import (
+    ATTRIBUTION,
+    CALIBRATION,
+    CHECKED,
+    CONCLUSION,
+    DRIFT,
+    DRY_LOADED,
+    LOADED,
+    LOADED_BASELINE,
+    MIXED,
+    PLAN,
+    SENSITIVITY,
+    SERVED_BASELINE,
+    SERVED_CANDIDATE,
+    VERDICT,
+    WRITTEN,
+    Conclusion,
+    Run,
+)
+from vexport.types import (
+    Attribution,
+    CheckReport,
+    Drift,
+    DryLoadReport,
+    LayerErrors,
+    LoadReport,
+    Outcome,
+    Report,
+    Verdict,
+)
+from vexport.version import __version__
+
+NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
+# The page comes last: it links to what is there.
+RENDERED = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
+
+
+def measure_drift(run: Run) -> Drift | None:
+    """Both models' log-probabilities on the same prompts."""
+    sessions = run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE)
+    return drift_between(*sessions, run.scenario.evaluate)
+
+
+def is_evaluated(run: Run) -> bool:
+    """Whether both models answered tasks."""
+    loaded = run.get(LOADED)
+    return loaded is not None and loaded.ok and run.scenario.evaluate is not None
+
+
+def judge(run: Run) -> Verdict:
+    """The paired comparison of both models' answers."""
+    settings, folder = run.scenario.evaluate, run.folder / "eval"
+    assert settings is not None
+    verdict = verdict_on(folder / BASELINE, folder / CANDIDATE, settings)
+    return replace(verdict, warnings=(*verdict.warnings, *warnings_of(run.get(DRIFT))))
+
+
+def conclude_run(run: Run) -> Conclusion:
+    """What all stages come to."""
+    loaded = run.get(LOADED) or NOT_RUN
+    outcome, reason = conclude(run.result(CHECKED), run.get(DRY_LOADED), loaded, run.get(VERDICT))
+    return Conclusion(outcome=outcome, reason=reason)
+
+
+def conclude(
+    checked: CheckReport, dry: DryLoadReport | None, loaded: LoadReport, verdict: Verdict | None
+) -> tuple[Outcome, str]:
+    """The outcome and the sentence that justifies it: the first stage that failed decides."""
+    for stage, report in (("check", checked), ("dry load", dry), ("load", loaded)):
+        if report is not None and not report.ok:
+            return "FAIL", f"{stage}: {checkpoint_gate(stage, report).message}"
+    if verdict is None:
+        return (
+            "PASS",
+            "check and load found no error; accuracy was not evaluated (no `evaluate` in the scenario)",
+        )
+    return verdict.outcome, verdict.reason
+
+
+def attribute_loss(run: Run) -> Attribution | None:
+    """What causes a loss; also of a run that passed, whose report shows the floor of noise."""
+    sessions = run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE)
+    outcome = run.result(CONCLUSION).outcome
+    return cause_of(*sessions, run.scenario.evaluate, outcome, run.options)
+
+
+def report(run: Run) -> Report:
+    """Everything the run found, in its files too."""
+    report = _report(run)
+    write_text(run.folder / REPORT_FILE, render(report, "json"))
+    for name, format_ in RENDERED.items():
+        write_text(run.folder / name, render(report, format_, folder=run.folder))
+    return report
+
+
+def _report(run: Run) -> Report:
+    scenario, root = run.scenario, run.index.root
+    plan, conclusion = run.result(PLAN), run.result(CONCLUSION)
+    calibration, sensitivity = run.get(CALIBRATION), run.get(SENSITIVITY)
+    return Report(
+        name=scenario.name,
+        vexport=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["vexport", *map(portable, sys.argv[1:])]),
+        source=portable(scenario.source),
+        source_name=source_name(scenario.source, root),
+        source_revision=commit_of(root),
+        source_card=inherited_card(root),
+        baseline=portable(str(run.baseline)),
+        outcome=conclusion.outcome,
+        reason=conclusion.reason,
+        plan=plan,
+        sizes=size_by_kind(run.index, run.result(WRITTEN)),
+        layers=from_json(LayerErrors, run.folder / LAYERS).layers,
+        calibration_rows=len(calibration.rows) if calibration else 0,
+        calibration_digest=calibration.digest if calibration else None,
+        experts=expert_coverage(calibration) if calibration else (),
+        check=run.result(CHECKED),
+        dry_load=run.get(DRY_LOADED),
+        baseline_load=run.get(LOADED_BASELINE) or NOT_RUN,
+        load=run.get(LOADED) or NOT_RUN,
+        verdict=run.get(VERDICT),
+        drift=run.get(DRIFT),
+        attribution=run.get(ATTRIBUTION),
+        sensitivity=sensitivity,
+        mixed=run.get(MIXED),
+        attempts=attempts_with(run, plan, conclusion),
+        seconds=_seconds(run),
+    )
+
+
+def _seconds(run: Run) -> dict[str, float]:
+    """How long each stage took, and all that failed rounds had for themselves."""
+    failed = read_attempts(run.folder).seconds
+    return run.directory.seconds | ({"failed rounds": failed} if failed else {})

@@ -1,0 +1,132 @@
+"""`vexport eval`: a checkpoint and its baseline served, compared, and the cause of a loss named."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.source import require_source, resolve_source
+from vexport.engine.arguments import require_arguments, require_heads
+from vexport.evaluation.accepted import read_accepted
+from vexport.evaluation.prompting import lm_eval_settings
+from vexport.outputs import FolderKind, NamedPath, require_separate
+from vexport.run.judging import cause_of, drift_between, is_in_doubt, verdict_on, warnings_of
+from vexport.run.serving import (
+    BASELINE,
+    CANDIDATE,
+    EngineOptions,
+    Questions,
+    Served,
+    fetch_tasks,
+    require_served,
+    require_tasks,
+    serve_model,
+    task_files,
+)
+from vexport.scenario import Evaluate
+from vexport.types import Verdict
+
+RESULTS = FolderKind(
+    name="an output folder of `vexport eval`",
+    mark=".vexport-eval",
+    text="Results of vexport. `vexport eval --overwrite` replaces everything in this folder.\n",
+    entries=frozenset((BASELINE, CANDIDATE)),
+    earlier_mark=f"{CANDIDATE}/vllm.log",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalJob:
+    """What is asked for: a checkpoint, the settings with its baseline, and the folder of the results.
+
+    With `against`, an accepted baseline, that is the baseline. `accept` is where the caller will write one.
+    """
+
+    checkpoint: str
+    settings: Evaluate
+    folder: Path
+    options: EngineOptions
+    overwrite: bool = False
+    against: Path | None = None
+    accept: Path | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The models to serve by their role, the baseline first: unless it is sound, nothing is compared."""
+        names = {BASELINE: self.settings.baseline, CANDIDATE: self.checkpoint}
+        return {role: name for role, name in names.items() if name is not None}
+
+    @property
+    def known(self) -> Path | None:
+        """The answers to compare with; None where there are none."""
+        return self.against or (self.folder / BASELINE if self.settings.baseline else None)
+
+    @property
+    def outputs(self) -> list[NamedPath]:
+        """What is written."""
+        return _named({"--output": self.folder, "--accept": self.accept})
+
+
+def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
+    """Score a checkpoint and its baseline and decide; lm-eval's files and vLLM's logs go to the folder.
+
+    None is the answer where there is no baseline. Raises CheckpointFailed where vLLM refuses the checkpoint,
+    InputError where it refuses the baseline, and where an output overlaps what is read.
+    """
+    _require_usable(job)
+    fetch_tasks(job.settings, job.options)
+    models = {role: resolve_source(name, job.options.on_progress) for role, name in job.names.items()}
+    _require_fitting(models.values(), job.options)
+    require_separate(job.outputs, _named(models))
+    lm_eval = lm_eval_settings(job.settings, models)
+    RESULTS.begin(job.folder)
+    served: dict[str, Served] = {}
+    for role, model in models.items():
+        questions = Questions(
+            evaluate=job.settings,
+            lm_eval=lm_eval,
+            baseline=job.known if role == CANDIDATE else None,
+            repeat=role == BASELINE or job.against is not None,
+        )
+        served[role] = serve_model(role, model, job.folder / role, job.options, questions)
+        require_served(role, served[role].result)
+    if job.known is None:
+        return None
+    verdict = verdict_on(job.known, job.folder / CANDIDATE, job.settings)
+    return verdict if job.against else _with_signals(verdict, served[BASELINE], served[CANDIDATE], job)
+
+
+def _require_usable(job: EvalJob) -> None:
+    """Raise for what needs no download and no engine to be found out."""
+    local = {"CHECKPOINT": job.checkpoint, "--baseline": job.settings.baseline}
+    paths = {label: Path(name).expanduser() for label, name in local.items() if name}
+    files = [*_named({"--against": job.against}), *task_files(job.settings, "--task")]
+    require_separate(job.outputs, [*_named(paths), *files])
+    RESULTS.require_replaceable(job.folder, overwrite=job.overwrite)
+    if job.against is not None:
+        read_accepted(job.against)
+    for name in job.names.values():
+        require_source(name)
+    require_tasks(job.settings, job.options)
+    _require_fitting((path for path in paths.values() if path.is_dir()), job.options)
+    require_arguments([job.options.serve], job.options.vllm_python)
+
+
+def _require_fitting(models: Iterable[Path], options: EngineOptions) -> None:
+    for model in models:
+        require_checkpoint(model)
+        require_heads(model, options.serve.ranks)
+
+
+def _with_signals(verdict: Verdict, baseline: Served, candidate: Served, job: EvalJob) -> Verdict:
+    """The verdict with what the log-probabilities tell, and the cause where something is wrong."""
+    drift = drift_between(baseline, candidate, job.settings)
+    warned = replace(verdict, warnings=(*verdict.warnings, *warnings_of(drift)), drift=drift)
+    if not is_in_doubt(verdict, drift, baseline, candidate):
+        return warned
+    cause = cause_of(baseline, candidate, job.settings, verdict.outcome, job.options)
+    return replace(warned, attribution=cause)
+
+
+def _named(paths: Mapping[str, Path | None]) -> list[NamedPath]:
+    return [NamedPath(label=label, path=path) for label, path in paths.items() if path]

@@ -1,0 +1,54 @@
+"""The stages that make the checkpoint and check it: plan, quantize, check."""
+
+from dataclasses import replace
+from functools import partial
+
+from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.checks import check_checkpoint
+from vexport.fidelity.roundtrip import changed_tensors, layer_errors
+from vexport.files import to_json, write_text
+from vexport.plan import build_plan, require_accepted
+from vexport.quantize.job import QuantizeJob, write_checkpoint
+from vexport.run.choosing import chosen_rules, rule_inputs
+from vexport.run.directory import LAYERS, Digests
+from vexport.run.state import CALIBRATION, PLAN, WRITTEN, Run
+from vexport.types import CheckReport, LayerErrors, Plan
+
+
+def plan(run: Run) -> Plan:
+    """The plan by the rules that were chosen; InputError for refusals, which are left to be read."""
+    plan = build_plan(run.index, chosen_rules(run), run.planning)
+    run.keep(PLAN, plan)
+    require_accepted(plan)
+    return plan
+
+
+def checkpoint_inputs(run: Run) -> Digests:
+    """What the checkpoint depends on."""
+    return rule_inputs(run, chosen_rules(run))
+
+
+def write(run: Run) -> SourceIndex:
+    """The quantized checkpoint."""
+    job = QuantizeJob(
+        source=run.scenario.source,
+        out=run.checkpoint,
+        rules=chosen_rules(run),
+        planning=run.planning,
+        calibration=run.scenario.calibration,
+        overwrite=True,
+        on_progress=run.options.on_progress,
+    )
+    write_checkpoint(job, run.index, run.result(PLAN), run.get(CALIBRATION))
+    return read_index(run.checkpoint)
+
+
+def check(run: Run) -> CheckReport:
+    """Static findings, and whether what should have been copied was; each layer's error in its own file."""
+    plan, written = run.result(PLAN), run.result(WRITTEN)
+    report = check_checkpoint(str(run.checkpoint))
+    findings = (*report.findings, *changed_tensors(run.index, written, plan))
+    on_layer = partial(run.options.on_progress, "read back (layers)")
+    layers = LayerErrors(layers=layer_errors(run.index, written, plan, on_layer=on_layer))
+    write_text(run.folder / LAYERS, to_json(layers))
+    return replace(report, ok=report.ok and len(findings) == len(report.findings), findings=findings)
