@@ -2,12 +2,16 @@
 
 import click
 
-from vexport.cli.accuracy import evaluate, verdict_command
 from vexport.cli.catalog import explain_command, list_command
+from vexport.cli.check import check
 from vexport.cli.demo import demo
-from vexport.cli.gate import check, diff_command, load, repair
-from vexport.cli.quantize import plan, quantize
+from vexport.cli.evaluate import evaluate
+from vexport.cli.load import load
+from vexport.cli.plan import plan
+from vexport.cli.quantize import quantize
+from vexport.cli.repair import diff_command, repair
 from vexport.cli.scenario import report, run
+from vexport.cli.verdict import verdict_command
 
 COMMANDS: tuple[click.Command, ...] = (
     demo,

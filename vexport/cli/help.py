@@ -1,8 +1,10 @@
 """How help reads: options in sections, commands in the order of work, lines that fit the terminal."""
 
 import copy
+import inspect
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 
 import click
 
@@ -88,9 +90,26 @@ class SectionedCommand(click.Command):
 
     context_class = HelpContext
 
+    def invoke(self, ctx: click.Context) -> object:
+        """Call the command; a parameter whose type is a dataclass takes the options named as its fields."""
+        assert self.callback is not None
+        return ctx.invoke(self.callback, **grouped(self.callback, ctx.params))
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Every section that has options, in the order of `SECTIONS`."""
         write_sections(self.get_params(ctx), ctx, formatter)
+
+
+def grouped(function: Callable[..., object], values: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of a command's function from the values of its options and arguments."""
+    arguments: dict[str, object] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = parameter.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            arguments[name] = kind(**{field.name: values[field.name] for field in fields(kind)})
+        else:
+            arguments[name] = values[name]
+    return arguments
 
 
 class OrderedGroup(click.Group):

@@ -1,21 +1,16 @@
 """Options that several commands share, as decorators."""
 
-import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from vexport.cli.completion import complete_observer
-from vexport.cli.help import RenamedOption
 from vexport.version import short_version
 
-if TYPE_CHECKING:
-    from pydantic import JsonValue
-
-Function = TypeVar("Function", bound=Callable[..., object])
+Function = Callable[..., None]
+Decorator = Callable[[Function], Function]
 
 FORMATS = ("text", "json", "junit", "github")
 ALL_FORMATS = (*FORMATS, "html", "markdown", "card")
@@ -28,6 +23,25 @@ FORMAT_OF_SUFFIX: Mapping[str, str] = {
 }
 # The name of --output, and where a context holds its value.
 ANSWER_FILE = "answer_file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """In which form the answer is given, and whether progress is shown."""
+
+    format_: str
+    quiet: bool
+
+
+def stacked(*options: Decorator) -> Decorator:
+    """Several options as one decorator, in the order in which help shows them."""
+
+    def decorate(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
 class Count(click.IntRange):
@@ -122,7 +136,7 @@ def answer_file(context: click.Context) -> Path | None:
 
 def format_option(
     formats: tuple[str, ...] = FORMATS, *, names: tuple[str, ...] = ("-o", "--output")
-) -> Callable[[Function], Function]:
+) -> Decorator:
     """--format and --output: the form of the answer, and the file that it goes to."""
 
     def decorate(function: Function) -> Function:
@@ -160,79 +174,6 @@ revision_option = click.option(
 trust_option = click.option(
     "--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run."
 )
-
-
-def engine_options(function: Function) -> Function:
-    """Which vLLM, and whether a checkpoint's code may run."""
-    function = trust_option(function)
-    return click.option(
-        "--vllm-python", type=PATH, envvar="VEXPORT_VLLM_PYTHON", help="Interpreter whose vLLM is used."
-    )(function)
-
-
-def interpreter_options(function: Function) -> Function:
-    """Which vLLMs, and whether a checkpoint's code may run."""
-    function = trust_option(function)
-    return click.option(
-        "--vllm-python",
-        type=PATH,
-        multiple=True,
-        envvar="VEXPORT_VLLM_PYTHON",
-        help="Interpreter whose vLLM is used; repeatable, for several versions [default: vexport's own].",
-    )(function)
-
-
-def session_options(function: Function) -> Function:
-    """How an engine is started where no scenario says it."""
-    function = click.option(
-        "--timeout", type=POSITIVE, default=3600, show_default=True, help="Seconds for one engine."
-    )(function)
-    return click.option("--max-model-len", type=POSITIVE, help="Longest sequence [default: the model's].")(
-        function
-    )
-
-
-def _engine_args(
-    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> dict[str, "JsonValue"]:
-    """NAME -> value: JSON where it is JSON, else text."""
-    arguments: dict[str, JsonValue] = {}
-    for value in values:
-        name, sign, text = value.partition("=")
-        key = name.strip().removeprefix("--").replace("-", "_")
-        if not key or not sign:
-            raise click.BadParameter(f"{value!r} is not NAME=VALUE.")
-        parsed = _json_or_text(text)
-        if arguments.get(key, parsed) != parsed:
-            raise click.BadParameter(f"{key} is given as {arguments[key]!r} and as {parsed!r}.")
-        arguments[key] = parsed
-    return arguments
-
-
-def _json_or_text(text: str) -> "JsonValue":
-    try:
-        value: JsonValue = json.loads(text)
-    except ValueError:
-        return text
-    return value
-
-
-engine_arg_option = click.option(
-    "--engine-arg",
-    "engine_args",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=_engine_args,
-    help="Argument of vLLM's engine, as gpu_memory_utilization=0.8; VALUE is JSON or text; repeatable.",
-)
-
-
-def serve_options(function: Function) -> Function:
-    """How the engine is started, where one engine is asked for."""
-    function = engine_arg_option(function)
-    return click.option(
-        "--tp", type=POSITIVE, metavar="N", help="Tensor parallel size: serve the model on N devices."
-    )(function)
 
 
 def tp_option(function: Function) -> Function:
@@ -277,93 +218,4 @@ def vllm_option(function: Function) -> Function:
         show_default=True,
         envvar="VEXPORT_VLLM",
         help="vLLM version to check against.",
-    )(function)
-
-
-def plan_options(function: Function) -> Function:
-    """What is quantized how."""
-    function = tp_option(function)
-    function = click.option(
-        "--on-unsupported-shape",
-        "--on-misfit",
-        "on_unsupported_shape",
-        cls=RenamedOption,
-        type=click.Choice(("refuse", "keep")),
-        default="refuse",
-        show_default=True,
-        help="Where vLLM could not run a layer's shape: refuse the model, or keep that layer.",
-    )(function)
-    function = click.option(
-        "--kv-cache",
-        type=click.Choice(("fp8", "fp8_per_head")),
-        help="Calibrate scales of an fp8 KV cache, for all heads of a layer or for each.",
-    )(function)
-    function = click.option(
-        "--ignore",
-        multiple=True,
-        metavar="PATTERN",
-        help="Keep these layers: a name, its end, or re:REGEX; repeatable.",
-    )(function)
-    return click.option(
-        "--observer",
-        metavar="O",
-        shell_complete=complete_observer,
-        default="memoryless_minmax",
-        show_default=True,
-        help="How weight ranges are found.",
-    )(function)
-
-
-def _gates(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """TASK -> METRIC[,FILTER]; without a task it is for all that have it."""
-    gates: dict[str, str] = {}
-    for value in values:
-        task, _, metric = value.rpartition("=")
-        if not metric or (task or "*") in gates:
-            raise click.BadParameter(f"{value!r} is not [TASK=]METRIC[,FILTER], or its task is given twice.")
-        gates[task or "*"] = metric
-    return gates
-
-
-def verdict_options(function: Function) -> Function:
-    """What loss is acceptable, how sure the answer must be, and what decides."""
-    function = click.option(
-        "--gate",
-        multiple=True,
-        metavar="[TASK=]METRIC[,FILTER]",
-        callback=_gates,
-        help="Metric that decides, for one task or group, or for all; repeatable "
-        "[default: exact_match if present, else acc, else the first metric; first filter].",
-    )(function)
-    function = click.option(
-        "--alpha",
-        type=click.FloatRange(0, 0.5, min_open=True, max_open=True),
-        metavar="A",
-        default=0.05,
-        show_default=True,
-        help="Probability of a wrong PASS that is accepted.",
-    )(function)
-    return click.option(
-        "--margin",
-        type=click.FloatRange(0, 1, max_open=True),
-        metavar="M",
-        default=0.02,
-        show_default=True,
-        help="Acceptable loss: 0.02 is 2 points.",
-    )(function)
-
-
-def drift_options(function: Function) -> Function:
-    """Beyond which drift of the log-probabilities a verdict warns."""
-    function = click.option(
-        "--nll-limit",
-        type=click.FloatRange(0, min_open=True),
-        metavar="NATS",
-        help="Warn where the NLL rises by more, in nats a token [default: 0.05].",
-    )(function)
-    return click.option(
-        "--kl-limit",
-        type=click.FloatRange(0, min_open=True),
-        metavar="NATS",
-        help="Warn where the mean KL to the baseline is more, in nats a token [default: 0.1].",
     )(function)

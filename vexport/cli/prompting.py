@@ -4,18 +4,50 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from vexport.cli.help import RenamedOption
-from vexport.cli.options import POSITIVE, Function
+from vexport.cli.options import POSITIVE, stacked
 from vexport.types import BatchSize, Scalar
 
 GenerationValues = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
 # A key's value: quoted text, a list or an object, or whatever comes before the next comma.
 _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]*)(?:,|$)""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """How lm-eval asks both models; the names are those of lm-eval's command line."""
+
+    num_fewshot: int | None
+    apply_chat_template: bool | None
+    chat_template: str | None
+    fewshot_as_multiturn: bool | None
+    system_instruction: str | None
+    gen_kwargs: GenerationValues
+    max_gen_toks: int | None
+    think_end_token: str | None
+    enable_thinking: bool | None
+    include_path: tuple[Path, ...]
+    batch_size: BatchSize
+    limit: int | float | None
+
+    def require_consistent(self) -> None:
+        """UsageError where options do not go together."""
+        if self.chat_template and self.apply_chat_template is False:
+            raise click.UsageError("--chat-template names a template, --no-apply-chat-template applies none.")
+        if self.fewshot_as_multiturn and self.apply_chat_template is False:
+            raise click.UsageError(
+                "--fewshot-as-multiturn needs a chat template: drop --no-apply-chat-template."
+            )
+        if self.enable_thinking and not self.think_end_token:
+            raise click.UsageError(
+                "--enable-thinking needs --think-end-token, to cut the thinking off answers."
+            )
 
 
 def _generation(
@@ -75,91 +107,85 @@ def _batch_size(text: str) -> BatchSize:
     return int(text)
 
 
-def prompting_options(function: Function) -> Function:
-    """How lm-eval asks both models; the names are those of lm-eval's command line."""
-    for option in reversed(
-        (
-            click.option(
-                "--num-fewshot",
-                "--num_fewshot",
-                cls=RenamedOption,
-                type=click.IntRange(0),
-                metavar="N",
-                help="Examples in each prompt.",
-            ),
-            click.option(
-                "--apply-chat-template/--no-apply-chat-template",
-                default=None,
-                help="Ask through the models' chat template [default: where they have one].",
-            ),
-            click.option("--chat-template", metavar="NAME", help="Which of several chat templates to apply."),
-            click.option(
-                "--fewshot-as-multiturn/--no-fewshot-as-multiturn",
-                default=None,
-                help="Examples as turns of the conversation [default: with a chat template].",
-            ),
-            click.option(
-                "--system-instruction",
-                "--system_instruction",
-                cls=RenamedOption,
-                metavar="TEXT",
-                help="System prompt.",
-            ),
-            click.option(
-                "--gen-kwargs",
-                "--gen_kwargs",
-                cls=RenamedOption,
-                multiple=True,
-                metavar="K=V,...",
-                callback=_generation,
-                help="Generation arguments that replace the tasks' own (or a JSON object); repeatable.",
-            ),
-            click.option(
-                "--max-gen-toks",
-                "--max_gen_toks",
-                cls=RenamedOption,
-                type=POSITIVE,
-                metavar="N",
-                help="Most new tokens where a task sets none [default: 256].",
-            ),
-            click.option(
-                "--think-end-token",
-                "--think_end_token",
-                cls=RenamedOption,
-                metavar="TEXT",
-                help="Score only what follows it, such as </think>.",
-            ),
-            click.option(
-                "--enable-thinking/--no-enable-thinking",
-                default=None,
-                help="Handed to the chat template [default: left to it].",
-            ),
-            click.option(
-                "--include-path",
-                "--include_path",
-                cls=RenamedOption,
-                type=click.Path(path_type=Path, exists=True, file_okay=False),
-                multiple=True,
-                metavar="DIR",
-                help="Folder with more lm-eval tasks; repeatable.",
-            ),
-            click.option(
-                "--batch-size",
-                "--batch_size",
-                cls=RenamedOption,
-                type=_batch_size,
-                default="auto",
-                metavar="N|auto",
-                show_default=True,
-                help="Requests that vLLM is given at once; auto is all of them.",
-            ),
-            click.option(
-                "--limit",
-                type=_documents,
-                metavar="N",
-                help="Use the first N documents of each task, below 1 a share of them.",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
+prompting_options = stacked(
+    click.option(
+        "--num-fewshot",
+        "--num_fewshot",
+        cls=RenamedOption,
+        type=click.IntRange(0),
+        metavar="N",
+        help="Examples in each prompt.",
+    ),
+    click.option(
+        "--apply-chat-template/--no-apply-chat-template",
+        default=None,
+        help="Ask through the models' chat template [default: where they have one].",
+    ),
+    click.option("--chat-template", metavar="NAME", help="Which of several chat templates to apply."),
+    click.option(
+        "--fewshot-as-multiturn/--no-fewshot-as-multiturn",
+        default=None,
+        help="Examples as turns of the conversation [default: with a chat template].",
+    ),
+    click.option(
+        "--system-instruction",
+        "--system_instruction",
+        cls=RenamedOption,
+        metavar="TEXT",
+        help="System prompt.",
+    ),
+    click.option(
+        "--gen-kwargs",
+        "--gen_kwargs",
+        cls=RenamedOption,
+        multiple=True,
+        metavar="K=V,...",
+        callback=_generation,
+        help="Generation arguments that replace the tasks' own (or a JSON object); repeatable.",
+    ),
+    click.option(
+        "--max-gen-toks",
+        "--max_gen_toks",
+        cls=RenamedOption,
+        type=POSITIVE,
+        metavar="N",
+        help="Most new tokens where a task sets none [default: 256].",
+    ),
+    click.option(
+        "--think-end-token",
+        "--think_end_token",
+        cls=RenamedOption,
+        metavar="TEXT",
+        help="Score only what follows it, such as </think>.",
+    ),
+    click.option(
+        "--enable-thinking/--no-enable-thinking",
+        default=None,
+        help="Handed to the chat template [default: left to it].",
+    ),
+    click.option(
+        "--include-path",
+        "--include_path",
+        cls=RenamedOption,
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        multiple=True,
+        metavar="DIR",
+        help="Folder with more lm-eval tasks; repeatable.",
+    ),
+    click.option(
+        "--batch-size",
+        "--batch_size",
+        cls=RenamedOption,
+        type=_batch_size,
+        default="auto",
+        metavar="N|auto",
+        show_default=True,
+        help="Requests that vLLM is given at once; auto is all of them.",
+    ),
+    click.option(
+        "--limit",
+        type=_documents,
+        metavar="N",
+        help="Use the first N documents of each task, below 1 a share of them.",
+    ),
+)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import add_step_summary, command, conclude, print_text
-from vexport.cli.options import FORMATS, PATH, answer_file, engine_options, format_option, serve_options
+from vexport.cli.engine import Interpreter, interpreter_option, serve_options
+from vexport.cli.options import FORMATS, PATH, Answer, answer_file, format_option
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -23,7 +24,7 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
     is_flag=True,
     help="After FAIL give the layers that lose most more bits (FP8, then 16) and try again.",
 )
-@engine_options
+@interpreter_option
 @serve_options
 @format_option(REPORT_FORMATS)
 def run(
@@ -31,12 +32,10 @@ def run(
     run_dir: Path | None,
     overwrite: bool,
     until_pass: bool,
-    vllm_python: Path | None,
-    trust_remote_code: bool,
+    interpreter: Interpreter,
     tp: int | None,
-    engine_args: dict[str, "JsonValue"],
-    format_: str,
-    quiet: bool,
+    engine_args: "dict[str, JsonValue]",
+    answer: Answer,
 ) -> None:
     """Run every stage of SCENARIO and give one verdict.
 
@@ -56,32 +55,26 @@ def run(
     parsed = read_scenario(scenario)
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
     parsed = parsed.model_copy(update={"serve": serve})
-    require_engine((vllm_python,))
+    require_engine((interpreter.vllm_python,))
     from vexport.run.scenario import run_scenario
-    from vexport.run.serving import EngineOptions
 
     folder = run_dir or parsed.run_dir
-    with progress_display(quiet=quiet) as on_progress:
-        options = EngineOptions(
-            serve=parsed.serve,
-            vllm_python=vllm_python,
-            trust_remote_code=trust_remote_code,
-            on_progress=on_progress,
-        )
+    with progress_display(quiet=answer.quiet) as on_progress:
+        options = interpreter.options(parsed.serve, on_progress)
         report = run_scenario(
             parsed, folder, options, overwrite=overwrite, until_pass=until_pass, file=scenario
         )
-    print_text(render(report, format_, scenario=scenario))
-    if format_ == "github":
+    print_text(render(report, answer.format_, scenario=scenario))
+    if answer.format_ == "github":
         add_step_summary(render(report, "markdown"))
-    click.echo(f"report: {folder / 'report.html'}", err=format_ != "text")
+    click.echo(f"report: {folder / 'report.html'}", err=answer.format_ != "text")
     conclude(report.outcome, report.name, report.reason)
 
 
 @command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=PATH)
 @format_option(REPORT_FORMATS)
-def report(run_dirs: tuple[Path, ...], format_: str, quiet: bool) -> None:
+def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
     """Show a run's report again, or the history of several runs.
 
     The outcome of the run, of the newest of several, is the exit code. Of several runs the report shows the
@@ -101,8 +94,8 @@ def report(run_dirs: tuple[Path, ...], format_: str, quiet: bool) -> None:
     file = answer_file(click.get_current_context())
     page = file.parent if file else Path()
     if len(reports) == 1:
-        print_text(render(reports[0], format_, folder=run_dirs[0], page=page))
+        print_text(render(reports[0], answer.format_, folder=run_dirs[0], page=page))
     else:
-        print_text(render_history(reports, format_, folders=run_dirs, page=page))
+        print_text(render_history(reports, answer.format_, folders=run_dirs, page=page))
     newest = max(reports, key=lambda one: one.created)
     conclude(newest.outcome, newest.name, newest.reason)

@@ -1,0 +1,125 @@
+"""Will vLLM load a checkpoint: from its files alone."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vexport.cli.base import add_step_summary, command, print_text, require_ok
+from vexport.cli.options import PATH, Answer, device_options, format_option, vllm_option
+from vexport.errors import InputError, raise_all
+from vexport.types import CheckReport
+
+if TYPE_CHECKING:
+    from vexport.checks import Against
+    from vexport.checks.vllm.target import Target
+    from vexport.fidelity.activations import Observed
+    from vexport.types import OnProgress
+
+
+@command()
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@click.option(
+    "--source",
+    metavar="SOURCE",
+    help="The unquantized checkpoint (folder or hub id) that each CHECKPOINT was made from: every weight is "
+    "dequantized and compared with it, all else must be the same.",
+)
+@click.option(
+    "--calibration",
+    type=PATH,
+    metavar="FILE.jsonl",
+    help="With --source: run this text through SOURCE and compare what its layers compute with the static "
+    "scales of inputs and KV cache.",
+)
+@device_options
+@vllm_option
+@click.option("--all", "every", is_flag=True, help="List each finding; text has those of one kind as one.")
+@format_option()
+def check(
+    checkpoints: tuple[str, ...],
+    source: str | None,
+    calibration: Path | None,
+    tp: tuple[int, ...] | None,
+    sm: tuple[int, ...] | None,
+    vllm: tuple[int, int],
+    every: bool,
+    answer: Answer,
+) -> None:
+    """Check that vLLM will load each CHECKPOINT correctly.
+
+    Reads files only: no GPU, no vLLM. Works for checkpoints of any producer. --tp and --sm also check that it
+    runs on such GPUs, in the precision that is stored; --vllm checks against another version.
+    `vexport list checks` lists the checks.
+
+    \b
+    Examples:
+      vexport check OUT
+      vexport check OUT --tp 1,2,4 --sm 80,90
+      vexport check OUT --source MODEL
+      vexport check checkpoints/* --format junit -o check.xml
+    """
+    from vexport.checks import CHECKS, FILES
+    from vexport.checks.vllm.target import Target
+    from vexport.cli.terminal import progress_display
+    from vexport.reports import render_checks, summarize_checks
+
+    if calibration and source is None:
+        raise click.UsageError("--calibration needs --source, the model that the text is to run through.")
+    target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
+    with progress_display(quiet=answer.quiet) as on_progress:
+        against = _against(source, calibration, on_progress)
+        reports, problems = _checked(checkpoints, target, against, on_progress)
+    if answer.format_ != "text" or len(problems) < len(reports):
+        print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
+    if answer.format_ == "github":
+        add_step_summary(summarize_checks(reports))
+    raise_all(problems)
+    for report in reports:
+        require_ok(report.checkpoint, report.ok, report.findings)
+
+
+def _checked(
+    names: Sequence[str], target: "Target", against: "Against | None", on_progress: "OnProgress"
+) -> tuple[list[CheckReport], list[InputError]]:
+    """A report for each name, and what was wrong with those that are no checkpoints at all."""
+    from vexport.checkpoint.source import resolve_source
+    from vexport.checks import check_checkpoint, findings_of
+
+    reports, problems = [], []
+    for name in names:
+        try:
+            root = resolve_source(name, on_progress)
+            reports.append(check_checkpoint(name, target, against, root=root))
+        except InputError as problem:
+            problems.append(problem)
+            reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(problem)))
+    return reports, problems
+
+
+def _against(source: str | None, calibration: Path | None, on_progress: "OnProgress") -> "Against | None":
+    """The comparison with a source, which alone needs torch."""
+    if source is None:
+        return None
+    from vexport.checkpoint.source import resolve_source
+    from vexport.errors.extras import require_extra
+
+    require_extra("torch", "--source")
+    from vexport.fidelity.compare import against
+
+    root = resolve_source(source, on_progress)
+    observed = _observed(root, calibration, on_progress) if calibration else None
+    return against(root, on_layer=partial(on_progress, "compare (layers)"), observed=observed)
+
+
+def _observed(root: Path, calibration: Path, on_progress: "OnProgress") -> "Observed":
+    from vexport.checkpoint.index import read_index
+    from vexport.fidelity.activations import observe
+    from vexport.quantize.samples import calibration_samples
+    from vexport.scenario import Calibration
+
+    index, settings = read_index(root), Calibration(data=calibration)
+    samples = calibration_samples(index, settings, settings.samples, trust_remote_code=False)
+    return observe(index, samples, on_layer=partial(on_progress, "observe (layers)"))

@@ -1,0 +1,206 @@
+"""Is a checkpoint accurate enough."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from vexport.cli.base import command, conclude, print_text
+from vexport.cli.completion import complete_task
+from vexport.cli.effects import note_unused
+from vexport.cli.engine import Interpreter, Session, interpreter_option, serve_options, session_options
+from vexport.cli.help import RenamedOption
+from vexport.cli.options import PATH, Answer, format_option
+from vexport.cli.prompting import PromptOptions, prompting_options
+from vexport.cli.verdicts import DriftOptions, VerdictOptions, drift_options, verdict_options
+from vexport.types import Verdict
+
+if TYPE_CHECKING:
+    from vexport.run.evaluating import EvalJob
+    from vexport.scenario import Evaluate
+
+Stopping = Literal["fixed", "early"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What CHECKPOINT is compared with, and where its answers go as the next baseline."""
+
+    baseline: str | None
+    against: Path | None
+    accept: Path | None
+
+    def require_consistent(self, stopping: Stopping, drift: DriftOptions) -> None:
+        """UsageError where options of `eval` do not go together."""
+        compared = bool(self.baseline or self.against)
+        if self.baseline and self.against or not (compared or self.accept):
+            raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
+        if stopping == "early" and (self.accept or not compared):
+            raise click.UsageError("--stopping early needs a baseline, and leaves too little to --accept.")
+        if (drift.kl_limit or drift.nll_limit) and not self.baseline:
+            raise click.UsageError(
+                "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
+            )
+        if not compared:
+            note_unused(("margin", "alpha", "format_"), "with --accept alone: nothing is compared")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Where lm-eval's files go."""
+
+    output_dir: Path | None
+    overwrite: bool
+
+
+@command("eval")
+@click.argument("checkpoint")
+@click.option("--baseline", metavar="SOURCE", help="The unquantized checkpoint to compare with.")
+@click.option(
+    "--against", type=PATH, metavar="FILE", help="An accepted baseline to compare with; starts one engine."
+)
+@click.option(
+    "--accept",
+    type=PATH,
+    metavar="FILE",
+    help="Write CHECKPOINT's answers as an accepted baseline, unless it fails.",
+)
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    required=True,
+    metavar="NAME_OR_YAML",
+    shell_complete=complete_task,
+    help="lm-eval task; repeatable.",
+)
+@verdict_options
+@drift_options
+@click.option(
+    "--stopping",
+    type=click.Choice(("fixed", "early")),
+    default="fixed",
+    show_default=True,
+    help="early: stop as soon as the result is statistically clear.",
+)
+@prompting_options
+@click.option(
+    "--output-dir",
+    "--output",
+    cls=RenamedOption,
+    type=PATH,
+    metavar="DIR",
+    help="Folder for lm-eval's files [default: runs/eval-NAME].",
+)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the output folder if vexport made it and nothing else is in it.",
+)
+@interpreter_option
+@serve_options
+@session_options
+@format_option(names=("-o", "--output-file"))
+def evaluate(
+    checkpoint: str,
+    comparison: Comparison,
+    tasks: tuple[str, ...],
+    verdict: VerdictOptions,
+    drift: DriftOptions,
+    stopping: Stopping,
+    prompts: PromptOptions,
+    results: Results,
+    interpreter: Interpreter,
+    tp: int | None,
+    session: Session,
+    answer: Answer,
+) -> None:
+    """Compare CHECKPOINT's accuracy with its baseline's, by lm-eval in vLLM.
+
+    Both answer the same documents; the verdict is PASS, FAIL or INCONCLUSIVE. An accepted baseline is a small
+    file for git: each document's score, and what else could change scores. Make one with --accept, and
+    compare later checkpoints --against it.
+
+    \b
+    Examples:
+      vexport eval OUT --baseline MODEL --task gsm8k --margin 0.02
+      vexport eval OUT --task gsm8k --accept accepted.json
+      vexport eval NEXT --task gsm8k --against accepted.json
+    """
+    from vexport.cli.terminal import progress_display
+    from vexport.engine.session import require_engine
+
+    prompts.require_consistent()
+    comparison.require_consistent(stopping, drift)
+    serve = session.serve(tp)
+    require_engine((interpreter.vllm_python,))
+    from vexport.evaluation.accepted import require_writable
+    from vexport.run.evaluating import EvalJob, evaluate_checkpoint
+
+    if comparison.accept:
+        require_writable(comparison.accept)
+    settings = _settings(tasks, comparison.baseline, verdict, drift, stopping, prompts)
+    with progress_display(quiet=answer.quiet) as on_progress:
+        job = EvalJob(
+            checkpoint=checkpoint,
+            settings=settings,
+            folder=results.output_dir or Path("runs") / f"eval-{Path(checkpoint).name}",
+            options=interpreter.options(serve, on_progress),
+            overwrite=results.overwrite,
+            against=comparison.against,
+            accept=comparison.accept,
+        )
+        judged = evaluate_checkpoint(job)
+    _answer(job, judged, answer)
+
+
+def _settings(
+    tasks: tuple[str, ...],
+    baseline: str | None,
+    verdict: VerdictOptions,
+    drift: DriftOptions,
+    stopping: Stopping,
+    prompts: PromptOptions,
+) -> "Evaluate":
+    """The options as what a scenario says under `evaluate`; InputErrors for values out of bounds."""
+    from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, problems_at
+
+    with problems_at("eval"):
+        return Evaluate(
+            tasks=tasks,
+            baseline=baseline,
+            margin=verdict.margin,
+            alpha=verdict.alpha,
+            gate=verdict.gate,
+            stopping=stopping,
+            kl_limit=drift.kl_limit or DEFAULT_KL_LIMIT,
+            nll_limit=drift.nll_limit or DEFAULT_NLL_LIMIT,
+            num_fewshot=prompts.num_fewshot,
+            apply_chat_template=prompts.chat_template or prompts.apply_chat_template,
+            fewshot_as_multiturn=prompts.fewshot_as_multiturn,
+            system_instruction=prompts.system_instruction,
+            gen_kwargs=prompts.gen_kwargs,
+            max_gen_toks=prompts.max_gen_toks,
+            think_end_token=prompts.think_end_token,
+            enable_thinking=prompts.enable_thinking,
+            include_path=tuple(path.resolve() for path in prompts.include_path),
+            batch_size=prompts.batch_size,
+            limit=prompts.limit,
+        )
+
+
+def _answer(job: "EvalJob", verdict: Verdict | None, answer: Answer) -> None:
+    """Print the verdict, write the accepted baseline, and exit by the outcome."""
+    from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted
+    from vexport.reports import render_verdict
+    from vexport.run.serving import CANDIDATE
+
+    if verdict:
+        print_text(render_verdict(verdict, answer.format_))
+    if job.accept and (verdict is None or verdict.outcome != "FAIL"):
+        choice = choice_of(read_accepted(job.against)) if job.against else job.settings.gate
+        accepted = accept_results(job.folder / CANDIDATE, job.accept, choice)
+        click.echo(f"accepted: {job.accept}: {gates_of(accepted)}", err=verdict is not None)
+    if verdict:
+        conclude(verdict.outcome, job.checkpoint, verdict.reason)

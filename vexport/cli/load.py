@@ -1,0 +1,137 @@
+"""Does vLLM load a checkpoint, in a real engine or from headers alone."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from vexport.cli.base import command, given, print_text, require_loaded
+from vexport.cli.engine import Interpreters, Session, engine_arg_option, interpreters_option, session_options
+from vexport.cli.options import Answer, device_options, format_option
+from vexport.types import DryLoadReport, EngineMode, LoadReport
+
+if TYPE_CHECKING:
+    from vexport.types import OnProgress
+
+Mode = Literal["eager", "default", "both"]
+
+
+@command()
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@click.option("--dry", is_flag=True, help="Only the loading, from headers: no weights, no GPU.")
+@device_options
+@interpreters_option
+@click.option(
+    "--mode",
+    type=click.Choice(("eager", "default", "both")),
+    default="eager",
+    show_default=True,
+    help="eager, default (compiled where the platform compiles; a CPU needs a C++ compiler for it), or both.",
+)
+@engine_arg_option
+@session_options
+@format_option()
+def load(
+    checkpoints: tuple[str, ...],
+    dry: bool,
+    tp: tuple[int, ...] | None,
+    sm: tuple[int, ...] | None,
+    interpreters: Interpreters,
+    mode: Mode,
+    session: Session,
+    answer: Answer,
+) -> None:
+    """Load each CHECKPOINT in vLLM and compare it with a reference.
+
+    The reference is transformers with the stored weights dequantized by compressed-tensors. The canaries are
+    200 tokens long: numbers that are not finite, repetition, an early end, another script are findings. Each
+    --tp is one more engine, on as many devices.
+
+    With --dry, vLLM's model class and weight loaders run on headers alone, for every --tp and --sm: what is
+    refused, what gets no value or a converted one, which kernel each layer would get. Without --sm, SM 80,
+    89, 90 and 100 are shown, and each --tp must load on one of them.
+
+    Each --vllm-python is one more vLLM to load in: the answer is a matrix of checkpoints and versions.
+
+    \b
+    Examples:
+      vexport load OUT
+      vexport load OUT --dry --tp 1,2,4,8 --sm 80,90,100
+      vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
+    """
+    from vexport.cli.terminal import progress_display
+
+    _require_consistent(dry, mode, session)
+    reports: Sequence[LoadReport | DryLoadReport]
+    with progress_display(quiet=answer.quiet) as on_progress:
+        if dry:
+            from vexport.reports import render_dry_loads
+
+            reports = shown = _dry_loads(checkpoints, interpreters, tp, sm, session.timeout, on_progress)
+            text = render_dry_loads(shown, answer.format_)
+        else:
+            sizes = tp if tp and given("tp") else (None,)
+            reports = real = _loads(checkpoints, interpreters, sizes, mode, session, on_progress)
+            from vexport.reports import render_loads
+
+            text = render_loads(real, answer.format_)
+    print_text(text)
+    require_loaded(reports)
+
+
+def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
+    """UsageError where options do not go together."""
+    if not dry and given("sm"):
+        raise click.UsageError("--sm needs --dry: a real load uses the devices that are there.")
+    if dry and (session.max_model_len or session.engine_args or mode != "eager"):
+        raise click.UsageError(
+            "--max-model-len, --engine-arg and --mode do not go with --dry, which runs nothing."
+        )
+    if "enforce_eager" in session.engine_args:
+        raise click.UsageError("--engine-arg enforce_eager is what --mode says: use --mode.")
+
+
+def _dry_loads(
+    checkpoints: tuple[str, ...],
+    interpreters: Interpreters,
+    tp: tuple[int, ...] | None,
+    sm: tuple[int, ...] | None,
+    timeout: int,
+    on_progress: "OnProgress",
+) -> list[DryLoadReport]:
+    from vexport.engine.dry.checkpoints import dry_load_checkpoints
+
+    return dry_load_checkpoints(
+        checkpoints,
+        interpreters.pythons,
+        tp=tp or (1,),
+        sm=sm,
+        trust_remote_code=interpreters.trust_remote_code,
+        timeout=timeout,
+        on_progress=on_progress,
+    )
+
+
+def _loads(
+    checkpoints: tuple[str, ...],
+    interpreters: Interpreters,
+    sizes: Sequence[int | None],
+    mode: Mode,
+    session: Session,
+    on_progress: "OnProgress",
+) -> list[LoadReport]:
+    from vexport.engine.session import require_engine
+
+    serves = [session.serve(size) for size in sizes]
+    require_engine(interpreters.pythons)
+    from vexport.run.loading import load_checkpoints
+    from vexport.run.serving import EngineOptions
+
+    options = EngineOptions(
+        serve=serves[0],
+        vllm_python=None,
+        trust_remote_code=interpreters.trust_remote_code,
+        on_progress=on_progress,
+    )
+    modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
+    return load_checkpoints(checkpoints, interpreters.pythons, serves, modes, options)

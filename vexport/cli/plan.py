@@ -1,0 +1,137 @@
+"""A plan from headers: of one scheme, of a scenario, or what every scheme would give."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vexport.cli.base import command, note, print_text, require_plan
+from vexport.cli.effects import PLAN_OPTIONS, given_values, note_unused, require_scenario_alone
+from vexport.cli.options import PATH, Answer, format_option, is_scenario, revision_option
+from vexport.cli.planning import PlanOptions, plan_options, scheme_option
+from vexport.types import Outlook, Plan
+
+if TYPE_CHECKING:
+    from vexport.checkpoint.index import SourceIndex
+    from vexport.scenario import Calibration, Scenario
+
+
+@command()
+@click.argument("source", metavar="SOURCE|SCENARIO")
+@revision_option
+@scheme_option(required=False)
+@click.option(
+    "--run-dir", type=PATH, help="Where `run` measured what scheme: auto chooses by [default: runs/NAME]."
+)
+@plan_options
+@format_option(("text", "json"))
+def plan(
+    source: str,
+    revision: str | None,
+    scheme: str | None,
+    run_dir: Path | None,
+    options: PlanOptions,
+    answer: Answer,
+) -> None:
+    """Show what quantizing would do: layers, size, problems, time.
+
+    SOURCE is a folder or a hub id (ORG/NAME or ORG/NAME@REVISION). Reads headers only, also from the hub.
+    Without --scheme it compares all schemes.
+
+    \b
+    Examples:
+      vexport plan MODEL
+      vexport plan MODEL --scheme FP8_DYNAMIC
+      vexport plan MODEL --scheme W4A16 --tp 2
+      vexport plan SCENARIO.yaml
+    """
+    from vexport.checkpoint.source import with_revision
+
+    if run_dir and not is_scenario(source):
+        raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")
+    if is_scenario(source):
+        _plan_scenario(source, revision, run_dir, answer)
+    elif scheme:
+        _plan_scheme(source, with_revision(source, revision), scheme, options, answer)
+    else:
+        _compare_schemes(with_revision(source, revision), options, answer)
+
+
+def _plan_scenario(source: str, revision: str | None, run_dir: Path | None, answer: Answer) -> None:
+    """The plan of a scenario, and how many documents its evaluation takes."""
+    from vexport.cli.terminal import progress_display
+    from vexport.scenario import read_scenario
+    from vexport.sensitivity.auto import plan_scenario
+
+    scenario = read_scenario(Path(source))
+    require_scenario_alone()
+    if revision:
+        raise click.UsageError("--revision cannot be used with a scenario; set `revision` in it.")
+    if run_dir and scenario.auto is None:
+        note("--run-dir has no effect: no rule of the scenario has scheme: auto")
+    with progress_display(quiet=answer.quiet) as on_progress:
+        index, plan = plan_scenario(scenario, run_dir, on_progress)
+    then = shlex.join(["vexport", "run", source, *given_values("run_dir")])
+    outlook = _outlook(index, plan, scenario.calibration, then)
+    _print(source, plan, outlook, answer, scenario)
+
+
+def _plan_scheme(source: str, name: str, scheme: str, options: PlanOptions, answer: Answer) -> None:
+    """The plan of one scheme for all layers; `name` is the source with its revision."""
+    from vexport.cli.terminal import progress_display
+    from vexport.plan.source import plan_headers, rules_for
+
+    rules = rules_for(scheme, observer=options.observer, ignore=options.ignore)
+    with progress_display(quiet=answer.quiet) as on_progress:
+        index, plan = plan_headers(name, rules, options.settings, on_progress)
+    _print(source, plan, _outlook(index, plan, None, _quantize_command(source, plan)), answer)
+
+
+def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
+    """What every scheme would give."""
+    from vexport.cli.terminal import progress_display
+    from vexport.plan import Settings
+    from vexport.plan.source import ignored_rules, table_of_schemes
+    from vexport.reports.plan import render_table
+
+    note_unused(("observer", "on_unsupported_shape"), "without --scheme")
+    settings = Settings(ranks=options.tp or (1,), kv_cache=options.kv_cache)
+    with progress_display(quiet=answer.quiet) as on_progress:
+        table = table_of_schemes(name, ignored_rules(options.ignore), settings, on_progress)
+    print_text(render_table(table, answer.format_))
+
+
+def _outlook(index: "SourceIndex", plan: Plan, settings: "Calibration | None", then: str) -> Outlook:
+    """What a plan comes to with these samples, or with those that `quantize` takes by itself."""
+    from vexport.plan.estimates import Samples
+    from vexport.plan.outlook import outlook
+    from vexport.scenario import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
+
+    if settings is None:
+        samples = Samples(number=DEFAULT_SAMPLES, tokens=DEFAULT_SEQ_LEN)
+    else:
+        samples = Samples(number=settings.samples, tokens=settings.seq_len)
+    return outlook(index, plan, samples, then)
+
+
+def _print(
+    source: str, plan: Plan, outlook: Outlook, answer: Answer, scenario: "Scenario | None" = None
+) -> None:
+    """The answer; exit with 2 where the plan has refusals."""
+    from vexport.reports.plan import render_plan
+
+    evaluate = scenario.evaluate if scenario else None
+    print_text(render_plan(plan, outlook, answer.format_, evaluate))
+    require_plan(source, plan)
+
+
+def _quantize_command(source: str, plan: Plan) -> str:
+    """The command that does what was planned, into a folder named after source and scheme."""
+    from vexport.plan.needs import calibration_need
+
+    out = f"{Path(source).resolve().name}-{'-'.join(plan.schemes)}"
+    calibration = ["--calibration", "FILE.jsonl"] if calibration_need(plan) else []
+    return shlex.join(
+        ["vexport", "quantize", source, out, *given_values("revision", *PLAN_OPTIONS), *calibration]
+    )

@@ -1,0 +1,124 @@
+"""Options that say what is quantized how, and what they come to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vexport.cli.completion import complete_observer, complete_scheme
+from vexport.cli.help import RenamedOption
+from vexport.cli.options import PATH, POSITIVE, Decorator, stacked, tp_option
+from vexport.types import KvCache, OnUnsupportedShape
+
+if TYPE_CHECKING:
+    from vexport.plan import Settings
+    from vexport.scenario import Calibration
+
+SCHEME_HELP = "Scheme for all linear layers; see `vexport list schemes`."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What is quantized how."""
+
+    observer: str
+    ignore: tuple[str, ...]
+    kv_cache: KvCache | None
+    on_unsupported_shape: OnUnsupportedShape
+    tp: tuple[int, ...] | None
+
+    @property
+    def settings(self) -> "Settings":
+        """What a plan depends on besides its rules."""
+        from vexport.plan import Settings
+
+        return Settings(
+            ranks=self.tp or (1,), on_unsupported_shape=self.on_unsupported_shape, kv_cache=self.kv_cache
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOptions:
+    """Text that shows the inputs of the layers, and where they run."""
+
+    calibration: Path | None
+    samples: int
+    seq_len: int
+    all_experts: bool
+    device: str | None
+
+    @property
+    def settings(self) -> "Calibration | None":
+        """The calibration; None without a file."""
+        from vexport.scenario import Calibration
+
+        if self.calibration is None:
+            return None
+        return Calibration(
+            data=self.calibration,
+            samples=self.samples,
+            seq_len=self.seq_len,
+            all_experts=self.all_experts,
+            device=self.device,
+        )
+
+
+def scheme_option(*, required: bool) -> Decorator:
+    """--scheme."""
+    return click.option(
+        "--scheme", metavar="S", required=required, shell_complete=complete_scheme, help=SCHEME_HELP
+    )
+
+
+plan_options = stacked(
+    click.option(
+        "--observer",
+        metavar="O",
+        shell_complete=complete_observer,
+        default="memoryless_minmax",
+        show_default=True,
+        help="How weight ranges are found.",
+    ),
+    click.option(
+        "--ignore",
+        multiple=True,
+        metavar="PATTERN",
+        help="Keep these layers: a name, its end, or re:REGEX; repeatable.",
+    ),
+    click.option(
+        "--kv-cache",
+        type=click.Choice(("fp8", "fp8_per_head")),
+        help="Calibrate scales of an fp8 KV cache, for all heads of a layer or for each.",
+    ),
+    click.option(
+        "--on-unsupported-shape",
+        "--on-misfit",
+        "on_unsupported_shape",
+        cls=RenamedOption,
+        type=click.Choice(("refuse", "keep")),
+        default="refuse",
+        show_default=True,
+        help="Where vLLM could not run a layer's shape: refuse the model, or keep that layer.",
+    ),
+    tp_option,
+)
+calibration_options = stacked(
+    click.option("--calibration", type=PATH, metavar="FILE.jsonl", help="Samples for static input scales."),
+    click.option(
+        "--samples", type=POSITIVE, default=128, show_default=True, help="Rows of the calibration to use."
+    ),
+    click.option("--seq-len", type=POSITIVE, default=512, show_default=True, help="Tokens of a row to use."),
+    click.option(
+        "--calibrate-all-experts/--no-calibrate-all-experts",
+        "all_experts",
+        default=True,
+        show_default=True,
+        help="Show every expert all tokens, or those routed to it.",
+    ),
+    click.option(
+        "--device",
+        metavar="D",
+        help="Where calibration runs: cpu, cuda, cuda:1 ... [default: cuda if there is one].",
+    ),
+)
