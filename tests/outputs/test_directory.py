@@ -126,8 +126,8 @@ def test_a_hidden_folder_that_is_not_ours_is_named_and_left_alone(
     assert not (tmp_path / "out").exists()
 
 
-def write(out: Path, text: str, *, made_from: str = "x", stop: bool = False) -> None:
-    with resumable_directory(out, made_from=made_from, overwrite=True) as folder:
+def write(out: Path, text: str, *, input_digest: str = "x", stop: bool = False) -> None:
+    with resumable_directory(out, input_digest=input_digest, overwrite=True) as folder:
         (folder / "config.json").write_text(text)
         if stop:
             raise KeyboardInterrupt
@@ -173,7 +173,7 @@ def test_killed_between_the_last_steps_the_next_call_puts_the_old_back(tmp_path:
         write(out, "new", stop=True)
     out.rename(work / "old")  # as SIGKILL after the first of the two leaves it
     with pytest.raises(KeyboardInterrupt):
-        write(out, "other", made_from="y", stop=True)
+        write(out, "other", input_digest="y", stop=True)
     assert (out / "config.json").read_text() == "old"
 
 
@@ -181,7 +181,7 @@ def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> Non
     out = tmp_path / "out"
 
     def write_while_someone_else_does() -> None:
-        with resumable_directory(out, made_from="x", overwrite=True) as folder:
+        with resumable_directory(out, input_digest="x", overwrite=True) as folder:
             (folder / "model.safetensors").write_text("hours of work")
             out.mkdir()
             (out / "letter.txt").write_text("mine")

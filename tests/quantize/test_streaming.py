@@ -129,12 +129,12 @@ def test_what_is_written_is_not_written_again(tmp_path: Path) -> None:
     assert (out / first.name).stat().st_mtime_ns == before
 
 
-def break_off(out: Path, made_from: str) -> list[str]:
+def break_off(out: Path, input_digest: str) -> list[str]:
     """What an unfinished call is told and finds; it leaves half a shard and half a config."""
     found: list[str] = []
     with (
         contextlib.suppress(KeyboardInterrupt),
-        resumable_directory(out, made_from=made_from, overwrite=False, note=found.append) as folder,
+        resumable_directory(out, input_digest=input_digest, overwrite=False, note=found.append) as folder,
     ):
         found += sorted(path.name for path in folder.iterdir())
         (folder / "model.safetensors").write_text("half")
@@ -146,9 +146,9 @@ def break_off(out: Path, made_from: str) -> list[str]:
 def test_another_input_begins_anew(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert break_off(out, "a") == []
-    assert break_off(out, "a") == ["goes on where it was broken off", "model.safetensors"]
-    assert break_off(out, "b") == ["begins anew: its inputs have changed"]
-    with resumable_directory(out, made_from="c", overwrite=False) as folder:
+    assert break_off(out, "a") == ["resumes where it was interrupted", "model.safetensors"]
+    assert break_off(out, "b") == ["starts again: its inputs have changed"]
+    with resumable_directory(out, input_digest="c", overwrite=False) as folder:
         (folder / "config.json").write_text("{}")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert {path.name for path in out.iterdir()} == {"config.json", "vexport.json"}
@@ -156,7 +156,7 @@ def test_another_input_begins_anew(tmp_path: Path) -> None:
 
 def test_two_writers_of_one_output_are_refused(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=128, layers=1)
-    with resumable_directory(tmp_path / "out", made_from="x", overwrite=False) as folder:
+    with resumable_directory(tmp_path / "out", input_digest="x", overwrite=False) as folder:
         ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet")
         (folder / "config.json").write_text("{}")
     assert ran.code == 2

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _unforeseen(error: Exception) -> str:
-    """One line for what no stage turned into an error of its own."""
+    """One line for what no stage turned into its own error."""
     if isinstance(error, MemoryError):
         return "memory: out of memory; free some or use a larger machine"
     if mismatch := mismatch_of(error):

@@ -69,7 +69,7 @@ class HelpFormatter(click.HelpFormatter):
         super().__init__(indent_increment, width or max(columns - 2, NARROWEST))
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        """Terms with their descriptions beside them, or below them on a narrow terminal."""
+        """Terms with their descriptions next to them, or below them on a narrow terminal."""
         if self.width >= TWO_COLUMNS:
             super().write_dl(rows, col_max, col_spacing)
             return

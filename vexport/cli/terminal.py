@@ -77,7 +77,7 @@ class BarDisplay:
 class PlainDisplay:
     """A line when a stage starts, at most every fifteen seconds with the time left, and when it ends.
 
-    What is true of a stage at a moment (PROGRESS_DETAIL) is a line of its own.
+    What is true of a stage at a moment (PROGRESS_DETAIL) is a separate line.
     """
 
     def __init__(self) -> None:

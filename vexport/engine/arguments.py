@@ -22,7 +22,7 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
     """Ask vLLM about what was given for its engine; the settings differ in their number of devices.
 
     InputError for all that this vLLM does not know, EnvironmentFault where the machine has too few GPUs or no
-    Ray. Imports vLLM in a process of its own, some seconds, and only where something was given.
+    Ray. Imports vLLM in a separate process, some seconds, and only where something was given.
     """
     largest = max(serves, key=lambda serve: serve.devices)
     if not largest.given.keys() - _CERTAIN:

@@ -9,7 +9,7 @@ from vexport.types import Canary, Finding, Severity
 # A continuation that ends in this many rounds of a cycle of at most so many words says one thing for ever.
 _ROUNDS = 4
 _LONGEST_CYCLE = 6
-# A text of fewer letters has no script of its own; an answer of fewer tokens has no early end.
+# A text of fewer letters has no recognizable script; an answer of fewer tokens has no early end.
 _LEAST_LETTERS = 20
 _LEAST_TOKENS = 8
 _NUMBERS = "non-finite log-probabilities"

@@ -167,6 +167,6 @@ def _disagreement(result: SessionResult, agreement: LogprobAgreement) -> list[Fi
             where=str(result.checkpoint),
             expected=f"mean KL to {agreement.reference} at most {agreement.limit:g}",
             got=f"{agreement.mean_kl:.4g} over {agreement.positions} positions",
-            fix="vLLM reads this checkpoint otherwise than it was written: see `vexport check`",
+            fix="vLLM does not read this checkpoint as it was written: see `vexport check`",
         )
     ]

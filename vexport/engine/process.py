@@ -1,4 +1,4 @@
-"""A child process in a group of its own that cannot outlive us: progress on a pipe, its output in a log."""
+"""A child process in its own group that cannot outlive us: progress on a pipe, its output in a log."""
 
 import json
 import os

@@ -53,7 +53,7 @@ def fixed_prompts(
     """At most `count` prompts of at most `length` tokens, the same for every export of a model.
 
     The first `CONTINUED` texts are continued. `texts` come first where given (rows of the calibration data,
-    say); the built-in ones otherwise. A tokenizer that does not know the texts gets sequences of its own
+    say); the built-in ones otherwise. A tokenizer that does not know the texts gets its own sequences
     tokens, from a fixed seed. InputError where there is none.
     """
     tokenizer = _tokenizer(checkpoint)
@@ -81,7 +81,7 @@ def _no_tokenizer(checkpoint: Path, got: str) -> InputError:
         str(checkpoint),
         got=f"no tokenizer that transformers reads ({got})",
         need="tokenizer.json, or the files of the model's own tokenizer",
-        fix="copy the tokenizer's files from the source beside the weights",
+        fix="copy the tokenizer's files from the source next to the weights",
     )
 
 

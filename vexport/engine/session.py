@@ -1,4 +1,4 @@
-"""Runs one model in the real vLLM, in a process of its own, and says what came of it."""
+"""Runs one model in the real vLLM, in a separate process, and says what came of it."""
 
 import json
 import os
@@ -202,7 +202,7 @@ def _own_environment() -> dict[str, str]:
 
 
 def _foreign_environment(scratch: Path) -> dict[str, str]:
-    """Another interpreter finds this very vexport, and its plugin, but none of the packages beside it."""
+    """Another interpreter finds this very vexport, and its plugin, but none of the other packages."""
     shim = scratch / "packages"
     metadata = shim / f"vexport-{__version__}.dist-info"
     metadata.mkdir(parents=True)

@@ -50,7 +50,7 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
 def resumable_directory(
     path: Path,
     *,
-    made_from: str,
+    input_digest: str,
     overwrite: bool,
     keep: str = "*.safetensors",
     note: Callable[[str], None] = lambda text: None,
@@ -58,18 +58,18 @@ def resumable_directory(
     """Yield a folder that becomes `path` when the block ends without error.
 
     Whatever breaks the block off but a refusal of ours leaves the folder for the next call with the same
-    `made_from`, a digest, to go on in: it finds the files that match `keep`. One with another digest begins
+    `input_digest` to go on in: it finds the files that match `keep`. One with another digest begins
     an empty folder. `note` is told of both. InputError where `path` exists and may not be replaced (see
     `refuse_existing`), where it cannot be renamed, where the working folder is not ours, or where another
     process is writing it.
     """
     with _directory(path, overwrite=overwrite) as (work, record):
         before = record.read()
-        continued = before == made_from
+        continued = before == input_digest
         if before:
-            note("goes on where it was broken off" if continued else "begins anew: its inputs have changed")
+            note("resumes where it was interrupted" if continued else "starts again: its inputs have changed")
         _empty(work / NEW, keep=keep if continued else "")
-        _rewrite(record, made_from)
+        _rewrite(record, input_digest)
         try:
             yield work / NEW
         except VexportError:

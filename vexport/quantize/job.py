@@ -105,7 +105,7 @@ def write_checkpoint(
         job.on_progress(f"quantize {text}", 1, 1)
 
     with (
-        resumable_directory(job.out, made_from=digest, overwrite=job.overwrite, note=note) as folder,
+        resumable_directory(job.out, input_digest=digest, overwrite=job.overwrite, note=note) as folder,
         watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
     ):
         write_recipe(text, folder)

@@ -24,7 +24,7 @@ from vexport.formats.gpus import GENERATIONS, parse_capability
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""
 
-# Arguments of vLLM with a key of their own in `serve`.
+# Arguments of vLLM with their own key in `serve`.
 TYPED = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -177,7 +177,7 @@ class Serve(BaseModel):
     @field_validator("engine_args")
     @classmethod
     def _not_owned(cls, values: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
-        """Refuse what vexport decides, and what contradicts a key of its own."""
+        """Refuse what vexport decides, and what contradicts its own key."""
         problems = list(_refused(values, info.data))
         if problems:
             raise _line_errors(problems)

@@ -164,6 +164,6 @@ def _split(
 
 
 def _leftover(folder: Path) -> None:
-    """An older export's shard beside the weights, which no index names."""
+    """An older export's shard next to the weights, which no index names."""
     values = load_file(folder / WEIGHTS)
     save_file({NORM: values[NORM] * 2}, folder / SECOND, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""JSON that parsers read differently, and files beside the weights."""
+"""JSON that parsers read differently, and files next to the weights."""
 
 import json
 from collections.abc import Callable, Iterator

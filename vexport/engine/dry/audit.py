@@ -140,7 +140,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1
 
     def faults(self, model: torch.nn.Module, *, optional: frozenset[str], ranks: int) -> Iterator[Fault]:
-        """What went wrong without a word. Parameters named in `optional` need no stored tensor.
+        """What went wrong silently. Parameters named in `optional` need no stored tensor.
 
         Of each tensor `ranks` ranks, which read equal parts, must read all.
         """

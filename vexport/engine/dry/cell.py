@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from vexport.engine.dry.audit import Audit
+from vexport.engine.dry.fake_platform import set_capability
 from vexport.engine.dry.headers import opener
 from vexport.engine.dry.layers import layer_kinds, raising_layer
 from vexport.engine.dry.messages import Cell, CellResult, LoadedTensors, Outcome
-from vexport.engine.dry.pretend import set_capability
 from vexport.engine.dry.ranks import join_group
-from vexport.engine.dry.stand_ins import AbsentValues, NotFollowed
+from vexport.engine.dry.stubs import AbsentValues, NotFollowed
 from vexport.engine.failures import said
 from vexport.files import from_json, to_json, write_text
 
@@ -35,7 +35,7 @@ _NEVER_READ = ("weight_shape", "input_scale_ub")
 
 
 def try_cell(checkpoint: Path, cell: Cell, rank: int, loaded: Path, *, trust_remote_code: bool) -> CellResult:
-    """What vLLM does with a checkpoint as a rank of a cell; in a process of its own after `pretend_cuda`.
+    """What vLLM does with a checkpoint as a rank of a cell; in a separate process after `fake_cuda`.
 
     In files that begin with `loaded` the tries of one checkpoint and rank on several capabilities tell each
     other what became of its tensors: nothing else does so where the same model is built.

@@ -123,7 +123,7 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
 
 
 def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
-    """One finding for each kernel that multiplies otherwise than stored; a warning where it is coarser."""
+    """One finding for each kernel with another precision than the stored one; a warning if it is coarser."""
     found: dict[tuple[str, str, str], tuple[dict[str, None], dict[Cell, None]]] = {}
     for result in results:
         for kind in result.layers:

@@ -64,7 +64,7 @@ def dry_loads(
         log=folder / "vllm.log",
         timeout=timeout,
         vllm_python=vllm_python,
-        # The stand-ins for kernels that the CPU lacks would be in the way of the pretended device.
+        # The stand-ins for kernels that the CPU lacks would be in the way of the fake device.
         extra={"VEXPORT_CPU_EMULATION": "0"},
         on_progress=on_progress,
     )

@@ -74,11 +74,11 @@ def _tries(number: int, request: DryRequest) -> list[list[_Try]]:
 def _import_vllm(request: DryRequest) -> str:
     """Import what the children need, and say vLLM's version.
 
-    vLLM looks at a model class in a process of its own, so as not to touch a GPU; here there is none.
+    vLLM looks at a model class in a separate process, so as not to touch a GPU; here there is none.
     """
-    from vexport.engine.dry.pretend import pretend_cuda
+    from vexport.engine.dry.fake_platform import fake_cuda
 
-    pretend_cuda()
+    fake_cuda()
     from vllm import __version__ as version
     from vllm.model_executor.models import registry
 

@@ -5,12 +5,12 @@ Called before any other part of vLLM is imported, because much of vLLM asks for 
 
 import torch
 
-from vexport.engine.dry.stand_ins import (
-    stand_in_for_device,
-    stand_in_for_flashinfer,
-    stand_in_for_operators,
-    stand_in_for_packages,
-    stand_in_for_reloading,
+from vexport.engine.dry.stubs import (
+    stub_device,
+    stub_flashinfer,
+    stub_operators,
+    stub_packages,
+    stub_reloading,
     supports_block_fp8,
 )
 
@@ -19,15 +19,15 @@ _MULTIPROCESSORS = 132
 _DEVICES = 1024
 
 
-def pretend_cuda() -> None:
+def fake_cuda() -> None:
     """Set vLLM's platform to a CUDA device without a driver; `set_capability` chooses which."""
     import vllm.platforms
 
-    stand_in_for_device()
+    stub_device()
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
-    class PretendedCuda(NonNvmlCudaPlatform):  # type: ignore[misc]
+    class FakeCuda(NonNvmlCudaPlatform):  # type: ignore[misc]
         """A CUDA platform whose facts are made up."""
 
         capability = DeviceCapability(9, 0)
@@ -38,7 +38,7 @@ def pretend_cuda() -> None:
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
-            return f"pretended SM {cls.capability.to_int()}"
+            return f"fake SM {cls.capability.to_int()}"
 
         @classmethod
         def get_device_total_memory(cls, device_id: int = 0) -> int:
@@ -50,18 +50,18 @@ def pretend_cuda() -> None:
 
         @classmethod
         def current_device(cls) -> torch.device:
-            """Where layers put the tensors that they make beside their parameters."""
+            """Where layers put the tensors that they make besides their parameters."""
             return torch.device("meta")
 
         @classmethod
         def device_count(cls) -> int:
             return _DEVICES
 
-    vllm.platforms._current_platform = PretendedCuda()
-    stand_in_for_operators()
-    stand_in_for_packages()
-    stand_in_for_flashinfer()
-    stand_in_for_reloading()
+    vllm.platforms._current_platform = FakeCuda()
+    stub_operators()
+    stub_packages()
+    stub_flashinfer()
+    stub_reloading()
 
 
 def set_capability(sm: int) -> None:

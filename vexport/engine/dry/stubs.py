@@ -1,4 +1,4 @@
-"""What stands in, when a CUDA device is pretended, for what comes with the device: nothing here computes.
+"""Stubs for what comes with a CUDA device, where a fake one stands in for it: nothing here computes.
 
 Where the installed vLLM is a CPU build, its missing CUDA extensions are answered for: present, but an
 operator that is called raises `NotFollowed`.
@@ -42,14 +42,14 @@ class NotFollowed(RuntimeError):
     """vLLM wants something that only a real device has."""
 
 
-def stand_in_for_device() -> None:
+def stub_device() -> None:
     """Let the compiled parts of the CUDA wheel be imported, and streams be made."""
     vars(torch.cuda).update(Stream=_OnDevice, Event=_OnDevice)
     for name in _EXTENSIONS:
         sys.modules.setdefault(name, ModuleType(name))
 
 
-def stand_in_for_flashinfer() -> None:
+def stub_flashinfer() -> None:
     """FlashInfer comes with vLLM's CUDA wheel: kernels are chosen as if it were here. None is run."""
     from vllm.utils import flashinfer
 
@@ -61,7 +61,7 @@ def _yes() -> bool:
     return True
 
 
-def stand_in_for_reloading() -> None:
+def stub_reloading() -> None:
     """vLLM notes how to load other weights later, which takes as long as to build the model: it need not."""
     from vllm.model_executor.model_loader import utils
 
@@ -84,7 +84,7 @@ class AbsentValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def stand_in_for_packages() -> None:
+def stub_packages() -> None:
     """Let classes be imported without Triton and the packages that only pictures and sound need.
 
     transformers decides by their presence how it prepares pictures: it was imported before they seem present.
@@ -96,7 +96,7 @@ def stand_in_for_packages() -> None:
         triton.Config = _TritonConfig
 
 
-def stand_in_for_operators() -> None:
+def stub_operators() -> None:
     """What the operators of a wheel for CUDA 12.9 or later say of a capability.
 
     In csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8, blocks, groups),
