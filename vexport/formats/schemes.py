@@ -17,7 +17,7 @@ from vexport.types import LinearPlan, TensorSpec
 
 KEEP = "keep"
 # `W4A16_G64` and `W4A16_CHANNEL` are W4A16 with groups of 64 columns, and with a scale a row.
-OTHER_GROUPS = re.compile(r"(?P<preset>\w+)_(?:G(?P<size>\d+)|CHANNEL)")
+OTHER_GROUPS = re.compile(r"(?P<preset>.+?)[-_ ]?(?:G(?P<size>[1-9]\d*)|CHANNEL)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,20 @@ def fold_name(name: str) -> str:
 
 
 def scheme_name(text: str) -> str:
-    """The preset that `text` names, whatever its case and separators; the text itself where it is none."""
-    return next((name for name in scheme_names() if fold_name(name) == fold_name(text)), text)
+    """The scheme that `text` names, whatever its case and separators; the text itself where it is none."""
+    names = {fold_name(name): name for name in scheme_names()}
+    other = OTHER_GROUPS.fullmatch(text)
+    if fold_name(text) not in names and other is not None and fold_name(other["preset"]) in names:
+        return regrouped_name(names[fold_name(other["preset"])], int(other["size"]) if other["size"] else None)
+    return names.get(fold_name(text), text)
+
+
+def is_scheme(name: str) -> bool:
+    """Whether there is a scheme of exactly that name."""
+    try:
+        return get_scheme(name).name == name
+    except InputError:
+        return False
 
 
 @cache
@@ -112,9 +124,13 @@ def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
     if scheme.args.weights.is_float:
         raise _no_such_groups(scheme.name)
     strategy: Strategy = "channel" if group_size is None else "group"
-    suffix = "CHANNEL" if group_size is None else f"G{group_size}"
     weights = replace(scheme.args.weights, group_size=group_size, strategy=strategy)
-    return _scheme(f"{scheme.name}_{suffix}", replace(scheme.args, weights=weights))
+    return _scheme(regrouped_name(scheme.name, group_size), replace(scheme.args, weights=weights))
+
+
+def regrouped_name(preset: str, group_size: int | None) -> str:
+    """What a preset is called with other groups."""
+    return f"{preset}_{'CHANNEL' if group_size is None else f'G{group_size}'}"
 
 
 def all_schemes() -> tuple[Scheme, ...]:

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vexport.errors import nearest
-from vexport.formats.schemes import KEEP, fold_name, scheme_names
+from vexport.formats.schemes import KEEP, fold_name, is_scheme, scheme_name, scheme_names
 from vexport.scenario.serve import Serve
 from vexport.types import (
     GENERATION_KEYS,
@@ -64,7 +64,8 @@ class Rule(_Strict):
     @field_validator("scheme")
     @classmethod
     def _known_scheme(cls, value: str) -> str:
-        return _known(value, (*scheme_names(), KEEP, AUTO))
+        name = scheme_name(value)
+        return name if is_scheme(name) else _known(value, (*scheme_names(), KEEP, AUTO))
 
 
 class Auto(_Strict):
@@ -83,7 +84,9 @@ class Auto(_Strict):
     @field_validator("candidates")
     @classmethod
     def _known_candidates(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        names = tuple(_known(value, (*scheme_names(), KEEP)) for value in values)
+        known = (*scheme_names(), KEEP)
+        named = map(scheme_name, values)
+        names = tuple(name if is_scheme(name) else _known(name, known) for name in named)
         if len(set(names)) < len(names):
             raise ValueError("each candidate once")
         return names
