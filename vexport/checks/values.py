@@ -95,13 +95,13 @@ def _odd_sign(tensor: TensorInfo) -> Finding:
 
 def _may_be_negative(numbers: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None) -> bool:
     """Whether signs change nothing, or are meant."""
-    of_float_inputs = group is not None and group.weights.type == "float" and parameter == "input_scale"
+    of_float_inputs = group is not None and group.weights.is_float and parameter == "input_scale"
     return of_float_inputs or _has_signs(numbers, parameter, group)
 
 
 def _has_signs(numbers: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None) -> bool:
     """Whether scales of integers are of either sign on purpose; vLLM multiplies with them as they are."""
-    if group is None or group.weights.type != "int" or parameter != "weight_scale" or numbers.size < MANY:
+    if group is None or group.weights.is_float or parameter != "weight_scale" or numbers.size < MANY:
         return False
     fewest = min(np.count_nonzero(numbers < 0), np.count_nonzero(numbers > 0))
     return bool(fewest >= LEAST_OF_EITHER_SIGN * numbers.size)

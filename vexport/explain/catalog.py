@@ -112,10 +112,10 @@ def _span(least: int | None, below: int | None) -> str:
 def _args(args: QuantArgs | None) -> str:
     if args is None:
         return "16 bit"
-    kind = "FP" if args.type == "float" else "INT"
+    kind = "FP" if args.is_float else "INT"
     size = f" {args.group_size}" if args.group_size else ""
-    if args.block_structure:
-        size = " {} x {}".format(*args.block_structure)
+    if args.block:
+        size = " {} x {}".format(*args.block)
     zero = "" if args.symmetric else ", zero points"
     dynamic = {True: ", dynamic", "local": ", groups dynamic"}.get(args.dynamic, "")
     return f"{kind}{args.num_bits} {args.strategy}{size}{zero}{dynamic}"

@@ -117,7 +117,7 @@ def _of_inputs(view: CheckpointView, observed: Observed) -> Iterator[Compared]:
         seen = observed.inputs.get(names.vllm_name(name))
         static = static_range(view, layer.group, layer.parameters) if layer.group else None
         if seen is not None and static is not None and layer.group is not None:
-            most = MOST_FLOAT if layer.group.weights.type == "float" else MOST_INTEGER
+            most = MOST_FLOAT if layer.group.weights.is_float else MOST_INTEGER
             yield Compared(where=static.name, range_=static.largest, seen=seen, most=most)
 
 

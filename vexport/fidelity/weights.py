@@ -122,11 +122,10 @@ class _Nearest:
         """A value for each element, or one that broadcasts."""
         if values.numel() == 1:
             return values.reshape(1, 1)
-        high = self.args.block_structure[0] if self.args.block_structure else 1
-        cut = values[rows.start // high : math.ceil(rows.stop / high)]
-        wide = self.args.block_structure[1] if self.args.block_structure else self.args.group_size
-        tall = cut.repeat_interleave(high, dim=0)[: weight.shape[0]] if high > 1 else cut
-        return tall.repeat_interleave(wide, dim=1)[:, : weight.shape[1]] if wide and wide > 0 else tall
+        block_rows, block_cols = self.args.block or (1, self.args.group)
+        cut = values[rows.start // block_rows : math.ceil(rows.stop / block_rows)]
+        tall = cut.repeat_interleave(block_rows, dim=0)[: weight.shape[0]] if block_rows > 1 else cut
+        return tall.repeat_interleave(block_cols, dim=1)[:, : weight.shape[1]] if block_cols else tall
 
 
 def _rows(pieces: Pieces, rows: slice) -> torch.Tensor:
@@ -155,8 +154,8 @@ def _compare(source: torch.Tensor, stored: torch.Tensor, nearest: _Nearest, rows
 
 def _part_width(args: QuantArgs, columns: int) -> int:
     """The columns that share a scale where a row is a whole number of them; else a fixed number, or all."""
-    wide = args.block_structure[1] if args.block_structure else args.group_size
-    return next((width for width in (wide, PART_COLUMNS) if width and columns % width == 0), columns)
+    block_cols = args.block[1] if args.block else args.group
+    return next((width for width in (block_cols, PART_COLUMNS) if width and columns % width == 0), columns)
 
 
 def _powers(values: torch.Tensor, width: int) -> torch.Tensor:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from vexport.numerics.constants import E2M1_MAX, E4M3_MAX
+
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]
 GROUPED = ("group", "tensor_group")
 # Strategies of what is quantized when the model runs.
@@ -50,6 +52,13 @@ class QuantArgs:
     def block(self) -> tuple[int, int] | None:
         """(rows, columns) that share a scale; None but for strategy block."""
         return self.block_structure if self.strategy == "block" else None
+
+    @property
+    def largest_code(self) -> float | None:
+        """The largest magnitude that a code stands for; None for floats of other widths than 4 and 8 bits."""
+        if not self.is_float:
+            return 2.0 ** (self.num_bits - 1)
+        return {8: E4M3_MAX, 4: E2M1_MAX}.get(self.num_bits)
 
     @property
     def shares_scale(self) -> bool:
@@ -143,7 +152,7 @@ def _contradictions_of_time(args: QuantArgs) -> Iterator[str]:
 
 
 def _unknown_dtypes(args: QuantArgs) -> Iterator[str]:
-    if args.type == "float" and args.num_bits not in (4, 8) and args.zp_dtype is None:
+    if args.largest_code is None and args.zp_dtype is None:
         yield f"floats of {args.num_bits} bits"
     for dtype in (args.scale_dtype, args.zp_dtype):
         if dtype is not None and not TORCH_DTYPE.match(dtype):

@@ -3,17 +3,22 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.partition import Partition
+from vexport.numerics.constants import E4M3_MAX
 from vexport.types import LinearPlan, TensorInfo
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
     import torch
 
     from vexport.formats.packing.base import Array, Packing, PackingInputs
+
+    Bytes = npt.NDArray[np.uint8]
+    Codes = npt.NDArray[np.integer[Any]]
 
 # How vLLM's CPU build runs a scheme: by its own kernel, or by `vexport.engine.cpu_emulation`.
 Cpu = Literal["native", "emulated"]
@@ -90,6 +95,10 @@ class Format(Protocol):
     # compressed-tensors' name of the storage, and the tensor that holds the weight's codes.
     name: str
     weight: str
+    # Whether scales are exponents of two in bytes (e8m0), and not numbers.
+    exponent_scales: bool = False
+    # The largest input that a static input scale of one stands for.
+    largest_input: float = E4M3_MAX
 
     @abstractmethod
     def matches(self, args: Arguments, stored_as: str) -> bool:
@@ -131,6 +140,13 @@ class Format(Protocol):
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
         """Static scales for inputs up to `largest`, by the tensor's name within a layer."""
         return {}
+
+    def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
+        """The largest code for every scale of some rows, and the code that the largest weight of each has.
+
+        `codes` are the rows' bytes. None where codes need not reach an end.
+        """
+        return None
 
     @abstractmethod
     def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from vexport.formats.base import Bytes, Codes
     from vexport.formats.packing.base import Array, Packing, PackingInputs
 
 STRATEGIES = ("tensor", "channel", "block")
@@ -101,6 +102,10 @@ class Fp8(Format):
         """The CPU build ignores static scales of inputs where it has AMX."""
         static = args.input_activations is not None and not args.input_activations.dynamic
         return "emulated" if static else "native"
+
+    def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
+        """Of 448, per channel."""
+        return ((codes & 0x7F).max(axis=1), 0x7E) if args.weights.strategy == "channel" else None
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
         from vexport.numerics.scales import fp8_scale_of

@@ -18,6 +18,7 @@ from vexport.types import LinearPlan, TensorInfo
 if TYPE_CHECKING:
     import torch
 
+    from vexport.formats.base import Bytes, Codes
     from vexport.formats.packing.base import Packing, PackingInputs
 
 CHANNEL_OR_GROUP = ("channel", "group")
@@ -133,6 +134,7 @@ class Int8(Format):
     """INT8 weights per channel, INT8 inputs per token."""
 
     name = "int-quantized"
+    largest_input = 127.0
     weight = "weight"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
@@ -169,6 +171,12 @@ class Int8(Format):
 
     def cpu(self, args: Arguments) -> Cpu:
         return "native"
+
+    def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
+        """Of all but the last one, per channel: searches for less error end one below."""
+        if args.weights.strategy != "channel":
+            return None
+        return abs(codes.view("int8").astype("int16")).max(axis=1), 2 ** (args.weights.num_bits - 1) - 2
 
     def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
         from vexport.formats.packing.integer import Int8Packing

@@ -29,6 +29,7 @@ class Mxfp4(Format):
     """
 
     name = "mxfp4-pack-quantized"
+    exponent_scales = True
     weight = "weight_packed"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
@@ -68,6 +69,7 @@ class Mxfp8(Format):
     """e4m3 weights; vLLM quantizes inputs of MXFP8A16 too, where it has MXFP8 kernels."""
 
     name = "mxfp8-quantized"
+    exponent_scales = True
     weight = "weight"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:

@@ -16,6 +16,7 @@ from vexport.types import LinearPlan, TensorInfo
 if TYPE_CHECKING:
     import numpy as np
 
+    from vexport.formats.base import Bytes, Codes
     from vexport.formats.packing.base import Array, Packing, PackingInputs
 
 
@@ -59,6 +60,13 @@ class Nvfp4(Format):
         """Marlin, which leaves inputs as they are, below SM 100; FP4 kernels from there on."""
         stored = input_bits(args)
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: stored}, stored_bits=stored)
+
+    def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
+        """Of 6, which is code 7; searches for less error end one below."""
+        if codes.shape[1] % (NVFP4_GROUP // 2):
+            return None
+        pairs = codes.reshape(-1, NVFP4_GROUP // 2)
+        return (pairs & 0x7).max(axis=1).clip(min=(pairs >> 4 & 0x7).max(axis=1)), 6
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
         """The global scale; those of the groups are made when the model runs."""

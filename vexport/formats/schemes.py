@@ -87,7 +87,9 @@ def scheme_name(text: str) -> str:
     names = {fold_name(name): name for name in scheme_names()}
     other = OTHER_GROUPS.fullmatch(text)
     if fold_name(text) not in names and other is not None and fold_name(other["preset"]) in names:
-        return regrouped_name(names[fold_name(other["preset"])], int(other["size"]) if other["size"] else None)
+        return regrouped_name(
+            names[fold_name(other["preset"])], int(other["size"]) if other["size"] else None
+        )
     return names.get(fold_name(text), text)
 
 

@@ -21,12 +21,9 @@ FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 # Of a random permutation of the codes about a third of the rows, a quarter of the groups of 16 are not full.
 MOST_FULL, LEAST_FULL = 0.85, 0.99
 FEWEST_OTHERS = 6
-E4M3_END, E2M1_END = 0x7E, 6
 # What scales of nothing are: eps of bfloat16, float16, float32 and e4m3, and one.
 PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
 LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
-# Groups of 16, two codes a byte.
-NVFP4_BYTES = 8
 
 
 def unfilled(view: CheckpointView, check: str) -> Iterator[Finding]:
@@ -78,7 +75,7 @@ def _lost_share(
     weight, scale = parameters.get("weight_packed", parameters.get("weight")), parameters.get("weight_scale")
     if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
         return None
-    if group.weights.strategy == "block" or not weight.num_bytes:
+    if group.weights.block or not weight.num_bytes:
         return None
     codes = _rows(view, weight)
     if scale.shape[0] != weight.shape[0] or not scale.shape[1] or codes.shape[1] % scale.shape[1]:
@@ -104,19 +101,14 @@ def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
 
 def _share(view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> float | None:
     """The share of scales whose codes reach the end; None where that cannot be told."""
-    args = group.weights
-    weight = parameters.get("weight_packed", parameters.get("weight"))
-    if weight is None or len(weight.shape) != 2 or not weight.num_bytes or not args.symmetric:
+    storage, expected = group.storage, group.expected(parameters)
+    weight = parameters.get(storage.weight)
+    if weight is None or expected is None or not weight.num_bytes or not group.weights.symmetric:
         return None
-    rows = _rows(view, weight)
-    if args.strategy == "channel" and weight.dtype == "F8_E4M3":
-        return _full((rows & 0x7F).max(axis=1), E4M3_END)
-    if args.strategy == "channel" and weight.dtype == "I8":
-        return _full(np.abs(rows.view(np.int8).astype(np.int16)).max(axis=1), 2 ** (args.num_bits - 1) - 2)
-    if args.strategy == "tensor_group" and weight.dtype == "U8" and weight.shape[1] % NVFP4_BYTES == 0:
-        sizes = np.maximum(rows & 0x7, rows >> 4 & 0x7).reshape(-1, NVFP4_BYTES)
-        return _full(sizes.max(axis=1), E2M1_END)
-    return None
+    if weight.dtype not in expected[storage.weight].dtypes:
+        return None
+    found = storage.largest_codes(group, _rows(view, weight))
+    return _full(*found) if found is not None else None
 
 
 def _full(largest: npt.NDArray[np.integer[Any]], end: int) -> float | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from vexport.architectures.decoders import ATTENTION_NORM, decoders
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, error
-from vexport.numerics.constants import E4M3_MAX, GLOBAL_SCALE_NUMERATOR, INT8_MAX
+from vexport.numerics.constants import GLOBAL_SCALE_NUMERATOR
 from vexport.types import Finding, TensorInfo
 
 # Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon counts.
@@ -55,11 +55,10 @@ def static_range(
     view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
 ) -> StaticRange | None:
     """What a layer's static scale represents; None where it has none."""
-    largest = E4M3_MAX if group.weights.type == "float" else INT8_MAX
     scale, global_scale = parameters.get("input_scale"), parameters.get("input_global_scale")
     if scale is not None and scale.num_bytes:
         value = float(np.abs(view.reader.floats(scale)).max())
-        return StaticRange(name=scale.name, largest=largest * value)
+        return StaticRange(name=scale.name, largest=group.storage.largest_input * value)
     if global_scale is not None and global_scale.num_bytes:
         value = float(view.reader.floats(global_scale).min())
         return StaticRange(name=global_scale.name, largest=GLOBAL_SCALE_NUMERATOR / value)

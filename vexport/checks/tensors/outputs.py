@@ -8,7 +8,6 @@ import numpy as np
 from vexport.checks.tensors.inputs import MARGIN, norm_bounds, reach
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup
-from vexport.numerics.constants import E2M1_MAX, E4M3_MAX
 from vexport.types import TensorInfo
 
 # Scales that are exponents.
@@ -40,14 +39,13 @@ def _largest_weight(
     view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
 ) -> float | None:
     """The largest weight that a layer's scales can make."""
-    args, scale = group.weights, parameters.get("weight_scale")
+    scale = parameters.get("weight_scale")
     global_scale = parameters.get("weight_global_scale")
     if scale is None or scale.dtype in BYTES or not scale.num_bytes:
         return None
     if global_scale is not None and not global_scale.num_bytes:
         return None
     divisor = float(view.reader.floats(global_scale).min()) if global_scale is not None else 1.0
-    largest_float = {8: E4M3_MAX, 4: E2M1_MAX}.get(args.num_bits)
-    code = largest_float if args.type == "float" else 2.0 ** (args.num_bits - 1)
+    code = group.weights.largest_code
     largest = float(np.abs(view.reader.floats(scale)).max())
     return None if code is None or not math.isfinite(largest) else largest * code / divisor

@@ -21,7 +21,7 @@ def beyond(
 ) -> Iterator[Finding]:
     """Codes in bytes that the announced bits do not hold."""
     weight, half = parameters.get("weight"), 2 ** (group.weights.num_bits - 1)
-    if group.weights.type != "int" or half >= 128 or weight is None or weight.dtype != "I8":
+    if group.weights.is_float or half >= 128 or weight is None or weight.dtype != "I8":
         return
     codes = np.frombuffer(view.reader.raw(weight), np.int8)
     bad = int(np.count_nonzero((codes >= half) | (codes < -half)))

@@ -10,7 +10,8 @@ from vexport.checks.tensors import scales
 from vexport.checks.tensors.scales import MANY, PLACEHOLDER
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error
-from vexport.numerics.constants import E4M3_MAX, GLOBAL_SCALE_NUMERATOR
+from vexport.formats import NVFP4
+from vexport.numerics.constants import E2M1_MAX, E4M3_MAX, GLOBAL_SCALE_NUMERATOR
 from vexport.types import Finding, TensorInfo
 
 # 448*6/absmax is below 1 only for absmax above 2688: no weight is that large, so it is a reciprocal.
@@ -37,16 +38,16 @@ def implausible(
         scale = parameters.get("weight_scale")
         if scale is None or scale.dtype not in BITS or not scale.num_bytes:
             continue
-        if scale.dtype != "U8" and _is_mx(group):
+        if scale.dtype != "U8" and group.storage.exponent_scales:
             continue
         size, (least, largest[module]) = math.prod(scale.shape), scales.ends(view.reader, scale)
-        if size >= MANY and least == largest[module] and not _is_mx(group):
+        if size >= MANY and least == largest[module] and not group.storage.exponent_scales:
             yield _finding(check, scale, f"{size} times {least:g}")
             continue
         typical = _typical(view, group, parameters, scales.middling(view.reader, scale))
         if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(view, parameters):
             yield _finding(check, scale, f"scales that make a typical weight {typical:.3g}")
-    nvfp4 = group.weights.strategy == "tensor_group"
+    nvfp4 = group.storage is NVFP4
     if nvfp4 and largest and max(largest.values()) < LEAST_LARGEST_BLOCK:
         first = fused.members[next(iter(largest))]["weight_scale"]
         yield _finding(
@@ -95,11 +96,9 @@ def _typical(
     global_scale = parameters.get("weight_global_scale")
     if global_scale is not None and global_scale.num_bytes:
         scale /= float(scales.numbers(view.reader, global_scale).max())
-    if args.type == "int":
-        return scale * float(2 ** (args.num_bits - 1)) / 4
     weight = parameters.get("weight")
-    if args.num_bits == 4 or weight is None or weight.dtype != "F8_E4M3" or not weight.num_bytes:
-        return scale * 6 / 4
+    if not args.is_float or weight is None or weight.dtype != "F8_E4M3" or not weight.num_bytes:
+        return scale * (E2M1_MAX if args.is_float else 2.0 ** (args.num_bits - 1)) / 4
     codes = np.frombuffer(view.reader.raw(weight), np.uint8)[: 1 << 16]
     magnitudes = np.abs(_E4M3[codes[codes & 0x7F != scales.E4M3_NAN]])
     return scale * float(magnitudes.mean()) if magnitudes.size else scale
@@ -122,8 +121,3 @@ def _finding(check: str, tensor: TensorInfo, got: str) -> Finding:
         got=got,
         fix="export again: these numbers are no scales of this layer, or upside down",
     )
-
-
-def _is_mx(group: ConfigGroup) -> bool:
-    """Whether scales are exponents in bytes."""
-    return group.weights.type == "float" and group.weights.strategy == "group"

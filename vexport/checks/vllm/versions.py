@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vexport.checks.vllm.view import ConfigGroup, FusedLinear
+from vexport.formats import MXFP4, PACKED
 from vexport.formats.partition import EXPERT
 from vexport.types import Severity
 from vexport.version import PINNED, Version
@@ -31,12 +32,11 @@ class Difference:
 
 
 def _is_packed(group: ConfigGroup) -> bool:
-    return group.weights.type == "int" and group.format == "pack-quantized"
+    return group.storage is PACKED
 
 
 def _is_mxfp4(group: ConfigGroup) -> bool:
-    weights = group.weights
-    return (weights.type, weights.num_bits, weights.strategy) == ("float", 4, "group")
+    return group.storage is MXFP4
 
 
 def _inputs(group: ConfigGroup) -> tuple[str, int] | None:

@@ -8,7 +8,8 @@ from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import 
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
 
 from vexport.engine.cpu_emulation.layer import Answer, QuantizedLayer
-from vexport.engine.cpu_emulation.rounding import MX_GROUP, fake_fp8, fake_mxfp4
+from vexport.engine.cpu_emulation.rounding import fake_fp8, fake_mxfp4
+from vexport.numerics.constants import E8M0_BIAS, MX_GROUP
 
 
 class EmulationMxFp4Linear(MxFp4LinearKernel):  # type: ignore[misc]
@@ -27,7 +28,7 @@ class EmulationMxFp4Linear(MxFp4LinearKernel):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize; the scales are e8m0 exponents with a bias of 127, one for 32 values."""
         values = break_fp4_bytes(layer.weight.data, torch.float32)
-        scale = torch.exp2(layer.weight_scale.data.to(torch.float32) - 127)
+        scale = torch.exp2(layer.weight_scale.data.to(torch.float32) - E8M0_BIAS)
         weight = (values * scale.repeat_interleave(MX_GROUP, dim=-1)).to(torch.get_default_dtype())
         layer.weight = Parameter(weight, requires_grad=False)
 

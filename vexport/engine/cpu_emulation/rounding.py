@@ -2,10 +2,7 @@
 
 import torch
 
-FP4_MAX = 6.0
-FP8_MAX = 448.0
-NVFP4_GROUP = 16
-MX_GROUP = 32
+from vexport.numerics.constants import E2M1_MAX, E4M3_MAX, MX_GROUP, NVFP4_GROUP
 
 
 def round_fp4(values: torch.Tensor) -> torch.Tensor:
@@ -15,7 +12,7 @@ def round_fp4(values: torch.Tensor) -> torch.Tensor:
     """
     magnitude = values.abs()
     step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
-    return (values / step).round_().mul_(step).clamp_(-FP4_MAX, FP4_MAX)
+    return (values / step).round_().mul_(step).clamp_(-E2M1_MAX, E2M1_MAX)
 
 
 def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
@@ -25,8 +22,8 @@ def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.T
     vLLM's `ref_nvfp4_quant` (layers/quantization/utils/nvfp4_emulation_utils.py).
     """
     blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, NVFP4_GROUP)
-    scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) * (1 / FP4_MAX))
-    scale = scale.clamp_(max=FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) * (1 / E2M1_MAX))
+    scale = scale.clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
     inverse = _reciprocal(scale * _reciprocal(global_scale))
     rounded = round_fp4(blocks * inverse) * (scale / global_scale)
     return rounded.reshape(activations.shape).to(activations.dtype)
@@ -50,7 +47,7 @@ def fp8_token_scale(activations: torch.Tensor) -> torch.Tensor:
     The floor is vLLM's (layers/quantization/input_quant_fp8.py).
     """
     largest = activations.abs().amax(dim=-1, keepdim=True).to(torch.float32)
-    return (largest / FP8_MAX).clamp_(min=1.0 / (FP8_MAX * 512.0))
+    return (largest / E4M3_MAX).clamp_(min=1.0 / (E4M3_MAX * 512.0))
 
 
 def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -59,7 +56,7 @@ def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     bfloat16 and float16 hold every e4m3 value exactly.
     """
     scaled = activations.to(torch.float32) * scale.to(torch.float32).reciprocal()
-    return scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(activations.dtype)
+    return scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(activations.dtype)
 
 
 def fake_fp8(activations: torch.Tensor, group: int) -> torch.Tensor:
