@@ -1,4 +1,7 @@
-"""The observers by name, without torch; `vexport.observers` has the classes."""
+"""The observers by name, without torch; `vexport.observers` loads the classes.
+
+Adding an observer is one new file in `vexport/observers` and one entry here.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,38 +9,46 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverName:
-    """The class of an observer, and the first sentence of that class's docstring."""
+    """The file and class of an observer, and the first sentence of that class's docstring."""
 
+    file: str
     kind: str
     summary: str
 
 
 OBSERVERS: Mapping[str, ObserverName] = {
     "memoryless_minmax": ObserverName(
+        file="minmax",
         kind="MemorylessMinMaxObserver",
         summary="The range of the last tensor observed",
     ),
     "static_minmax": ObserverName(
+        file="minmax",
         kind="StaticMinMaxObserver",
         summary="The running minimum and maximum over all tensors observed",
     ),
     "minmax": ObserverName(
+        file="minmax",
         kind="MinMaxObserver",
         summary="A moving average of minimum and maximum, `old * (1 - c) + new * c`",
     ),
     "memoryless_mse": ObserverName(
+        file="mse",
         kind="MemorylessMSEObserver",
         summary="The range of the last tensor that has the least quantization error",
     ),
     "mse": ObserverName(
+        file="mse",
         kind="MovingAverageMSEObserver",
         summary="A moving average of the ranges with the least quantization error",
     ),
     "imatrix_mse": ObserverName(
+        file="imatrix",
         kind="IMatrixMSEObserver",
         summary="Least quantization error weighted by the mean square of each input channel",
     ),
     "nvfp4_expanded_mse": ObserverName(
+        file="mse",
         kind="NVFP4ExpandedMSEObserver",
         summary="Least quantization error between 1.8 and 0.8 times the range, for NVFP4",
     ),
