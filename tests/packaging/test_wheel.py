@@ -16,7 +16,7 @@ from vexport.demo.shipped import demo_files
 __all__ = ["folder"]
 pytestmark = pytest.mark.slow
 # Of the sdist, tests that read scenarios, JSON tables and checkpoints next to them.
-OF_SDIST = ("tests/test_demo_command.py", "tests/test_scenario.py")
+OF_SDIST = ("tests/cli/test_demo_command.py", "tests/scenario/test_scenario.py")
 
 
 @pytest.fixture(scope="module")
