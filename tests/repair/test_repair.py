@@ -14,7 +14,7 @@ from tests.command import Ran, vexport
 from tests.mutations.edits import Change, Tensors, add, drop, element, put, spoiled, tensors
 from vexport.checks import check_checkpoint
 
-PEER = Path(__file__).parent / "peer"
+PEER = Path(__file__).parent.parent / "peer"
 Q = "model.layers.1.self_attn.q_proj"
 K = "model.layers.1.self_attn.k_proj"
 DOWN = "model.layers.2.mlp.down_proj"
