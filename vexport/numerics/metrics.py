@@ -95,5 +95,5 @@ def kl_divergence(reference: "torch.Tensor", measured: "torch.Tensor") -> "torch
         expected, got = reference[rows].double(), measured[rows].double()
         probability = expected.exp()
         terms = (probability * (expected - got)).where(probability > 0, 0.0)
-        divergence[rows] = terms.sum(dim=-1).nan_to_num(nan=math.inf).clamp(min=0.0)
+        divergence[rows] = terms.sum(dim=-1).nan_to_num(nan=math.inf, posinf=math.inf).clamp(min=0.0)
     return divergence

@@ -1,0 +1,62 @@
+"""Distances between tensors and between distributions, against scipy, also where a value is not finite."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.quantization.utils import generate_gparam
+from scipy.stats import entropy
+
+from vexport.numerics.metrics import (
+    EXACT_DB,
+    KL_ROWS,
+    array_error,
+    kl_divergence,
+    quantization_error,
+    sqnr_db,
+)
+from vexport.numerics.scales import global_scale_of
+
+
+@pytest.mark.parametrize("lost", [math.inf, -math.inf, math.nan])
+def test_a_weight_that_comes_back_without_a_number_has_no_signal(lost: float) -> None:
+    exact, other = torch.tensor([3.0, 4.0]), torch.tensor([3.0, lost])
+    assert quantization_error(exact, other).sqnr_db == -EXACT_DB
+    assert array_error(exact.numpy(), other.numpy()).sqnr_db == -EXACT_DB
+
+
+def test_parts_add_up_and_tensors_and_arrays_agree() -> None:
+    exact = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    other = exact.round(decimals=1)
+    parts = quantization_error(exact[:20], other[:20]) + quantization_error(exact[20:], other[20:])
+    whole = array_error(exact.numpy(), other.numpy())
+    assert parts.changed == whole.changed == int((exact != other).sum())
+    assert parts.sqnr_db == whole.sqnr_db == pytest.approx(20 * math.log10(1 / whole.relative), abs=1e-3)
+    assert sqnr_db(100.0, 1.0) == 20
+    assert sqnr_db(1.0, 0.0) == EXACT_DB
+    assert sqnr_db(0.0, 1.0) == -EXACT_DB
+
+
+def test_divergence_is_that_of_scipy_at_every_position() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = [torch.randn(2 * KL_ROWS + 3, 50, generator=generator) for _ in range(2)]
+    reference, measured = (torch.log_softmax(each, dim=-1) for each in logits)
+    expected = entropy(reference.double().exp().numpy(), measured.double().exp().numpy(), axis=-1)
+    np.testing.assert_allclose(kl_divergence(reference, measured).numpy(), expected, rtol=1e-5)
+    measured[5, 0], measured[6, 1] = math.nan, -math.inf
+    reference[6, 2], measured[6, 2] = -math.inf, -math.inf
+    assert torch.isinf(kl_divergence(reference, measured)).nonzero().flatten().tolist() == [5, 6]
+    assert kl_divergence(reference[:0], measured[:0]).shape == (0,)
+    with pytest.raises(ValueError, match="log-probabilities"):
+        kl_divergence(reference, measured[:, 1:])
+
+
+@pytest.mark.parametrize("largest", [1e-30, 0.03, 1.0, 448.0, 6e4])
+def test_the_global_scale_is_compressed_tensors(largest: float) -> None:
+    peer = generate_gparam(torch.tensor([-largest]), torch.tensor([largest / 2]))
+    assert global_scale_of(np.float32(largest)).tolist() == peer.tolist()
+
+
+def test_the_global_scale_of_zeros_is_one() -> None:
+    assert global_scale_of(np.float32(0.0)).tolist() == [1.0]
