@@ -38,7 +38,7 @@ def config_table() -> ConfigTable:
 def transformers_models(kind: str) -> tuple[str, ...] | None:
     """The classes of a model type, None where transformers does not have it.
 
-    The text model of a multimodal type has no folder of its own.
+    The text model of a multimodal type has no separate folder.
     """
     models = config_table().models
     return models.get(kind, models.get(kind.removesuffix("_text")))

@@ -21,7 +21,7 @@ from vexport.numerics.constants import (
 from vexport.observers.args import ObserverArgs, is_float, is_mx, plain
 
 MX_EXPONENT = {4: E2M1_EXPONENT, 8: E4M3_EXPONENT}
-# Dtypes of fewer bits that scales are stored in; all others are float32's or kinds of their own (NVFP4, MX).
+# Dtypes of fewer bits that scales are stored in; all others are float32's or separate kinds (NVFP4, MX).
 STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -49,12 +49,12 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
     chosen = {name: choose_rule(rules, name, place) for name, place in places.items()}
     refusals = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
     groups = [] if refusals else list(_groups(modules, chosen, linears))
-    misfits = _misfits(groups, names, settings, index)
+    shape_findings = _shape_findings(groups, names, settings, index)
     if settings.on_unsupported_shape == "keep":
-        groups, kept_notes = _without(groups, misfits)
+        groups, kept_notes = _without(groups, shape_findings)
         notes = (*notes, *kept_notes)
     else:
-        refusals.extend(misfits.values())
+        refusals.extend(shape_findings.values())
     attention: tuple[AttentionLayer, ...] = ()
     if settings.kv_cache is not None:
         attention = attention_layers(linears.values(), names, text_config(index.config), settings.kv_cache)
@@ -157,7 +157,7 @@ def _unquantizable(chosen: Mapping[str, Treatment | None], places: Mapping[str, 
             )
 
 
-def _misfits(
+def _shape_findings(
     groups: Sequence[FusionGroup], names: Names, settings: Settings, index: SourceIndex
 ) -> dict[str, Finding]:
     """Refusals by the name of the group."""
@@ -181,7 +181,7 @@ def _misfits(
 
 
 def _without(
-    groups: Sequence[FusionGroup], misfits: Mapping[str, Finding]
+    groups: Sequence[FusionGroup], shape_findings: Mapping[str, Finding]
 ) -> tuple[list[FusionGroup], list[Finding]]:
     """The groups that fit, routed experts of a layer all or none, and what is said of the others."""
     units: dict[str, list[FusionGroup]] = {}
@@ -190,7 +190,7 @@ def _without(
     fitting: list[FusionGroup] = []
     notes: list[Finding] = []
     for name, unit in units.items():
-        bad = next((misfits[group.name] for group in unit if group.name in misfits), None)
+        bad = next((shape_findings[group.name] for group in unit if group.name in shape_findings), None)
         if bad is None:
             fitting.extend(unit)
         else:

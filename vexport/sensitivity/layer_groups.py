@@ -1,4 +1,4 @@
-"""What can be given a scheme of its own: fused layers and all routed experts of a layer, from headers alone.
+"""What can be given its own scheme: fused layers and all routed experts of a layer, from headers alone.
 
 vLLM needs one scheme for the members of a fused layer and one for the routed experts of a layer (rules in
 CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). Which scheme a layer group could have

@@ -1,4 +1,4 @@
-"""Trials run beside the model itself, all through one decoder layer before the next is loaded.
+"""Trials run next to the model itself, all through one decoder layer before the next is loaded.
 
 Each trial branches off at the decoder layer whose weights it changes, from the hidden states of the model
 itself. What it changes there, relative to the states' size, is its error; where it is carried on, its states
@@ -73,7 +73,7 @@ class TrialStream:
                 trial.unit,
                 got="weights that the text model does not run",
                 need="a layer whose loss text can show",
-                fix="give it a rule with a scheme of its own and leave out `sensitivity`, or keep it",
+                fix="give it a rule with its own scheme and leave out `sensitivity`, or keep it",
             )
         inside = parameter.removeprefix(f"{self.name}.")
         return len(self.layers) if inside == parameter else int(inside.partition(".")[0])
@@ -188,7 +188,7 @@ class TrialStream:
         self.weights.load(self.layers[number], f"{self.name}.{number}")
 
     def _tie_head(self) -> None:
-        """Give an output head without weights of its own those of the embeddings."""
+        """Give an output head without its own weights those of the embeddings."""
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if head is not None and head.weight.is_meta:
             head.weight = embeddings.weight

@@ -1,7 +1,7 @@
 """The compiled searches on tensors.
 
 They read bfloat16, float16 and float32 values as they are, compute in float32, use all cores, and need a few
-hundred kilobytes beside their results. A group with NaN or infinity has a range that is not finite.
+hundred kilobytes in addition to their results. A group with NaN or infinity has a range that is not finite.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ from vexport.observers.kernels.grid import (
 )
 from vexport.observers.kernels.nvfp4 import NVFP4Search, search_block_scales
 
-# Each thread that counts has half a megabyte of its own.
+# Each thread that counts has its own half megabyte.
 COUNTING_TASKS = 16
 # Lanes of the widest vectors.
 VECTOR = 16
