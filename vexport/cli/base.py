@@ -30,14 +30,14 @@ def command(
     """A command named `name`, or like its function, with --quiet and --debug."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        made = click.command(name, cls=SectionedCommand, epilog=EXIT_CODES, no_args_is_help=no_args_is_help)(
-            function
-        )
-        made.params += [
+        decorated = click.command(
+            name, cls=SectionedCommand, epilog=EXIT_CODES, no_args_is_help=no_args_is_help
+        )(function)
+        decorated.params += [
             click.Option(["-q", "--quiet"], is_flag=True, help="No progress on stderr."),
             click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."),
         ]
-        return made
+        return decorated
 
     return decorate
 
@@ -60,9 +60,9 @@ def print_text(text: str) -> None:
 def _given_paths(context: click.Context) -> Iterator[Path]:
     """What a command was given that may be a path."""
     for value in context.params.values():
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, str | Path):
-                yield Path(one).expanduser()
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, str | Path):
+                yield Path(item).expanduser()
 
 
 def add_step_summary(markdown: str) -> None:
@@ -128,10 +128,10 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
 
 def conclude(outcome: str, name: str, reason: str) -> None:
     """Exit with 1 for FAIL and 3 for INCONCLUSIVE."""
-    said = "" if is_read() else f": {reason}"
+    why = "" if is_read() else f": {reason}"
     if outcome == "FAIL":
         fix = "see the report; keep the worst layers or choose a scheme with more bits"
-        raise CheckpointFailed(name, got=f"FAIL{said}", need="a loss within the margin", fix=fix)
+        raise CheckpointFailed(name, got=f"FAIL{why}", need="a loss within the margin", fix=fix)
     if outcome == "INCONCLUSIVE":
         fix = "use more documents or a wider margin"
-        raise Inconclusive(name, got=f"INCONCLUSIVE{said}", need="evidence that settles it", fix=fix)
+        raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="evidence that settles it", fix=fix)

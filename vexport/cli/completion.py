@@ -71,8 +71,8 @@ def _tasks(start: str) -> set[str]:
     if not start or package is None or package.submodule_search_locations is None:
         return set()
     found: set[str] = set()
-    for place in package.submodule_search_locations:
-        for folder, _, files in os.walk(Path(place) / "tasks"):
+    for root in package.submodule_search_locations:
+        for folder, _, files in os.walk(Path(root) / "tasks"):
             for file in files:
                 if file.endswith(".yaml") and _plain(file).startswith(_plain(start)):
                     names = _NAMED.findall((Path(folder) / file).read_bytes())

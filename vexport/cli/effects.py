@@ -36,7 +36,7 @@ def given_values(*names: str) -> list[str]:
         if parameter.name in names and given_options(parameter.name):
             value = context.params[parameter.name]
             if parameter.multiple:
-                words += [word for one in value for word in (parameter.opts[0], str(one))]
+                words += [word for item in value for word in (parameter.opts[0], str(item))]
             else:
                 text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 words += [parameter.opts[0], text]

@@ -68,8 +68,8 @@ def _unforeseen(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return str(MissingPackage(error.name.partition(".")[0], "vexport: this command"))
     if isinstance(error, OSError):
-        place, reason = error.filename or "file system", error.strerror or error
-        return f"{place}: {reason}; check the path, the free space and the permissions"
+        where, reason = error.filename or "file system", error.strerror or error
+        return f"{where}: {reason}; check the path, the free space and the permissions"
     text = f"{type(error).__name__}: {error}".splitlines()[0]
     return f"internal error: {text}; rerun with --debug and report it"
 
@@ -108,5 +108,5 @@ def cli() -> None:
     """
 
 
-for one in COMMANDS:
-    cli.add_command(one)
+for command in COMMANDS:
+    cli.add_command(command)

@@ -140,11 +140,10 @@ def evaluate(
 
     if comparison.accept:
         require_writable(comparison.accept)
-    settings = _settings(tasks, comparison.baseline, verdict, drift, stopping, prompts)
     with progress_display(quiet=answer.quiet) as on_progress:
         job = EvalJob(
             checkpoint=checkpoint,
-            settings=settings,
+            settings=_settings(tasks, comparison.baseline, verdict, drift, stopping, prompts),
             folder=results.output_dir or Path("runs") / f"eval-{Path(checkpoint).name}",
             options=interpreter.options(serve, on_progress),
             overwrite=results.overwrite,

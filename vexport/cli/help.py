@@ -146,11 +146,11 @@ def write_sections(
     parameters: Sequence[click.Parameter], ctx: click.Context, formatter: click.HelpFormatter
 ) -> None:
     """The options of `parameters` that are not hidden, section by section."""
-    options = {_key(one): one for one in parameters if isinstance(one, click.Option)}
+    options = {_key(option): option for option in parameters if isinstance(option, click.Option)}
     for title, names in SECTIONS.items():
-        found = [name for name in options if _SECTION_OF.get(name, OTHERS) == title]
-        chosen = [options[name] for name in sorted(found, key=[*names, *found].index)]
-        rows = [record for one in chosen if (record := one.get_help_record(ctx)) is not None]
+        listed = [name for name in options if _SECTION_OF.get(name, OTHERS) == title]
+        chosen = [options[name] for name in sorted(listed, key=[*names, *listed].index)]
+        rows = [record for option in chosen if (record := option.get_help_record(ctx)) is not None]
         if rows:
             with formatter.section(title):
                 formatter.write_dl(rows)

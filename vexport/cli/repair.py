@@ -52,7 +52,7 @@ def diff_command(a: Path, b: Path, answer: Answer) -> None:
       vexport diff MODEL OUT --format json
     """
     from vexport.cli.terminal import progress_display
-    from vexport.diff import diff
+    from vexport.fidelity.diff import diff
     from vexport.reports.diff import render_diff
 
     with progress_display(quiet=answer.quiet) as on_progress:

@@ -55,7 +55,7 @@ def last_exception(log: Path) -> str | None:
     return found
 
 
-def said(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An exception as one line; of one without a message the line of code that raised it."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)

@@ -58,8 +58,8 @@ def load_report(
     """
     if result.failure is not None:
         return _report(result, [_refused(result)], None)
-    agreement, found = _agreement(result, prompts)
-    findings = [*_canaries(result, prompts, baseline), *_short(result), *found]
+    agreement, disagreements = _agreement(result, prompts)
+    findings = [*_canaries(result, prompts, baseline), *_short(result), *disagreements]
     return _report(result, findings, agreement)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import JsonValue, ValidationError
 
 from vexport.engine.cpu import cpu_defaults, prepare_cpu
-from vexport.engine.failures import said
+from vexport.engine.failures import one_line
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
 from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
@@ -148,7 +148,7 @@ def _refused_argument(error: Exception, given: EngineArguments) -> InputProblem 
 
 def _failure(kind: FailureKind, error: Exception) -> EngineFailure:
     traceback.print_exception(error)
-    return EngineFailure(kind=kind, message=said(error)[:_MOST_MESSAGE], log_tail="")
+    return EngineFailure(kind=kind, message=one_line(error)[:_MOST_MESSAGE], log_tail="")
 
 
 def input_problem(error: VexportError) -> InputProblem:

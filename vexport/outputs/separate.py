@@ -27,11 +27,11 @@ def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) 
     and `..`, and by device and inode. An input that does not exist is passed over. What the links in an input
     folder point to, as in the hub's cache, counts as that input.
     """
-    existing = [one for one in inputs if os.path.lexists(one.path)]
+    existing = [named for named in inputs if os.path.lexists(named.path)]
     for output, one in (*product(outputs, existing), *combinations(outputs, 2)):
         if relation := _relation(output.path, one.path):
             raise _overlap(output, relation, one)
-    for output, target in product(outputs, [link for one in existing for link in _linked_files(one)]):
+    for output, target in product(outputs, [link for named in existing for link in _linked_files(named)]):
         if _is_within(target.path, output.path):
             raise _overlap(output, "a folder that contains the file behind", target)
 

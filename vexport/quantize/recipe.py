@@ -51,19 +51,19 @@ def recipe(
     if settings is not None and calibration is not None:
         data = settings.model_dump(mode="json", exclude_none=True)
         scenario["calibration"] = {**data, "data": _relative(settings.data, folder)}
-    made: dict[str, Json] = {
+    content: dict[str, Json] = {
         "vexport": __version__,
         "source": scenario["source"],
         "headers": dict(_source(index)),
         "scenario": scenario,
     }
     if calibration is not None:
-        made["calibration"] = {
+        content["calibration"] = {
             "token_ids_sha256": calibration.digest,
             "tokens": calibration.tokens,
             "rows": _ranges(calibration.rows),
         }
-    return json.dumps(made, indent=2) + "\n"
+    return json.dumps(content, indent=2) + "\n"
 
 
 def write_recipe(text: str, folder: Path) -> None:
@@ -103,4 +103,4 @@ def _ranges(rows: Sequence[int]) -> str:
             ranges[-1] = [ranges[-1][0], row]
         else:
             ranges.append([row])
-    return ",".join("-".join(map(str, one)) for one in ranges)
+    return ",".join("-".join(map(str, bounds)) for bounds in ranges)

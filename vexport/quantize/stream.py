@@ -156,8 +156,8 @@ class Stream:
         """What has to be known of each member before its rows can be packed."""
         if group.observer not in observer_names.MIN_MAX:
             assert self.search is not None
-            found = self.search(group, self.index, self.calibration, self.reader)
-            return [PackingInputs(scales=scales) for scales in found]
+            searched = self.search(group, self.index, self.calibration, self.reader)
+            return [PackingInputs(scales=scales) for scales in searched]
         if not get_scheme(group.scheme).args.weights.shares_scale:
             return [PackingInputs()] * len(group.members)
         largest = []

@@ -33,9 +33,9 @@ def search_scales(
         for member in group.members
     ]
     Observer.fuse(observers)
-    found = [scales_of(observer) for observer in observers]
+    scales = [scales_of(observer) for observer in observers]
     reader.release(index.tensors[member.weight] for member in group.members)
-    return found
+    return scales
 
 
 def observe_weight(
@@ -64,10 +64,10 @@ def observe_weight(
 
 def scales_of(observer: Observer) -> Scales:
     """What the observer found, as the packings take it."""
-    found = observer.get_qparams()
-    global_scale = found["global_scale"]
+    qparams = observer.get_qparams()
+    global_scale = qparams["global_scale"]
     return Scales(
-        scale=found["scale"].to(torch.float32).numpy(),
-        zero_point=found["zero_point"].to(torch.float32).numpy(),
+        scale=qparams["scale"].to(torch.float32).numpy(),
+        zero_point=qparams["zero_point"].to(torch.float32).numpy(),
         global_scale=None if global_scale is None else global_scale.to(torch.float32).numpy(),
     )

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TypeVar
 
-from vexport.diff import Difference, DiffReport, TensorDifference, WeightDifference
 from vexport.errors.escaping import clip
 from vexport.errors.extras import fix
+from vexport.fidelity.diff import Difference, DiffReport, TensorDifference, WeightDifference
 from vexport.files import to_json
 from vexport.reports import document as doc
 from vexport.reports import text

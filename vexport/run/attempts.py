@@ -40,7 +40,7 @@ class Attempts:
     @property
     def promotions(self) -> tuple[Promotion, ...]:
         """All promotions in their order; the last one of a group counts."""
-        return (*(one for attempt in self.failed for one in attempt.promotions), *self.current)
+        return (*(promotion for attempt in self.failed for promotion in attempt.promotions), *self.current)
 
 
 def read_attempts(folder: Path) -> Attempts:

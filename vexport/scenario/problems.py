@@ -34,19 +34,20 @@ def problems_at(where: str) -> Iterator[None]:
 
 def _causes(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """The errors without those that only follow from one further inside (an item less, say)."""
-    places = [detail["loc"] for detail in details]
+    locations = [detail["loc"] for detail in details]
     return [
         detail
         for detail in details
         if not any(
-            place != detail["loc"] and place[: len(detail["loc"])] == detail["loc"] for place in places
+            location != detail["loc"] and location[: len(detail["loc"])] == detail["loc"]
+            for location in locations
         )
     ]
 
 
 def _problem(file: str, detail: ErrorDetails) -> InputError:
-    place = ".".join(str(part) for part in detail["loc"])
-    where = f"{file}: {place}" if place else file
+    key_path = ".".join(str(part) for part in detail["loc"])
+    where = f"{file}: {key_path}" if key_path else file
     if detail["type"] == "extra_forbidden":
         key, known = str(detail["loc"][-1]), _known_keys(detail["loc"][:-1])
         need = f"one of {', '.join(known)}"

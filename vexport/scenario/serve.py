@@ -148,14 +148,14 @@ class Serve(BaseModel):
             raise _line_errors([((_OLD_RANKS,), values[_OLD_RANKS], need, "remove it")])
         if not isinstance(values.get("engine_args"), dict):
             return values
-        found, others = {**values}, dict[str, JsonValue]()
+        keys, others = {**values}, dict[str, JsonValue]()
         for name, value in values["engine_args"].items():
             key = name.replace("-", "_") if isinstance(name, str) else name
-            if key in TYPED and found.get(key) is None:
-                found[key] = value
-            elif key not in TYPED or found[key] != value:
+            if key in TYPED and keys.get(key) is None:
+                keys[key] = value
+            elif key not in TYPED or keys[key] != value:
                 others[key] = value
-        return {**found, "engine_args": others}
+        return {**keys, "engine_args": others}
 
     @field_validator("compute")
     @classmethod
@@ -241,16 +241,16 @@ def _refused(values: EngineArguments, typed: EngineArguments) -> Iterator[Proble
 
 
 def _line_errors(problems: list[Problem]) -> ValidationError:
-    """Several errors of one model, each with its place; pydantic adds them to its own."""
+    """Several errors of one model, each with its where; pydantic adds them to its own."""
     return ValidationError.from_exception_data(
         "serve",
         [
             InitErrorDetails(
                 type=PydanticCustomError("engine_setting", "{need}", {"need": need, "fix": fix}),
-                loc=place,
+                loc=where,
                 input=value,
             )
-            for place, value, need, fix in problems
+            for where, value, need, fix in problems
         ],
     )
 
@@ -290,8 +290,8 @@ def with_options(serve: Serve, typed: Mapping[str, JsonValue], engine_args: Engi
 
 def _option_error(detail: ErrorDetails, options: EngineArguments) -> InputError:
     """Where the option stands that a value came from, and what is wrong with it."""
-    place = [str(part) for part in detail["loc"]]
-    name = place[1] if len(place) > 1 else place[0] if place else ""
+    where = [str(part) for part in detail["loc"]]
+    name = where[1] if len(where) > 1 else where[0] if where else ""
     return InputError(
         _OPTIONS[name] if name in options else f"--engine-arg {name}".strip(),
         got=repr(detail["input"]),

@@ -18,7 +18,7 @@ from vexport.engine.dry.layers import layer_kinds, raising_layer
 from vexport.engine.dry.messages import Cell, CellResult, LoadedTensors, Outcome
 from vexport.engine.dry.ranks import join_group
 from vexport.engine.dry.stubs import AbsentValues, NotFollowed
-from vexport.engine.failures import said
+from vexport.engine.failures import one_line
 from vexport.files import from_json, to_json, write_text
 
 if TYPE_CHECKING:
@@ -141,4 +141,4 @@ def _outcome(error: Exception) -> Outcome:
 
 def _one_line(error: Exception) -> str:
     text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
-    return (f"{type(error).__name__}: {text}" if text else said(error))[:_MOST_MESSAGE]
+    return (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MOST_MESSAGE]

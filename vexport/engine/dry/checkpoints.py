@@ -32,7 +32,7 @@ def dry_load_checkpoints(
     for python in pythons:
         require_vllm(python)
 
-    found = [
+    per_python = [
         dry_loads(
             roots,
             tp=tp,
@@ -48,5 +48,5 @@ def dry_load_checkpoints(
     return [
         replace(reports[number], checkpoint=name, vllm_python=str(python or ""))
         for number, name in enumerate(names)
-        for python, reports in zip(pythons, found, strict=True)
+        for python, reports in zip(pythons, per_python, strict=True)
     ]

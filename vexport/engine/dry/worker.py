@@ -44,10 +44,10 @@ def main(arguments: list[str]) -> int:
     total = sum(len(ranks) for cells in tries for ranks in cells)
     report(_STAGE, 0, total)
     version = _import_vllm(request)
-    everything = [one for cells in tries for ranks in cells for one in ranks]
+    everything = [rank for cells in tries for ranks in cells for rank in ranks]
     _run(everything, request, lambda done: report(_STAGE, done, total))
     results = tuple(
-        tuple(merge_ranks([from_json(CellResult, one.file) for one in ranks]) for ranks in cells)
+        tuple(merge_ranks([from_json(CellResult, rank.file) for rank in ranks]) for ranks in cells)
         for cells in tries
     )
     write_text(result_file, to_json(DryResult(vllm=version, checkpoints=results)))
@@ -106,8 +106,8 @@ def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], No
     waiting = sorted(tries, key=lambda one: one.cell.sm, reverse=True)
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):
-            one = waiting.pop()
-            running[_fork(one, request)] = one
+            rank = waiting.pop()
+            running[_fork(rank, request)] = rank
         child, status = os.wait()
         if child not in running:  # a helper of vLLM's own
             continue

@@ -1,0 +1,74 @@
+"""STAGES says what each stage reads, and a stage is done once from the same inputs."""
+
+from pathlib import Path
+
+import pytest
+
+from vexport.errors import InputError
+from vexport.run.serving import EngineOptions
+from vexport.run.stages import STAGES, Stage, do
+from vexport.run.state import Output, Run
+from vexport.scenario import read_scenario
+from vexport.types import CheckReport, Plan, silent
+
+SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
+CHECKED = Output("check", CheckReport, "check.json")
+PLAN = Output("plan", Plan, "plan.json")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    scenario = read_scenario(SCENARIO)
+    options = EngineOptions(
+        serve=scenario.serve, vllm_python=None, trust_remote_code=False, on_progress=silent
+    )
+    return Run(scenario, tmp_path, options)
+
+
+def checking(source: str, made: list[str]) -> Stage[CheckReport]:
+    """A stage made from one input, which notes that it was done."""
+
+    def make(run: Run) -> CheckReport:
+        made.append(source)
+        return CheckReport(checkpoint=source, ok=True, findings=())
+
+    return Stage(name="check", digest=lambda run: {"source": source}, make=make, output=CHECKED)
+
+
+def test_every_stage_reads_what_earlier_ones_leave() -> None:
+    left: list[Output[object]] = []
+    for stage in STAGES:
+        assert set(stage.reads) <= set(left), stage.name
+        assert stage.output not in left
+        left.append(stage.output)
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+
+
+def test_what_was_finished_from_the_same_inputs_is_read_from_its_file(run: Run) -> None:
+    made: list[str] = []
+    do(run, checking("a", made))
+    again = Run(run.scenario, run.folder, run.options)
+    do(again, checking("a", made))
+    assert made == ["a"]
+    assert again.result(CHECKED) == run.result(CHECKED)
+    with pytest.raises(InputError, match="made from another source"):
+        do(again, checking("b", made))
+    assert made == ["a"]
+
+
+def test_a_stage_cannot_read_what_it_does_not_declare(run: Run) -> None:
+    do(run, checking("a", []))
+    hidden = Stage(name="hidden", make=lambda run: run.get(CHECKED), output=CHECKED)
+    with pytest.raises(AssertionError, match="check is not declared as read"):
+        do(run, hidden)
+    do(run, Stage(name="open", reads=(CHECKED,), make=lambda run: run.get(CHECKED), output=CHECKED))
+
+
+def test_a_stage_that_fails_leaves_no_record(run: Run) -> None:
+    def fail(run: Run) -> Plan:
+        raise InputError("plan", got="a refusal", need="none", fix="keep the layer")
+
+    with pytest.raises(InputError):
+        do(run, Stage(name="plan", digest=lambda run: {"rules": "1"}, make=fail, output=PLAN))
+    assert not (run.folder / "stages.json").exists()
+    assert run.directory.seconds == {}
