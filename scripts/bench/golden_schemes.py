@@ -2,7 +2,7 @@
 
 Run in the peer's environment, whose compressed-tensors packs all widths as vLLM reads them:
 `.venv-peer/bin/python scripts/bench/golden_schemes.py` (scripts/bench/setup-peer). Writes
-tests/schemes/golden/values.safetensors: a float32 weight, and by scheme the qparams that were given
+tests/formats/golden/values.safetensors: a float32 weight, and by scheme the qparams that were given
 (`SCHEME/qparams/...`) and what was stored (`SCHEME/stored/...`). Writes errors.json beside it: what
 llm-compressor loses of the same weights in bf16, squared and relative, by scheme and observer.
 """

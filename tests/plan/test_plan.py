@@ -56,7 +56,7 @@ def test_different_schemes_within_a_fused_group_are_refused(llama: Path) -> None
     assert "q_proj, k_proj, v_proj" in plan.refusals[0].fix
 
 
-def test_a_misfit_names_layer_size_and_rule(tmp_path: Path) -> None:
+def test_an_unsupported_shape_names_layer_size_and_rule(tmp_path: Path) -> None:
     model = save_llama(tmp_path / "model", intermediate_size=328)
     plan = plan_of(model, ("Linear", "NVFP4A16"))
     assert [refusal.where for refusal in plan.refusals] == [

@@ -20,7 +20,7 @@ def test_committed_scenarios_parse(path: Path) -> None:
     assert read_scenario(path).name == path.stem
 
 
-def test_a_scenario_decides_about_cache_and_misfits(tmp_path: Path) -> None:
+def test_a_scenario_decides_about_cache_and_shapes(tmp_path: Path) -> None:
     """60 rows of a merged layer are no blocks: refused, or kept where the scenario says so."""
     source = save_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=60)
     text = (

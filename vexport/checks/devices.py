@@ -108,6 +108,7 @@ def _capabilities(
 ) -> Iterator[Finding]:
     support, capabilities = group.storage.gpu_support(group), view.target.sm
     weights = group.weights.num_bits
+    groups = f" in groups of {group.weights.group}" if group.weights.group else ""
     layers = f"{INDEX.sub('*', fused_linears[0].name)} and all of {group.name} ({_layers(len(fused_linears))}"
     refusing = [sm for sm in capabilities if support.refuses(sm)]
     if refusing:
@@ -132,8 +133,8 @@ def _capabilities(
         yield warning(
             NAME,
             f"{layers}, sm {_listed(running)})",
-            expected="a width that vLLM's own kernels run (4 or 8 bits)",
-            got=f"{weights} bits, for which it needs the package {support.package}",
+            expected="4 or 8 bits in rows or in groups of 32, 64 or 128, which vLLM's own kernels run",
+            got=f"{weights} bits{groups}, for which it needs the package {support.package}",
             fix=f"install {support.package} next to vLLM",
         )
 

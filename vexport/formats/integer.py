@@ -5,7 +5,7 @@ compressed_tensors_w4a8_fp8.py and compressed_tensors_w4a8_int.py in
 vllm/model_executor/layers/quantization/compressed_tensors/schemes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, input_bits
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from vexport.formats.packing.base import Packing, PackingInputs
 
 CHANNEL_OR_GROUP = ("channel", "group")
-# Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP), and those that its own kernels run
-# (MarlinLinearKernel, MacheteLinearKernel).
-PACKED_BITS, OWN_WIDTHS = range(2, 9), (4, 8)
+# Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP), and the groups that its own kernels
+# run for each width (MarlinLinearKernel; TritonW4A16LinearKernel for 256); for others it has Humming's.
+PACKED_BITS = range(2, 9)
+OWN_GROUPS: Mapping[int, Sequence[int | None]] = {4: (None, 32, 64, 128, 256), 8: (None, 32, 64, 128)}
 HUMMING = "humming-kernels"
 # CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
 # compressed_tensors_moe_w4a8_fp8.py for routed experts.
-W4AFP8_TILE, W4AFP8_EXPERT_TILE, W4AFP8_EXPERT_GROUP = 128, 256, 128
+W4AFP8_TILE, W4AFP8_EXPERT_TILE, W4AFP8_GROUP = 128, 256, 128
 
 
 class PackedIntegers(Format):
@@ -67,7 +68,7 @@ class PackedIntegers(Format):
 
     def runs_experts(self, args: Arguments) -> bool:
         inputs = args.input_activations
-        return inputs is None or (inputs.is_float and args.weights.group == W4AFP8_EXPERT_GROUP)
+        return inputs is None or (inputs.is_float and args.weights.group == W4AFP8_GROUP)
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """weight_packed (out, ceil(in*bits/32)), weight_scale (out, in/group), weight_shape (2,).
@@ -103,10 +104,12 @@ class PackedIntegers(Format):
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """Marlin; with FP8 inputs CUTLASS, on SM 90 only. Integer inputs are quantized by no GPU's kernel."""
-        stored = input_bits(args)
+        stored, group = input_bits(args), args.weights.group
         if args.input_activations is not None and args.input_activations.is_float:
+            if group != W4AFP8_GROUP:
+                return GpuSupport(input_bits={}, stored_bits=stored, below=0)
             return GpuSupport(input_bits={90: stored}, stored_bits=stored, below=100)
-        package = "" if args.weights.num_bits in OWN_WIDTHS else HUMMING
+        package = "" if group in OWN_GROUPS.get(args.weights.num_bits, ()) else HUMMING
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS}, stored_bits=stored, package=package)
 
     def cpu(self, args: Arguments) -> Cpu:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.pack import as_scales, pack
-from tests.schemes.test_golden import VALUES, same_weights
+from tests.formats.pack import as_scales, pack
+from tests.formats.test_golden import VALUES, same_weights
 from vexport.formats.schemes import get_scheme, scheme_names
 from vexport.observers import load_observer
 

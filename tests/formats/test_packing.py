@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.lifecycle.forward import quantize
 
-from tests.kernels.pack import NAMES, as_scales, bits_of, pack
+from tests.formats.pack import NAMES, as_scales, bits_of, pack
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.errors import InputError
 from vexport.formats.dequantize import ct_scheme

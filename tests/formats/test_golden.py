@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kernels.pack import as_scales, pack
+from tests.formats.pack import as_scales, pack
 from vexport.formats.dequantize import unpack_int32
 from vexport.formats.schemes import get_scheme, scheme_names
 from vexport.numerics.codes import pack_bits
