@@ -28,7 +28,7 @@ from tests.mutations.edits import (
 from tests.mutations.kinds.edited import NESTED
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.arguments import parse_args
-from vexport.checks.vllm.settings import faults
+from vexport.checks.vllm.settings import wrong_settings
 from vexport.types import Json
 
 LAYER = "model.layers.1"
@@ -61,7 +61,7 @@ def found(good: Path, folder: Path, change: Change) -> list[str]:
     ],
 )
 def test_settings(settings: Mapping[str, Json], key: str | None) -> None:
-    assert [fault.key for fault in faults(settings)] == ([key] if key else [])
+    assert [fault.key for fault in wrong_settings(settings)] == ([key] if key else [])
 
 
 @pytest.mark.parametrize(

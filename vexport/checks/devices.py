@@ -74,7 +74,7 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
             f"{kind} ({_layers(count)}, tp {ranks})",
             expected="parts that each rank can hold and run",
             got=reason,
-            fix="serve it on another number of GPUs, or quantize these layers otherwise",
+            fix="serve it on another number of GPUs, or use another scheme for these layers",
         )
 
 
@@ -117,7 +117,7 @@ def _capabilities(
             f"{layers}, sm {_listed(refusing)})",
             expected=f"{_needed(support)} for {precision(group)} ({group.format})",
             got="a GPU on which vLLM refuses the scheme",
-            fix="serve it elsewhere, or quantize it otherwise",
+            fix="serve it elsewhere, or use another scheme",
         )
     running = [sm for sm in capabilities if not support.refuses(sm)]
     for bits in dict.fromkeys(support.bits(sm) for sm in running):

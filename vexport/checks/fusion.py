@@ -8,7 +8,7 @@ from vexport.types import Finding, Severity
 
 NAME = "fusion"
 DESCRIPTION = (
-    "q/k/v and gate/up share global and input scales; per-tensor FP8 scales are shared or said to cost"
+    "q/k/v and gate/up share global and input scales; per-tensor FP8 scales that differ cost accuracy"
 )
 # vLLM keeps the largest for all (process_weights_after_loading of compressed_tensors_w4a4_nvfp4.py).
 MUST_SHARE = ("weight_global_scale", "input_global_scale")

@@ -9,7 +9,7 @@ from vexport.architectures.decoders import decoders
 from vexport.checks.tensors.kept import narrowed
 from vexport.checks.vllm.decoder import layout_of, missing_sizes
 from vexport.checks.vllm.fields import wrong_types
-from vexport.checks.vllm.settings import faults
+from vexport.checks.vllm.settings import wrong_settings
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.types import Finding, Json
 
@@ -40,11 +40,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             got = repr(config[key]) if key in config else "none: transformers would take its own default"
             yield _wrong(view, key, "a size", got)
         yield from _sizes(view, config)
-        for fault in faults(config):
-            yield _wrong(view, fault.key, fault.expected, fault.got)
+        for setting in wrong_settings(config):
+            yield _wrong(view, setting.key, setting.expected, setting.got)
     if _kind(view) in architecture_table().text_models and "auto_map" not in config:
-        for fault in wrong_types(_kind(view), config):
-            yield _wrong(view, fault.key, fault.expected, fault.got)
+        for setting in wrong_types(_kind(view), config):
+            yield _wrong(view, setting.key, setting.expected, setting.got)
 
 
 def _class(view: CheckpointView) -> Iterator[Finding]:

@@ -61,7 +61,7 @@ def _differs(difference: Difference, names: Sequence[str], version: Version) -> 
         where=f"{names[0]}{more}",
         expected=f"a vLLM that has {difference.what} (from {short_version(difference.since)} on)",
         got=f"vLLM {short_version(version)}, which {difference.otherwise}",
-        fix="serve it with another version, or quantize it otherwise",
+        fix="serve it with another version, or use another scheme",
     )
 
 

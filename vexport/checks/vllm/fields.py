@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from vexport.architectures.configs import config_table
 from vexport.checks.vllm.decoder import SIZES
-from vexport.checks.vllm.settings import Fault
+from vexport.checks.vllm.settings import WrongSetting
 from vexport.types import Json
 
 # Keys of which other checks say what is wrong with them, of any type.
@@ -24,26 +24,28 @@ TYPES: Mapping[str, type] = {
 }
 
 
-def wrong_types(kind: str, config: Mapping[str, Json]) -> Iterator[Fault]:
+def wrong_types(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
     """Values of another type than the fields of a model type have."""
     table = config_table()
     fields = {**table.base, **table.fields[kind]} if kind in table.fields else {}
     for key, types in fields.items():
         if key in config and key not in JUDGED_ELSEWHERE and not _fits(config[key], types):
-            yield Fault(key=key, expected=" | ".join(types), got=repr(config[key]))
+            yield WrongSetting(key=key, expected=" | ".join(types), got=repr(config[key]))
     yield from _layer_types(config)
 
 
-def _layer_types(config: Mapping[str, Json]) -> Iterator[Fault]:
+def _layer_types(config: Mapping[str, Json]) -> Iterator[WrongSetting]:
     """One known kind of attention for each layer (validate_layer_type)."""
     stored, kinds = config.get("layer_types"), config_table().layer_kinds
     if not isinstance(stored, list):
         return
     for unknown in sorted({str(kind) for kind in stored} - {*kinds}):
-        yield Fault(key="layer_types", expected=f"each one of {', '.join(kinds)}", got=unknown)
+        yield WrongSetting(key="layer_types", expected=f"each one of {', '.join(kinds)}", got=unknown)
     layers = config.get("num_hidden_layers")
     if layers != len(stored):
-        yield Fault(key="layer_types", expected=f"one for each of {layers} layers", got=f"{len(stored)}")
+        yield WrongSetting(
+            key="layer_types", expected=f"one for each of {layers} layers", got=f"{len(stored)}"
+        )
 
 
 def _fits(value: Json, types: tuple[str, ...]) -> bool:
