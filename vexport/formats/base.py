@@ -95,6 +95,7 @@ class Format(Protocol):
     # compressed-tensors' name of the storage, and the tensor that holds the weight's codes.
     name: str
     weight: str
+    codes_per_byte: int = 1
     # Whether scales are exponents of two in bytes (e8m0), and not numbers.
     exponent_scales: bool = False
     # The largest input that a static input scale of one stands for.
@@ -123,7 +124,9 @@ class Format(Protocol):
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
         """The shape of a layer by its stored tensors; None where that cannot be told."""
         codes = stored.get(self.weight)
-        return (codes.shape[0], codes.shape[1]) if codes is not None and len(codes.shape) == 2 else None
+        if codes is None or len(codes.shape) != 2:
+            return None
+        return codes.shape[0], codes.shape[1] * self.codes_per_byte
 
     @abstractmethod
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:

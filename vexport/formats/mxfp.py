@@ -12,7 +12,7 @@ from vexport.formats.base import Format, GpuSupport, Parameter
 from vexport.formats.parameters import coded_scale, exact, zero_point
 from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import MX_GROUP
-from vexport.types import LinearPlan, TensorInfo
+from vexport.types import LinearPlan
 
 if TYPE_CHECKING:
     from vexport.formats.packing.base import Packing, PackingInputs
@@ -21,7 +21,38 @@ if TYPE_CHECKING:
 EXPONENT = "U8"
 
 
-class Mxfp4(Format):
+class _Mx(Format):
+    """Floats in groups of 32, whose scales are biased exponents."""
+
+    exponent_scales = True
+    bits: int
+    codes: str  # the dtype of the stored bytes
+
+    def matches(self, args: Arguments, stored_as: str) -> bool:
+        weights = args.weights
+        kind = (weights.strategy, weights.type, weights.num_bits, weights.group_size, weights.symmetric)
+        return kind == ("group", "float", self.bits, MX_GROUP, True)
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """weight_packed (out, in/2) or weight (out, in), weight_scale (out, in/32), biased exponents."""
+        codes = (shape[0], shape[1] // self.codes_per_byte)
+        return {
+            self.weight: exact(self.codes, codes, along=(0, 1)),
+            "weight_scale": coded_scale(EXPONENT, args.weights, shape),
+            **zero_point(args.weights, shape),
+        }
+
+    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
+        """in_features must be a multiple of 32."""
+        return partial_group(partition, MX_GROUP)
+
+    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+        from vexport.formats.packing.mxfp import MxfpPacking
+
+        return MxfpPacking(member, dtype, args, inputs)
+
+
+class Mxfp4(_Mx):
     """e2m1 weights, two to the byte, with inputs in MXFP4, in FP8 by group or token, or as they are.
 
     vLLM quantizes the inputs of all of them to MXFP4 where it has FP4 kernels: for FP8 inputs it only has
@@ -29,75 +60,34 @@ class Mxfp4(Format):
     """
 
     name = "mxfp4-pack-quantized"
-    exponent_scales = True
     weight = "weight_packed"
-
-    def matches(self, args: Arguments, stored_as: str) -> bool:
-        return _is_mx(args.weights, 4)
+    codes_per_byte = 2
+    bits, codes = 4, "U8"
 
     def vllm_scheme(self, args: Arguments) -> str:
         return f"CompressedTensorsW4A{8 if _is_dynamic_fp8(args) else 4}Mxfp4"
-
-    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight_packed (out, in/2), weight_scale (out, in/32), a biased exponent each."""
-        codes = exact("U8", (shape[0], shape[1] // 2), along=(0, 1))
-        return {
-            self.weight: codes,
-            "weight_scale": coded_scale(EXPONENT, args.weights, shape),
-            **zero_point(args.weights, shape),
-        }
-
-    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        codes = super().shape(args, stored)
-        return codes and (codes[0], codes[1] * 2)
-
-    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """in_features must be a multiple of 32."""
-        return partial_group(partition, MX_GROUP)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """Marlin, for weights only, below SM 100; FlashInfer, which quantizes all inputs, from there on."""
         return GpuSupport(input_bits={80: UNQUANTIZED_BITS, 100: 4}, stored_bits=input_bits(args))
 
-    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
-        from vexport.formats.packing.mxfp import MxfpPacking
 
-        return MxfpPacking(member, dtype, args, inputs)
-
-
-class Mxfp8(Format):
+class Mxfp8(_Mx):
     """e4m3 weights; vLLM quantizes inputs of MXFP8A16 too, where it has MXFP8 kernels."""
 
     name = "mxfp8-quantized"
-    exponent_scales = True
     weight = "weight"
+    bits, codes = 8, "F8_E4M3"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        return _is_mx(args.weights, 8) and args.weights.scale_dtype == "torch.uint8"
+        return super().matches(args, stored_as) and args.weights.scale_dtype == "torch.uint8"
 
     def vllm_scheme(self, args: Arguments) -> str:
         return "CompressedTensorsW8A8Mxfp8"
 
-    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight (out, in), weight_scale (out, in/32), a biased exponent each."""
-        return {
-            self.weight: exact("F8_E4M3", shape, along=(0, 1)),
-            "weight_scale": coded_scale(EXPONENT, args.weights, shape),
-            **zero_point(args.weights, shape),
-        }
-
-    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """in_features must be a multiple of 32."""
-        return partial_group(partition, MX_GROUP)
-
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """Marlin, for weights only, below SM 100; kernels that quantize all inputs from there on."""
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: 8}, stored_bits=input_bits(args))
-
-    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
-        from vexport.formats.packing.mxfp import MxfpPacking
-
-        return MxfpPacking(member, dtype, args, inputs)
 
 
 def _is_dynamic_fp8(args: Arguments) -> bool:
@@ -106,8 +96,3 @@ def _is_dynamic_fp8(args: Arguments) -> bool:
     if inputs is None or args.weights.dynamic or inputs.strategy not in ("token", "group"):
         return False
     return (inputs.type, inputs.num_bits, inputs.symmetric) == ("float", 8, True) and bool(inputs.dynamic)
-
-
-def _is_mx(args: QuantArgs, bits: int) -> bool:
-    kind = (args.strategy, args.type, args.num_bits, args.group_size, args.symmetric)
-    return kind == ("group", "float", bits, MX_GROUP, True)

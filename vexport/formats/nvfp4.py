@@ -11,7 +11,7 @@ from vexport.formats.base import GLOBAL_SCALES, Format, GpuSupport, Parameter
 from vexport.formats.parameters import coded_scale, exact, single, zero_point
 from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import NVFP4_GROUP
-from vexport.types import LinearPlan, TensorInfo
+from vexport.types import LinearPlan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +25,7 @@ class Nvfp4(Format):
 
     name = "nvfp4-pack-quantized"
     weight = "weight_packed"
+    codes_per_byte = 2
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
         return _is_nvfp4(args.weights)
@@ -47,10 +48,6 @@ class Nvfp4(Format):
             **zero_point(args.weights, shape),
             **inputs,
         }
-
-    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        codes = super().shape(args, stored)
-        return codes and (codes[0], codes[1] * 2)
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
         """in_features must be a multiple of 16."""
