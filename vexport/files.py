@@ -93,7 +93,7 @@ def read_json_object(path: Path) -> dict[str, Json]:
 
 def to_json(value: object) -> str:
     """One of our frozen types as indented JSON with a final newline."""
-    return TypeAdapter(type(value)).dump_json(value, indent=2).decode() + "\n"
+    return TypeAdapter(type(value)).dump_json(value, indent=2, by_alias=True).decode() + "\n"
 
 
 def json_schema(kind: type[T]) -> str:

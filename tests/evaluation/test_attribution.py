@@ -1,4 +1,4 @@
-"""Whose fault a loss is: transformers for real, the engine's answers made; vLLM's own in test_whose_fault."""
+"""Where a loss comes from: transformers for real, stubs for vLLM, which test_attribution_in_vllm runs."""
 
 from dataclasses import replace
 from functools import cache
@@ -80,7 +80,7 @@ def blamed(
 
 def test_a_sound_export_is_nobodys_fault(tmp_path: Path, prompts: Prompts, export: Path) -> None:
     found = blamed(tmp_path, prompts, export, by=export, outcome="PASS")
-    assert found.guilty == "none"
+    assert found.cause == "none"
     assert found.noise
     assert found.engine
     assert found.quantization
@@ -96,7 +96,7 @@ def test_a_sound_export_is_nobodys_fault(tmp_path: Path, prompts: Prompts, expor
 def test_swapped_scales_are_the_exports_fault(tmp_path: Path, prompts: Prompts, export: Path) -> None:
     broken = with_swapped_scales(export, tmp_path / "swapped")
     found = blamed(tmp_path, prompts, broken, by=broken)
-    assert found.guilty == "quantization"
+    assert found.cause == "quantization"
     assert found.quantization
     assert found.engine
     assert found.quantization.mean_kl > LIMIT
@@ -107,7 +107,7 @@ def test_an_engine_that_computes_otherwise_is_the_kernels_fault(
     tmp_path: Path, prompts: Prompts, export: Path
 ) -> None:
     found = blamed(tmp_path, prompts, export, by=with_swapped_scales(export, tmp_path / "swapped"))
-    assert found.guilty == "kernel"
+    assert found.cause == "kernel"
     assert found.engine
     assert found.quantization
     assert found.engine.mean_kl > found.engine.limit
@@ -120,7 +120,7 @@ def test_where_a_rule_of_the_loaders_is_broken_it_is_the_loaders(
 ) -> None:
     broken = with_own_global_scales(export, tmp_path / "own")
     found = blamed(tmp_path, prompts, broken, by=with_swapped_scales(export, tmp_path / "swapped"))
-    assert found.guilty == "loader"
+    assert found.cause == "loader"
     assert "global_scale" in found.evidence[0]
     assert found.evidence[0] in found.reason
     assert found.quantization
@@ -131,7 +131,7 @@ def test_a_wrong_chat_template_is_the_harness(tmp_path: Path, prompts: Prompts, 
     right = with_template(DEMO / "model", tmp_path / "right", TEMPLATE)
     wrong = with_template(export, tmp_path / "wrong", WRONG_TEMPLATE)
     found = blamed(tmp_path, prompts, wrong, by=export, baseline=right)
-    assert found.guilty == "harness"
+    assert found.cause == "harness"
     assert "chat template: a conversation becomes" in found.reason
     same = with_template(export, tmp_path / "same", TEMPLATE)
     (tmp_path / "again").mkdir()
@@ -144,14 +144,14 @@ def test_other_tokens_are_the_harness_and_nothing_is_measured(tmp_path: Path, pr
     other = replace(one, prompts=replace(prompts, tokens=tuple(ids[::-1] for ids in prompts.tokens)))
     found = attribute(one, other, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
     assert found is not None
-    assert (found.guilty, found.engine) == ("harness", None)
+    assert (found.cause, found.engine) == ("harness", None)
     assert "tokenizer: a prompt becomes the tokens" in found.reason
 
 
 def test_a_failure_without_any_distance_is_the_harness(tmp_path: Path, prompts: Prompts) -> None:
     model = DEMO / "model"
     found = blamed(tmp_path, prompts, DEMO / "model-x16", by=DEMO / "model-x16")
-    assert found.guilty == "harness"
+    assert found.cause == "harness"
     assert "all four log-probabilities agree" in found.reason
     (tmp_path / "nan").mkdir()
     one = answered(model, prompts, tmp_path / "nan" / "a", by=model)
@@ -159,10 +159,10 @@ def test_a_failure_without_any_distance_is_the_harness(tmp_path: Path, prompts: 
     broken = attribute(one, two, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
     assert broken is not None
     assert broken.engine
-    assert (broken.guilty, broken.engine.mean_kl) == ("kernel", 100)
+    assert (broken.cause, broken.engine.mean_kl) == ("kernel", 100)
 
 
 def test_a_failure_well_above_the_noise_is_quantizations(
     tmp_path: Path, prompts: Prompts, export: Path
 ) -> None:
-    assert blamed(tmp_path, prompts, export, by=export).guilty == "quantization"
+    assert blamed(tmp_path, prompts, export, by=export).cause == "quantization"

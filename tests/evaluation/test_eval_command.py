@@ -72,7 +72,7 @@ def test_an_accepted_baseline_can_be_given_for_a_folder(lm_eval_runs: Path, tmp_
     assert "FAIL" in done.stdout
 
 
-def test_an_engine_that_wavers_exits_with_4(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_a_non_deterministic_engine_exits_with_4(lm_eval_runs: Path, tmp_path: Path) -> None:
     shutil.copytree(lm_eval_runs / "baseline", tmp_path / "baseline")
     (results,) = (tmp_path / "baseline").rglob("results_*.json")
     results.with_name("repeat.json").write_text('{"documents": 200, "changed": 9}')

@@ -1,4 +1,4 @@
-"""A model against itself: no verdict from an engine that wavers."""
+"""A model against itself: no verdict from a non-deterministic engine."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def test_what_is_about_zero_is_told_in_the_method(
     assert verdict.method.endswith(f"; asked again, {changed} of {documents} answers changed")
 
 
-def test_an_engine_that_wavers_gives_no_verdict_and_exit_code_4(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_a_non_deterministic_engine_exits_with_4(lm_eval_runs: Path, tmp_path: Path) -> None:
     shutil.copytree(lm_eval_runs / "baseline", tmp_path / "baseline")
     write_repeated(read_results(tmp_path / "baseline").file.parent, Repeated(documents=200, changed=4))
     with pytest.raises(EnvironmentFault, match="4 of 200 answers changed when the same model") as caught:

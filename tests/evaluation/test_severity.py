@@ -1,4 +1,4 @@
-"""A rung of the severity ladder in the real vLLM, and an evaluation that ends when it is decided."""
+"""A scenario of the severity ladder in the real vLLM, and an evaluation that ends when it is decided."""
 
 import json
 from pathlib import Path

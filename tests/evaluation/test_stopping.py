@@ -14,7 +14,7 @@ from vexport.cli.terminal import BarDisplay, PlainDisplay
 from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results
 from vexport.evaluation.results import read_results
-from vexport.evaluation.stopping import Race, Reference, Stopping, look_line, stopping_rule
+from vexport.evaluation.stopping import Reference, SequentialTest, Stopping, look_line, stopping_rule
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
 from vexport.files import to_json
@@ -45,7 +45,7 @@ def drive(stopping: Stopping, rates: dict[str, float], seed: int = 0) -> tuple[L
         name: dict(enumerate((rng.random(len(task.scores)) >= rates.get(name, 0.0)).astype(float)))
         for name, task in stopping.tasks.items()
     }
-    race = Race(stopping)
+    race = SequentialTest(stopping)
     while True:
         documents = race.more()
         looks = race.look({name: {i: answers[name][i] for i in found} for name, found in documents.items()})
@@ -81,7 +81,7 @@ def test_one_failing_task_ends_all_and_a_settled_task_is_not_read_on() -> None:
 
 
 def test_the_order_is_random_fixed_by_the_seed_and_grows() -> None:
-    race, again, other = Race(rule()), Race(rule()), Race(rule(seed=1))
+    race, again, other = SequentialTest(rule()), SequentialTest(rule()), SequentialTest(rule(seed=1))
     first = race.more()
     assert first == again.more()
     assert first != other.more()
@@ -92,7 +92,7 @@ def test_the_order_is_random_fixed_by_the_seed_and_grows() -> None:
 
 
 def test_a_groups_documents_come_from_all_its_tasks_at_the_first_look() -> None:
-    found = Race(rule(300, tasks=20, unit="group")).more()
+    found = SequentialTest(rule(300, tasks=20, unit="group")).more()
     assert min(len(documents) for documents in found.values()) >= 1
     assert sum(map(len, found.values())) >= 100
 

@@ -67,7 +67,7 @@ def attribution(words: str = "the chat template is another") -> Attribution:
         return Distance(reference=reference, measured=measured, mean_kl=mean, max_kl=9 * mean, limit=0.02)
 
     return Attribution(
-        guilty="quantization",
+        cause="quantization",
         reason="KL 0.058 between the weights in transformers, 0.0006 in the engine",
         noise=distance("transformers", "vLLM", 0.0002),
         quantization=distance("transformers", "transformers, dequantized", 0.058),

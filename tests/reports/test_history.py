@@ -9,9 +9,9 @@ import pytest
 
 from tests.reports import parts, sample
 from vexport.errors import InputError
-from vexport.evaluation.ladder import ladder
+from vexport.evaluation.scheme_points import scheme_points
 from vexport.reports import render_history
-from vexport.reports.charts.plane import ladder_chart, looks_charts, tradeoff_chart
+from vexport.reports.charts.plane import looks_charts, scheme_chart, tradeoff_chart
 from vexport.reports.charts.trend import Trend, trend
 from vexport.types import Report
 
@@ -60,8 +60,8 @@ def test_a_format_of_one_run_is_refused() -> None:
         render_history(runs(), "junit")
 
 
-def test_the_ladder_has_a_point_for_each_run_with_a_kl() -> None:
-    chart = ladder_chart(ladder(runs()))
+def test_the_chart_of_schemes_has_a_point_for_each_run_with_a_kl() -> None:
+    chart = scheme_chart(scheme_points(runs()))
     assert chart is not None
     larger, smaller = chart.points
     assert larger.x > smaller.x
@@ -69,24 +69,27 @@ def test_the_ladder_has_a_point_for_each_run_with_a_kl() -> None:
     assert [point.label[:8] for point in chart.points] == ["3 second", "2 first:"]
     assert [point.mark for point in chart.points] == ["3", "2"]
     assert [line.count(",") for line in chart.lines] == [2]  # both are of one source
-    assert ladder_chart(ladder(runs()[:2])) is None
+    assert scheme_chart(scheme_points(runs()[:2])) is None
 
 
 def test_runs_that_lie_on_each_other_share_a_mark() -> None:
     _, first, second = runs()
     other = replace(first, name="a twin", source="elsewhere")
-    chart = ladder_chart(ladder([first, second, other]))
+    chart = scheme_chart(scheme_points([first, second, other]))
     assert chart is not None
     assert [point.label[0] for point in chart.points] == ["2", "3", "1"]
     assert [point.mark for point in chart.points] == ["2", "1, 3", ""]
     assert len(chart.lines) == 1
 
 
-def test_the_ladder_says_where_the_prompts_differ() -> None:
+def test_the_chart_of_schemes_says_where_the_prompts_differ() -> None:
     _, first, second = runs()
     assert second.drift is not None
     other = replace(second, drift=replace(second.drift, digest="other tokens"))
-    alike, differing = ladder_chart(ladder([first, second])), ladder_chart(ladder([first, other]))
+    alike, differing = (
+        scheme_chart(scheme_points([first, second])),
+        scheme_chart(scheme_points([first, other])),
+    )
     assert alike is not None
     assert differing is not None
     assert (alike.title, len(alike.lines)) == ("KL against bits per weight", 1)

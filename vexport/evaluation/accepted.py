@@ -94,15 +94,15 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
     for gated in gated_tasks(results, results, choice):
         gate = gated.gate
         if not isinstance(gate, TaskPair):
-            place, fix = f"{results.file}: task {gate.task}", "evaluate again with --log_samples"
-            raise InputError(place, got="no samples", need="them, to pair documents later", fix=fix)
+            where, fix = f"{results.file}: task {gate.task}", "evaluate again with --log_samples"
+            raise InputError(where, got="no samples", need="them, to pair documents later", fix=fix)
         members = _members(gate, results)
         if members != (gate.task,):
             groups[gate.task] = members
         tasks |= {name: _accepted_task(results, name, gate) for name in members}
-    made = Accepted(fingerprint=results.fingerprint, groups=groups, tasks=tasks)
-    write_text(path, to_json(made))
-    return made
+    accepted = Accepted(fingerprint=results.fingerprint, groups=groups, tasks=tasks)
+    write_text(path, to_json(accepted))
+    return accepted
 
 
 def pair_with(accepted: Accepted, candidate: Results, *, early: bool = False) -> tuple[GatedTask, ...]:
@@ -115,7 +115,7 @@ def pair_with(accepted: Accepted, candidate: Results, *, early: bool = False) ->
     lost = [name for name in accepted.tasks if name not in candidate.tasks]
     new = [name for name in candidate.summaries if name not in accepted.tasks]
     problems = [_other_tasks(candidate, name, "no samples of", "evaluate it, with samples") for name in lost]
-    problems += [_other_tasks(candidate, name, "besides,", "leave it out, or accept anew") for name in new]
+    problems += [_other_tasks(candidate, name, "also", "leave it out, or accept again") for name in new]
     pairs: dict[str, TaskPair] = {}
     for name, task in accepted.tasks.items():
         try:
@@ -142,8 +142,8 @@ def _members(gate: TaskPair, results: Results) -> tuple[str, ...]:
 def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
     samples = _ordered(results, name, gate.filter)
     if samples[-1].doc_id - samples[0].doc_id >= len(samples):
-        place, fix = f"{results.file}: task {name}", "evaluate all documents, or the first (--limit)"
-        raise InputError(place, got="documents with gaps", need="consecutive ones", fix=fix)
+        where, fix = f"{results.file}: task {name}", "evaluate all documents, or the first (--limit)"
+        raise InputError(where, got="documents with gaps", need="consecutive ones", fix=fix)
     scores = [sample.scores[gate.metric] for sample in samples]
     return AcceptedTask(
         metric=gate.metric,
@@ -158,8 +158,8 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
 
 def _ordered(results: Results, name: str, filter_name: str) -> list[Sample]:
     """A task's samples after one filter, by document."""
-    found = [sample for sample in results.tasks[name].samples.values() if sample.filter == filter_name]
-    return sorted(found, key=lambda sample: sample.doc_id)
+    samples = [sample for sample in results.tasks[name].samples.values() if sample.filter == filter_name]
+    return sorted(samples, key=lambda sample: sample.doc_id)
 
 
 def _chunks(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
@@ -188,21 +188,21 @@ def _question(sample: Sample) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST].decode()
 
 
-def remembered(task: AcceptedTask) -> dict[int, tuple[float, str]]:
+def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
     """Document -> score and question; ValueError names the line that is damaged."""
-    found: dict[int, tuple[float, str]] = {}
+    stored: dict[int, tuple[float, str]] = {}
     for scores_line, questions_line in zip(task.outcomes, task.questions, strict=True):
-        place, _, questions = questions_line.partition(" ")
-        first, _, last = place.partition("-")
+        where, _, questions = questions_line.partition(" ")
+        first, _, last = where.partition("-")
         documents = range(int(first), int(last) + 1)
-        scores = _scores(scores_line.removeprefix(f"{place} "))
+        scores = _scores(scores_line.removeprefix(f"{where} "))
         if len(questions) != DIGEST * len(documents) or len(scores) != len(documents):
             raise ValueError(scores_line[:60])
         for index, (document, score) in enumerate(zip(documents, scores, strict=True)):
-            found[document] = score, questions[DIGEST * index : DIGEST * (index + 1)]
-    if len(found) != task.documents or not found:
-        raise ValueError(f"{len(found)} documents, not {task.documents}")
-    return found
+            stored[document] = score, questions[DIGEST * index : DIGEST * (index + 1)]
+    if len(stored) != task.documents or not stored:
+        raise ValueError(f"{len(stored)} documents, not {task.documents}")
+    return stored
 
 
 def _scores(text: str) -> list[float]:
@@ -216,32 +216,32 @@ def _scores(text: str) -> list[float]:
 
 def _damage(path: Path, name: str, task: AcceptedTask) -> Iterator[InputError]:
     try:
-        remembered(task)
+        stored_scores(task)
     except ValueError as error:
-        place, need = f"{path}: tasks.{name}", "lines of `first-last scores` and `first-last digests`"
-        yield InputError(place, got=str(error), need=need, fix="restore it from git, or accept anew")
+        where, need = f"{path}: tasks.{name}", "lines of `first-last scores` and `first-last digests`"
+        yield InputError(where, got=str(error), need=need, fix="restore it from git, or accept it again")
 
 
 def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results, early: bool) -> TaskPair:
     samples = _ordered(candidate, name, task.filter)
-    place, old = f"{candidate.file}: task {name}", remembered(task)
-    known = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
-    if not known or not samples or not (early or len(samples) == task.documents):
+    where, old = f"{candidate.file}: task {name}", stored_scores(task)
+    complete = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
+    if not complete or not samples or not (early or len(samples) == task.documents):
         got = f"{len(samples)} documents with {task.metric},{task.filter}"
-        fix = "evaluate with the same --limit, or accept anew"
-        raise InputError(place, got=got, need=f"the {task.documents} that were accepted", fix=fix)
+        fix = "evaluate with the same --limit, or accept it again"
+        raise InputError(where, got=got, need=f"the {task.documents} that were accepted", fix=fix)
     for sample in samples:
         if old[sample.doc_id][1] != _question(sample):
             since = ", ".join(causes(accepted.fingerprint, candidate.fingerprint, name)) or "nothing known"
             got = f"another question in document {sample.doc_id} (changed since it was accepted: {since})"
-            fix = "evaluate as before, or accept anew"
-            raise InputError(place, got=got, need="the questions that were accepted", fix=fix)
+            fix = "evaluate as before, or accept it again"
+            raise InputError(where, got=got, need="the questions that were accepted", fix=fix)
     return TaskPair(
         task=name,
         metric=task.metric,
         filter=task.filter,
         sign=1 if task.higher_is_better else -1,
-        documents=tuple((_forgotten(sample, old[sample.doc_id][0]), sample) for sample in samples),
+        documents=tuple((_without_answer(sample, old[sample.doc_id][0]), sample) for sample in samples),
         baseline=np.array([old[sample.doc_id][0] for sample in samples]),
         candidate=np.array([sample.scores[task.metric] for sample in samples]),
         answers_known=False,
@@ -249,7 +249,7 @@ def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results,
     )
 
 
-def _forgotten(sample: Sample, score: float) -> Sample:
+def _without_answer(sample: Sample, score: float) -> Sample:
     return replace(sample, answer=f"(scored {score:g}; the answer was not kept)")
 
 

@@ -1,8 +1,8 @@
-"""Whose fault a loss is: the same tokens scored four ways, each step changing one thing.
+"""Where a loss comes from: the same tokens scored four ways, each step changing one thing.
 
 (1) transformers and (2) vLLM on the baseline, (3) transformers on the candidate's weights dequantized and its
 activations rounded, (4) vLLM on the candidate. 3 against 1 is what quantization costs in exact arithmetic,
-4 against 3 what vLLM adds to it by reading or multiplying otherwise, 2 against 1 the floor of both: two
+4 against 3 what vLLM adds by reading or multiplying differently, 2 against 1 the floor of both: two
 implementations of one model in bfloat16.
 """
 
@@ -20,7 +20,7 @@ from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.harness import differences
 from vexport.numerics.metrics import kl_divergence
-from vexport.types import Attribution, Distance, Fault, Outcome
+from vexport.types import Attribution, Cause, Distance, Outcome
 
 ABOVE_NOISE = 3.0
 """A loss without a distance beyond its limit is put down to quantization where that is so many times the
@@ -45,42 +45,44 @@ def attribute(
     outcome: Outcome | None,
     vllm_python: Path | None = None,
 ) -> Attribution | None:
-    """Name what is at fault; `limit` bounds the mean KL of quantization, `outcome` is that of the tasks.
+    """Name the cause of a loss; `limit` bounds the mean KL of quantization, `outcome` is that of the tasks.
 
     None where transformers cannot build one of the models. Builds them in this process, unless the session's
     judgement did, and loads the candidate dry where vLLM disagrees with transformers on it.
     """
-    asked = tuple(differences(baseline, candidate))
+    harness = tuple(differences(baseline, candidate))
     if baseline.prompts.tokens != candidate.prompts.tokens:
-        return _verdict("harness", asked[0], {}, harness=asked)
+        return _attribution("harness", harness[0], {}, harness=harness)
     try:
         scores = {1: _reference(baseline), 2: _measured(baseline)}
         scores |= {3: _reference(candidate), 4: _measured(candidate)}
     except InputError:
         return None
     coarse = kl_limit(candidate.checkpoint)
-    found = {
+    distances = {
         "noise": _distance(scores, 1, 2, max(KL_LIMITS[16], kl_limit(baseline.checkpoint))),
         "quantization": _distance(scores, 1, 3, limit),
         "engine": _distance(scores, 3, 4, coarse),
         "total": _distance(scores, 2, 4, limit),
     }
-    evidence = _loader_evidence(candidate, vllm_python) if not asked and _beyond(found["engine"]) else ()
-    guilty, reason = _judge(found, asked, evidence, outcome)
-    return _verdict(guilty, reason, found, harness=asked, evidence=evidence)
+    evidence = (
+        _loader_evidence(candidate, vllm_python) if not harness and _beyond(distances["engine"]) else ()
+    )
+    cause, reason = _judge(distances, harness, evidence, outcome)
+    return _attribution(cause, reason, distances, harness=harness, evidence=evidence)
 
 
 def _judge(
-    found: dict[str, Distance], asked: Sequence[str], evidence: Sequence[str], outcome: Outcome | None
-) -> tuple[Fault, str]:
-    """The first part of the way from the question to the answer that is at fault."""
-    noise, quantization, engine = found["noise"], found["quantization"], found["engine"]
-    if asked:
-        return "harness", f"the models are not asked the same: {asked[0]}"
+    distances: dict[str, Distance], harness: Sequence[str], evidence: Sequence[str], outcome: Outcome | None
+) -> tuple[Cause, str]:
+    """The first part of the way from the question to the answer that explains the loss."""
+    noise, quantization, engine = distances["noise"], distances["quantization"], distances["engine"]
+    if harness:
+        return "harness", f"the models are not asked the same: {harness[0]}"
     if _beyond(engine):
         words = f"vLLM is {_against(engine)} from transformers on the same weights"
         if evidence:
-            return "loader", f"{words}, and it loads them otherwise than they are stored: {evidence[0]}"
+            return "loader", f"{words}, and it loads other values than are stored: {evidence[0]}"
         also = "; on the baseline too" if _beyond(noise) else ""
         return "kernel", f"{words}, though it loads all of them as they are stored{also}"
     if _beyond(quantization):
@@ -98,21 +100,21 @@ def _judge(
     )
 
 
-def _verdict(
-    guilty: Fault,
+def _attribution(
+    cause: Cause,
     reason: str,
-    found: dict[str, Distance],
+    distances: dict[str, Distance],
     *,
     harness: tuple[str, ...],
     evidence: tuple[str, ...] = (),
 ) -> Attribution:
     return Attribution(
-        guilty=guilty,
+        cause=cause,
         reason=reason,
-        noise=found.get("noise"),
-        quantization=found.get("quantization"),
-        engine=found.get("engine"),
-        total=found.get("total"),
+        noise=distances.get("noise"),
+        quantization=distances.get("quantization"),
+        engine=distances.get("engine"),
+        total=distances.get("total"),
         harness=harness,
         evidence=evidence,
     )

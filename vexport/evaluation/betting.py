@@ -49,8 +49,8 @@ def log_evidence(counts: ArrayLike, margin: float, *, gains: Scores = FLIPS, spa
 
 def _mean_capital(often: NDArray[np.float64], growth: NDArray[np.float64]) -> NDArray[np.float64]:
     """Logarithm of the mean over bets, one at a time for memory; `growth` has the shape (bets, gains)."""
-    peak = reduce(np.maximum, (often @ one for one in growth))
-    total = sum(np.exp(often @ one - peak) for one in growth)
+    peak = reduce(np.maximum, (often @ factor for factor in growth))
+    total = sum(np.exp(often @ factor - peak) for factor in growth)
     means: NDArray[np.float64] = peak + np.log(total / len(growth))
     return means
 

@@ -30,55 +30,55 @@ MAX_FLIPS = 50
 """Changed documents shown for each task: enough to read, few enough to print."""
 
 
-def difference_interval(one: Compared, alpha: float) -> Interval:
+def difference_interval(compared: Compared, alpha: float) -> Interval:
     """One-sided 1 - alpha bounds of the mean gain.
 
     Paired: Tango's score interval, or a bootstrap if not 0/1, over clusters where there are some; where one
     looked before, bounds that hold at all times.
     """
-    if isinstance(one, UnpairedTask):
-        return one.interval(alpha)
-    if one.early:
-        values, counts = np.unique(one.gain, return_counts=True)
+    if isinstance(compared, UnpairedTask):
+        return compared.interval(alpha)
+    if compared.early:
+        values, counts = np.unique(compared.gain, return_counts=True)
         return anytime_interval(counts, alpha, gains=values)
-    if one.clusters is not None:
-        if one.binary:
-            return clustered_tango(one.gain, one.clusters, alpha)
-        return clustered_bootstrap(one.gain, one.clusters, alpha, span=_span(one))
-    if one.binary:
-        return tango_interval(_wins(one), _losses(one), len(one.gain), alpha)
-    return bootstrap_interval(one.gain, alpha, span=_span(one))
+    if compared.clusters is not None:
+        if compared.binary:
+            return clustered_tango(compared.gain, compared.clusters, alpha)
+        return clustered_bootstrap(compared.gain, compared.clusters, alpha, span=_span(compared))
+    if compared.binary:
+        return tango_interval(_wins(compared), _losses(compared), len(compared.gain), alpha)
+    return bootstrap_interval(compared.gain, alpha, span=_span(compared))
 
 
 def compare_task(
-    one: Compared, *, margin: float, alpha: float, fail_alpha: float, also: Sequence[Compared] = ()
+    compared: Compared, *, margin: float, alpha: float, fail_alpha: float, also: Sequence[Compared] = ()
 ) -> TaskVerdict:
     """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound at
     `fail_alpha` is below it, else INCONCLUSIVE.
 
-    `fail_alpha` is at most `alpha`, so that both cannot hold. `also` is shown beside it.
+    `fail_alpha` is at most `alpha`, so that both cannot hold. `also` is shown next to it.
     """
-    low, high = difference_interval(one, alpha).low, difference_interval(one, fail_alpha).high
+    low, high = difference_interval(compared, alpha).low, difference_interval(compared, fail_alpha).high
     outcome = _outcome(low, high, margin)
-    beside = tuple(comparison(other, margin=margin, alpha=alpha) for other in also)
-    needed = _needed(one, margin, alpha, fail_alpha) if outcome == "INCONCLUSIVE" else None
-    if isinstance(one, UnpairedTask):
-        return _unpaired_verdict(one, outcome, Interval(low, high), needed, beside, alpha)
-    return _paired_verdict(one, outcome, Interval(low, high), needed, beside, alpha)
+    others = tuple(comparison(other, margin=margin, alpha=alpha) for other in also)
+    needed = _needed(compared, margin, alpha, fail_alpha) if outcome == "INCONCLUSIVE" else None
+    if isinstance(compared, UnpairedTask):
+        return _unpaired_verdict(compared, outcome, Interval(low, high), needed, others, alpha)
+    return _paired_verdict(compared, outcome, Interval(low, high), needed, others, alpha)
 
 
-def comparison(one: Compared, *, margin: float, alpha: float) -> Comparison:
+def comparison(compared: Compared, *, margin: float, alpha: float) -> Comparison:
     """A difference with its bounds, for show."""
-    low, high = difference_interval(one, alpha)
-    old, new = _means(one)
+    low, high = difference_interval(compared, alpha)
+    old, new = _means(compared)
     return Comparison(
-        task=one.task,
-        metric=one.metric,
-        filter=one.filter,
-        documents=_documents(one),
+        task=compared.task,
+        metric=compared.metric,
+        filter=compared.filter,
+        documents=_documents(compared),
         baseline=old,
         candidate=new,
-        difference=one.sign * (new - old),
+        difference=compared.sign * (new - old),
         low=low,
         high=high,
         outcome=_outcome(low, high, margin),
@@ -89,14 +89,14 @@ def _outcome(low: float, high: float, margin: float) -> Outcome:
     return "PASS" if low > -margin else "FAIL" if high < -margin else "INCONCLUSIVE"
 
 
-def _means(one: Compared) -> tuple[float, float]:
-    if isinstance(one, UnpairedTask):
-        return one.means
-    return float(one.baseline.mean()), float(one.candidate.mean())
+def _means(compared: Compared) -> tuple[float, float]:
+    if isinstance(compared, UnpairedTask):
+        return compared.means
+    return float(compared.baseline.mean()), float(compared.candidate.mean())
 
 
-def _documents(one: Compared) -> int:
-    return min(one.documents) if isinstance(one, UnpairedTask) else len(one.gain)
+def _documents(compared: Compared) -> int:
+    return min(compared.documents) if isinstance(compared, UnpairedTask) else len(compared.gain)
 
 
 def _paired_verdict(
@@ -139,24 +139,24 @@ def _paired_verdict(
 
 
 def _unpaired_verdict(
-    one: UnpairedTask,
+    compared: UnpairedTask,
     outcome: Outcome,
     bounds: Interval,
     needed: int | None,
     also: tuple[Comparison, ...],
     alpha: float,
 ) -> TaskVerdict:
-    old, new = one.means
-    known = old > 0 and one.sign > 0
+    old, new = compared.means
+    has_recovery = old > 0 and compared.sign > 0
     return TaskVerdict(
-        task=one.task,
-        metric=one.metric,
-        filter=one.filter,
+        task=compared.task,
+        metric=compared.metric,
+        filter=compared.filter,
         outcome=outcome,
-        documents=_documents(one),
-        baseline=_unpaired_score(one, 0, alpha),
-        candidate=_unpaired_score(one, 1, alpha),
-        difference=one.difference,
+        documents=_documents(compared),
+        baseline=_unpaired_score(compared, 0, alpha),
+        candidate=_unpaired_score(compared, 1, alpha),
+        difference=compared.difference,
         low=bounds.low,
         high=bounds.high,
         right_to_wrong=None,
@@ -166,30 +166,30 @@ def _unpaired_verdict(
         flip_low=None,
         flip_high=None,
         mcnemar_p=None,
-        recovery=new / old if known else None,
-        recovery_low=1 + bounds.low / old if known else None,
-        recovery_high=1 + bounds.high / old if known else None,
+        recovery=new / old if has_recovery else None,
+        recovery_low=1 + bounds.low / old if has_recovery else None,
+        recovery_high=1 + bounds.high / old if has_recovery else None,
         documents_needed=needed,
         flips=(),
         also=also,
     )
 
 
-def _unpaired_score(one: UnpairedTask, side: int, alpha: float) -> Score:
-    value, documents = one.means[side], one.documents[side]
-    if one.binary:
+def _unpaired_score(compared: UnpairedTask, side: int, alpha: float) -> Score:
+    value, documents = compared.means[side], compared.documents[side]
+    if compared.binary:
         low, high = wilson_interval(min(documents, value * documents), documents, alpha)
     else:
-        spread = float(stats.norm.isf(alpha)) * (one.variances[side] / documents) ** 0.5
+        spread = float(stats.norm.isf(alpha)) * (compared.variances[side] / documents) ** 0.5
         low, high = value - spread, value + spread
-    return _made_score(one, value, documents, Interval(low, high))
+    return _made_score(compared, value, documents, Interval(low, high))
 
 
-def _made_score(one: Compared, value: float, documents: int, bounds: Interval) -> Score:
+def _made_score(compared: Compared, value: float, documents: int, bounds: Interval) -> Score:
     return Score(
-        task=one.task,
-        metric=one.metric,
-        filter=one.filter,
+        task=compared.task,
+        metric=compared.metric,
+        filter=compared.filter,
         documents=documents,
         value=value,
         low=bounds.low,
@@ -240,16 +240,16 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | No
     return candidate / baseline, Interval(1 + low / baseline, 1 + high / baseline)
 
 
-def _needed(one: Compared, margin: float, alpha: float, fail_alpha: float) -> int | None:
-    documents = _documents(one)
-    if isinstance(one, UnpairedTask):
-        statistic = one.statistic(-margin)
-    elif one.binary:
-        statistic = tango_statistic(_wins(one), _losses(one), documents, -margin)
+def _needed(compared: Compared, margin: float, alpha: float, fail_alpha: float) -> int | None:
+    documents = _documents(compared)
+    if isinstance(compared, UnpairedTask):
+        statistic = compared.statistic(-margin)
+    elif compared.binary:
+        statistic = tango_statistic(_wins(compared), _losses(compared), documents, -margin)
     else:
-        statistic = mean_statistic(one.gain, -margin, _span(one))
-    if isinstance(one, TaskPair) and one.clusters is not None:
-        statistic /= design_effect(one.gain, one.clusters) ** 0.5
+        statistic = mean_statistic(compared.gain, -margin, _span(compared))
+    if isinstance(compared, TaskPair) and compared.clusters is not None:
+        statistic /= design_effect(compared.gain, compared.clusters) ** 0.5
     return documents_to_settle(documents, statistic, alpha if statistic > 0 else fail_alpha)
 
 

@@ -74,14 +74,14 @@ def measure_drift(baseline: Scored, candidate: Scored, *, limits: Limits) -> Dri
 def drift_warnings(drift: Drift) -> tuple[str, ...]:
     """A sentence for each limit that is exceeded."""
     rise = drift.candidate_nll - drift.baseline_nll
-    found = (
+    measures = (
         ("KL to the baseline", drift.mean_kl, drift.kl_limit),
         ("rise of the NLL over the baseline's", rise, drift.nll_limit),
     )
     return tuple(
         f"log-probabilities: mean {what} is {value:.3g} nats a token over {drift.positions} tokens, more "
         f"than {limit:g}: answers that no task asked for may be worse"
-        for what, value, limit in found
+        for what, value, limit in measures
         if value > limit
     )
 

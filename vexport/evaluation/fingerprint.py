@@ -74,10 +74,10 @@ def prompt_changes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
 
 def causes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
     """Everything that differs, what makes the task's prompts differ first and with both values."""
-    told = prompt_changes(old, new, task)
-    shaping = [one.partition(" (")[0] for one in told]
+    prompts = prompt_changes(old, new, task)
+    shaping = [change.partition(" (")[0] for change in prompts]
     rest = [name for name in changed_names(old, new) if name not in shaping and name != MODEL]
-    return [*told, *rest]
+    return [*prompts, *rest]
 
 
 def _value(side: Fingerprint, name: str) -> str:
@@ -130,7 +130,7 @@ def _template_digest(root: Path) -> str:
 
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
-    """Put it beside lm-eval's results."""
+    """Put it next to lm-eval's results."""
     write_text(folder / FILE, TypeAdapter(Fingerprint).dump_json(fingerprint, indent=2).decode() + "\n")
 
 

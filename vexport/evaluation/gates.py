@@ -26,7 +26,7 @@ Choice = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedTask:
-    """What decides for a task or a group, and what is shown beside it."""
+    """What decides for a task or a group, and what is shown next to it."""
 
     gate: Compared
     also: tuple[Compared, ...]
@@ -45,28 +45,29 @@ def gated_tasks(
     _require_equal_tasks(baseline, candidate)
     units = list(_units(baseline))
     _require_known(choice, [name for name, _ in units])
-    made: list[tuple[str, list[Compared]]] = []
+    by_name: list[tuple[str, list[Compared]]] = []
     problems: list[InputError] = []
     for name, members in units:
         try:
-            made.append((name, _compared(name, members, baseline, candidate, early)))
+            by_name.append((name, _compared(name, members, baseline, candidate, early)))
         except InputError as problem:
             problems.append(problem)
     raise_all(problems)
-    _require_a_home(choice, [compared for _, found in made for compared in found])
+    _require_a_home(choice, [compared for _, metrics in by_name for compared in metrics])
     gated = []
-    for name, found in made:
+    for name, metrics in by_name:
         wanted = choice.get(name)
-        options = [one for one in found if one.task == name]
+        options = [compared for compared in metrics if compared.task == name]
         gate = _named(name, wanted, options) if wanted else _preferred(options, choice.get(EVERY_TASK))
-        rest = [one for one in found if one is not gate and (one.task == name or one.key == gate.key)]
+        others = [compared for compared in metrics if compared is not gate]
+        rest = [compared for compared in others if compared.task == name or compared.key == gate.key]
         gated.append(GatedTask(gate=gate, also=tuple(rest)))
     return tuple(gated)
 
 
-def label(one: Compared) -> str:
+def label(compared: Compared) -> str:
     """`metric,filter` as a choice names it."""
-    return f"{one.metric},{one.filter}"
+    return f"{compared.metric},{compared.filter}"
 
 
 def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -86,20 +87,16 @@ def _compared(
     if all(member in run.tasks for member in members for run in (baseline, candidate)):
         sides = baseline.fingerprint, candidate.fingerprint
         pairs = [
-            list(
-                pair_metrics(
-                    baseline.tasks[one], candidate.tasks[one], early=early, changed=causes(*sides, one)
-                )
-            )
-            for one in members
+            list(pair_metrics(*tasks, early=early, changed=causes(*sides, member)))
+            for member, tasks in ((name, (baseline.tasks[name], candidate.tasks[name])) for name in members)
         ]
-        found: list[Compared] = [*_with_joined(name, pairs, join_group)]
+        metrics: list[Compared] = [*_with_joined(name, pairs, join_group)]
     else:
         _require_the_same_prompts(members, baseline, candidate)
-        means = [list(unpaired_metrics(baseline, candidate, one)) for one in members]
-        found = [*_with_joined(name, means, join_unpaired)]
-    if any(one.task == name for one in found):
-        return found
+        means = [list(unpaired_metrics(baseline, candidate, member)) for member in members]
+        metrics = [*_with_joined(name, means, join_unpaired)]
+    if any(metric.task == name for metric in metrics):
+        return metrics
     fix = "give a task with a metric for each document, such as acc or exact_match, and log its samples"
     got = "no metric that all its tasks share" if len(members) > 1 else "metrics of the whole corpus only"
     raise InputError(f"{baseline.file}: task {name}", got=got, need="one number a document", fix=fix)
@@ -109,43 +106,43 @@ def _require_the_same_prompts(members: Sequence[str], baseline: Results, candida
     """Without samples nobody sees the prompts: InputError where what lm-eval records makes them differ."""
     for task in members:
         if differ := prompt_changes(baseline.fingerprint, candidate.fingerprint, task):
-            place, need = f"{candidate.file}: task {task}", "the same prompts for both models"
+            where, need = f"{candidate.file}: task {task}", "the same prompts for both models"
             fix = "evaluate both alike; samples (--log_samples) would show whether the prompts differ"
-            raise InputError(place, got=", ".join(differ), need=need, fix=fix)
+            raise InputError(where, got=", ".join(differ), need=need, fix=fix)
 
 
 def _with_joined(
-    name: str, found: Sequence[Sequence[Kind]], join: Callable[[str, Sequence[Kind]], Kind]
+    name: str, metrics: Sequence[Sequence[Kind]], join: Callable[[str, Sequence[Kind]], Kind]
 ) -> Iterator[Kind]:
-    if len(found) == 1 and all(one.task == name for one in found[0]):
-        yield from found[0]
+    if len(metrics) == 1 and all(compared.task == name for compared in metrics[0]):
+        yield from metrics[0]
         return
-    for first in found[0]:
-        same = [one for member in found for one in member if one.key == first.key]
-        if len(same) == len(found):
+    for first in metrics[0]:
+        same = [compared for member in metrics for compared in member if compared.key == first.key]
+        if len(same) == len(metrics):
             yield join(name, same)
-    yield from (one for member in found for one in member)
+    yield from (compared for member in metrics for compared in member)
 
 
 def _preferred(options: Sequence[Compared], everywhere: str | None) -> Compared:
-    chosen = [one for one in options if everywhere and _matches(one, everywhere)]
+    chosen = [compared for compared in options if everywhere and _matches(compared, everywhere)]
     return chosen[0] if chosen else min(options, key=_preference)
 
 
-def _preference(one: Compared) -> tuple[int, bool, bool]:
-    known = one.metric in PREFERRED_METRICS
-    rank = PREFERRED_METRICS.index(one.metric) if known else len(PREFERRED_METRICS)
-    return rank, not one.binary, one.sign < 0
+def _preference(compared: Compared) -> tuple[int, bool, bool]:
+    is_preferred = compared.metric in PREFERRED_METRICS
+    rank = PREFERRED_METRICS.index(compared.metric) if is_preferred else len(PREFERRED_METRICS)
+    return rank, not compared.binary, compared.sign < 0
 
 
-def _matches(one: Compared, wanted: str) -> bool:
-    return wanted in (one.metric, label(one))
+def _matches(compared: Compared, wanted: str) -> bool:
+    return wanted in (compared.metric, label(compared))
 
 
 def _named(name: str, wanted: str, options: Sequence[Compared]) -> Compared:
-    for one in options:
-        if _matches(one, wanted):
-            return one
+    for compared in options:
+        if _matches(compared, wanted):
+            return compared
     need = f"one of {', '.join(map(label, options))}"
     raise InputError(f"gate of task {name}", got=wanted, need=need, fix="name one of these")
 
@@ -156,15 +153,15 @@ def _require_known(choice: Choice, names: Sequence[str]) -> None:
     raise_all([InputError("gate", got=f"no task {name}", need=need, fix=fix) for name in unknown])
 
 
-def _require_a_home(choice: Choice, found: Sequence[Compared]) -> None:
+def _require_a_home(choice: Choice, metrics: Sequence[Compared]) -> None:
     wanted = choice.get(EVERY_TASK)
-    if wanted and not any(_matches(one, wanted) for one in found):
-        need = f"one of {', '.join(dict.fromkeys(map(label, found)))}"
+    if wanted and not any(_matches(compared, wanted) for compared in metrics):
+        need = f"one of {', '.join(dict.fromkeys(map(label, metrics)))}"
         raise InputError("gate", got=f"{wanted}, which no task has", need=need, fix="name one of these")
 
 
 def _require_equal_tasks(baseline: Results, candidate: Results) -> None:
-    for one, other in ((baseline, candidate), (candidate, baseline)):
-        if missing := sorted(set(one.summaries) - set(other.summaries)):
-            got = f"no task {', '.join(missing)}, which {one.file} has"
+    for first, other in ((baseline, candidate), (candidate, baseline)):
+        if missing := sorted(set(first.summaries) - set(other.summaries)):
+            got = f"no task {', '.join(missing)}, which {first.file} has"
             raise InputError(str(other.file), got=got, need="the same tasks", fix="evaluate the same tasks")

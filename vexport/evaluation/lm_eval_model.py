@@ -1,7 +1,7 @@
 """lm-eval's model class for vLLM, around an engine that already stands. Used in the worker process only.
 
-lm-eval's constructor builds an engine of its own; here it is handed ours, and everything else
-(tokenization, stop sequences, chat templates, scoring) stays lm-eval's.
+lm-eval's constructor builds its own engine; here it is handed ours, and everything else (tokenization, stop
+sequences, chat templates, scoring) stays lm-eval's.
 """
 
 import io
@@ -24,11 +24,53 @@ if TYPE_CHECKING:
 
 ModelArguments = Mapping[str, JsonValue]
 
-Memory = dict[str, object]
+AnswerCache = dict[str, object]
 """Answers that were given already, by request; where one model is asked again about the same documents."""
 Answer = TypeVar("Answer")
 
 _PROGRESS_STEPS = 100
+
+
+class StoredAnswers(ServedChat):
+    """Asks only what was not answered before, where `answers` is a dictionary and not None.
+
+    `requests` are those whose log-likelihoods are asked for, in the order of their tokens.
+    """
+
+    model: "_ReportingLLM"
+    answers: AnswerCache | None = None
+    requests: Sequence["Instance"] = ()
+
+    def answered(
+        self,
+        requests: list["Instance"],
+        ask: Callable[..., list[Answer]],
+        prepare: Callable[[list["Instance"]], None] = lambda requests: None,
+    ) -> list[Answer]:
+        """Answers to all requests, of which only the new ones are prepared and asked."""
+        if self.answers is None:
+            return self._ask(requests, ask, prepare)
+        keys = [f"{request.request_type} {request.args!r}" for request in requests]
+        new = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
+        if new:
+            answers = self._ask(list(new.values()), ask, prepare)
+            self.answers.update(zip(new, answers, strict=True))
+        return [cast(Answer, self.answers[key]) for key in keys]
+
+    def _ask(
+        self,
+        requests: list["Instance"],
+        ask: Callable[..., list[Answer]],
+        prepare: Callable[[list["Instance"]], None],
+    ) -> list[Answer]:
+        self.model.stage = ", ".join(dict.fromkeys(str(request.task_name) for request in requests))
+        prepare(requests)
+        answers = ask(requests, disable_tqdm=True)
+        self.requests = ()
+        return answers
+
+    def _note_requests(self, requests: list["Instance"]) -> None:
+        self.requests = requests
 
 
 def wrap_engine(
@@ -41,48 +83,31 @@ def wrap_engine(
     """
     from lm_eval.models import vllm_causallms
 
-    class BuiltVLLM(ServedChat, vllm_causallms.VLLM):  # type: ignore[misc]
-        _asked: Sequence["Instance"] = ()
-        remembered: Memory | None = None
-
+    class BuiltVLLM(StoredAnswers, vllm_causallms.VLLM):  # type: ignore[misc]
         def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
-            return _recall(self.remembered, requests, self._generate_until)
-
-        def _generate_until(self, requests: list["Instance"]) -> list[str]:
-            for request, tokens in zip(requests, self.tok_encode([r.args[0] for r in requests]), strict=True):
-                *_, new = self.modify_gen_kwargs(request.args[1], default_max_gen_toks=self.max_gen_toks)
-                _require_room(request, len(tokens), new, self.max_length)
-            self.model.stage = _stage(requests)
-            answers: list[str] = super().generate_until(requests, disable_tqdm=True)
-            return answers
+            return self.answered(requests, super().generate_until, self._require_room_to_generate)
 
         def loglikelihood(
             self, requests: list["Instance"], disable_tqdm: bool = False
         ) -> list[tuple[float, bool]]:
-            return _recall(self.remembered, requests, self._loglikelihood)
-
-        def _loglikelihood(self, requests: list["Instance"]) -> list[tuple[float, bool]]:
-            self.model.stage, self._asked = _stage(requests), requests
-            answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-            self._asked = ()
-            return answers
+            return self.answered(requests, super().loglikelihood, self._note_requests)
 
         def loglikelihood_rolling(
             self, requests: list["Instance"], disable_tqdm: bool = False
         ) -> list[float]:
-            return _recall(self.remembered, requests, self._loglikelihood_rolling)
+            return self.answered(requests, super().loglikelihood_rolling)
 
-        def _loglikelihood_rolling(self, requests: list["Instance"]) -> list[float]:
-            self.model.stage = _stage(requests)
-            answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=True)
-            return answers
+        def _require_room_to_generate(self, requests: list["Instance"]) -> None:
+            for request, tokens in zip(requests, self.tok_encode([r.args[0] for r in requests]), strict=True):
+                *_, new = self.modify_gen_kwargs(request.args[1], default_max_gen_toks=self.max_gen_toks)
+                _require_room(request, len(tokens), new, self.max_length)
 
         def _loglikelihood_tokens(
             self,
             requests: list[tuple[tuple[str, str], list[int], list[int]]],
             disable_tqdm: bool = False,
         ) -> list[tuple[float, bool]]:
-            for request, (_, context, continuation) in zip(self._asked, requests, strict=False):
+            for request, (_, context, continuation) in zip(self.requests, requests, strict=False):
                 _require_room(request, len(context) + len(continuation), 1, self.max_length)
             answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm=True)
             return answers
@@ -91,19 +116,6 @@ def wrap_engine(
         model = BuiltVLLM(batch_size=settings.batch_size, **arguments)
     model.choose_template(settings)
     return model
-
-
-def _recall(
-    memory: Memory | None, requests: list["Instance"], answer: Callable[[list["Instance"]], list[Answer]]
-) -> list[Answer]:
-    """Answers to all requests, of which only the new ones are asked; `memory` has the others."""
-    if memory is None:
-        return answer(requests)
-    keys = [f"{request.request_type} {request.args!r}" for request in requests]
-    new = {key: request for key, request in zip(keys, requests, strict=True) if key not in memory}
-    if new:
-        memory.update(zip(new, answer(list(new.values())), strict=True))
-    return [cast(Answer, memory[key]) for key in keys]
 
 
 class _ReportingLLM:
@@ -142,10 +154,6 @@ class _ReportingLLM:
                 return drawn
 
         return Bar(*args, **{**options, "file": io.StringIO()})
-
-
-def _stage(requests: Sequence["Instance"]) -> str:
-    return ", ".join(dict.fromkeys(str(request.task_name) for request in requests))
 
 
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:

@@ -22,7 +22,7 @@ from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.fewshot import draw_by_document
 from vexport.evaluation.lm_eval_model import ModelArguments, replaced, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
-from vexport.evaluation.stopping import Race, Stopping, look_line, require_unit_range, write_looks
+from vexport.evaluation.stopping import SequentialTest, Stopping, look_line, require_unit_range, write_looks
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.tasks import GROUP_SUFFIX, reads_hub
 from vexport.files import atomic_path, from_json, write_text
@@ -81,11 +81,11 @@ def _evaluate(
             results = run(tasks, None)
         else:
             assert request.output is not None
-            model.remembered = {}
+            model.answers = {}
             rule = from_json(Stopping, request.stopping_file)
             results, looks = until_decided(run, tasks, rule, progress)
             write_looks(request.output, looks)
-            model.remembered = None
+            model.answers = None
         if request.repeat:
             assert request.output is not None
             write_repeated(request.output, _repeat(run, results, request))
@@ -142,18 +142,18 @@ def until_decided(
 
     Returns the last results and every look. InputError where the tasks are not the baseline's.
     """
-    race = Race(stopping)
+    test = SequentialTest(stopping)
     seen: dict[Look, None] = {}
     while True:
-        documents = race.more()
+        documents = test.more()
         results = run(tasks, _chosen(tasks, documents))
         if set(results["samples"]) != set(documents):
             got, need = f"tasks {', '.join(results['samples'])}", f"the baseline's, {', '.join(documents)}"
             raise InputError("evaluation", got=got, need=need, fix="evaluate the same tasks")
-        for look in race.look(_scores(results, stopping)):
+        for look in test.look(_scores(results, stopping)):
             seen[look] = None  # a task that is settled is not looked at again
             progress(look_line(look, stopping.margin), look.read, look.of)
-        if race.decided:
+        if test.decided:
             return results, tuple(seen)
 
 

@@ -110,23 +110,23 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
 
 
 def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str) -> None:
-    for one, other in ((left, right), (right, left)):
-        lost = [key for key in one.samples if key not in other.samples]
+    for first, other in ((left, right), (right, left)):
+        lost = [key for key in first.samples if key not in other.samples]
         if lost:
             filter_name, doc_id = lost[0]
             got = f"no document {doc_id} (filter {filter_name}), {len(lost)} missing in all"
-            fix = f"evaluate the documents of {one.file}, with the same --limit"
-            raise InputError(f"{other.file}: task {one.task}", got=got, need="the same documents", fix=fix)
+            fix = f"evaluate the documents of {first.file}, with the same --limit"
+            raise InputError(f"{other.file}: task {first.task}", got=got, need="the same documents", fix=fix)
     for key, sample in left.samples.items():
         twin = right.samples[key]
         for hash_name, ours, theirs in zip(HASHES, sample.hashes, twin.hashes, strict=True):
             if ours != theirs:
-                place = f"{right.file}: task {left.task}, document {sample.doc_id}"
+                where = f"{right.file}: task {left.task}, document {sample.doc_id}"
                 prompts = _first_difference(sample.prompt, twin.prompt) if hash_name == "prompt_hash" else ""
                 differ = prompts or f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]}"
                 got = f"{differ} (what else differs: {changed})"
                 fix = "evaluate both with the same lm-eval, task files, few-shot examples and chat template"
-                raise InputError(place, got=got, need="the same question", fix=fix)
+                raise InputError(where, got=got, need="the same question", fix=fix)
 
 
 def _first_difference(ours: str, theirs: str) -> str:
@@ -150,9 +150,9 @@ def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ..
         np.array([pair[side].scores[metric] for pair in pairs], dtype=np.float64) for side in (0, 1)
     )
     for index in islice(np.flatnonzero(~np.isfinite(left) | ~np.isfinite(right)), 1):
-        place = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
+        where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
         got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
-        raise InputError(place, got=got, need="finite numbers", fix="look at both answers, evaluate again")
+        raise InputError(where, got=got, need="finite numbers", fix="look at both answers, evaluate again")
     sign = 1 if task.higher_is_better.get(metric, True) else -1
     return TaskPair(
         task=task.task,

@@ -64,19 +64,22 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> I
         _mapping(content, "config"),
         _arguments(content),
     )
-    found: dict[str, Json] = {name: content.get(key) for name, key in _PLAIN.items()}
+    settings: dict[str, Json] = {name: content.get(key) for name, key in _PLAIN.items()}
     if prompting.chat_template:
-        found |= {CHAT_TEMPLATE: f"sha {prompting.chat_template}", MULTITURN: prompting.fewshot_as_multiturn}
+        settings |= {
+            CHAT_TEMPLATE: f"sha {prompting.chat_template}",
+            MULTITURN: prompting.fewshot_as_multiturn,
+        }
     if prompting.system_instruction:
-        found[SYSTEM_INSTRUCTION] = f"sha {prompting.system_instruction}"
-    found |= {name.replace("_", " "): config.get(name) for name in _CONFIGURED}
-    found |= {name.replace("_", " "): arguments.get(name) for name in _ENGINE}
-    found |= {name.replace("_", " "): value for name, value in prompting.generation.items()}
+        settings[SYSTEM_INSTRUCTION] = f"sha {prompting.system_instruction}"
+    settings |= {name.replace("_", " "): config.get(name) for name in _CONFIGURED}
+    settings |= {name.replace("_", " "): arguments.get(name) for name in _ENGINE}
+    settings |= {name.replace("_", " "): value for name, value in prompting.generation.items()}
     for task in tasks:
-        found |= {f"{name}{task}": _mapping(content, key).get(task) for name, key in _OF_TASKS.items()}
+        settings |= {f"{name}{task}": _mapping(content, key).get(task) for name, key in _OF_TASKS.items()}
         given = _mapping(_mapping(content, "configs"), task).get("generation_kwargs")
-        found[f"{GEN_KWARGS} of {task}"] = _text(given) if given else None
-    yield from ((name, _text(value)) for name, value in found.items() if value is not None)
+        settings[f"{GEN_KWARGS} of {task}"] = _text(given) if given else None
+    yield from ((name, _text(value)) for name, value in settings.items() if value is not None)
 
 
 def _arguments(content: Mapping[str, Json]) -> Mapping[str, Json]:

@@ -79,7 +79,7 @@ def _marks(row: Row) -> dict[str, float]:
 
 
 def write_repeated(folder: Path, repeated: Repeated) -> None:
-    """Put it beside lm-eval's results."""
+    """Put it next to lm-eval's results."""
     write_text(folder / FILE, to_json(repeated))
 
 

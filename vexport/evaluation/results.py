@@ -1,4 +1,4 @@
-"""Reads lm-eval's output folders, wherever they were made: results_*.json and the samples beside it.
+"""Reads lm-eval's output folders, wherever they were made: results_*.json and the samples next to it.
 
 Format: lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may hold several runs of one model, of
 which the newest counts, and lm-eval's command line puts them into a subfolder named after the model.
@@ -68,7 +68,7 @@ def read_results(path: Path) -> Results:
     return Results(
         file=file,
         summaries={
-            name: tuple(_with_stderr(one, read.get(name)) for one in _summaries(name, content))
+            name: tuple(_with_stderr(summary, read.get(name)) for summary in _summaries(name, content))
             for name in names
         },
         tasks=read,
@@ -80,16 +80,16 @@ def read_results(path: Path) -> Results:
 
 
 def _newest_results(folder: Path) -> Path:
-    found = [file for file in folder.rglob("results_*.json") if STAMP.search(file.name) and file.is_file()]
-    if not found:
+    files = [file for file in folder.rglob("results_*.json") if STAMP.search(file.name) and file.is_file()]
+    if not files:
         state = "no results_*.json in it" if folder.is_dir() else "no such folder"
         fix = "check the path; lm-eval writes the folder with --output_path FOLDER --log_samples"
         raise InputError(str(folder), got=state, need="an lm-eval output folder", fix=fix)
-    models = sorted({str(file.parent) for file in found})
+    models = sorted({str(file.parent) for file in files})
     if len(models) > 1:
         got = f"results of {len(models)} models ({', '.join(models)})"
         raise InputError(str(folder), got=got, need="one model's results", fix="give one of these folders")
-    return max(found, key=lambda file: file.name)
+    return max(files, key=lambda file: file.name)
 
 
 def _require_plain(file: Path, task: str) -> None:
@@ -129,7 +129,7 @@ def _summaries(task: str, content: Mapping[str, Json]) -> Iterator[Summary]:
         if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
             continue
         stderr = values.get(f"{metric}_stderr,{filter_name}")
-        known = isinstance(stderr, (int, float)) and stderr >= 0 and math.isfinite(as_float(stderr))
+        is_number = isinstance(stderr, (int, float)) and stderr >= 0 and math.isfinite(as_float(stderr))
         if math.isfinite(as_float(value)):
             yield Summary(
                 task=task,
@@ -138,22 +138,22 @@ def _summaries(task: str, content: Mapping[str, Json]) -> Iterator[Summary]:
                 higher_is_better=directions.get(metric, True),
                 documents=documents,
                 value=float(value),
-                stderr=as_float(stderr) if known and isinstance(stderr, (int, float)) else None,
+                stderr=as_float(stderr) if is_number and isinstance(stderr, (int, float)) else None,
             )
 
 
-def _with_stderr(one: Summary, samples: TaskSamples | None) -> Summary:
+def _with_stderr(summary: Summary, samples: TaskSamples | None) -> Summary:
     """lm-eval may write no standard error (`bootstrap_iters=0`); the samples have it all the same."""
-    if samples is None or one.stderr is not None:
-        return one
+    if samples is None or summary.stderr is not None:
+        return summary
     scores = [
-        sample.scores[one.metric]
+        sample.scores[summary.metric]
         for sample in samples.samples.values()
-        if sample.filter == one.filter and one.metric in sample.scores
+        if sample.filter == summary.filter and summary.metric in sample.scores
     ]
-    if len(scores) != one.documents or len(scores) < 2 or not all(map(math.isfinite, scores)):
-        return one
-    return replace(one, stderr=statistics.stdev(scores) / math.sqrt(len(scores)))
+    if len(scores) != summary.documents or len(scores) < 2 or not all(map(math.isfinite, scores)):
+        return summary
+    return replace(summary, stderr=statistics.stdev(scores) / math.sqrt(len(scores)))
 
 
 def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:
@@ -169,7 +169,7 @@ def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> di
         inner = children.get(name, []) if name not in above else []
         return tuple(dict.fromkeys(leaf for child in inner for leaf in leaves(child, (*above, name))))
 
-    groups = {name: found for name in _mapping(content, "groups") if (found := leaves(name))}
+    groups = {name: members for name in _mapping(content, "groups") if (members := leaves(name))}
     sets = [set(members) for members in groups.values()]
     return {
         name: members for name, members in groups.items() if not any(set(members) < outer for outer in sets)

@@ -52,11 +52,11 @@ def read_samples(
 ) -> TaskSamples:
     """Read one samples file. InputError names the line where something is missing or broken."""
     samples: dict[tuple[str, int], Sample] = {}
-    for place, line in _json_lines(path):
-        sample = _read_sample(place, line, output_type)
+    for where, line in _json_lines(path):
+        sample = _read_sample(where, line, output_type)
         if (key := (sample.filter, sample.doc_id)) in samples:
             got = f"document {sample.doc_id} twice (filter {sample.filter})"
-            raise InputError(place, got=got, need="each document once", fix="evaluate into an empty folder")
+            raise InputError(where, got=got, need="each document once", fix="evaluate into an empty folder")
         samples[key] = sample
     if not samples:
         fix = "evaluate again with a higher --limit"
@@ -80,27 +80,27 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:
     """Yield (file:line, object) for every line."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            place = f"{path}:{number}"
+            where = f"{path}:{number}"
             try:
                 value: Json = json.loads(line)
             except (ValueError, RecursionError) as error:
                 fix = "restore the file or evaluate again"
-                raise InputError(place, got=f"broken JSON ({error})", need="a sample", fix=fix) from None
+                raise InputError(where, got=f"broken JSON ({error})", need="a sample", fix=fix) from None
             if not isinstance(value, dict):
                 got, fix = f"a JSON {type(value).__name__}", "restore the file or evaluate again"
-                raise InputError(place, got=got, need="a sample", fix=fix)
-            yield place, value
+                raise InputError(where, got=got, need="a sample", fix=fix)
+            yield where, value
 
 
-def _read_sample(place: str, line: dict[str, Json], output_type: str) -> Sample:
+def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
     required = ("doc_id", "filter", "target", "arguments", "resps", "filtered_resps", "metrics", *HASHES)
     if missing := [key for key in required if key not in line]:
         fix = "write the samples with lm-eval 0.4.5 or newer"
-        raise InputError(place, got=f"no {', '.join(missing)}", need="lm-eval's sample keys", fix=fix)
+        raise InputError(where, got=f"no {', '.join(missing)}", need="lm-eval's sample keys", fix=fix)
     doc_id, metrics = line["doc_id"], line["metrics"]
     if type(doc_id) is not int or not isinstance(metrics, list):
         got = f"doc_id {doc_id!r}, metrics {metrics!r}"
-        raise InputError(place, got=got, need="an integer and a list", fix="evaluate again")
+        raise InputError(where, got=got, need="an integer and a list", fix="evaluate again")
     arguments = [_values(request) for request in _values(line["arguments"])]
     answer, compared = _answers(arguments, line["resps"], line["filtered_resps"], output_type)
     scores = {str(name): line.get(str(name)) for name in metrics}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from vexport.errors import InputError
-from vexport.evaluation.accepted import is_accepted, read_accepted, remembered
+from vexport.evaluation.accepted import is_accepted, read_accepted, stored_scores
 from vexport.evaluation.betting import anytime_interval, decide_now
 from vexport.evaluation.gates import Choice, gated_tasks
 from vexport.evaluation.pairs import TaskPair
@@ -65,7 +65,7 @@ def stopping_rule(baseline: Path, choice: Choice, *, margin: float, alpha: float
     return Stopping(margin=margin, alpha=alpha, seed=seed, tasks=tasks)
 
 
-class Race:
+class SequentialTest:
     """The state of an evaluation that may stop early."""
 
     def __init__(self, stopping: Stopping) -> None:
@@ -144,7 +144,7 @@ class Race:
 
 
 def write_looks(folder: Path, looks: tuple[Look, ...]) -> None:
-    """Put them beside lm-eval's results."""
+    """Put them next to lm-eval's results."""
     write_text(folder / FILE, to_json(Looks(looks=looks)))
 
 
@@ -177,11 +177,11 @@ def _drawn(look: Look, margin: float) -> str:
     return "".join(marks.get(at, "=" if low <= at <= high else "-") for at in range(PLACES))
 
 
-def require_unit_range(place: str, metric: str, scores: Iterable[float]) -> None:
+def require_unit_range(where: str, metric: str, scores: Iterable[float]) -> None:
     """InputError where a score lies outside [0, 1]: bets need to know the most that can be lost."""
     if not all(0 <= score <= 1 for score in scores):
         got, fix = f"{metric} beyond 0 and 1", "set stopping to fixed, or choose another gate"
-        raise InputError(place, got=got, need="scores in [0, 1] to stop early", fix=fix)
+        raise InputError(where, got=got, need="scores in [0, 1] to stop early", fix=fix)
 
 
 def _references(folder: Path, choice: Choice) -> Iterator[tuple[str, Reference]]:
@@ -189,12 +189,16 @@ def _references(folder: Path, choice: Choice) -> Iterator[tuple[str, Reference]]
     for gated in gated_tasks(results, results, choice):
         gate = gated.gate
         if not isinstance(gate, TaskPair):
-            place, fix = f"{results.file}: task {gate.task}", "evaluate it with --log_samples"
-            raise InputError(place, got="no samples", need="them, to stop early", fix=fix)
+            where, fix = f"{results.file}: task {gate.task}", "evaluate it with --log_samples"
+            raise InputError(where, got="no samples", need="them, to stop early", fix=fix)
         members = (gate.task,) if gate.task in results.tasks else results.groups[gate.task]
         for name in members:
             samples = results.tasks[name].samples.values()
-            scores = {one.doc_id: one.scores[gate.metric] for one in samples if one.filter == gate.filter}
+            scores = {
+                sample.doc_id: sample.scores[gate.metric]
+                for sample in samples
+                if sample.filter == gate.filter
+            }
             yield (
                 name,
                 Reference(
@@ -207,7 +211,7 @@ def _accepted_references(path: Path) -> Iterator[tuple[str, Reference]]:
     accepted = read_accepted(path)
     units = {member: group for group, members in accepted.groups.items() for member in members}
     for name, task in accepted.tasks.items():
-        scores = {document: score for document, (score, _) in remembered(task).items()}
+        scores = {document: score for document, (score, _) in stored_scores(task).items()}
         sign = 1 if task.higher_is_better else -1
         yield (
             name,

@@ -70,8 +70,8 @@ def explained_downloads(on_progress: OnProgress, done: int, total: int) -> Itera
             name = HubName(id=dataset, revision=str(revision) if revision else None)
             if is_local_dataset(dataset, dataset_kwargs):
                 raise
-            if (known := diagnose(error, name, "dataset")) is not None:
-                raise known from error
+            if (cause := diagnose(error, name, "dataset")) is not None:
+                raise cause from error
             raise
 
     cls.download = download

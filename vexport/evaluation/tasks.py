@@ -70,11 +70,11 @@ def resolve_tasks(
     problems: list[InputError] = []
     for task in tasks:
         try:
-            found = _resolve(task, folder, include_paths, trust_remote_code)
-            if any(found.name == other.name for other in resolved):
+            task_file = _resolve(task, folder, include_paths, trust_remote_code)
+            if any(task_file.name == other.name for other in resolved):
                 fix = "give it once, or rename one (key `task`)"
-                raise InputError(f"task {task}", got=f"a second task {found.name}", need="one", fix=fix)
-            resolved.append(found)
+                raise InputError(f"task {task}", got=f"a second task {task_file.name}", need="one", fix=fix)
+            resolved.append(task_file)
         except InputError as problem:
             problems.append(problem)
     raise_all(problems)
@@ -121,7 +121,7 @@ def _inlined(path: Path, config: Config, trust: bool) -> Config:
 
 
 def _member(path: Path, member: object, trust: bool) -> Config:
-    """The keys of a group's task: written there, or in a YAML file beside the group's."""
+    """The keys of a group's task: written there, or in a YAML file next to the group's."""
     if isinstance(member, dict):
         return _absolute({str(key): value for key, value in member.items()}, path.parent.resolve())
     file = path.parent / (name if (name := str(member)).endswith((".yaml", ".yml")) else f"{name}.yaml")
@@ -202,14 +202,14 @@ def _absolute(config: Config, base: Path) -> Config:
             return [absolute(member) for member in value]
         return str(base / value) if isinstance(value, str) and "://" not in value else value
 
-    made = dict(config)
+    absolute_config = dict(config)
     if isinstance(kwargs := config.get("dataset_kwargs"), dict):
         local = {key: absolute(kwargs[key]) for key in ("data_files", "data_dir") if key in kwargs}
-        made["dataset_kwargs"] = kwargs | local
+        absolute_config["dataset_kwargs"] = kwargs | local
     dataset = config.get("dataset_path")
     if isinstance(dataset, str) and dataset.startswith(("./", "../")):
-        made["dataset_path"] = str((base / dataset).resolve())
-    return made
+        absolute_config["dataset_path"] = str((base / dataset).resolve())
+    return absolute_config
 
 
 def _require_complete(path: Path, config: Config) -> None:
@@ -272,7 +272,7 @@ def _data_files(config: Config) -> Iterator[Path]:
 
 
 def _modules(value: object) -> Iterator[Path]:
-    """The Python files that the `!function` tags name, as far as they lie beside their YAML."""
+    """The Python files that the `!function` tags name, as far as they lie next to their YAML."""
     if isinstance(value, _Function):
         yield from (value.module,) if value.module.is_file() else ()
     elif isinstance(value, (Mapping, list)):
@@ -283,18 +283,18 @@ def _modules(value: object) -> Iterator[Path]:
 def _require_known(name: str, include_paths: Sequence[Path]) -> None:
     """Look `name` up in the YAML files that lm-eval would index, without importing lm-eval.
 
-    Where lm-eval is not installed beside vexport, the worker's lm-eval is left to judge.
+    Where lm-eval is not installed next to vexport, the worker's lm-eval is left to judge.
     """
     package = find_spec("lm_eval")
     if package is None or package.submodule_search_locations is None:
         return
-    roots = [*include_paths, *(Path(place) / "tasks" for place in package.submodule_search_locations)]
-    known: set[str] = set()
+    roots = [*include_paths, *(Path(location) / "tasks" for location in package.submodule_search_locations)]
+    names: set[str] = set()
     for file in (file for root in roots for file in root.rglob("*.yaml")):
-        known |= _indexed(file.read_bytes())
-        if name in known:
+        names |= _indexed(file.read_bytes())
+        if name in names:
             return
-    close = difflib.get_close_matches(name, known, n=3)
+    close = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "list them with `lm-eval ls tasks`"
     raise InputError(f"task {name}", got="an unknown name", need="a task of lm-eval or a YAML file", fix=hint)
 

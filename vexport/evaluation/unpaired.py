@@ -93,27 +93,29 @@ def unpaired_metrics(baseline: Results, candidate: Results, task: str) -> Iterat
 
     InputError where a metric has neither, and no other metric of the task has.
     """
-    left = {(one.metric, one.filter): one for one in baseline.summaries[task]}
-    right = {(one.metric, one.filter): one for one in candidate.summaries[task]}
+    left = {(member.metric, member.filter): member for member in baseline.summaries[task]}
+    right = {(member.metric, member.filter): member for member in candidate.summaries[task]}
     shared = [key for key in left if key in right]
-    made = [one for key in shared if (one := _unpaired(left[key], right[key]))]
-    if not made:
+    tasks = [member for key in shared if (member := _unpaired(left[key], right[key]))]
+    if not tasks:
         got = "no samples, and no mean with a standard error in both results"
-        place, fix = f"{candidate.file}: task {task}", "evaluate again with --log_samples"
-        raise InputError(place, got=got, need="samples, or mean, standard error and n", fix=fix)
-    yield from made
+        where, fix = f"{candidate.file}: task {task}", "evaluate again with --log_samples"
+        raise InputError(where, got=got, need="samples, or mean, standard error and n", fix=fix)
+    yield from tasks
 
 
 def join_unpaired(name: str, members: Sequence[UnpairedTask]) -> UnpairedTask:
     """The documents of several tasks as one task's: means and variances weighted by documents."""
-    documents = [sum(one.documents[side] for one in members) for side in SIDES]
+    documents = [sum(member.documents[side] for member in members) for side in SIDES]
     means = [
-        sum(one.means[side] * one.documents[side] for one in members) / documents[side] for side in SIDES
+        sum(member.means[side] * member.documents[side] for member in members) / documents[side]
+        for side in SIDES
     ]
     variances = [
-        sum(one.variances[side] * one.documents[side] for one in members) / documents[side] for side in SIDES
+        sum(member.variances[side] * member.documents[side] for member in members) / documents[side]
+        for side in SIDES
     ]
-    if binary := all(one.binary for one in members):
+    if binary := all(member.binary for member in members):
         variances = [mean * (1 - mean) for mean in means]
     return UnpairedTask(
         task=name,
@@ -128,7 +130,7 @@ def join_unpaired(name: str, members: Sequence[UnpairedTask]) -> UnpairedTask:
 
 
 def _unpaired(left: Summary, right: Summary) -> UnpairedTask | None:
-    variances = [variance for one in (left, right) if (variance := _variance(one)) is not None]
+    variances = [variance for member in (left, right) if (variance := _variance(member)) is not None]
     if len(variances) < 2:
         return None
     return UnpairedTask(
@@ -143,28 +145,28 @@ def _unpaired(left: Summary, right: Summary) -> UnpairedTask | None:
     )
 
 
-def _variance(one: Summary) -> float | None:
+def _variance(member: Summary) -> float | None:
     """Of one document, from the standard error; without one its bound where the metric is known."""
-    if one.stderr:
-        return one.stderr**2 * one.documents
-    inside = one.metric in UNIT_METRICS and 0 <= one.value <= 1
-    return one.value * (1 - one.value) if inside else None
+    if member.stderr:
+        return member.stderr**2 * member.documents
+    inside = member.metric in UNIT_METRICS and 0 <= member.value <= 1
+    return member.value * (1 - member.value) if inside else None
 
 
-def _is_share(one: Summary) -> bool:
+def _is_share(member: Summary) -> bool:
     """Whether each document is right or wrong: only then the standard error is sqrt(p (1 - p) / (n - 1)).
 
     Without one, a metric in [0, 1] is taken for a share, whose variance is the greatest.
     """
-    if not 0 <= one.value <= 1:
+    if not 0 <= member.value <= 1:
         return False
-    if one.stderr is None:
-        return one.metric in UNIT_METRICS
-    expected = math.sqrt(one.value * (1 - one.value) / max(1, one.documents - 1))
-    return math.isclose(one.stderr, expected, rel_tol=0.01, abs_tol=1e-6) and _is_count(one)
+    if member.stderr is None:
+        return member.metric in UNIT_METRICS
+    expected = math.sqrt(member.value * (1 - member.value) / max(1, member.documents - 1))
+    return math.isclose(member.stderr, expected, rel_tol=0.01, abs_tol=1e-6) and _is_count(member)
 
 
-def _is_count(one: Summary) -> bool:
+def _is_count(member: Summary) -> bool:
     """Whether mean times documents is a whole number."""
-    right = one.value * one.documents
-    return abs(right - round(right)) < 1e-3 * max(1.0, math.sqrt(one.documents))
+    right = member.value * member.documents
+    return abs(right - round(right)) < 1e-3 * max(1.0, math.sqrt(member.documents))

@@ -88,7 +88,7 @@ def _looks(candidate: Results, early: bool) -> tuple[Look, ...]:
 
 
 def _asked_again(run: Results, alpha: float) -> str:
-    """How a model did against itself; EnvironmentFault where that tells of an engine that wavers."""
+    """How a model did against itself; EnvironmentFault where the engine is non-deterministic."""
     folder = run.file.parent
     repeated = read_repeated(folder)
     if repeated is None:
@@ -101,8 +101,8 @@ def _circumstances(
     old: Fingerprint, new: Fingerprint, where: tuple[str, str], early: bool
 ) -> tuple[str, ...]:
     """What changed; lm-eval's task hash is of the documents read, which an early end makes fewer."""
-    told = {name: value for name, value in old.items() if not (early and name.startswith(TASK_HASH))}
-    return changes(told, new, where=where)
+    recorded = {name: value for name, value in old.items() if not (early and name.startswith(TASK_HASH))}
+    return changes(recorded, new, where=where)
 
 
 def _decide_against(
@@ -110,7 +110,7 @@ def _decide_against(
 ) -> Verdict:
     if gate:
         got, need = "another choice of gates", "those that were accepted"
-        raise InputError("gate", got=got, need=need, fix="leave it out, or accept anew")
+        raise InputError("gate", got=got, need=need, fix="leave it out, or accept it again")
     where = ("when the baseline was accepted", "now")
     changed = _circumstances(accepted.fingerprint, candidate.fingerprint, where, early)
     return judge(pair_with(accepted, candidate, early=early), margin=margin, alpha=alpha, warnings=changed)
@@ -136,7 +136,7 @@ def judge(
         tasks=tasks,
         pooled=_pooled(gates, margin, alpha),
         warnings=(
-            *map(_unpaired_warning, (one for one in gates if isinstance(one, UnpairedTask))),
+            *map(_unpaired_warning, (gate for gate in gates if isinstance(gate, UnpairedTask))),
             *warnings,
         ),
     )
@@ -180,7 +180,7 @@ def _check_limits(margin: float, alpha: float) -> None:
 
 def _method(gates: Sequence[Compared], alpha: float) -> str:
     intervals = dict.fromkeys(map(_interval_name, gates))
-    kinds = "paired" if any(isinstance(one, TaskPair) for one in gates) else "unpaired"
+    kinds = "paired" if any(isinstance(gate, TaskPair) for gate in gates) else "unpaired"
     several = (
         f"; every task must pass, upper bounds corrected for {len(gates)} tasks (Holm)"
         if len(gates) > 1
@@ -189,34 +189,34 @@ def _method(gates: Sequence[Compared], alpha: float) -> str:
     return f"{kinds} difference, {' and '.join(intervals)}, one-sided {_percent(1 - alpha)} bounds{several}"
 
 
-def _interval_name(one: Compared) -> str:
-    if isinstance(one, UnpairedTask):
-        return f"unpaired {'Newcombe' if one.binary else 'normal'} interval"
-    if one.early:
+def _interval_name(gate: Compared) -> str:
+    if isinstance(gate, UnpairedTask):
+        return f"unpaired {'Newcombe' if gate.binary else 'normal'} interval"
+    if gate.early:
         return "bets that may stop at any document"
-    name = "Tango's score interval" if one.binary else "BCa bootstrap"
-    return name if one.clusters is None else f"{name} clustered by task"
+    name = "Tango's score interval" if gate.binary else "BCa bootstrap"
+    return name if gate.clusters is None else f"{name} clustered by task"
 
 
-def _unpaired_warning(one: UnpairedTask) -> str:
+def _unpaired_warning(gate: UnpairedTask) -> str:
     """What missing samples cost."""
-    start = f"{one.task}: no samples to pair, so that the means are compared as if of different documents"
-    if one.cost is None or one.cost <= 1:
+    start = f"{gate.task}: no samples to pair, so that the means are compared as if of different documents"
+    if gate.cost is None or gate.cost <= 1:
         return f"{start}; log samples (--log_samples) to need fewer documents"
     return (
-        f"{start}, which needs {one.cost:.1f} times the documents that pairs need where "
+        f"{start}, which needs {gate.cost:.1f} times the documents that pairs need where "
         f"{_percent(USUAL_DISAGREEMENT)} of the answers change; log samples (--log_samples)"
     )
 
 
 def _pooled(gates: Sequence[Compared], margin: float, alpha: float) -> Comparison | None:
     """All documents as one task, where every metric is 0/1: informative, since the tasks decide."""
-    pairs = [one for one in gates if isinstance(one, TaskPair) and one.binary and one.sign > 0]
+    pairs = [gate for gate in gates if isinstance(gate, TaskPair) and gate.binary and gate.sign > 0]
     if len(pairs) < len(gates) or len(pairs) == 1:
         return None
     shared = {(pair.metric, pair.filter) for pair in pairs}
-    found = comparison(pool("all tasks", pairs), margin=margin, alpha=alpha)
-    return found if len(shared) == 1 else replace(found, metric="share of right answers", filter="none")
+    pooled = comparison(pool("all tasks", pairs), margin=margin, alpha=alpha)
+    return pooled if len(shared) == 1 else replace(pooled, metric="share of right answers", filter="none")
 
 
 def _percent(share: float) -> str:

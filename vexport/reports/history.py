@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vexport.evaluation.ladder import ladder
-from vexport.reports.charts.plane import Plane, ladder_chart
+from vexport.evaluation.scheme_points import scheme_points
+from vexport.reports.charts.plane import Plane, scheme_chart
 from vexport.reports.charts.trend import Trend, trend
 from vexport.reports.document import (
     SUMMARY,
@@ -59,7 +59,7 @@ def history_document(runs: Sequence[Run]) -> Document:
     """The runs, the scores of each task, KL against bits, and trends."""
     ordered = by_time(runs)
     titles = tuple(dict.fromkeys(task_title(task) for run in ordered for task in _tasks(run)))
-    kl_chart = ladder_chart(ladder([replace(run.report, name=run.label) for run in ordered]))
+    kl_chart = scheme_chart(scheme_points([replace(run.report, name=run.label) for run in ordered]))
     trends = _trends(ordered, titles)
     first, last = (_made(run.report.created) for run in (ordered[0], ordered[-1]))
     return Document(

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def dumps(kind: type[T], value: T) -> str:
     """Indented ASCII: terminal controls and lone surrogates leave as JSON escapes, not as themselves."""
-    plain: Json = TypeAdapter(kind).dump_python(value, mode="json")
+    plain: Json = TypeAdapter(kind).dump_python(value, mode="json", by_alias=True)
     return json.dumps(_finite(plain), indent=2, allow_nan=False) + "\n"
 
 

@@ -26,7 +26,7 @@ _OFF = {
     ("engine_args", "none"),
 }
 MAX_BESIDE = 8
-"""Comparisons shown for each task besides its gate; JSON has all."""
+"""Comparisons shown for each task next to its gate; JSON has all."""
 
 
 def outcome_line(outcome: str, device: str) -> str:
@@ -116,7 +116,7 @@ def scale_of(task: TaskVerdict) -> Scale:
 
 
 def scale_of_comparison(one: Comparison) -> Scale:
-    """As `scale_of`, for what is shown beside."""
+    """As `scale_of`, for what is shown next to a gate."""
     return Scale(max(one.baseline, one.candidate) <= 1)
 
 
@@ -137,8 +137,8 @@ def drift_line(drift: Drift) -> str:
 
 def attribution_line(attribution: Attribution) -> str:
     """Where a loss comes from, and why."""
-    guilty = "no part stands out" if attribution.guilty == "none" else f"the {attribution.guilty}"
-    return f"{guilty}: {attribution.reason}"
+    cause = "no part stands out" if attribution.cause == "none" else f"the {attribution.cause}"
+    return f"{cause}: {attribution.reason}"
 
 
 def signal_lines(report: Report) -> Sequence[tuple[str, str]]:

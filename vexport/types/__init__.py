@@ -37,7 +37,7 @@ from vexport.types.sensitivity import (
     Sensitivity,
     Tradeoff,
 )
-from vexport.types.signals import Attribution, Distance, Drift, Fault, PromptDrift, Rung, TokenDrift
+from vexport.types.signals import Attribution, Cause, Distance, Drift, PromptDrift, SchemePoint, TokenDrift
 from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
 from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, silent
 
@@ -67,7 +67,7 @@ __all__ = [
     "EngineInfo",
     "EngineMode",
     "ExpertCoverage",
-    "Fault",
+    "Cause",
     "Finding",
     "Flip",
     "FusionGroup",
@@ -100,7 +100,7 @@ __all__ = [
     "PromptDrift",
     "Prompting",
     "Report",
-    "Rung",
+    "SchemePoint",
     "Scalar",
     "SchemeLoss",
     "Score",

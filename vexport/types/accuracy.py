@@ -38,7 +38,7 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A difference that is shown beside a gate and decides nothing.
+    """A difference that is shown next to a gate and decides nothing.
 
     `baseline` and `candidate` are means; `difference` is positive where the candidate is better, with
     one-sided 1 - alpha bounds; `outcome` is what they would say as a gate.
@@ -120,7 +120,7 @@ class Verdict:
     `warnings` say what weakens the answer: samples that are missing, an environment that changed.
     `prompting` says how the documents were asked, None in reports that were written before it was recorded.
     `looks` has every look of an evaluation that stopped early, in order. `drift` and `attribution` are what
-    `vexport eval` measured beside the tasks; those of a run stand in its report. `device` ran the candidate
+    `vexport eval` measured apart from the tasks; a run has its own in its report. `device` ran the candidate
     (`CPU, emulated`), empty where its results do not tell.
     """
 

@@ -1,6 +1,6 @@
-"""What two models' log-probabilities on the same tokens tell: early signals, and whose fault a loss is."""
+"""What two models' log-probabilities on the same tokens tell: early signals, and where a loss comes from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vexport.types.values import Outcome
@@ -65,12 +65,12 @@ class Distance:
     limit: float
 
 
-Fault = Literal["none", "quantization", "loader", "kernel", "harness"]
+Cause = Literal["none", "quantization", "loader", "kernel", "harness"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """The same tokens scored four ways, and whose fault a loss is.
+    """The same tokens scored four ways, and the cause of a loss (`guilty` in JSON).
 
     (1) transformers and (2) vLLM on the baseline; (3) transformers with the exported weights dequantized and
     activations rounded, (4) vLLM on the candidate. `noise` is 2 against 1, `quantization` 3 against 1,
@@ -79,7 +79,7 @@ class Attribution:
     the two models do not read the same tokens.
     """
 
-    guilty: Fault
+    cause: Cause = field(metadata={"alias": "guilty"})
     reason: str
     noise: Distance | None
     quantization: Distance | None
@@ -90,8 +90,8 @@ class Attribution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
-    """One run of a ladder over schemes: what it stores, what that loses.
+class SchemePoint:
+    """One run of a comparison of schemes: what it stores, what that loses.
 
     `number` is the run's place among those that were given, from 1.
     `stored_bytes` and `bits_per_weight` are of the whole checkpoint, scales and kept layers included.

@@ -8,7 +8,7 @@ from typing import Literal
 from vexport.reports.charts.axis import Axis, Tick, padded, signed
 from vexport.reports.formatting import count, size, small
 from vexport.reports.sentences import looks_scale
-from vexport.types import Look, MixedScheme, Outcome, Rung, Verdict
+from vexport.types import Look, MixedScheme, Outcome, SchemePoint, Verdict
 
 # What a loss of zero is drawn as, below the least positive one.
 _BELOW = 3.0
@@ -97,42 +97,42 @@ def tradeoff_chart(mixed: MixedScheme) -> Plane | None:
     )
 
 
-def ladder_chart(rungs: Sequence[Rung]) -> Plane | None:
+def scheme_chart(runs: Sequence[SchemePoint]) -> Plane | None:
     """Bits per weight against KL, a point for each run that has both; None with fewer than two.
 
-    A line joins the rungs of one source on the same tokens; the title says where not all have the same.
+    A line joins the runs of one source on the same tokens; the title says where not all have the same.
     """
-    known = [(rung, rung.mean_kl) for rung in rungs if rung.mean_kl is not None]
+    known = [(run, run.mean_kl) for run in runs if run.mean_kl is not None]
     if len(known) < 2:
         return None
-    across = padded([rung.bits_per_weight for rung, _ in known])
+    across = padded([run.bits_per_weight for run, _ in known])
     up = _log_axis([loss for _, loss in known])
-    points = tuple(
+    marks = tuple(
         Point(
-            x=across.at(rung.bits_per_weight),
+            x=across.at(run.bits_per_weight),
             y=_height(up, loss),
-            label=f"{rung.number} {rung.name}: {rung.bits_per_weight:.2f} bits, KL {small(loss)}",
-            outcome=rung.outcome,
+            label=f"{run.number} {run.name}: {run.bits_per_weight:.2f} bits, KL {small(loss)}",
+            outcome=run.outcome,
         )
-        for rung, loss in known
+        for run, loss in known
     )
-    alike = len({rung.digest for rung, _ in known}) == 1
+    alike = len({run.digest for run, _ in known}) == 1
     return Plane(
         title="KL against bits per weight" + ("" if alike else ": not all on the same prompts"),
         x_unit="bits per weight, everything stored",
         y_unit="KL, nats per token",
         x_ticks=tuple(Tick(across.at(value), f"{value:g}") for value in across.values()),
         y_ticks=_log_ticks(up),
-        points=_marked(points, [rung.number for rung, _ in known]),
-        lines=_by_source([rung for rung, _ in known], points),
+        points=_marked(marks, [run.number for run, _ in known]),
+        lines=_by_source([run for run, _ in known], marks),
     )
 
 
-def _by_source(rungs: Sequence[Rung], points: Sequence[Point]) -> tuple[str, ...]:
-    """A line for each source and its tokens that has rungs of different sizes."""
+def _by_source(runs: Sequence[SchemePoint], points: Sequence[Point]) -> tuple[str, ...]:
+    """A line for each source and its tokens that has runs of different sizes."""
     lines: dict[tuple[str, str], list[str]] = {}
-    for rung, point in zip(rungs, points, strict=True):
-        lines.setdefault((rung.source, rung.digest), []).append(f"{point.x},{point.y}")
+    for run, point in zip(runs, points, strict=True):
+        lines.setdefault((run.source, run.digest), []).append(f"{point.x},{point.y}")
     return tuple(" ".join(line) for line in lines.values() if len({at.split(",")[0] for at in line}) > 1)
 
 

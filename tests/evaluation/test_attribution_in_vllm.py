@@ -56,7 +56,7 @@ def blamed(baseline: Scored, candidate: Path, folder: Path, outcome: Outcome = "
 
 
 def test_a_sound_export(baseline: Scored, export: Path, tmp_path: Path) -> None:
-    assert blamed(baseline, export, tmp_path, "PASS").guilty == "none"
+    assert blamed(baseline, export, tmp_path, "PASS").cause == "none"
 
 
 def test_a_bad_kernel(
@@ -64,20 +64,20 @@ def test_a_bad_kernel(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(bad_kernel(tmp_path / "plugin")), prepend=":")
     found = blamed(baseline, export, tmp_path)
-    assert found.guilty == "kernel"
+    assert found.cause == "kernel"
 
 
 def test_swapped_scales(baseline: Scored, export: Path, tmp_path: Path) -> None:
     found = blamed(baseline, with_swapped_scales(export, tmp_path / "swapped"), tmp_path)
-    assert found.guilty == "quantization"
+    assert found.cause == "quantization"
 
 
 def test_scales_that_the_loader_joins(baseline: Scored, export: Path, tmp_path: Path) -> None:
     found = blamed(baseline, with_own_global_scales(export, tmp_path / "own"), tmp_path)
-    assert found.guilty == "loader"
+    assert found.cause == "loader"
     assert "global_scale" in found.reason
 
 
 def test_a_wrong_chat_template(baseline: Scored, export: Path, tmp_path: Path) -> None:
     wrong = with_template(export, tmp_path / "wrong", WRONG_TEMPLATE)
-    assert blamed(baseline, wrong, tmp_path).guilty == "harness"
+    assert blamed(baseline, wrong, tmp_path).cause == "harness"

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.reports.sample import report, unloaded, verdict
-from vexport.evaluation.ladder import ladder
+from vexport.evaluation.scheme_points import scheme_points
 from vexport.types import Drift
 
 
@@ -26,7 +26,7 @@ def test_rungs_stand_from_large_to_small_with_what_each_loses() -> None:
     whole = replace(report(), name="large", drift=drift(0.01), verdict=replace(verdict(), pooled=None))
     half = replace(whole.plan, output_bytes=whole.plan.output_bytes // 2)
     small = replace(unloaded(), name="small", plan=half, drift=None, verdict=None, outcome="FAIL")
-    first, second = ladder([small, whole])
+    first, second = scheme_points([small, whole])
     assert (first.name, second.name) == ("large", "small")
     assert first.bits_per_weight == 8 * whole.plan.output_bytes / whole.plan.parameters
     assert (first.mean_kl, first.nll_rise) == (0.01, 0.25)

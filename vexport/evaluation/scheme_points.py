@@ -1,20 +1,20 @@
-"""A ladder over schemes: what each of several runs stores, and what that loses."""
+"""A comparison of schemes: what each of several runs stores, and what that loses."""
 
 from collections.abc import Sequence
 
-from vexport.types import Comparison, Report, Rung, TaskVerdict, Verdict
+from vexport.types import Comparison, Report, SchemePoint, TaskVerdict, Verdict
 
 
-def ladder(reports: Sequence[Report]) -> tuple[Rung, ...]:
-    """A rung for each run, from the largest checkpoint to the smallest."""
-    rungs = [_rung(number, report) for number, report in enumerate(reports, 1)]
-    return tuple(sorted(rungs, key=lambda rung: (-rung.bits_per_weight, rung.name)))
+def scheme_points(reports: Sequence[Report]) -> tuple[SchemePoint, ...]:
+    """A point for each run, from the largest checkpoint to the smallest."""
+    points = [_point(number, report) for number, report in enumerate(reports, 1)]
+    return tuple(sorted(points, key=lambda point: (-point.bits_per_weight, point.name)))
 
 
-def _rung(number: int, report: Report) -> Rung:
+def _point(number: int, report: Report) -> SchemePoint:
     plan, drift = report.plan, report.drift
     loss = _loss(report.verdict) if report.verdict else None
-    return Rung(
+    return SchemePoint(
         digest=drift.digest if drift else "",
         number=number,
         name=report.name,
