@@ -29,12 +29,11 @@ MOST_LAYERS = 12
 BOTH_WAYS = {("engine", "evaluation")}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: the command line imports what it runs, the catalog the table that is asked for, a
-# run, a repair, a diff and a format what needs torch or numba, a download or a model card the hub's client;
+# quantization, a repair, a diff and a format what needs torch or numba, a download or card the hub's client;
 # workers, separate programs, import vLLM, lm-eval and what of vexport they are asked for.
 LATE = {
     "cli": ("vexport",),
     "quantize": ("vexport",),
-    "run": ("vexport",),
     "explain": ("vexport",),
     "checkpoint": ("huggingface_hub",),
     "repair": ("vexport",),

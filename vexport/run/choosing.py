@@ -1,13 +1,15 @@
 """The stages that settle which layer gets which scheme: by the rules, by measured losses, by promotion."""
 
+from vexport.calibration.device import default_device
 from vexport.plan import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
-from vexport.quantize.samples import calibrate_plan, require_calibration
+from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
 from vexport.run.attempts import read_attempts
 from vexport.run.directory import Digests, checkpoint_digest, path_digest, value_digest
-from vexport.run.losses import unit_losses
 from vexport.run.state import CALIBRATION, CANDIDATES, MIXED, PLAN, SENSITIVITY, Run
 from vexport.scenario import Rule
+from vexport.scenario import Sensitivity as SensitivitySettings
+from vexport.sensitivity import measure as losses
 from vexport.sensitivity.choose import mixed_scheme
 from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
 from vexport.types import Calibration, MixedScheme, Plan, Sensitivity
@@ -59,15 +61,20 @@ def is_sensitivity_asked(run: Run) -> bool:
 
 
 def measure(run: Run) -> Sensitivity:
-    """What quantizing each unit costs."""
-    return unit_losses(
+    """What quantizing each unit costs, on the first samples; see `vexport.sensitivity.measure`."""
+    settings, how = run.scenario.calibration, run.scenario.sensitivity or SensitivitySettings()
+    assert settings is not None, "a scenario whose losses are asked for has a calibration"
+    trust = run.options.trust_remote_code
+    return losses.measure(
         run.index,
         run.units,
-        run.get(CALIBRATION),
-        run.scenario,
+        run.get(CALIBRATION) or Calibration(rows=(), digest="", tokens=0, ranges={}),
+        calibration_samples(run.index, settings, how.samples, trust_remote_code=trust),
+        method=how.method,
         file=run.folder / "sensitivity" / "trials.json",
         on_progress=run.options.on_progress,
-        trust_remote_code=run.options.trust_remote_code,
+        trust_remote_code=trust,
+        device=settings.device or default_device(),
     )
 
 
