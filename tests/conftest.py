@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import vexport
-from tests.models import save_llama, write_calibration
+from tests.models import quantize, save_llama, write_calibration
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,8 +34,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Pat
     def quantized(scheme: str) -> Path:
         out = root / scheme
         if not out.exists():
-            ran = vexport("quantize", llama, out, "--scheme", scheme, "--calibration", calibration, "--quiet")
-            assert ran.code == 0, ran.stderr
+            quantize(llama, out, scheme, "--calibration", calibration)
         return out
 
     return quantized

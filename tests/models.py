@@ -1,12 +1,18 @@
-"""Micro models with random weights, saved as real checkpoints."""
+"""Micro models with random weights, saved as real checkpoints; what tests do with them again and again."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from tests.command import vexport
+from vexport.checks import check_checkpoint
+from vexport.types import Finding
 
 VOCABULARY = 384
 SIZES: Mapping[str, int] = {
@@ -54,3 +60,33 @@ def write_calibration(path: Path, rows: int = 8, length: int = 32, vocabulary: i
     ids = torch.randint(3, vocabulary, (rows, length), generator=generator).tolist()
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids), encoding="utf-8")
     return path
+
+
+def quantize(source: Path, out: Path, scheme: str, *options: object) -> Path:
+    """Quantize a checkpoint, which must succeed, to `out`."""
+    ran = vexport("quantize", source, out, "--scheme", scheme, *options, "--quiet")
+    assert ran.code == 0, ran.stderr
+    return out
+
+
+def dequantized(folder: Path, layer: str) -> torch.Tensor:
+    """A layer's weight (out, in) by compressed-tensors, from the files of a checkpoint of one group alone."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    (raw,) = config["config_groups"].values()
+    keys = ("targets", "weights", "input_activations")
+    scheme = QuantizationScheme.model_validate({key: raw[key] for key in keys})
+    tensors = load_file(folder / "model.safetensors")
+    start = f"{layer}."
+    stored = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+    weight: torch.Tensor = BaseCompressor.get_value_from_registry(raw["format"]).decompress(stored, scheme)[
+        "weight"
+    ]
+    return weight
+
+
+def errors(folder: Path) -> list[Finding]:
+    """What a check says is wrong with a checkpoint."""
+    report = check_checkpoint(str(folder))
+    found = [finding for finding in report.findings if finding.severity == "error"]
+    assert report.ok is (not found)
+    return found

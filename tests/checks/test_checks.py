@@ -9,23 +9,15 @@ import pytest
 import torch
 
 from tests.command import vexport
-from tests.models import save_llama, save_qwen3
+from tests.models import errors, save_llama, save_qwen3
 from tests.mutations.edits import Change, Tensors, drop, element, put, spoiled, tensors
 from vexport.checks import check_checkpoint
 from vexport.formats.schemes import all_schemes
-from vexport.types import Finding
 
 Config = dict[str, object]
 SCHEMES = tuple(scheme.name for scheme in all_schemes() if scheme.name != "INT8")
 Q = "model.layers.1.self_attn.q_proj"
 DOWN = "model.layers.2.mlp.down_proj"
-
-
-def errors(root: Path) -> list[Finding]:
-    report = check_checkpoint(str(root))
-    found = [finding for finding in report.findings if finding.severity == "error"]
-    assert report.ok is (not found)
-    return found
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.models import errors
 from tests.mutations.edits import WEIGHTS, Tensors
 from vexport.checkpoint.index import read_index
-from vexport.checks import check_checkpoint
 from vexport.quantize.samples import vocab_size
-from vexport.types import Finding, Json
+from vexport.types import Json
 
 # Class and model type, where the names of the language model begin, the keys around its config.
 WRAPPERS = {
@@ -33,10 +33,6 @@ def wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) ->
     outer = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps({**outer, **(config if isinstance(config, dict) else {})}))
     return folder
-
-
-def errors(root: Path) -> list[Finding]:
-    return [finding for finding in check_checkpoint(str(root)).findings if finding.severity == "error"]
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)

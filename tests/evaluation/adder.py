@@ -53,7 +53,7 @@ def _on(run: Callable[..., EvalResults], tasks: list[object], documents: dict[st
 
 
 def main(request: dict[str, object]) -> None:
-    tasks, runs, limit = request["tasks"], request["runs"], request["limit"]
+    tasks, runs = request["tasks"], request["runs"]
     assert isinstance(runs, dict)
     assert isinstance(tasks, list)
     groups = [Path(task) for task in tasks if task.endswith(".group.yaml")]
@@ -70,7 +70,6 @@ def main(request: dict[str, object]) -> None:
                 model=Adder(wrong),
                 model_args={"pretrained": "test/adder"},
                 task_manager=manager,
-                limit=limit,
                 log_samples=True,
                 bootstrap_iters=0,
                 evaluation_tracker=tracker,

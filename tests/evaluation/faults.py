@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.command import vexport
+from tests.models import quantize
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo"
@@ -34,9 +34,7 @@ def register() -> None:
 
 def quantized(folder: Path, scheme: str = "NVFP4A16") -> Path:
     """The demo model in a weight-only scheme."""
-    ran = vexport("quantize", DEMO / "model", folder, "--scheme", scheme, "--quiet")
-    assert ran.code == 0, ran.stderr
-    return folder
+    return quantize(DEMO / "model", folder, scheme)
 
 
 def with_template(source: Path, folder: Path, template: str) -> Path:

@@ -68,12 +68,17 @@ def make_group(folder: Path, subjects: int, documents: int) -> str:
     return str(group)
 
 
-def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]], limit: int | None = None) -> None:
+def run_lm_eval(
+    tasks: Sequence[str], runs: Mapping[Path, Sequence[int]], *, rule: Path | None = None
+) -> None:
     """Evaluate a model that errs on the given documents, one lm-eval run for each output folder.
 
-    In a process of its own: lm-eval's imports warn, and take seconds.
+    With the file of a stopping `rule` a run ends when it is decided. In a separate process: lm-eval's imports
+    warn, and take seconds.
     """
-    request = {"tasks": list(tasks), "runs": {str(k): list(v) for k, v in runs.items()}, "limit": limit}
+    request: dict[str, object] = {"tasks": list(tasks), "runs": {str(k): list(v) for k, v in runs.items()}}
+    if rule is not None:
+        request["rule"] = str(rule)
     command = [sys.executable, "-m", "tests.evaluation.adder", json.dumps(request)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -51,6 +51,7 @@ def in_vllm(requests: Sequence[SessionRequest], folder: Path) -> list[dict[str, 
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HOME": str(folder / "home"),
+        "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"),  # else vLLM inspects the model's class again
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }

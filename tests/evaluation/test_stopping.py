@@ -1,8 +1,6 @@
 """Evaluations that stop when they are decided: the order, the looks, the real lm-eval, the error rates."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -121,16 +119,8 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rule.json").write_text(
         to_json(stopping_rule(folder / "baseline", {}, margin=MARGIN, alpha=ALPHA, seed=0))
     )
-    for name, wrong in {"same": [], "worse": list(range(0, DOCUMENTS, 4))}.items():
-        request = {
-            "tasks": tasks,
-            "runs": {str(folder / name): wrong},
-            "limit": None,
-            "rule": str(folder / "rule.json"),
-        }
-        command = [sys.executable, "-m", "tests.evaluation.adder", json.dumps(request)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
+    candidates = {folder / "same": [], folder / "worse": range(0, DOCUMENTS, 4)}
+    run_lm_eval(tasks, candidates, rule=folder / "rule.json")
     return folder
 
 

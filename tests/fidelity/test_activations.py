@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.command import vexport
-from tests.models import save_qwen3, write_calibration
+from tests.models import quantize, save_qwen3, write_calibration
 from tests.mutations.edits import Change, put, spoiled
 
 LAYER = "model.layers.1"
@@ -33,8 +33,7 @@ def quantized(model: Path, text: Path) -> Callable[[str], Path]:
     def make(scheme: str) -> Path:
         out = model.with_name(scheme)
         if not out.exists():
-            given = ("--scheme", scheme, "--kv-cache", "fp8", "--calibration", text, "--quiet")
-            assert vexport("quantize", model, out, *given).code == 0
+            quantize(model, out, scheme, "--kv-cache", "fp8", "--calibration", text)
         return out
 
     return make
@@ -141,7 +140,7 @@ def test_a_checkpoint_without_static_scales_is_told_that_the_text_changes_nothin
     model: Path, text: Path
 ) -> None:
     out = model.with_name("dynamic")
-    assert vexport("quantize", model, out, "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
+    quantize(model, out, "FP8_DYNAMIC")
     code, (finding,) = check(out, model, text)
     assert code == 0
     assert finding["severity"] == "info"

@@ -67,7 +67,8 @@ class Machine:
         command = [sys.executable, *map(str, arguments)]
         own = {name: value for name, value in os.environ.items() if name not in HUB_VARIABLES}
         cache = str(self.folder / "cache")
-        environment = own | {"HF_ENDPOINT": self.url, "HF_HOME": cache, "HOME": cache} | variables
+        known = {"VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm")}
+        environment = own | known | {"HF_ENDPOINT": self.url, "HF_HOME": cache, "HOME": cache} | variables
         environment["PYTHONPATH"] = str(Path(__file__).parents[2])
         done = subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import save_family
-from tests.command import vexport
-from tests.models import VOCABULARY, save_llama, save_qwen3, write_calibration
+from tests.models import VOCABULARY, quantize, save_llama, save_qwen3, write_calibration
 
 PEER = Path(__file__).parent.parent / "peer"
 SIZES: Mapping[str, int] = {
@@ -126,9 +125,7 @@ def _quantize(source: Path, out: Path, sound: Sound) -> None:
     vocabulary = 64 if sound.experts else VOCABULARY
     calibration = write_calibration(calibration_of(out.parent, out.name), vocabulary=vocabulary)
     cache = ("--kv-cache", "fp8") if sound.kv_cache else ()
-    given = ("--scheme", sound.scheme, "--calibration", calibration, "--quiet", *cache)
-    ran = vexport("quantize", source, out, *given)
-    assert ran.code == 0, ran.stderr
+    quantize(source, out, sound.scheme, "--calibration", calibration, *cache)
 
 
 def _take_norms(folder: Path, other: Path) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from safetensors.torch import load_file
 
 from tests.command import vexport
-from tests.models import save_llama, save_qwen3
+from tests.models import dequantized, quantize, save_llama, save_qwen3
 from vexport.checkpoint.index import read_header
 
 SCHEMES = {
@@ -27,28 +26,10 @@ GLOBAL = {"NVFP4": ("weight_global_scale", "input_global_scale"), "FP8": ("weigh
 
 
 def quantized(source: Path, out: Path, scheme: str, calibration: Path) -> dict[str, torch.Tensor]:
-    ran = vexport("quantize", source, out, "--scheme", scheme, "--calibration", calibration, "--quiet")
-    assert ran.code == 0, ran.stderr
-    tensors: dict[str, torch.Tensor] = load_file(out / "model.safetensors")
+    tensors: dict[str, torch.Tensor] = load_file(
+        quantize(source, out, scheme, "--calibration", calibration) / "model.safetensors"
+    )
     return tensors
-
-
-def dequantized(tensors: dict[str, torch.Tensor], module: str, scheme: str) -> torch.Tensor:
-    args = preset_name_to_scheme(scheme, ["Linear"])
-    state = {
-        name.removeprefix(f"{module}."): value
-        for name, value in tensors.items()
-        if name.startswith(f"{module}.")
-    }
-    if scheme.startswith("NVFP4"):
-        compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
-    else:
-        packed = "weight_packed" in state
-        integer = state["weight_packed" if packed else "weight"].dtype in (torch.int8, torch.int32)
-        name = "pack-quantized" if packed else "int-quantized" if integer else "float-quantized"
-        compressor = BaseCompressor.get_value_from_registry(name)
-    weight: torch.Tensor = compressor.decompress(state, args)["weight"]
-    return weight.to(torch.float32)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -57,12 +38,12 @@ def test_weights_come_back(family: object, scheme: str, tmp_path: Path, calibrat
     assert callable(family)
     source = family(tmp_path / "source")
     original = load_file(source / "model.safetensors")
-    tensors = quantized(source, tmp_path / "out", scheme, calibration)
+    out = quantize(source, tmp_path / "out", scheme, "--calibration", calibration)
     linears = [name.removesuffix(".weight") for name in original if "_proj." in name]
     assert len(linears) == 21
     for module in linears:
         exact = original[f"{module}.weight"].to(torch.float32)
-        noise = (dequantized(tensors, module, scheme) - exact).square().mean()
+        noise = (dequantized(out, module).to(torch.float32) - exact).square().mean()
         decibels = 10 * torch.log10(exact.square().mean() / noise).item()
         assert decibels > SCHEMES[scheme], module
 

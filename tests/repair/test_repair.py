@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from tests.command import Ran, vexport
+from tests.models import dequantized
 from tests.mutations.edits import Change, Tensors, add, drop, element, put, spoiled, tensors
 from vexport.checks import check_checkpoint
 
@@ -65,27 +64,6 @@ def repair(checkpoint: Path, out: Path, *options: object) -> tuple[Ran, dict[str
     ran = vexport("repair", checkpoint, out, "--quiet", "--format", "json", *options)
     assert ran.stdout, ran.stderr
     return ran, json.loads(ran.stdout)
-
-
-def dequantized(folder: Path, layer: str) -> torch.Tensor:
-    """By compressed-tensors, from the files alone."""
-    raw = next(
-        iter(
-            json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
-        )
-    )
-    scheme = QuantizationScheme.model_validate(
-        {key: raw[key] for key in ("targets", "weights", "input_activations")}
-    )
-    stored = {
-        name.removeprefix(f"{layer}."): value
-        for name, value in load_file(folder / "model.safetensors").items()
-        if name.startswith(f"{layer}.")
-    }
-    weight: torch.Tensor = BaseCompressor.get_value_from_registry(raw["format"]).decompress(stored, scheme)[
-        "weight"
-    ]
-    return weight
 
 
 def index_of_one_file(**changes: object) -> Change:
