@@ -20,7 +20,7 @@ from vexport.explain.render import plain
 from vexport.fidelity.roundtrip import CHECK as ROUND_TRIP
 from vexport.types import ENGINE_CHECK
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 ROWS = [
     (kind, next(iter(row.values())))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.command import Ran, vexport
 
-PEER = Path(__file__).parent / "peer"
+PEER = Path(__file__).parent.parent / "peer"
 LLAMA, FP8, NVFP4 = PEER / "llama", PEER / "llama-FP8_DYNAMIC", PEER / "llama-NVFP4A16"
 Q = "model.layers.0.self_attn.q_proj"
 LAYERS = 7
