@@ -78,6 +78,13 @@ def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.M
     return name, lists[name]
 
 
+def tie_head(model: transformers.PreTrainedModel) -> None:
+    """Give an output head without weights of its own those of the embeddings."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight.is_meta:
+        head.weight = embeddings.weight
+
+
 def joined(*parts: str) -> str:
     """A name of its parts, of which some may be empty."""
     return ".".join(part for part in parts if part)

@@ -11,7 +11,8 @@ from pathlib import Path
 import numba
 
 PACKAGE = Path(__file__).resolve().parent.parent
-FOLDERS = tuple(PACKAGE / folder for folder in ("numerics", "formats/packing", "observers/kernels"))
+KERNEL_ROOMS = ("numerics", "formats/packing", "observers/kernels", "rounding")
+FOLDERS = tuple(PACKAGE / folder for folder in KERNEL_ROOMS)
 
 
 def sources_digest() -> str:

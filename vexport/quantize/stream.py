@@ -8,10 +8,10 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -36,6 +36,7 @@ from vexport.formats.config import quantization_config
 from vexport.formats.kv_cache import kv_scales
 from vexport.formats.packing.base import STORAGES, Packing, PackingInputs, Scales, kernel_input, not_finite
 from vexport.formats.schemes import get_scheme
+from vexport.numerics.arithmetic import Floats
 from vexport.numerics.codes import largest_magnitude
 from vexport.outputs.replaceable import RECIPE
 from vexport.plan import blocks, output_blocks
@@ -109,6 +110,14 @@ def quantize(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedWeight:
+    """A weight whose values (out, in), float32, are numbers that its format stores with these scales."""
+
+    values: Floats
+    scales: Scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """Turns units of a checkpoint into the chunks that are written, computed by the threads of `pool`."""
 
@@ -117,6 +126,7 @@ class Stream:
     search: Search | None
     reader: Reader
     pool: ThreadPoolExecutor
+    rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
 
     def chunks(self, unit: WriteUnit) -> Iterator[Chunk]:
         """What is written for a unit, in order: a kept tensor itself, or the packed weights of a group."""
@@ -147,6 +157,8 @@ class Stream:
 
     def packed(self, member: LinearPlan, packing: Packing, rows: slice) -> Array:
         """The stored bytes of some rows of a weight; their pages are given back."""
+        if member.name in self.rounded:
+            return packing.pack(kernel_input(self.rounded[member.name].values[rows]), rows.start)
         view = self.view(member, rows)
         packed = packing.pack(kernel_input(view), rows.start)
         self.reader.release_view(self.index.tensors[member.weight], view)
@@ -154,6 +166,8 @@ class Stream:
 
     def known(self, group: FusionGroup) -> Sequence[PackingInputs]:
         """What has to be known of each member before its rows can be packed."""
+        if group.members[0].name in self.rounded:
+            return [PackingInputs(scales=self.rounded[member.name].scales) for member in group.members]
         if group.observer not in observer_names.MIN_MAX:
             assert self.search is not None
             searched = self.search(group, self.index, self.calibration, self.reader)
@@ -187,15 +201,29 @@ class Stream:
 
 
 def quantized_group(
-    group: FusionGroup, index: SourceIndex, calibration: Calibration, reader: Reader, *, search: Search
+    group: FusionGroup,
+    index: SourceIndex,
+    calibration: Calibration,
+    reader: Reader,
+    *,
+    search: Search | None,
+    rounded: Mapping[str, RoundedWeight] | None = None,
 ) -> dict[str, Array]:
     """The bytes of all tensors that replace a group's weights, by name, in memory.
 
-    Raises InputError where a weight is not finite.
+    Weights that are `rounded` already, by layer name, take the place of the source's. Raises InputError where
+    a weight is not finite.
     """
     stored: dict[str, Array] = {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        stream = Stream(index=index, calibration=calibration, search=search, reader=reader, pool=pool)
+        stream = Stream(
+            index=index,
+            calibration=calibration,
+            search=search,
+            reader=reader,
+            pool=pool,
+            rounded=rounded or {},
+        )
         chunks = stream.packed_group(group)
         for spec in group_layout(group, index.tensors):
             parts, missing = list[Array](), num_bytes(spec.dtype, spec.shape)

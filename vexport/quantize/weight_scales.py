@@ -23,39 +23,46 @@ def search_scales(
 
     Raises InputError where a weight is not finite.
     """
-    observers = [
-        observe_weight(
-            member,
-            read_weight(reader, index.tensors[member.weight], member.part),
-            group,
-            calibration.importance.get(member.name),
-        )
-        for member in group.members
-    ]
+    observers = []
+    for member in group.members:
+        weight = read_weight(reader, index.tensors[member.weight], member.part)
+        importance = decoded(calibration.importance.get(member.name))
+        observers.append(observe_weight(member, weight, group, importance, stored=weight.dtype))
     Observer.fuse(observers)
     scales = [scales_of(observer) for observer in observers]
     reader.release(index.tensors[member.weight] for member in group.members)
     return scales
 
 
-def observe_weight(
-    member: LinearPlan, weight: torch.Tensor, group: FusionGroup, importance: str | None
-) -> Observer:
-    """An observer that has seen a layer's weight.
+def decoded(importance: str | None) -> torch.Tensor | None:
+    """The mean square of each input channel, float32 (in,), as calibration wrote it down."""
+    if importance is None:
+        return None
+    return torch.frombuffer(bytearray(base64.b64decode(importance)), dtype=torch.float32)
 
-    `importance` is what calibration gathered for this layer, where the observer asks for it.
+
+def observe_weight(
+    member: LinearPlan,
+    weight: torch.Tensor,
+    group: FusionGroup,
+    importance: torch.Tensor | None,
+    *,
+    stored: torch.dtype,
+) -> Observer:
+    """An observer that has seen a layer's weight (out, in), of the dtype `stored` in the source.
+
+    `importance` (in,) is the mean square of each input channel, where the observer asks for it.
     """
     scheme = get_scheme(group.scheme)
     args = scheme.args.weights
-    stored = scheme.format.parameters(scheme.args, (member.out_features, member.in_features))
+    parameters = scheme.format.parameters(scheme.args, (member.out_features, member.in_features))
     # Searches see scales rounded as they are stored. A min-max scale has no such choice, and its zero point
     # is that of the scale before it is rounded, as in compressed-tensors.
-    if stored["weight_scale"].in_model_dtype and group.observer not in MIN_MAX:
-        args = replace(args, scale_dtype=str(weight.dtype))
+    if parameters["weight_scale"].in_model_dtype and group.observer not in MIN_MAX:
+        args = replace(args, scale_dtype=str(stored))
     observer = load_observer(group.observer, "weight", args)
     if importance is not None and isinstance(observer, IMatrixMSEObserver):
-        means = torch.frombuffer(bytearray(base64.b64decode(importance)), dtype=torch.float32)
-        observer.gathered = Importance(means.to(weight.device), tokens=1)
+        observer.gathered = Importance(importance.to(weight.device), tokens=1)
     observer.forward(weight)
     if not all(bool(torch.isfinite(end)) for end in observer.extremes()):
         raise not_finite(member)

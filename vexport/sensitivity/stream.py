@@ -13,13 +13,14 @@ import torch
 from vexport.calibration.capture import LayerCall, Rest, capture_layer_calls, replayed_layers
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import Batch
-from vexport.calibration.model import build_on_meta, decoder_layers, unload
+from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
 from vexport.numerics.metrics import kl_divergence
-from vexport.sensitivity.trials import Quantizer, Trial
+from vexport.rounding.applied import QuantizedModel
+from vexport.sensitivity.trials import Trial, layers_of, parameter_of
 from vexport.types import Calibration
 
 # The hidden states of a batch each.
@@ -58,16 +59,16 @@ class TrialStream:
         self.ids = [batch.ids.to(device) for batch in batches]
         self.device = device
         self.weights = Weights(index, reader, self.model, device)
-        self.quantizer = Quantizer(index, calibration, reader, self.model, self.weights, device=device)
+        self.quantized = QuantizedModel(index, calibration, reader, self.model, self.weights, device=device)
         self.weights.load_around(self.name)
-        self._tie_head()
+        tie_head(self.model)
 
     def depth(self, trial: Trial) -> int:
         """The number of the decoder layer that a trial changes, that of layers where it is the output head.
 
         InputError where the text model has none of its weights.
         """
-        parameter = self.quantizer.place(trial)
+        parameter = parameter_of(self.quantized, trial)
         if not parameter:
             raise InputError(
                 trial.unit,
@@ -135,15 +136,15 @@ class TrialStream:
         outcome: Outcome,
     ) -> States:
         """The states after the layer with the trial in it; its errors go to `outcome`."""
-        quantized = self.quantizer.layers_of(trial)
-        with self.quantizer.applied(quantized):
+        quantized = layers_of(self.quantized, trial)
+        with self.quantized.applied(quantized):
             made = self._forward(layer, calls, states)
         outcome.error = relative_error(plain, made)
         if len(quantized) == 1:
             outcome.layers = {quantized[0].member.name: outcome.error}
         elif len(trial.option.groups) == 1:
             for one in quantized:
-                with self.quantizer.applied((one,)):
+                with self.quantized.applied((one,)):
                     alone = self._forward(layer, calls, states)
                 outcome.layers[one.member.name] = relative_error(plain, alone)
         return made
@@ -164,13 +165,13 @@ class TrialStream:
     ) -> None:
         """The mean loss of each trial at the model's output, over all positions."""
         losses = dict.fromkeys([*carried, *heads], 0.0)
-        quantized = {trial: self.quantizer.layers_of(trial) for trial in heads}
+        quantized = {trial: layers_of(self.quantized, trial) for trial in heads}
         for position, one in enumerate(states):
             plain = self._logprobs(position, one, rest)
             for trial, after in carried.items():
                 losses[trial] += _divergence(plain, self._logprobs(position, after[position], rest))
             for trial, layers in quantized.items():
-                with self.quantizer.applied(layers):
+                with self.quantized.applied(layers):
                     losses[trial] += _divergence(plain, self._logprobs(position, one, rest))
         tokens = sum(ids.numel() for ids in self.ids)
         for trial, total in losses.items():
@@ -186,12 +187,6 @@ class TrialStream:
 
     def _load(self, number: int) -> None:
         self.weights.load(self.layers[number], f"{self.name}.{number}")
-
-    def _tie_head(self) -> None:
-        """Give an output head without its own weights those of the embeddings."""
-        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        if head is not None and head.weight.is_meta:
-            head.weight = embeddings.weight
 
 
 def relative_error(plain: States, changed: States) -> float:

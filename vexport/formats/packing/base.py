@@ -55,6 +55,11 @@ class Packing(Protocol):
         ...
 
 
+def storage_of(rows: Bits, dtype: str) -> int:
+    """How the kernels read some rows of a weight stored in `dtype`: rounded ones are float32 in any case."""
+    return FLOAT32 if rows.dtype == np.int32 else STORAGES[dtype]
+
+
 def kernel_input(view: Array) -> Bits:
     """Contiguous bits of some rows, read-only and aligned: the one form that kernels are compiled for."""
     values = view.astype(np.float32) if view.dtype == np.float64 else view

@@ -3,7 +3,7 @@
 import numpy as np
 
 from vexport.formats.arguments import QuantArgs
-from vexport.formats.packing.base import STORAGES, Array, PackingInputs, require_finite
+from vexport.formats.packing.base import Array, PackingInputs, require_finite, storage_of
 from vexport.formats.parameters import scale_shape
 from vexport.numerics.arithmetic import E4M3, F32, Bits, Floats, widen
 from vexport.numerics.codes import SPAN, Bytes, e4m3_codes, largest_magnitude, spread
@@ -52,7 +52,7 @@ class Fp8Packing:
 
     def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
         self._member = member
-        self._storage = STORAGES[dtype]
+        self._dtype = dtype
         self._shape = scale_shape(args, (member.out_features, member.in_features))
         self._block_rows, self._block_cols = block_of(args, member)
         self.multiple = 1 if args.strategy == "tensor" else self._block_rows
@@ -69,7 +69,8 @@ class Fp8Packing:
         begin, end = first // self._block_rows, -(-(first + rows.shape[0]) // self._block_rows)
         scales = self._scales[begin:end]
         codes = np.empty(rows.shape, np.uint8)
-        pack_rows(rows, self._storage, self._block_rows, self._block_cols, scales, self._fixed, codes)
+        storage = storage_of(rows, self._dtype)
+        pack_rows(rows, storage, self._block_rows, self._block_cols, scales, self._fixed, codes)
         require_finite(self._member, scales)
         return codes
 

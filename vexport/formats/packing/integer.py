@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vexport.formats.arguments import QuantArgs
-from vexport.formats.packing.base import STORAGES, Array, PackingInputs, require_finite
+from vexport.formats.packing.base import STORAGES, Array, PackingInputs, require_finite, storage_of
 from vexport.formats.parameters import words
 from vexport.numerics.arithmetic import (
     F32,
@@ -125,7 +125,7 @@ class IntegerPacking:
         form: Integers,
     ) -> None:
         self._member = member
-        self._storage = STORAGES[dtype]
+        self._dtype = dtype
         self._form = form
         groups = member.in_features // (args.group or member.in_features)
         self._fixed = inputs.scales is not None
@@ -140,7 +140,8 @@ class IntegerPacking:
         part = slice(first, first + rows.shape[0])
         codes = np.zeros((rows.shape[0], row_bytes), np.uint8)
         scales = self._scales[part]
-        pack_rows(rows, self._storage, self._form, scales, self._zeros[part], self._fixed, codes)
+        storage = storage_of(rows, self._dtype)
+        pack_rows(rows, storage, self._form, scales, self._zeros[part], self._fixed, codes)
         require_finite(self._member, scales)
         return codes
 
@@ -174,7 +175,6 @@ class PackedIntegerPacking(IntegerPacking):
             bits=args.num_bits, base=base, symmetric=args.symmetric, scale_storage=STORAGES[dtype]
         )
         super().__init__(member, dtype, args, inputs, form=form)
-        self._dtype = dtype
 
     def pack(self, rows: Bits, first: int) -> Array:
         """The packed values of some rows."""

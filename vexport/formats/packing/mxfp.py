@@ -3,7 +3,7 @@
 import numpy as np
 
 from vexport.formats.arguments import QuantArgs
-from vexport.formats.packing.base import STORAGES, Array, PackingInputs, not_finite
+from vexport.formats.packing.base import Array, PackingInputs, not_finite, storage_of
 from vexport.numerics.arithmetic import F32, I32, Bits, Floats, as_float, widen
 from vexport.numerics.codes import (
     FLOAT32_MANTISSA,
@@ -72,7 +72,7 @@ class MxfpPacking:
 
     def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
         self._member = member
-        self._storage = STORAGES[dtype]
+        self._dtype = dtype
         self._bits = args.num_bits
         shape = (member.out_features, member.in_features // MX_GROUP)
         self._fixed = inputs.scales is not None
@@ -84,7 +84,8 @@ class MxfpPacking:
         """The codes of some rows; InputError where a weight is not finite."""
         scales = self._scales[first : first + rows.shape[0]].reshape(-1)
         packed = np.empty(rows.size * self._bits // 8, np.uint8)
-        pack_rows(rows.reshape(-1), self._storage, self._bits, scales, self._fixed, packed)
+        storage = storage_of(rows, self._dtype)
+        pack_rows(rows.reshape(-1), storage, self._bits, scales, self._fixed, packed)
         if (scales == E8M0_NAN).any():
             raise not_finite(self._member)
         return packed

@@ -3,7 +3,7 @@
 import numpy as np
 
 from vexport.formats.arguments import QuantArgs
-from vexport.formats.packing.base import STORAGES, Array, PackingInputs
+from vexport.formats.packing.base import Array, PackingInputs, storage_of
 from vexport.numerics.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, widen
 from vexport.numerics.codes import (
     MAGNITUDE,
@@ -75,7 +75,7 @@ class Nvfp4Packing:
     multiple = 1
 
     def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
-        self._storage = STORAGES[dtype]
+        self._dtype = dtype
         self._fixed = inputs.scales is not None
         shape = (member.out_features, member.in_features // NVFP4_GROUP)
         self._scales: Bytes = np.empty(shape, np.uint8)
@@ -91,7 +91,8 @@ class Nvfp4Packing:
         """The packed codes of finite rows."""
         scales = self._scales[first : first + rows.shape[0]].reshape(-1)
         packed = np.empty(rows.size // 2, np.uint8)
-        pack_rows(rows.reshape(-1), self._storage, self._global_scale[0], scales, self._fixed, packed)
+        storage = storage_of(rows, self._dtype)
+        pack_rows(rows.reshape(-1), storage, self._global_scale[0], scales, self._fixed, packed)
         return packed
 
     def tensor(self, name: str) -> Array:

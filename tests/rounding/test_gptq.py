@@ -1,0 +1,96 @@
+"""GPTQ repeats llm-compressor's, whose golden values scripts/bench/golden_rounding.py writes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vexport.formats.packing.base import Scales
+from vexport.formats.schemes import get_scheme
+from vexport.rounding.gptq import DAMPING, factorize, round_columns, round_nearest
+from vexport.rounding.grid import Grid, grid_of
+
+GOLDEN = load_file(Path(__file__).parent / "golden" / "values.safetensors")
+SCHEMES = ("W4A16", "W4A16_ASYM", "W8A8", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")
+DEAD = 17
+
+
+def grid(name: str, scheme: str) -> Grid:
+    """The grid of the qparams that the peer was given."""
+    given = {key.removeprefix(f"{name}/"): value.numpy() for key, value in GOLDEN.items()}
+    scales = Scales(
+        scale=given["scale"], zero_point=given["zero_point"], global_scale=given.get("global_scale")
+    )
+    shape = (GOLDEN["weight"].shape[0], GOLDEN["weight"].shape[1])
+    return grid_of(get_scheme(scheme).args.weights, scales, shape, torch.float32)
+
+
+def codes(weight: torch.Tensor, found: Grid) -> torch.Tensor:
+    """A rounded weight in units of its scales, without the column that is dead.
+
+    The peer sets what no text has reached to zero; here it is rounded to nearest.
+    """
+    scale = torch.from_numpy(found.scale).repeat_interleave(found.width, dim=1)
+    alive = [column for column in range(weight.shape[1]) if column != DEAD]
+    return (weight / scale)[:, alive]
+
+
+def equal_share(weight: torch.Tensor, other: torch.Tensor, found: Grid) -> float:
+    """The share of equal codes."""
+    return float(torch.isclose(codes(weight, found), codes(other, found), atol=1e-3).float().mean())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_codes_are_the_peers(scheme: str) -> None:
+    found = grid(scheme, scheme)
+    factor = factorize(GOLDEN["hessian"], DAMPING)
+    assert factor is not None
+    assert factor.dead == 1
+    rounded = round_columns(GOLDEN["weight"], factor, found)
+    assert equal_share(rounded, GOLDEN[f"{scheme}/rounded"], found) >= 0.999
+    nearest = round_nearest(GOLDEN["weight"], found)
+    assert equal_share(nearest, GOLDEN[f"{scheme}/rounded"], found) < 0.98
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_outputs_are_closer_than_those_of_the_nearest_numbers(scheme: str) -> None:
+    found = grid(scheme, scheme)
+    factor = factorize(GOLDEN["hessian"], DAMPING)
+    assert factor is not None
+
+    def error(rounded: torch.Tensor) -> float:
+        change = rounded - GOLDEN["weight"]
+        return float((change @ GOLDEN["hessian"] * change).sum())
+
+    nearest, rounded = round_nearest(GOLDEN["weight"], found), round_columns(GOLDEN["weight"], factor, found)
+    assert error(rounded) < 0.75 * error(nearest)
+
+
+def test_a_dead_column_is_rounded_to_nearest() -> None:
+    found = grid("W4A16", "W4A16")
+    factor = factorize(GOLDEN["hessian"], DAMPING)
+    assert factor is not None
+    rounded = round_columns(GOLDEN["weight"], factor, found)
+    assert torch.equal(rounded[:, DEAD], round_nearest(GOLDEN["weight"], found)[:, DEAD])
+
+
+def test_nothing_factorizes_an_indefinite_hessian() -> None:
+    """Where the peer falls back to nearest, so do we, and say so."""
+    assert GOLDEN["indefinite/fallback"].all()
+    indefinite = GOLDEN["hessian"].clone()
+    indefinite[0, 1] = indefinite[1, 0] = 1e3
+    assert factorize(indefinite, DAMPING) is None
+    found = grid("indefinite", "W4A16")
+    nearest = round_nearest(GOLDEN["weight"], found)
+    assert equal_share(nearest, GOLDEN["indefinite/rounded"], found) == 1.0
+
+
+def test_more_damping_is_tried_before_that() -> None:
+    inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    singular = (inputs.T @ inputs - 0.02 * torch.eye(64)).to(torch.float32)
+    factor = factorize(singular, 1e-4)
+    assert factor is not None
+    assert factor.damping > 1e-4
+    assert np.isfinite(factor.upper).all()

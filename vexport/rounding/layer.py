@@ -1,0 +1,81 @@
+"""One fusion group rounded: its layers' weights one below the other, for the input that they share."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.tensors import TORCH_DTYPES
+from vexport.formats.packing.base import Scales
+from vexport.formats.schemes import get_scheme
+from vexport.observers import Observer
+from vexport.quantize.stream import RoundedWeight
+from vexport.quantize.weight_scales import observe_weight, scales_of
+from vexport.rounding.gptq import factorize, round_columns, round_nearest
+from vexport.rounding.grid import Grid, grid_of, stack
+from vexport.rounding.moments import Moments
+from vexport.rounding.refit import refit
+from vexport.rounding.settings import Recipe
+from vexport.types import FusionGroup
+from vexport.types.rounding import GroupRounding
+
+
+def round_group(
+    group: FusionGroup,
+    weights: Sequence[torch.Tensor],
+    moments: Moments,
+    recipe: Recipe,
+    index: SourceIndex,
+) -> tuple[Mapping[str, RoundedWeight], GroupRounding]:
+    """Round the weights (out, in) of a group's layers, which share one input: by layer name, and how.
+
+    Raises InputError where a weight is not finite.
+    """
+    source = torch.cat([weight.to(torch.float32) for weight in weights])
+    factor = factorize(moments.hessian, recipe.ridge)
+    wanted = source
+    if factor is not None and recipe.strength:
+        wanted = refit(source, moments, strength=recipe.strength, ridge=factor.damping)
+    sizes = [len(weight) for weight in weights]
+    scales, grid = _scales_and_grid(group, wanted.split(sizes), moments, index)
+    nearest = round_nearest(wanted, grid)
+    rounded = nearest if factor is None else round_columns(wanted, factor, grid)
+    made = {
+        member.name: RoundedWeight(values=part.numpy(), scales=found)
+        for member, part, found in zip(group.members, rounded.split(sizes), scales, strict=True)
+    }
+    return made, GroupRounding(
+        name=group.name,
+        damping=factor.damping if factor else None,
+        dead_columns=factor.dead if factor else 0,
+        tokens=moments.tokens,
+        nearest_error=_relative_error(source, nearest, moments.hessian),
+        error=_relative_error(source, rounded, moments.hessian),
+    )
+
+
+def _scales_and_grid(
+    group: FusionGroup, weights: Sequence[torch.Tensor], moments: Moments, index: SourceIndex
+) -> tuple[list[Scales], Grid]:
+    """The scales of each weight, sharing what the group shares, and the numbers that they leave."""
+    scheme = get_scheme(group.scheme)
+    dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]
+    importance = moments.hessian.diagonal() / max(1, moments.tokens)
+    observers = [
+        observe_weight(member, weight, group, importance, stored=dtype)
+        for member, weight, dtype in zip(group.members, weights, dtypes, strict=True)
+    ]
+    Observer.fuse(observers)
+    scales, grids = [scales_of(observer) for observer in observers], []
+    for member, found, dtype in zip(group.members, scales, dtypes, strict=True):
+        shape = (member.out_features, member.in_features)
+        in_model_dtype = scheme.format.parameters(scheme.args, shape)["weight_scale"].in_model_dtype
+        stored = dtype if in_model_dtype else torch.float32
+        grids.append(grid_of(scheme.args.weights, found, shape, stored))
+    return scales, stack(grids)
+
+
+def _relative_error(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor) -> float:
+    change = rounded - weight
+    signal = float((weight @ hessian * weight).sum())
+    return float((change @ hessian * change).sum()) / signal if signal else 0.0

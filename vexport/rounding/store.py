@@ -1,0 +1,45 @@
+"""Finished layers on disk: what is rounded once is not rounded again."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from vexport.files import atomic_path, from_json, to_json, write_text
+from vexport.formats.packing.base import Array
+from vexport.types.rounding import LayerRounding
+
+Stored = Mapping[str, Array]
+
+
+class RoundedLayers:
+    """The bytes that replace the weights of each rounded decoder layer, a file a layer in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, number: int) -> Stored | None:
+        """The bytes of a finished layer by tensor name; None where it is not finished."""
+        file, told = self._files(number)
+        if not told.is_file():
+            return None
+        with safe_open(file, framework="np") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+    def how(self, number: int) -> LayerRounding:
+        """How a finished layer was rounded."""
+        return from_json(LayerRounding, self._files(number)[1])
+
+    def put(self, number: int, stored: Stored, how: LayerRounding) -> None:
+        """Keep a finished layer."""
+        file, told = self._files(number)
+        with atomic_path(file) as temporary:
+            save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, temporary)
+        write_text(told, to_json(how))
+
+    def _files(self, number: int) -> tuple[Path, Path]:
+        name = f"layer-{number:04d}"
+        return self.folder / f"{name}.safetensors", self.folder / f"{name}.json"
