@@ -17,7 +17,7 @@ from vexport.engine.cpu_emulation.rounding import (
     round_fp4,
     round_fp8,
 )
-from vexport.engine.reference import round_activations
+from vexport.formats.input_rounding import round_activations
 
 TABLES = (
     "from vexport.engine.cpu_emulation import register; register(); register();"

@@ -43,16 +43,17 @@ def calibrate(
     a layer saw no token.
     """
     watched = watched_by(plan, all_experts=all_experts)
-    watch(
-        index,
-        watched,
-        samples,
-        on_layer=on_layer,
-        trust_remote_code=trust_remote_code,
-        device=device,
-        batch_size=batch_size,
-        memory_bytes=memory_bytes,
-    )
+    if watched.layers or watched.cached is not None:
+        watch(
+            index,
+            watched,
+            samples,
+            on_layer=on_layer,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            batch_size=batch_size,
+            memory_bytes=memory_bytes,
+        )
     return Calibration(
         rows=samples.rows,
         digest=samples.digest,

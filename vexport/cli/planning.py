@@ -10,6 +10,7 @@ from vexport.cli.completion import complete_observer, complete_scheme
 from vexport.cli.help import RenamedOption
 from vexport.cli.options import PATH, POSITIVE, Decorator, stacked, tp_option
 from vexport.types import KvCache, OnUnsupportedShape
+from vexport.types.rounding import ROUNDINGS, Rounding
 
 if TYPE_CHECKING:
     from vexport.plan import Settings
@@ -23,6 +24,7 @@ class PlanOptions:
     """What is quantized how."""
 
     observer: str
+    rounding: Rounding
     ignore: tuple[str, ...]
     kv_cache: KvCache | None
     on_unsupported_shape: OnUnsupportedShape
@@ -79,6 +81,13 @@ plan_options = stacked(
         default="memoryless_minmax",
         show_default=True,
         help="How weight ranges are found.",
+    ),
+    click.option(
+        "--rounding",
+        type=click.Choice(ROUNDINGS),
+        default="nearest",
+        show_default=True,
+        help="How weights are rounded: each by itself, or by what calibration text shows of their inputs.",
     ),
     click.option(
         "--ignore",

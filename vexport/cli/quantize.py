@@ -64,7 +64,9 @@ def quantize(
         job = QuantizeJob(
             source=with_revision(source, revision),
             out=out,
-            rules=rules_for(scheme, observer=options.observer, ignore=options.ignore),
+            rules=rules_for(
+                scheme, observer=options.observer, ignore=options.ignore, rounding=options.rounding
+            ),
             planning=options.settings,
             calibration=calibration.settings,
             overwrite=overwrite,

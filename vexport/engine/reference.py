@@ -7,13 +7,11 @@ runs all experts of a layer in one module.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import is_match
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -34,6 +32,7 @@ from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.formats import nearest_format
 from vexport.formats.dequantize import any_groups, arguments_of
+from vexport.formats.input_rounding import rounding_hook
 from vexport.formats.kv_cache import KEY, VALUE
 from vexport.types import Canary
 
@@ -217,33 +216,3 @@ def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: 
 
 def _keys(tensors: Tensors, prefix: str) -> Iterable[str]:
     return [key for key in tensors if key.startswith(prefix)]
-
-
-def rounding_hook(
-    args: QuantizationArgs, scales: Tensors
-) -> Callable[[Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
-    """A hook that quantizes and dequantizes a layer's input."""
-
-    def hook(module: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        value, *others = inputs
-        return (round_activations(value, args, scales, module), *others)
-
-    return hook
-
-
-def round_activations(
-    value: torch.Tensor, args: QuantizationArgs, scales: Tensors, module: Module
-) -> torch.Tensor:
-    """`value` (..., features) quantized and dequantized in float32, in its own dtype again.
-
-    `scales` has `input_scale` for static, `input_global_scale` for NVFP4's two-level quantization.
-    """
-    # compressed-tensors takes one scale a token only from (batch, tokens, features).
-    exact = value.to(torch.float32).reshape(1, -1, value.shape[-1])
-    global_scale = scales.get("input_global_scale")
-    if args.dynamic in (True, "local"):
-        scale, zero_point = compute_dynamic_scales_and_zp(exact, args, module, global_scale=global_scale)
-    else:
-        scale, zero_point = scales["input_scale"].to(torch.float32), scales.get("input_zero_point")
-    rounded: torch.Tensor = fake_quantize(exact, scale, zero_point, args, global_scale=global_scale)
-    return rounded.reshape(value.shape).to(value.dtype)

@@ -114,6 +114,7 @@ def _groups(
                 name=name,
                 scheme=treatment.scheme,
                 observer=treatment.observer,
+                rounding=treatment.rounding,
                 members=tuple(linears[member] for member in members),
             )
 

@@ -25,8 +25,8 @@ class CalibrationNeed:
 
 
 def calibration_need(plan: Plan) -> CalibrationNeed | None:
-    """What of a plan needs calibration: static scales of inputs, keys or values, or weights searched by
-    importance. None where samples would change nothing.
+    """What of a plan needs calibration: static scales of inputs, keys or values, weights searched by
+    importance or rounded by what enters their layers. None where samples would change nothing.
     """
     static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
     if plan.attention:
@@ -37,7 +37,17 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
         return CalibrationNeed(
             where=f"observer {observer_names.IMPORTANCE}", samples="samples that show importance"
         )
+    rounded = next((group.rounding for group in plan.groups if group.rounding != "nearest"), None)
+    if rounded:
+        return CalibrationNeed(
+            where=f"rounding {rounded}", samples="samples that show what enters each layer"
+        )
     return None
+
+
+def needs_rounding(plan: Plan) -> bool:
+    """Whether weights of the plan are rounded by what calibration text shows."""
+    return any(group.rounding != "nearest" for group in plan.groups)
 
 
 def needs_search(plan: Plan) -> bool:

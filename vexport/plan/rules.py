@@ -9,6 +9,7 @@ from vexport.formats.schemes import KEEP
 from vexport.plan.linears import Place
 from vexport.scenario import Rule
 from vexport.types import Finding
+from vexport.types.rounding import Rounding
 
 ALL = "Linear"
 PATTERN = "re:"
@@ -23,10 +24,11 @@ class Treatment(NamedTuple):
 
     scheme: str
     observer: str
+    rounding: Rounding
 
 
 def choose_rule(rules: Sequence[Rule], name: str, place: Place) -> Treatment | None:
-    """Scheme and observer of the first rule that matches a linear layer; None where it stays unquantized.
+    """What the first rule that matches a linear layer does to it; None where it stays unquantized.
 
     What is outside the decoder layers is quantized only by a rule that names it rather than all linear
     layers; what vLLM builds unquantized only by one that names it without a pattern (and is then refused).
@@ -34,7 +36,7 @@ def choose_rule(rules: Sequence[Rule], name: str, place: Place) -> Treatment | N
     rule = next((rule for rule in rules if _applies(rule, name, place)), None)
     if rule is None or rule.scheme == KEEP:
         return None
-    return Treatment(rule.scheme, rule.observer)
+    return Treatment(rule.scheme, rule.observer, rule.rounding)
 
 
 def _applies(rule: Rule, name: str, place: Place) -> bool:

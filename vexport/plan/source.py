@@ -14,14 +14,17 @@ from vexport.plan.table import scheme_table
 from vexport.scenario import Rule, Scenario
 from vexport.types import OnProgress, Plan, SchemeTable, silent
 from vexport.types.observer_names import OBSERVERS
+from vexport.types.rounding import Rounding
 
 DEFAULTS = Settings()
 
 
-def rules_for(scheme: str, *, observer: str, ignore: Sequence[str]) -> tuple[Rule, ...]:
+def rules_for(
+    scheme: str, *, observer: str, ignore: Sequence[str], rounding: Rounding = "nearest"
+) -> tuple[Rule, ...]:
     """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
     get_scheme(scheme_name(scheme))
-    rule = Rule(match="Linear", scheme=scheme_name(scheme), observer=observer)
+    rule = Rule(match="Linear", scheme=scheme_name(scheme), observer=observer, rounding=rounding)
     return (*ignored_rules(ignore), rule)
 
 

@@ -1,7 +1,8 @@
 """One quantization: what is asked for, and its steps plan, calibrate, write."""
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors.extras import require_extra
+from vexport.formats.packing.base import Array
 from vexport.numerics.compiling import watch_compilation
 from vexport.outputs import (
     NamedPath,
@@ -19,14 +21,17 @@ from vexport.outputs import (
 )
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
-from vexport.plan.needs import needs_search
+from vexport.plan.needs import needs_rounding, needs_search
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.recipe import recipe, write_recipe
-from vexport.quantize.samples import calibrate_plan, require_calibration
+from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
 from vexport.quantize.stream import Search, input_digest, quantize
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
 from vexport.types import Calibration, OnProgress, Plan, silent
+
+# Finished layers, within the folder that becomes OUT, until all is written.
+ROUNDED = ".rounded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +125,36 @@ def write_checkpoint(
             calibration,
             folder,
             search=search,
+            finished=_rounded(job, index, plan, calibration, folder / ROUNDED),
             shard_bytes=job.shard_bytes,
             on_progress=on_progress,
         )
+        shutil.rmtree(folder / ROUNDED, ignore_errors=True)
+
+
+def _rounded(
+    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None, folder: Path
+) -> Mapping[str, Array] | None:
+    """The bytes of the weights that calibration text rounds; None where it rounds none."""
+    if not needs_rounding(plan):
+        return None
+    assert calibration is not None
+    assert job.calibration is not None
+    from vexport.calibration import default_device
+    from vexport.quantize.rounding import round_weights
+
+    return round_weights(
+        index,
+        plan,
+        calibration,
+        calibration_samples(
+            index, job.calibration, job.calibration.samples, trust_remote_code=job.trust_remote_code
+        ),
+        folder,
+        on_progress=job.on_progress,
+        trust_remote_code=job.trust_remote_code,
+        device=job.calibration.device or default_device(),
+    )
 
 
 def _search() -> Search:

@@ -72,14 +72,16 @@ def quantize(
     folder: Path,
     *,
     search: Search | None = None,
+    finished: Mapping[str, Array] | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_progress: OnProgress = silent,
 ) -> None:
     """Write the quantized checkpoint into `folder`: weights, side files, config.json last.
 
     `folder` is empty or holds what a call that was broken off left there, with the same arguments: it is
-    continued. `on_progress` counts the bytes handed to the writer. Raises InputError where a scheme
-    needs a calibration and there is none, or where a weight is not finite.
+    continued. `finished` has the bytes of tensors that are rounded already. `on_progress` counts the bytes
+    handed to the writer. Raises InputError where a scheme needs a calibration and there is none, or where a
+    weight is not finite.
     """
     if calibration is None and (need := calibration_need(plan)):
         raise need.missing()
@@ -91,7 +93,14 @@ def quantize(
     threads, done = len(os.sched_getaffinity(0)), 0
     with Reader() as reader, ThreadPoolExecutor(threads) as pool, each_warning_once():
         seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
-        stream = Stream(index=index, calibration=seen, search=search, reader=reader, pool=pool)
+        stream = Stream(
+            index=index,
+            calibration=seen,
+            search=search,
+            reader=reader,
+            pool=pool,
+            finished=finished or {},
+        )
         for shard in shards:
             with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
                 done += sum(unit.num_bytes for unit in shard.units[: writer.done])
@@ -127,6 +136,7 @@ class Stream:
     reader: Reader
     pool: ThreadPoolExecutor
     rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
+    finished: Mapping[str, Array] = field(default_factory=dict)
 
     def chunks(self, unit: WriteUnit) -> Iterator[Chunk]:
         """What is written for a unit, in order: a kept tensor itself, or the packed weights of a group."""
@@ -140,7 +150,11 @@ class Stream:
         yield from self.packed_group(unit.source)
 
     def packed_group(self, group: FusionGroup) -> Iterator[Callable[[], Array]]:
-        """A group's tensors by the kernels, member by member, a few rows at a time."""
+        """A group's tensors by the kernels, member by member, a few rows at a time, or as they are kept."""
+        layout = group_layout(group, self.index.tensors)
+        if layout[0].name in self.finished:
+            yield from (partial(self.finished.__getitem__, spec.name) for spec in layout)
+            return
         scheme = get_scheme(group.scheme)
         inputs = static_scales(group, self.calibration)
         for member, known in zip(group.members, self.known(group), strict=True):

@@ -20,6 +20,7 @@ from vexport.types import (
     Method,
     OnUnsupportedShape,
 )
+from vexport.types.rounding import Rounding
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128
@@ -45,12 +46,13 @@ class Rule(_Strict):
 
     `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
     `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme `auto`
-    chooses among the candidates of the scenario's `auto`.
+    chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs calibration text.
     """
 
     match: str
     scheme: str
     observer: str = DEFAULT_OBSERVER
+    rounding: Rounding = "nearest"
 
     @field_validator("match")
     @classmethod

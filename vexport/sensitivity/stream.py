@@ -19,7 +19,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
 from vexport.numerics.metrics import kl_divergence
-from vexport.rounding.applied import QuantizedModel
+from vexport.quantize.applied import QuantizedModel
 from vexport.sensitivity.trials import Trial, layers_of, parameter_of
 from vexport.types import Calibration
 

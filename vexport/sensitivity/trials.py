@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vexport.quantize.applied import QuantizedLayer, QuantizedModel
 from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
-from vexport.rounding.applied import QuantizedLayer, QuantizedModel
 from vexport.sensitivity.layer_groups import Option
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vexport.types.findings import Finding
+from vexport.types.rounding import Rounding
 from vexport.types.tensors import WeightPart
 
 # How the KV cache is stored: one fp8 scale for keys and one for values of a layer, or one for each KV head.
@@ -38,6 +39,7 @@ class FusionGroup:
     scheme: str
     observer: str
     members: tuple[LinearPlan, ...]
+    rounding: Rounding = "nearest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Finished layers on disk: what is rounded once is not rounded again."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,24 @@ from vexport.formats.packing.base import Array
 from vexport.types.rounding import LayerRounding
 
 Stored = Mapping[str, Array]
+
+
+class StoredTensors(Stored):
+    """Tensors of several files by name, each read when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+
+    def __getitem__(self, name: str) -> Array:
+        with safe_open(self._files[name], framework="np") as opened:
+            value: Array = opened.get_tensor(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 class RoundedLayers:
@@ -39,6 +57,15 @@ class RoundedLayers:
         with atomic_path(file) as temporary:
             save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, temporary)
         write_text(told, to_json(how))
+
+    def tensors(self) -> "StoredTensors":
+        """The bytes of all finished layers."""
+        files = sorted(self.folder.glob("layer-*.safetensors"))
+        where = {}
+        for file in files:
+            with safe_open(file, framework="np") as opened:
+                where |= dict.fromkeys(opened.keys(), file)
+        return StoredTensors(where)
 
     def _files(self, number: int) -> tuple[Path, Path]:
         name = f"layer-{number:04d}"

@@ -22,12 +22,13 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.formats.packing.base import Array
 from vexport.numerics.metrics import kl_divergence
-from vexport.quantize.stream import quantized_group
-from vexport.rounding.applied import QuantizedModel
-from vexport.rounding.layer import round_group
+from vexport.quantize.applied import QuantizedModel
+from vexport.quantize.round_group import round_group
+from vexport.quantize.rounded_layers import RoundedLayers, Stored
+from vexport.quantize.stream import RoundedWeight, quantized_group
+from vexport.quantize.weight_scales import search_scales
 from vexport.rounding.moments import Moments
-from vexport.rounding.settings import Recipe
-from vexport.rounding.store import RoundedLayers, Stored
+from vexport.rounding.settings import GPTQ, Recipe
 from vexport.types import Calibration, FusionGroup, Plan
 from vexport.types.rounding import GroupRounding, LayerRounding
 
@@ -46,8 +47,18 @@ class Branch:
     divergence: float | None = None
 
 
+def recipe_of(group: FusionGroup, recipe: Recipe) -> Recipe:
+    """The recipe of a branch, for the groups that are refitted."""
+    return recipe if group.rounding == "refit" else GPTQ
+
+
+def left_nearest(name: str, reason: str) -> GroupRounding:
+    """A group that is rounded to nearest although its rule says otherwise."""
+    return GroupRounding(name=name, fallback=reason)
+
+
 class RoundingStream:
-    """Rounds the groups of a plan that a module of the model holds alone."""
+    """Rounds the groups of a plan, decoder layer by decoder layer."""
 
     def __init__(
         self,
@@ -98,27 +109,27 @@ class RoundingStream:
         self, number: int, calls: Sequence[LayerCall], branches: Sequence[Branch], source: HiddenStates
     ) -> None:
         layer, groups = self.layers[number], self._groups_of(number)
+        rounded = [group for group in groups if self._is_rounded(group)]
         found = [branch.done.get(number) for branch in branches]
         sums = [
-            None if done else self._zeros(groups, branch)
+            None if done is not None else self._zeros(rounded, branch)
             for branch, done in zip(branches, found, strict=True)
         ]
         for position, call in enumerate(calls):
-            with self._inputs_of(groups) as seen:
+            with self._inputs_of(rounded) as seen:
                 source[position] = call.run(layer, source[position].to(self.device))
             inputs = dict(seen)
             for branch, moments in zip(branches, sums, strict=True):
                 if moments is not None and position < self.fitted:
-                    self._add(layer, call, groups, branch.hidden[position], inputs, moments)
+                    self._add(layer, call, rounded, branch.hidden[position], inputs, moments)
         for branch, moments, done in zip(branches, sums, found, strict=True):
-            if done:
+            if moments is None:
+                assert done is not None
                 self._advance(layer, calls, groups, done, branch, source)
             else:
-                assert moments is not None
                 stored, how = self._round(groups, branch.recipe, moments)
                 error = self._advance(layer, calls, groups, stored, branch, source)
                 branch.done.put(number, stored, LayerRounding(groups=how, state_error=error))
-            del moments
 
     def _advance(
         self,
@@ -141,19 +152,24 @@ class RoundingStream:
         return noise / signal if signal else 0.0
 
     def _groups_of(self, number: int) -> list[FusionGroup]:
-        """The groups of a decoder layer whose weights are those of plain linear modules."""
+        """The groups of a decoder layer."""
         inside = f"{self.name}.{number}."
         return [
-            group
-            for group in self.groups
-            if self.quantized.parameter_of(group.members[0]).startswith(inside)
-            and all(self.quantized.linear(member) is not None for member in group.members)
+            group for group in self.groups if self.quantized.parameter_of(group.members[0]).startswith(inside)
         ]
 
+    def _is_rounded(self, group: FusionGroup) -> bool:
+        """Whether calibration text decides how a group is rounded: its layers are linear modules."""
+        linear = all(self.quantized.linear(member) is not None for member in group.members)
+        return group.rounding != "nearest" and linear
+
     def _zeros(self, groups: Sequence[FusionGroup], branch: Branch) -> dict[str, Moments]:
-        cross = branch.recipe.strength > 0
         return {
-            group.name: Moments.zeros(group.members[0].in_features, cross=cross, device=self.device)
+            group.name: Moments.zeros(
+                group.members[0].in_features,
+                cross=recipe_of(group, branch.recipe).strength > 0,
+                device=self.device,
+            )
             for group in groups
         }
 
@@ -196,14 +212,19 @@ class RoundingStream:
         """The bytes that replace the weights of a decoder layer's groups, and how each was rounded."""
         model, stored, how = self.quantized, dict[str, Array](), list[GroupRounding]()
         for group in groups:
-            weights = [
-                read_weight(model.reader, model.index.tensors[member.weight], member.part)
-                for member in group.members
-            ]
-            rounded, told = round_group(group, weights, sums[group.name], recipe, model.index)
-            how.append(told)
+            rounded: Mapping[str, RoundedWeight] = {}
+            if group.name in sums:
+                weights = [
+                    read_weight(model.reader, model.index.tensors[member.weight], member.part)
+                    for member in group.members
+                ]
+                moments, own = sums[group.name], recipe_of(group, recipe)
+                rounded, told = round_group(group, weights, moments, own, model.index)
+                how.append(told)
+            elif group.rounding != "nearest":
+                how.append(left_nearest(group.name, "its layers are no linear modules of the model"))
             stored |= quantized_group(
-                group, model.index, model.calibration, model.reader, search=None, rounded=rounded
+                group, model.index, model.calibration, model.reader, search=search_scales, rounded=rounded
             )
         return stored, tuple(how)
 

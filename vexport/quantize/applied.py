@@ -11,8 +11,8 @@ from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
-from vexport.engine.reference import round_activations, rounding_hook
 from vexport.formats.dequantize import ct_scheme
+from vexport.formats.input_rounding import round_activations, rounding_hook
 from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import group_layout

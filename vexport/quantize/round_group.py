@@ -46,7 +46,8 @@ def round_group(
     }
     return made, GroupRounding(
         name=group.name,
-        damping=factor.damping if factor else None,
+        fallback=None if factor else "H is not positive definite",
+        damping=factor.damping if factor else 0.0,
         dead_columns=factor.dead if factor else 0,
         tokens=moments.tokens,
         nearest_error=_relative_error(source, nearest, moments.hessian),
