@@ -25,6 +25,7 @@ SHARED = {
         "config",
         "dequantize",
         "gpus",
+        "input_rounding",
         "kv_cache",
         "parameters",
         "partition",

@@ -98,8 +98,8 @@ def test_each_command_and_each_finding_can_be_looked_up() -> None:
 
 
 def test_another_name_of_a_section_gets_its_heading() -> None:
-    assert vexport("explain", "gptq").stdout.startswith("GPTQ (topic): Rounding\n")
-    assert vexport("explain", "rounding").stdout.startswith("Rounding (topic)\n")
+    assert vexport("explain", "awq").stdout.startswith("AWQ (topic): Methods of other tools\n")
+    assert vexport("explain", "rounding").stdout.startswith("rounding (page)\n")
 
 
 def test_without_a_name_all_are_listed() -> None:

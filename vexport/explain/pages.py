@@ -20,6 +20,7 @@ PAGES = (
     "architectures",
     "calibration",
     "observers",
+    "rounding",
     "mixed",
     "check",
     "load",

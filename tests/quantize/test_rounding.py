@@ -1,0 +1,88 @@
+"""Weights rounded by what calibration text shows: closer answers, the same bytes after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.command import vexport
+from tests.models import save_llama, write_calibration
+from vexport.engine.reference import reference_logprobs
+from vexport.files import digest_file
+from vexport.numerics.metrics import kl_divergence
+
+SCHEMES = ("W4A16", "NVFP4", "MXFP4", "FP8_BLOCK", "W8A8")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("rounding") / "llama")
+
+
+@pytest.fixture(scope="module")
+def text(source: Path) -> Path:
+    return write_calibration(source.parent / "text.jsonl", rows=16)
+
+
+def divergence(source: Path, checkpoint: Path, text: Path) -> float:
+    """KL(source || quantized) over the text, by transformers with dequantized weights and rounded inputs."""
+    rows = [json.loads(line)["input_ids"] for line in text.read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.inference_mode():
+        exact = torch.cat([model(torch.tensor([row])).logits[0, :-1].float() for row in rows])
+    return float(kl_divergence(torch.log_softmax(exact, dim=-1), reference_logprobs(checkpoint, rows)).mean())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_answers_are_closer_than_with_the_nearest_numbers(
+    scheme: str, source: Path, text: Path, tmp_path: Path
+) -> None:
+    found = {}
+    for rounding in ("nearest", "gptq", "refit"):
+        out = tmp_path / rounding
+        ran = vexport(
+            "quantize", source, out, "--scheme", scheme, "--rounding", rounding, "--calibration", text
+        )
+        assert ran.code == 0, ran.stderr
+        assert vexport("check", out).code == 0
+        assert not list(out.glob(".*"))
+        found[rounding] = divergence(source, out, text)
+    assert found["gptq"] < found["nearest"]
+    assert found["refit"] < found["nearest"]
+
+
+def test_it_needs_text(source: Path, tmp_path: Path) -> None:
+    ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W4A16", "--rounding", "gptq")
+    assert ran.code == 2
+    assert "rounding gptq" in ran.stderr
+    assert "--calibration" in ran.stderr
+
+
+def test_killed_between_two_layers_it_goes_on_to_the_same_bytes(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
+    call = ("quantize", source, "--scheme", "W4A16", "--rounding", "refit", "--calibration", text)
+    whole = tmp_path / "whole"
+    assert vexport(*call, whole).code == 0
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vexport", *map(str, (*call, out))],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("layer-0000.json")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    assert vexport(*call, out).code == 0
+    assert digest_file(out / "model.safetensors") == digest_file(whole / "model.safetensors")
