@@ -90,7 +90,9 @@ class QuantizedModel:
         with ExitStack() as block:
             for group in groups:
                 rounding = self._input_rounding(group)
-                for member in group.members if rounding else ():
+                if rounding is None:
+                    continue
+                for member in group.members:
                     module = self.linear(member)
                     if module is not None:
                         hook = rounding_hook(*rounding)

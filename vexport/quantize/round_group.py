@@ -37,12 +37,12 @@ def round_group(
     if factor is not None and recipe.strength:
         wanted = refit(source, moments, strength=recipe.strength, ridge=factor.damping)
     sizes = [len(weight) for weight in weights]
-    scales, grid = _scales_and_grid(group, wanted.split(sizes), moments, index)
+    scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)
     nearest = round_nearest(wanted, grid)
     rounded = nearest if factor is None else round_columns(wanted, factor, grid)
     made = {
         member.name: RoundedWeight(values=part.numpy(), scales=found)
-        for member, part, found in zip(group.members, rounded.split(sizes), scales, strict=True)
+        for member, part, found in zip(group.members, torch.split(rounded, sizes), scales, strict=True)
     }
     return made, GroupRounding(
         name=group.name,

@@ -61,7 +61,7 @@ class RoundedLayers:
     def tensors(self) -> "StoredTensors":
         """The bytes of all finished layers."""
         files = sorted(self.folder.glob("layer-*.safetensors"))
-        where = {}
+        where = dict[str, Path]()
         for file in files:
             with safe_open(file, framework="np") as opened:
                 where |= dict.fromkeys(opened.keys(), file)

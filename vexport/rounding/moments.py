@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -44,12 +45,11 @@ def exact_products(dtype: torch.dtype) -> Iterator[None]:
     Products of two bf16 numbers are exact in float32, in which they are added up: only the order of the sum
     differs (1e-6 of the result).
     """
-    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        yield
-        return
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    # torch's own stubs do not know this switch.
+    switch: SimpleNamespace = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = switch.fp32_precision
+    switch.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
     try:
         yield
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
+        switch.fp32_precision = before
