@@ -78,7 +78,7 @@ def test_killed_between_two_layers_it_goes_on_to_the_same_bytes(
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 120
-    while not list(tmp_path.rglob("layer-0000.json")) and time.monotonic() < deadline:
+    while not list(tmp_path.rglob("*.layer-0000.json")) and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)

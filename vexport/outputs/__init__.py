@@ -1,6 +1,6 @@
 """Where a command writes: apart from what it reads, and only over what vexport itself made."""
 
-from vexport.outputs.directory import new_directory, resumable_directory, working_folder
+from vexport.outputs.directory import aside_folder, new_directory, resumable_directory, working_folder
 from vexport.outputs.marked import FolderKind
 from vexport.outputs.replaceable import RECIPE, refuse_existing, refuse_others
 from vexport.outputs.separate import NamedPath, require_new_answer, require_separate
@@ -9,6 +9,7 @@ __all__ = [
     "RECIPE",
     "FolderKind",
     "NamedPath",
+    "aside_folder",
     "new_directory",
     "refuse_existing",
     "refuse_others",

@@ -1,8 +1,9 @@
 """Folders that appear whole or not at all, made in a hidden folder next to them.
 
 The working folder of `OUT` is `.OUT.partial`, which only its owner can enter: in it are the record of what
-OUT is made from, which is locked while a process writes; `new`, which becomes OUT; and for a moment `old`,
-the folder that it replaces. OUT is `new` or `old` at any time, or the next call puts `old` back.
+OUT is made from, which is locked while a process writes; `new`, which becomes OUT; `aside`, what a later
+call finds until OUT is whole; and for a moment `old`, the folder that it replaces. OUT is `new` or `old` at
+any time, or the next call puts `old` back.
 """
 
 import fcntl
@@ -22,12 +23,17 @@ from vexport.outputs.separate import resolved
 from vexport.types import Json
 from vexport.version import __version__
 
-RECORD, NEW, OLD = ".made-from", "new", "old"
+RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
 
 
 def working_folder(path: Path) -> Path:
     """Where the folder `path` is made."""
     return resolved(path).parent / f".{resolved(path).name}.partial"
+
+
+def aside_folder(folder: Path) -> Path:
+    """Next to a folder of `resumable_directory`, one for files that a later call finds and OUT has not."""
+    return folder.parent / ASIDE
 
 
 @contextmanager
@@ -69,6 +75,7 @@ def resumable_directory(
         if before:
             note("resumes where it was interrupted" if continued else "starts again: its inputs have changed")
         _empty(work / NEW, keep=keep if continued else "")
+        _empty(work / ASIDE, keep="*" if continued else "")
         _rewrite(record, input_digest)
         try:
             yield work / NEW
@@ -113,15 +120,15 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
     work.chmod(0o700)
     for entry in work.iterdir():
         _require_own(entry, path, stat.S_ISREG if entry.name == RECORD else stat.S_ISDIR)
-        if entry.name not in (RECORD, NEW, OLD):
+        if entry.name not in (RECORD, NEW, OLD, ASIDE):
             raise _foreign(entry, path)
     if not (work / RECORD).exists() or not (work / RECORD).stat().st_size:
-        for entry in (entry for part in (NEW, OLD) for entry in (work / part).glob("*")):
+        for entry in (entry for part in (NEW, OLD, ASIDE) for entry in (work / part).glob("*")):
             raise _foreign(entry, path)  # we begin with the record
     descriptor = os.open(work / RECORD, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace") as record:
         _lock(record, work, path)
-        for entry in (work / NEW).glob("*"):
+        for entry in (*(work / NEW).glob("*"), *(work / ASIDE).glob("*")):
             _require_own(entry, path, stat.S_ISREG)
         yield record
 
@@ -211,6 +218,7 @@ def _sign(folder: Path) -> None:
 def _remove_working_folder(work: Path) -> None:
     """Remove what vexport writes there, the record last; not what it was to replace."""
     shutil.rmtree(work / NEW, ignore_errors=True)
+    shutil.rmtree(work / ASIDE, ignore_errors=True)
     if not (work / OLD).exists() and not (work / NEW).exists():
         (work / RECORD).unlink(missing_ok=True)
         with suppress(OSError):

@@ -1,7 +1,6 @@
 """One quantization: what is asked for, and its steps plan, calibrate, write."""
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from vexport.formats.packing.base import Array
 from vexport.numerics.compiling import watch_compilation
 from vexport.outputs import (
     NamedPath,
+    aside_folder,
     refuse_existing,
     require_separate,
     resumable_directory,
@@ -29,9 +29,6 @@ from vexport.quantize.stream import Search, input_digest, quantize
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
 from vexport.types import Calibration, OnProgress, Plan, silent
-
-# Finished layers, within the folder that becomes OUT, until all is written.
-ROUNDED = ".rounded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +122,10 @@ def write_checkpoint(
             calibration,
             folder,
             search=search,
-            finished=_rounded(job, index, plan, calibration, folder / ROUNDED),
+            finished=_rounded(job, index, plan, calibration, aside_folder(folder)),
             shard_bytes=job.shard_bytes,
             on_progress=on_progress,
         )
-        shutil.rmtree(folder / ROUNDED, ignore_errors=True)
 
 
 def _rounded(

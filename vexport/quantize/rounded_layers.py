@@ -33,11 +33,11 @@ class StoredTensors(Stored):
 
 
 class RoundedLayers:
-    """The bytes that replace the weights of each rounded decoder layer, a file a layer in `folder`."""
+    """The bytes that replace the weights of each rounded decoder layer, in files of a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
 
     def get(self, number: int) -> Stored | None:
         """The bytes of a finished layer by tensor name; None where it is not finished."""
@@ -60,7 +60,7 @@ class RoundedLayers:
 
     def tensors(self) -> "StoredTensors":
         """The bytes of all finished layers."""
-        files = sorted(self.folder.glob("layer-*.safetensors"))
+        files = sorted(self._folder.glob(f"{self._name}.layer-*.safetensors"))
         where = dict[str, Path]()
         for file in files:
             with safe_open(file, framework="np") as opened:
@@ -68,5 +68,5 @@ class RoundedLayers:
         return StoredTensors(where)
 
     def _files(self, number: int) -> tuple[Path, Path]:
-        name = f"layer-{number:04d}"
-        return self.folder / f"{name}.safetensors", self.folder / f"{name}.json"
+        name = f"{self._name}.layer-{number:04d}"
+        return self._folder / f"{name}.safetensors", self._folder / f"{name}.json"

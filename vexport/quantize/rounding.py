@@ -57,7 +57,7 @@ def round_weights(
                 Branch(
                     recipe=recipe,
                     hidden=block.enter_context(hidden_states()),
-                    done=RoundedLayers(folder / _name(recipe)),
+                    done=RoundedLayers(folder, _name(recipe)),
                 )
                 for recipe in recipes
             ]
@@ -66,7 +66,7 @@ def round_weights(
         write_text(folder / CHOICE, to_json(_best(branches)))
     chosen = from_json(Strength, folder / CHOICE)
     recipe = Recipe(strength=chosen.strength, ridge=chosen.ridge)
-    return RoundedLayers(folder / _name(recipe)).tensors()
+    return RoundedLayers(folder, _name(recipe)).tensors()
 
 
 def _best(branches: Sequence[Branch]) -> Strength:
