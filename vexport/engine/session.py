@@ -20,6 +20,7 @@ from vexport.types import OnProgress
 from vexport.version import __version__
 
 T = TypeVar("T")
+WORKER = "vexport.engine.worker"
 
 # Ours, whatever the caller's environment says.
 _FIXED_ENVIRONMENT = {
@@ -72,10 +73,12 @@ def run_session(
     timeout: float,
     vllm_python: Path | None = None,
     on_progress: OnProgress,
+    worker: str = WORKER,
 ) -> SessionResult:
     """Start vLLM on `request.checkpoint` and do everything the request asks for, in one engine start.
 
-    The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM.
+    The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM,
+    `worker` the module that does the request: one that knows lm-eval for tasks.
     A checkpoint that vLLM refuses comes back as `failure` of kind "refused"; every other failure is an
     EngineFault: vLLM missing, no kernel for this platform, a crash, no memory, more than `timeout` seconds.
     An unusable task is an InputError. No process of the session is left when this returns or raises.
@@ -84,7 +87,7 @@ def run_session(
     # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
     extra = {"TORCHDYNAMO_DISABLE": "1"} if request.enforce_eager else {}
     result = run_worker(
-        "vexport.engine.worker",
+        worker,
         request,
         SessionResult,
         where=where,

@@ -1,7 +1,7 @@
 """`python -m vexport.engine.worker REQUEST.json RESULT.json`: the only code that imports vLLM.
 
-One engine start: load, greedy canaries, full-vocabulary log-probabilities, lm-eval. The result file is
-written whole or not at all; a worker that dies leaves none.
+One engine start: load, greedy canaries, full-vocabulary log-probabilities, and tasks where the worker that
+calls this one knows them. The result file is written whole or not at all; a worker that dies leaves none.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,18 +32,23 @@ if TYPE_CHECKING:
 _PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _MOST_MESSAGE = 1000
 CPU = "cpu"
+# (arguments of the engine, engine, request, progress): answers what the engine itself does not know.
+AnswerTasks = Callable[[EngineArguments, "LLM", SessionRequest, OnProgress], None]
 
 
-def main(arguments: list[str]) -> int:
-    """Read the request, do it, write the result; 0 whenever there is a result to read."""
+def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:
+    """Read the request, do it, write the result; 0 whenever there is a result to read.
+
+    `answer_tasks` has to be given for requests with tasks: `vexport.evaluation.worker` gives lm-eval.
+    """
     request_file, result_file = (Path(argument) for argument in arguments)
     end_with_parent()
-    result = run(from_json(SessionRequest, request_file), reporter())
+    result = run(from_json(SessionRequest, request_file), reporter(), answer_tasks)
     write_text(result_file, to_json(result))
     return 0
 
 
-def run(request: SessionRequest, report: OnProgress) -> SessionResult:
+def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks | None) -> SessionResult:
     """Everything the request asks for; an exception becomes part of the result and goes to the log."""
     from vllm import __version__ as version
     from vllm.platforms import current_platform
@@ -61,7 +67,14 @@ def run(request: SessionRequest, report: OnProgress) -> SessionResult:
     seconds = time.monotonic() - start
     report("load", 1, 1)
     try:
-        return _use(llm, request, arguments, replace(result, seconds={"load": seconds}), report)
+        result = _use(llm, request, replace(result, seconds={"load": seconds}), report)
+        if not request.tasks:
+            return result
+        assert answer_tasks is not None, "tasks need the worker that knows lm-eval"
+        start = time.monotonic()
+        answer_tasks(arguments, llm, request, report)
+        seconds = time.monotonic() - start
+        return replace(result, tasks=request.tasks, seconds={**result.seconds, "evaluate": seconds})
     except VexportError as error:
         return replace(result, problem=input_problem(error))
     except Exception as error:
@@ -70,9 +83,7 @@ def run(request: SessionRequest, report: OnProgress) -> SessionResult:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _use(
-    llm: "LLM", request: SessionRequest, arguments: EngineArguments, result: SessionResult, report: OnProgress
-) -> SessionResult:
+def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnProgress) -> SessionResult:
     from vexport.engine.describe import describe
     from vexport.engine.generate import run_canaries, write_logprobs
 
@@ -89,13 +100,6 @@ def _use(
         write_logprobs(llm, request.logprob_prompts, request.logprobs_file, report)
         result = replace(result, logprobs_file=request.logprobs_file)
         seconds["logprobs"] = time.monotonic() - start
-    if request.tasks:
-        from vexport.evaluation.lm_eval_runner import run_tasks
-
-        start = time.monotonic()
-        run_tasks(arguments, llm, request, report)
-        result = replace(result, tasks=request.tasks)
-        seconds["evaluate"] = time.monotonic() - start
     return result
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
-from vexport.engine.session import run_session
+from vexport.engine.session import WORKER, run_session
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
@@ -24,6 +24,7 @@ from vexport.types import LmEvalSettings, LoadReport, OnProgress
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
+TASKS_WORKER = "vexport.evaluation.worker"
 BASELINE = "baseline"
 CANDIDATE = "candidate"
 PLAIN = LmEvalSettings()
@@ -93,6 +94,7 @@ def serve_model(
     prompts = fixed_prompts(checkpoint, texts=questions.texts, count=count)
     result = run_session(
         _request(role, checkpoint, folder, options, questions, prompts),
+        worker=WORKER if settings is None else TASKS_WORKER,
         log=folder / "vllm.log",
         timeout=options.serve.timeout,
         vllm_python=options.vllm_python,
