@@ -64,7 +64,8 @@ def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
 def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = (
-        "import os, sys; from pathlib import Path; from vexport.engine.process import run_group;"
+        "import os, signal, sys; from pathlib import Path; from vexport.engine.process import run_group;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell ignores it in the background
         f"run_group([sys.executable, '-c', {PARENT!r}, {str(note)!r}], environment=os.environ,"
         f"log=Path({str(tmp_path / 'log')!r}), timeout=100, on_progress=print)"
     )
