@@ -46,7 +46,7 @@ class BuildPy(build_py):  # type: ignore[misc]
         if self.editable_mode:
             return
         source = ROOT / "scenarios"
-        for file in runpy.run_path(str(ROOT / "vexport" / "demo" / "shipped.py"))["demo_files"](source):
+        for file in runpy.run_path(str(ROOT / "vexport" / "scenario" / "shipped.py"))["demo_files"](source):
             target = Path(self.build_lib) / "vexport" / "scenarios" / file
             target.parent.mkdir(parents=True, exist_ok=True)
             self.copy_file(str(source / file), str(target))

@@ -15,7 +15,7 @@ LAYERS = (
     {"__init__", "types"},
     {"files", "architectures", "numerics"},
     {"checkpoint", "outputs", "formats", "observers"},
-    {"scenario", "calibration", "demo", "rounding"},
+    {"scenario", "calibration", "rounding"},
     {"plan"},
     {"checks", "quantize"},
     {"fidelity", "engine", "explain"},

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport.demo.shipped import PACKAGE, demo_files, scenarios
 from vexport.scenario import read_scenario
+from vexport.scenario.shipped import PACKAGE, demo_files, scenarios
 
 SOURCE = PACKAGE.parent / "scenarios"
 

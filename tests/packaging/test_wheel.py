@@ -11,7 +11,7 @@ import pytest
 
 from tests.packaging.environment import ROOT, linked, run
 from tests.packaging.test_commands import CALLS, DEMO, PLAIN, QUANTIZED, assert_ended, folder
-from vexport.demo.shipped import demo_files
+from vexport.scenario.shipped import demo_files
 
 __all__ = ["folder"]
 pytestmark = pytest.mark.slow

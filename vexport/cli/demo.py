@@ -23,8 +23,8 @@ def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
       vexport demo
       vexport demo /tmp/demo --overwrite
     """
-    from vexport.demo import write_demo
     from vexport.errors.extras import fix, is_installed
+    from vexport.scenario.demo import write_demo
 
     first = shlex.quote(str(write_demo(folder, overwrite=overwrite)))
     lines = [f"{folder}: the demo's scenarios, model, calibration data and tasks"]

@@ -4,9 +4,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from vexport.demo.shipped import demo_files, scenarios
 from vexport.errors import EnvironmentFault
 from vexport.outputs import FolderKind, refuse_others
+from vexport.scenario.shipped import demo_files, scenarios
 
 FIRST = "demo-nvfp4.yaml"
 MARK = ".vexport-demo"
