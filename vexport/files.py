@@ -21,7 +21,7 @@ LFS_POINTER_BYTES = 1024
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it takes the name `path` when the block ends without error."""
+    """Yield a temporary path next to `path`; it takes the name `path` when the block ends without error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)

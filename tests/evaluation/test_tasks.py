@@ -57,7 +57,7 @@ def test_an_included_function_travels_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("task: [", r"t\.yaml:1: got .*mend the file"),
+        ("task: [", r"t\.yaml:1: got .*fix the file"),
         ("- task", r"t\.yaml: got a list, need a mapping"),
         ("task: !!python/object/apply:os.getcwd []", r"t\.yaml:1: got could not determine a constructor"),
         (SUMS.replace("additions", "missing"), r"t\.yaml: got no file .*missing\.jsonl"),

@@ -115,7 +115,7 @@ class Recorder:
         self._interner.next_batch()
         self._passed = None
 
-    def stand_in(self, number: int, forward: Forward) -> Forward:
+    def stub(self, number: int, forward: Forward) -> Forward:
         """The stand-in for the forward of a layer."""
 
         def record(*args: object, **kwargs: object) -> object:
@@ -154,13 +154,13 @@ class Recorder:
 
 @contextmanager
 def replaced_forwards(
-    layers: Iterable[torch.nn.Module], stand_in: Callable[[int, Forward], Forward]
+    layers: Iterable[torch.nn.Module], stub: Callable[[int, Forward], Forward]
 ) -> Iterator[None]:
-    """Within the block the layers' forwards are `stand_in(number, forward)`."""
+    """Within the block the layers' forwards are `stub(number, forward)`."""
     layers = list(layers)
     own = [layer.__dict__.get("forward") for layer in layers]
     for number, layer in enumerate(layers):
-        layer.forward = stand_in(number, layer.forward)
+        layer.forward = stub(number, layer.forward)
     try:
         yield
     finally:
@@ -184,7 +184,7 @@ def capture_layer_calls(
     """
     recorder = Recorder(name, layers, hidden)
     base = base_of(model)
-    with replaced_forwards(layers, recorder.stand_in):
+    with replaced_forwards(layers, recorder.stub):
         for ids in batches:
             recorder.begin()
             base(input_ids=ids, use_cache=False)
@@ -198,7 +198,7 @@ def capture_layer_calls(
 def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest) -> Iterator[None]:
     """Within the block the layers need no weights: the last one returns the hidden states `final`."""
 
-    def stand_in(number: int, forward: Forward) -> Forward:
+    def stub(number: int, forward: Forward) -> Forward:
         def replay(*args: object, **kwargs: object) -> object:
             given = args[0] if args else kwargs["hidden_states"]
             assert isinstance(given, torch.Tensor)
@@ -206,7 +206,7 @@ def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest
 
         return replay
 
-    with replaced_forwards(layers, stand_in):
+    with replaced_forwards(layers, stub):
         yield
 
 

@@ -79,7 +79,7 @@ def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.M
 
 
 def tie_head(model: transformers.PreTrainedModel) -> None:
-    """Give an output head without weights of its own those of the embeddings."""
+    """Give an output head without its own weights those of the embeddings."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight.is_meta:
         head.weight = embeddings.weight

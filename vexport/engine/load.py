@@ -141,7 +141,7 @@ def _refused(result: SessionResult) -> Finding:
         where=str(result.checkpoint),
         expected="a checkpoint that vLLM loads",
         got=result.failure.message,
-        fix="find the fault with `vexport check`, mend it with `vexport repair`, or export it again",
+        fix="find the fault with `vexport check`, repair it with `vexport repair`, or export it again",
     )
 
 

@@ -39,7 +39,7 @@ from vexport.types import Canary
 Tensors = dict[str, torch.Tensor]
 EXPERT = re.compile(r"\.experts\.\d+\.")
 REFERENCE_FILE = "reference.safetensors"
-"""Beside the log-probabilities that vLLM gave."""
+"""Next to the log-probabilities that vLLM gave."""
 _MATRIX = "logprobs"
 KV_SCALES = (f".{KEY}", f".{VALUE}")
 

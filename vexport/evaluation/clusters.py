@@ -1,4 +1,4 @@
-"""Documents that hang together: the subjects of a group of tasks, as MMLU's 57.
+"""Documents that are clustered: the subjects of a group of tasks, as MMLU's 57.
 
 A model that loses on one subject's documents may lose on all of them, so that n documents of K subjects say
 less than n documents that were drawn one by one (Miller, "Adding error bars to evals", 2024, section 2.2).

@@ -18,7 +18,7 @@ Fingerprint = Mapping[str, str]
 """Name of a circumstance (`vllm`, `dtype`, `task hash of gsm8k`) -> its value in words."""
 
 FILE = "fingerprint.json"
-"""Beside lm-eval's results: what lm-eval does not record."""
+"""Next to lm-eval's results: what lm-eval does not record."""
 MODEL = "model"
 REVISION = "model's revision on the hub"
 TASK_HASH = "task hash of "

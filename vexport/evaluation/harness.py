@@ -20,7 +20,7 @@ _SHOWN = 60
 
 
 def differences(baseline: Scored, candidate: Scored) -> Iterator[str]:
-    """Yield a sentence for each thing that makes the candidate read, or end, otherwise than the baseline."""
+    """Yield a sentence for each thing that makes the candidate read, or end, unlike the baseline."""
     roots = baseline.checkpoint, candidate.checkpoint
     yield from _other_tokens(baseline.prompts, candidate.prompts)
     yield from other_template(*roots)
@@ -38,7 +38,7 @@ def _other_tokens(old: Prompts, new: Prompts) -> Iterator[str]:
 
 
 def other_template(old: Path, new: Path) -> Iterator[str]:
-    """Yield a sentence where the checkpoint `new` renders a conversation otherwise than `old`."""
+    """Yield a sentence where the checkpoint `new` renders a conversation unlike `old`."""
     before, after = (_rendered(AutoTokenizer.from_pretrained(root)) for root in (old, new))
     if before != after:
         at = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), 0)

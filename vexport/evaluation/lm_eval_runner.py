@@ -90,7 +90,7 @@ def _evaluate(
             assert request.output is not None
             write_repeated(request.output, _repeat(run, results, request))
     except jinja2.TemplateError as error:
-        fix = "mend doc_to_text, doc_to_target or doc_to_choice of the task"
+        fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"
         need = "a template that its documents can fill"
         raise InputError(f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix) from error
     _save(tracker, results, output)
@@ -218,7 +218,7 @@ def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) ->
 
 
 def task_manager(request: SessionRequest) -> "TaskManager":
-    """lm-eval's index of tasks; its own 14000 files are read only where a task is not a file of its own."""
+    """lm-eval's index of tasks; its own 14000 files are read only where a task has no separate file."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(

@@ -20,7 +20,7 @@ class TaskPair:
     """Both models' scores on one task, metric and filter, in the same order of documents.
 
     `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better. `clusters`,
-    of the same shape, numbers the tasks of a group whose documents hang together. `answers_known` is off
+    of the same shape, numbers the tasks of a group whose documents are clustered. `answers_known` is off
     where the baseline's answers were not kept, only whether they were right. `early` is on where the
     evaluation looked at what it had to decide when to stop.
     """

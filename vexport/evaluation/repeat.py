@@ -15,7 +15,7 @@ from vexport.errors import EnvironmentFault
 from vexport.files import from_json, to_json, write_text
 
 FILE = "repeat.json"
-"""Beside lm-eval's results."""
+"""Next to lm-eval's results."""
 DOCUMENTS = 200
 """Asked again, over all tasks; at least LEAST of each."""
 LEAST = 20

@@ -155,15 +155,15 @@ def _parse(path: Path, trust: bool) -> Config:
         raise InputError(f"{path}:{line}", got=got, need="a task's YAML", fix=_fix(got)) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         got = f"broken YAML ({error})"
-        raise InputError(str(path), got=got, need="a task's YAML", fix="mend the file") from None
+        raise InputError(str(path), got=got, need="a task's YAML", fix="fix the file") from None
     if not isinstance(config, dict):
         got = f"a {type(config).__name__}"
-        raise InputError(str(path), got=got, need="a mapping of a task's keys", fix="mend the file")
+        raise InputError(str(path), got=got, need="a mapping of a task's keys", fix="fix the file")
     return {str(key): value for key, value in config.items()}
 
 
 def _fix(got: str) -> str:
-    return "add --trust-remote-code if you trust the file" if "!function" in got else "mend the file"
+    return "add --trust-remote-code if you trust the file" if "!function" in got else "fix the file"
 
 
 class _Loader(yaml.SafeLoader):
@@ -300,7 +300,7 @@ def _require_known(name: str, include_paths: Sequence[Path]) -> None:
 
 
 def _require_no_python(name: str, folders: Sequence[Path]) -> None:
-    """InputError where a task of these folders, or a file that it names, would run Python of its own."""
+    """InputError where a task of these folders, or a file that it names, would run its own Python."""
     texts = {file: file.read_bytes() for folder in folders for file in sorted(folder.rglob("*.yaml"))}
     defined = {file: {one.decode() for one, _ in _INDEXED.findall(text)} for file, text in texts.items()}
     pending = {file for file in texts if name in defined[file]}

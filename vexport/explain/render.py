@@ -52,7 +52,7 @@ def _lines(entry: Entry) -> Iterator[str]:
 
 
 def _row(name: str, text: str, *, indent: int = 0) -> Iterator[str]:
-    """`name  text`, the text wrapped in a column of its own."""
+    """`name  text`, the text wrapped in its own column."""
     head = " " * indent + name.ljust(18)
     yield from textwrap.wrap(
         text or "-",

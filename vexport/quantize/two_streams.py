@@ -2,7 +2,7 @@
 
 One decoder layer is in memory at a time. Its linear layers see what the rounded layers before them make of
 the text; their weights are rounded for that, and the quantized layer, its inputs rounded as its scheme says,
-makes the next layer's input. Where several recipes are tried, each has a stream of its own.
+makes the next layer's input. Where several recipes are tried, each has its own stream.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

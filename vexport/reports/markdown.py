@@ -83,7 +83,7 @@ def _render(part: doc.Part, level: int) -> str:
 
 
 def safe(text: str, limit: int = _MAX_TEXT) -> str:
-    """`text` as itself in Markdown: no markup, HTML, link, mention or table cell of its own.
+    """`text` as itself in Markdown: no markup, HTML, link, mention or table cell.
 
     The limit is for texts from outside; no sentence of a report is as long.
     """

@@ -64,7 +64,7 @@ def next_step(report: Report) -> tuple[str, str]:
 
 
 def opening(sentence: str) -> str:
-    """A sentence that stands on a line of its own: a capital, unless it starts with a name."""
+    """A sentence that stands on its own line: a capital, unless it starts with a name."""
     return (
         sentence[0].upper() + sentence[1:]
         if sentence.startswith(("all ", "both ", "check ", "load "))

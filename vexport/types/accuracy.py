@@ -67,7 +67,7 @@ class TaskVerdict:
     Where the metric is not 0/1, right to wrong counts the documents that got worse and `mcnemar_p` is of a
     permutation test. What only paired documents show is None where the samples are missing;
     `changed_wrong` also where the baseline's answers are. `clusters` counts the tasks of a group whose
-    documents hang together, None where documents count on their own. `also` has the task's other metrics
+    documents are clustered, None where documents count on their own. `also` has the task's other metrics
     and filters, and a group's tasks.
     """
 

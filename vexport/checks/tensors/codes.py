@@ -42,7 +42,7 @@ def unfilled(view: CheckpointView, check: str) -> Iterator[Finding]:
 
 
 def lost(view: CheckpointView, check: str) -> Iterator[Finding]:
-    """Rows and groups whose codes are all zero, beside a scale that is made for other numbers.
+    """Rows and groups whose codes are all zero, next to a scale that is made for other numbers.
 
     Where a weight is zero itself, producers store the least scale, or a number that stands for none.
     """

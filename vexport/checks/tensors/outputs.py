@@ -45,7 +45,7 @@ def _largest_weight(
         return None
     if global_scale is not None and not global_scale.num_bytes:
         return None
-    divisor = float(view.reader.floats(global_scale).min()) if global_scale is not None else 1.0
+    stored = float(view.reader.floats(global_scale).min()) if global_scale is not None else 1.0
     code = group.weights.largest_code
     largest = float(np.abs(view.reader.floats(scale)).max())
-    return None if code is None or not math.isfinite(largest) else largest * code / divisor
+    return None if code is None or not math.isfinite(largest) else largest * code / stored

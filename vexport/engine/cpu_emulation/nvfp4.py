@@ -22,7 +22,7 @@ class EmulationNvFp4A16Linear(NvFp4LinearKernel):  # type: ignore[misc]
         return True, None
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Dequantize; `weight_global_scale` is a factor by now, vLLM has inverted the stored divisor."""
+        """Dequantize; `weight_global_scale` is a factor by now, vLLM has inverted the stored global scale."""
         weight = dequantize_to_dtype(
             layer.weight.data,
             layer.weight_scale.data,

@@ -18,7 +18,7 @@ def round_fp4(values: torch.Tensor) -> torch.Tensor:
 def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
     """Quantize to NVFP4 and back: (tokens, features) in its own dtype, features a multiple of 16.
 
-    `global_scale` is the stored divisor, float32. The block scale is rounded to e4m3 relative to it, as in
+    `global_scale` is the stored one, float32. The block scale is rounded to e4m3 relative to it, as in
     vLLM's `ref_nvfp4_quant` (layers/quantization/utils/nvfp4_emulation_utils.py).
     """
     blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, NVFP4_GROUP)

@@ -124,7 +124,7 @@ def _optional(model: torch.nn.Module) -> Iterator[str]:
 
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        # Scales of the KV cache are 1 unless the checkpoint has them (rule 23).
+        # Scales of the KV cache are 1 unless the checkpoint has them.
         scales = isinstance(method, BaseKVCacheMethod)
         # A weight-only NVFP4 MoE registers scales for inputs that it does not quantize.
         weight_only = getattr(method, "use_a16", False)

@@ -110,6 +110,6 @@ def _activation_bits(scheme: object, kernel: object) -> int | None:
     chosen = getattr(key, "dtype", None)  # not what the scheme asked for, where no kernel had that
     if isinstance(chosen, torch.dtype):
         return 4 if chosen == torch.uint8 else chosen.itemsize * 8
-    # vLLM names a scheme by what it makes of activations, whatever the config says (MXFP4A16, rule 31).
+    # vLLM names a scheme by what it makes of activations, whatever the config says (MXFP4A16).
     found = _ACTIVATION_BITS.search(type(scheme).__name__)
     return int(found[1]) if found else None

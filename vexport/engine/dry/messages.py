@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-# missing: part of a parameter gets no value (rule 25 of vLLM: it reads uninitialized memory);
+# missing: part of a parameter gets no value (vLLM reads uninitialized memory);
 # unused: a stored tensor goes nowhere; cast: its values are converted to a dtype of another kind;
 # narrowed: only part of it is read.
 FaultKind = Literal["missing", "unused", "cast", "narrowed"]

@@ -18,7 +18,7 @@ _SAME_PLACE = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A labelled place, in per cent from the left and from the top; `mark` is written beside it."""
+    """A labelled place, in per cent from the left and from the top; `mark` is written next to it."""
 
     x: float
     y: float
