@@ -113,9 +113,10 @@ CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown
 class MatrixCell:
     """What vLLM does with a checkpoint, or one kind of its layers, on `tp` devices of capability `sm`.
 
-    `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads, and
-    multiplies in another precision than stored; "not shown" needs a real device. The answer rests on the cells that are `needed`. `precision` is
-    bits of weight and activation (W8A16), `kernel` vLLM's class, `reason` vLLM's own words where it refuses.
+    `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads, and multiplies in another
+    precision than stored; "not shown" needs a real device. The answer rests on the cells that are `needed`.
+    `precision` is bits of weight and activation (W8A16), `kernel` vLLM's class, `reason` vLLM's own words
+    where it refuses.
     """
 
     tp: int
