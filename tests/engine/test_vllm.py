@@ -59,7 +59,7 @@ def test_refused_checkpoint_is_a_result(tiny_llama: Path, tmp_path: Path) -> Non
 
 def test_timeout_leaves_no_process(tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="timed out") as caught:
-        serve(tiny_llama, tmp_path, timeout=15)
+        serve(tiny_llama, tmp_path, timeout=4)
     assert caught.value.exit_code == 4
     assert not processes_of(tmp_path / "vllm.log")
 
