@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import get_scheme
-from vexport.rounding.gptq import DAMPING, factorize, round_columns, round_nearest
+from vexport.rounding.gptq import factorize, round_columns, round_nearest
 from vexport.rounding.grid import Grid, grid_of
+from vexport.rounding.settings import GPTQ
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "values.safetensors")
 SCHEMES = ("W4A16", "W4A16_ASYM", "W8A8", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")
@@ -45,7 +46,7 @@ def equal_share(weight: torch.Tensor, other: torch.Tensor, found: Grid) -> float
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_codes_are_the_peers(scheme: str) -> None:
     found = grid(scheme, scheme)
-    factor = factorize(GOLDEN["hessian"], DAMPING)
+    factor = factorize(GOLDEN["hessian"], GPTQ.ridge)
     assert factor is not None
     assert factor.dead == 1
     rounded = round_columns(GOLDEN["weight"], factor, found)
@@ -57,7 +58,7 @@ def test_codes_are_the_peers(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_outputs_are_closer_than_those_of_the_nearest_numbers(scheme: str) -> None:
     found = grid(scheme, scheme)
-    factor = factorize(GOLDEN["hessian"], DAMPING)
+    factor = factorize(GOLDEN["hessian"], GPTQ.ridge)
     assert factor is not None
 
     def error(rounded: torch.Tensor) -> float:
@@ -70,7 +71,7 @@ def test_outputs_are_closer_than_those_of_the_nearest_numbers(scheme: str) -> No
 
 def test_a_dead_column_is_rounded_to_nearest() -> None:
     found = grid("W4A16", "W4A16")
-    factor = factorize(GOLDEN["hessian"], DAMPING)
+    factor = factorize(GOLDEN["hessian"], GPTQ.ridge)
     assert factor is not None
     rounded = round_columns(GOLDEN["weight"], factor, found)
     assert torch.equal(rounded[:, DEAD], round_nearest(GOLDEN["weight"], found)[:, DEAD])
@@ -81,7 +82,7 @@ def test_nothing_factorizes_an_indefinite_hessian() -> None:
     assert GOLDEN["indefinite/fallback"].all()
     indefinite = GOLDEN["hessian"].clone()
     indefinite[0, 1] = indefinite[1, 0] = 1e3
-    assert factorize(indefinite, DAMPING) is None
+    assert factorize(indefinite, GPTQ.ridge) is None
     found = grid("indefinite", "W4A16")
     nearest = round_nearest(GOLDEN["weight"], found)
     assert equal_share(nearest, GOLDEN["indefinite/rounded"], found) == 1.0

@@ -6,10 +6,9 @@ import torch
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.tensors import TORCH_DTYPES
-from vexport.formats.packing.base import Scales
+from vexport.formats.packing.base import RoundedWeight, Scales
 from vexport.formats.schemes import get_scheme
 from vexport.observers import Observer
-from vexport.quantize.stream import RoundedWeight
 from vexport.quantize.weight_scales import observe_weight, scales_of
 from vexport.rounding.gptq import factorize, round_columns, round_nearest
 from vexport.rounding.grid import Grid, grid_of, stack

@@ -14,7 +14,7 @@ from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.two_streams import Branch, RoundingStream
-from vexport.rounding.settings import CANDIDATES, HELD_OUT_ONE_IN, REFIT, Recipe
+from vexport.rounding.settings import CANDIDATES, GPTQ, HELD_OUT_ONE_IN, REFIT, Recipe
 from vexport.types import Calibration, OnProgress, Plan
 from vexport.types.rounding import Strength
 
@@ -41,7 +41,7 @@ def round_weights(
     if not (folder / CHOICE).is_file():
         held_out = len(samples.rows) // HELD_OUT_ONE_IN
         refitted = any(group.rounding == "refit" for group in plan.groups)
-        recipes = CANDIDATES if refitted and held_out else (REFIT,)
+        recipes = CANDIDATES if refitted and held_out else (REFIT if refitted else GPTQ,)
         with Reader() as reader, ExitStack() as block:
             stream = RoundingStream(
                 index,

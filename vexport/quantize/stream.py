@@ -34,9 +34,16 @@ from vexport.checkpoint.writer import (
 from vexport.files import digest_bytes, write_text
 from vexport.formats.config import quantization_config
 from vexport.formats.kv_cache import kv_scales
-from vexport.formats.packing.base import STORAGES, Packing, PackingInputs, Scales, kernel_input, not_finite
+from vexport.formats.packing.base import (
+    STORAGES,
+    Packing,
+    PackingInputs,
+    RoundedWeight,
+    Scales,
+    kernel_input,
+    not_finite,
+)
 from vexport.formats.schemes import get_scheme
-from vexport.numerics.arithmetic import Floats
 from vexport.numerics.codes import largest_magnitude
 from vexport.outputs.replaceable import RECIPE
 from vexport.plan import blocks, output_blocks
@@ -110,20 +117,16 @@ def quantize(
                     done += unit.num_bytes
                     on_progress("quantize (bytes)", done, plan.output_bytes)
     write_index(folder, shards)
-    for file in index.side_files:
-        if file.name == RECIPE:  # of the source, were it vexport's own
-            continue
-        shutil.copyfile(file, folder / file.name)
-    copy_named_templates(index.root, folder)
+    _copy_side_files(index, folder)
     write_config(index, plan, folder)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedWeight:
-    """A weight whose values (out, in), float32, are numbers that its format stores with these scales."""
-
-    values: Floats
-    scales: Scales
+def _copy_side_files(index: SourceIndex, folder: Path) -> None:
+    """Tokenizer, templates and the like; not the recipe of a source that is vexport's own."""
+    for file in index.side_files:
+        if file.name != RECIPE:
+            shutil.copyfile(file, folder / file.name)
+    copy_named_templates(index.root, folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

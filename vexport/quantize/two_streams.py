@@ -5,7 +5,7 @@ the text; their weights are rounded for that, and the quantized layer, its input
 makes the next layer's input. Where several recipes are tried, each has its own stream.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -15,24 +15,24 @@ from vexport.calibration.capture import Captured, LayerCall, capture_layer_calls
 from vexport.calibration.data import Samples
 from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import HiddenStates
+from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
-from vexport.formats.packing.base import Array
+from vexport.formats.packing.base import Array, RoundedWeight
 from vexport.numerics.metrics import kl_divergence
 from vexport.quantize.applied import QuantizedModel
 from vexport.quantize.round_group import round_group
 from vexport.quantize.rounded_layers import RoundedLayers, Stored
-from vexport.quantize.stream import RoundedWeight, quantized_group
+from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
 from vexport.rounding.moments import Moments
 from vexport.rounding.settings import GPTQ, Recipe
 from vexport.types import Calibration, FusionGroup, Plan
 from vexport.types.rounding import GroupRounding, LayerRounding
 
-OnLayer = Callable[[int, int], None]
 # Inputs of groups by the group's name.
 Inputs = Mapping[str, torch.Tensor]
 
@@ -50,11 +50,6 @@ class Branch:
 def recipe_of(group: FusionGroup, recipe: Recipe) -> Recipe:
     """The recipe of a branch, for the groups that are refitted."""
     return recipe if group.rounding == "refit" else GPTQ
-
-
-def left_nearest(name: str, reason: str) -> GroupRounding:
-    """A group that is rounded to nearest although its rule says otherwise."""
-    return GroupRounding(name=name, fallback=reason)
 
 
 class RoundingStream:
@@ -222,7 +217,8 @@ class RoundingStream:
                 rounded, told = round_group(group, weights, moments, own, model.index)
                 how.append(told)
             elif group.rounding != "nearest":
-                how.append(left_nearest(group.name, "its layers are no linear modules of the model"))
+                reason = "its layers are no linear modules of the model"
+                how.append(GroupRounding(name=group.name, fallback=reason))
             stored |= quantized_group(
                 group, model.index, model.calibration, model.reader, search=search_scales, rounded=rounded
             )

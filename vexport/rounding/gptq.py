@@ -16,8 +16,6 @@ from vexport.rounding.grid import Grid
 
 # Rows that one thread rounds at a time.
 TILE_ROWS = 64
-# llm-compressor's dampening_frac.
-DAMPING = 0.01
 # Damping is raised tenfold so many times before a layer is rounded to nearest instead.
 ATTEMPTS = 4
 

@@ -26,6 +26,14 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedWeight:
+    """A weight whose values (out, in), float32, are numbers that its format stores with these scales."""
+
+    values: Floats
+    scales: Scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackingInputs:
     """What is known of a weight before its rows are packed.
 
