@@ -32,8 +32,8 @@ def errors(found: list[Finding]) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "preset", "tp", "words"),
     [
-        ({"intermediate_size": 384}, "W4A16", 2, "in_features 192 is not a multiple of 128"),
-        ({"intermediate_size": 336}, "NVFP4A16", 2, "in_features 168 is not a multiple of 16"),
+        ({"intermediate_size": 384}, "W4A16", 2, "in_features 192 is not a multiple of group size 128"),
+        ({"intermediate_size": 336}, "NVFP4A16", 2, "in_features 168 is not a multiple of group size 16"),
         ({"intermediate_size": 510}, "FP8_DYNAMIC", 4, "out_features 510 is not a multiple of 4 ranks"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 192},

@@ -27,8 +27,8 @@ from tests.mutations.edits import (
 )
 from tests.mutations.kinds.edited import NESTED
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.arguments import parse_args
 from vexport.checks.vllm.settings import wrong_settings
+from vexport.formats.parsing import parse_args
 from vexport.types import Json
 
 LAYER = "model.layers.1"

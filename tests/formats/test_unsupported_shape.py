@@ -60,10 +60,10 @@ def test_blocks_are_refused_where_vllm_refuses(
 @pytest.mark.parametrize(
     ("scheme", "rows", "columns", "reason"),
     [
-        ("NVFP4", (64,), 40, "in_features 40 is not a multiple of 16"),
-        ("MXFP4", (64,), 48, "in_features 48 is not a multiple of 32"),
-        ("MXFP8", (64,), 48, "in_features 48 is not a multiple of 32"),
-        ("W3A16", (64,), 192, "in_features 192 is not a multiple of 128"),
+        ("NVFP4", (64,), 40, "in_features 40 is not a multiple of group size 16"),
+        ("MXFP4", (64,), 48, "in_features 48 is not a multiple of group size 32"),
+        ("MXFP8", (64,), 48, "in_features 48 is not a multiple of group size 32"),
+        ("W3A16", (64,), 192, "in_features 192 is not a multiple of group size 128"),
         ("W4A16_ASYM", (64, 12), 128, "out_features 12: zero points of 4 bits do not fill whole words"),
         ("W4AFP8", (64, 32), 128, "out_features 96 is not a multiple of 128"),
         ("FP8_BLOCK", (100, 128), 128, "out_features 100 is not a multiple of the block's 128"),
@@ -80,7 +80,7 @@ def test_what_fits_whole_need_not_fit_ranks() -> None:
     assert scheme.unsupported_shape(members) is None
     assert scheme.unsupported_shape(members, ranks=3, split="in") is None
     assert scheme.unsupported_shape(members, ranks=2, split="in") == (
-        "in_features 24 is not a multiple of 16 on each of 2 ranks"
+        "in_features 24 is not a multiple of group size 16 on each of 2 ranks"
     )
     assert scheme.unsupported_shape(members, ranks=5, split="out") == (
         "out_features 64 is not a multiple of 5 ranks"

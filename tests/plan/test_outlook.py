@@ -41,7 +41,7 @@ def test_a_plan_without_a_scheme_compares_all(narrow: Path) -> None:
     assert rows["NVFP4"]["needs_calibration"]
     assert not rows["NVFP4A16"]["needs_calibration"]
     assert not rows["W4A16"]["fits"]
-    assert "192 is not a multiple of 128" in rows["W4A16"]["reason"]
+    assert "192 is not a multiple of group size 128" in rows["W4A16"]["reason"]
     assert 0 < rows["W4A16"]["layers"] < table["layers"] == rows["NVFP4"]["layers"]
     for scheme, row in rows.items():
         single = vexport(
@@ -117,7 +117,7 @@ def test_quantize_says_how_much_it_did_and_warns_of_little(narrow: Path, tmp_pat
     assert f"vllm serve {out}" in ran.stdout
     warnings = [line for line in ran.stderr.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 2
-    assert "192 is not a multiple of 128" in warnings[0]
+    assert "192 is not a multiple of group size 128" in warnings[0]
     assert "only" in warnings[1]
 
 

@@ -62,7 +62,7 @@ def test_an_unsupported_shape_names_layer_size_and_rule(tmp_path: Path) -> None:
     assert [refusal.where for refusal in plan.refusals] == [
         f"model.layers.{i}.mlp.down_proj" for i in range(3)
     ]
-    assert plan.refusals[0].got == "in_features 328 is not a multiple of 16"
+    assert plan.refusals[0].got == "in_features 328 is not a multiple of group size 16"
     assert plan_of(model, ("down_proj", "keep"), ("Linear", "NVFP4A16")).refusals == ()
 
 

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_no_choice_and_is_named(tmp_path: Path) -> None:
     units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC"), bits=9), Settings())
     (down,) = (unit for unit in units if unit.name.endswith("down_proj"))
     assert down.allowed == ("FP8_DYNAMIC",)
-    assert "520 is not a multiple of 16" in down.refused[0].got
+    assert "520 is not a multiple of group size 16" in down.refused[0].got
     assert smallest(units)[down.name] == "FP8_DYNAMIC"
     with pytest.raises(InputError, match="candidates of which none fits"):
         find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "NVFP4A16"), bits=9), Settings())

@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.vllm.arguments import of_attention, parse_args, parse_group
+from vexport.checks.vllm.arguments import of_attention, parse_group
 from vexport.checks.vllm.methods import METHOD, findings, other_method
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
 from vexport.formats.arguments import contradictions, described
+from vexport.formats.parsing import parse_args
 from vexport.types import Finding, Json
 from vexport.version import Version
 

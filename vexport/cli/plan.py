@@ -82,7 +82,13 @@ def _plan_scheme(source: str, name: str, scheme: str, options: PlanOptions, answ
     from vexport.cli.terminal import progress_display
     from vexport.plan.source import plan_headers, rules_for
 
-    rules = rules_for(scheme, observer=options.observer, ignore=options.ignore)
+    rules = rules_for(
+        scheme,
+        observer=options.observer,
+        ignore=options.ignore,
+        rounding=options.rounding,
+        group_size=options.group_size,
+    )
     with progress_display(quiet=answer.quiet) as on_progress:
         index, plan = plan_headers(name, rules, options.settings, on_progress)
     _print(source, plan, _outlook(index, plan, None, _quantize_command(source, plan)), answer)
@@ -98,7 +104,9 @@ def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
     note_unused(("observer", "on_unsupported_shape"), "without --scheme")
     settings = Settings(ranks=options.tp or (1,), kv_cache=options.kv_cache)
     with progress_display(quiet=answer.quiet) as on_progress:
-        table = table_of_schemes(name, ignored_rules(options.ignore), settings, on_progress)
+        table = table_of_schemes(
+            name, ignored_rules(options.ignore), settings, on_progress, options.group_size
+        )
     print_text(render_table(table, answer.format_))
 
 

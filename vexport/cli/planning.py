@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vexport.plan import Settings
     from vexport.scenario import Calibration
 
+GroupSize = int | Literal["channel"]
 SCHEME_HELP = "Scheme for all linear layers; see `vexport list schemes`."
 
 
@@ -23,6 +24,7 @@ SCHEME_HELP = "Scheme for all linear layers; see `vexport list schemes`."
 class PlanOptions:
     """What is quantized how."""
 
+    group_size: GroupSize | None
     observer: str
     rounding: Rounding
     ignore: tuple[str, ...]
@@ -73,7 +75,31 @@ def scheme_option(*, required: bool) -> Decorator:
     )
 
 
+class GroupSizeType(click.ParamType["GroupSize"]):
+    """Columns that share a scale, or channel."""
+
+    name = "N|channel"
+
+    def convert(
+        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
+    ) -> "GroupSize":
+        """The number or the word; fails on others."""
+        from vexport.scenario.scheme_keys import parse_group_size
+
+        number = int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
+        try:
+            return parse_group_size(number) or "channel"
+        except ValueError as error:
+            self.fail(f"{value!r} is no group size; need {error}.", param, ctx)
+
+
 plan_options = stacked(
+    click.option(
+        "--group-size",
+        type=GroupSizeType(),
+        metavar="N|channel",
+        help="Columns that share a scale (32, 64, 128 ...), or channel: one scale a row.",
+    ),
     click.option(
         "--observer",
         metavar="O",
@@ -105,10 +131,11 @@ plan_options = stacked(
         "--on-misfit",
         "on_unsupported_shape",
         cls=RenamedOption,
-        type=click.Choice(("refuse", "keep")),
+        type=click.Choice(("refuse", "keep", "smaller-group")),
         default="refuse",
         show_default=True,
-        help="Where vLLM could not run a layer's shape: refuse the model, or keep that layer.",
+        help="Where vLLM could not run a layer's shape: refuse the model, keep that layer, or "
+        "quantize it in the largest group size that fits.",
     ),
     tp_option,
 )

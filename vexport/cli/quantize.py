@@ -51,7 +51,7 @@ def quantize(
     Examples:
       vexport quantize MODEL OUT --scheme FP8_DYNAMIC
       vexport quantize MODEL OUT --scheme NVFP4 --calibration chats.jsonl --samples 256
-      vexport quantize MODEL OUT --scheme W4A16 --ignore re:.*layers[.]0[.].*
+      vexport quantize MODEL OUT --scheme W4A16 --group-size 64 --ignore re:.*layers[.]0[.].*
     """
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
@@ -65,7 +65,11 @@ def quantize(
             source=with_revision(source, revision),
             out=out,
             rules=rules_for(
-                scheme, observer=options.observer, ignore=options.ignore, rounding=options.rounding
+                scheme,
+                observer=options.observer,
+                ignore=options.ignore,
+                rounding=options.rounding,
+                group_size=options.group_size,
             ),
             planning=options.settings,
             calibration=calibration.settings,

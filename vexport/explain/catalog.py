@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import GpuSupport
-from vexport.formats.schemes import all_schemes
+from vexport.formats.schemes import Scheme, all_schemes
 from vexport.types.observer_names import OBSERVERS
 
 Rows = Sequence[Mapping[str, str]]
@@ -42,18 +42,20 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
 
 def schemes() -> Rows:
     """Bits, formats and where each scheme runs."""
-    return [
-        {
-            "scheme": scheme.name,
-            "weights": _args(scheme.args.weights),
-            "inputs": _args(scheme.args.input_activations),
-            "calibration": "needed" if scheme.args.calibrated else "none",
-            "format": scheme.format.name,
-            **_gpus(scheme.format.gpu_support(scheme.args)),
-            "vLLM on CPU": scheme.format.cpu(scheme.args),
-        }
-        for scheme in all_schemes()
-    ]
+    return [scheme_facts(scheme) for scheme in all_schemes()]
+
+
+def scheme_facts(scheme: Scheme) -> Mapping[str, str]:
+    """The row of a scheme, which need be no preset."""
+    return {
+        "scheme": scheme.name,
+        "weights": _args(scheme.args.weights),
+        "inputs": _args(scheme.args.input_activations),
+        "calibration": "needed" if scheme.args.calibrated else "none",
+        "format": scheme.format.name,
+        **_gpus(scheme.format.gpu_support(scheme.args)),
+        "vLLM on CPU": scheme.format.cpu(scheme.args),
+    }
 
 
 def observers() -> Rows:

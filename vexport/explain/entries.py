@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from inspect import getdoc
 
 from vexport.errors import InputError, nearest
-from vexport.explain.catalog import CATALOGS
+from vexport.explain.catalog import CATALOGS, scheme_facts
 from vexport.explain.pages import Section, find_section, fold, topic_names
-from vexport.formats.schemes import get_scheme
+from vexport.formats.arguments import input_bits
+from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, scheme_name
 
 # The tables whose rows are the facts of the sections on the page of the same name, and what a row is called.
 TABLES: Mapping[str, str] = {"schemes": "scheme", "observers": "observer"}
@@ -32,6 +33,9 @@ class Entry:
 
 def explain(name: str) -> Entry:
     """What is known about `name`; InputError, with the nearest name, where nothing is."""
+    own_name = scheme_name(name)
+    if find_section(name) is None and is_scheme(own_name):
+        return _other_scheme(own_name)
     section = find_section(name)
     if section is None:
         raise InputError(
@@ -43,6 +47,22 @@ def explain(name: str) -> Entry:
     kind, facts = facts_of(section, name)
     own = next((given for given in section.names if fold(given) == fold(name)), section.names[0])
     return Entry(name=own, title=section.title, kind=kind, page=section.page, facts=facts, text=section.text)
+
+
+def _other_scheme(name: str) -> Entry:
+    """A scheme that is no preset: its facts, and the section of the first preset that is stored alike."""
+    scheme = get_scheme(name)
+    bits, inputs = scheme.args.weights.num_bits, input_bits(scheme.args)
+    alike = min(
+        (one for one in all_schemes() if one.format is scheme.format),
+        key=lambda one: (abs(input_bits(one.args) - inputs), abs(one.args.weights.num_bits - bits)),
+    )
+    section = find_section(alike.name)
+    assert section is not None
+    facts = {**dict(list(scheme_facts(scheme).items())[1:]), **_of_scheme(name)}
+    return Entry(
+        name=name, title=section.title, kind="scheme", page=section.page, facts=facts, text=section.text
+    )
 
 
 def facts_of(section: Section, name: str) -> tuple[str, Mapping[str, str]]:

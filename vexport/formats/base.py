@@ -1,7 +1,7 @@
 """What a storage format answers, and what formats share."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -108,6 +108,14 @@ class Format(Protocol):
     def refusal(self, args: Arguments) -> str | None:
         """Why vLLM refuses a group that it picks this format for, or None."""
         return None
+
+    def unwritten(self, args: Arguments) -> str | None:
+        """What of arguments that vLLM runs vexport does not write, or None."""
+        return None
+
+    def group_sizes(self, args: Arguments) -> Sequence[int | None]:
+        """The group sizes that vLLM's own kernels run, None a scale a row; none where there is no choice."""
+        return ()
 
     @abstractmethod
     def vllm_scheme(self, args: Arguments) -> str:

@@ -29,9 +29,16 @@ def decompress(name: str, args: Arguments, stored: Mapping[str, torch.Tensor]) -
     return weight
 
 
-def scaled(codes: torch.Tensor, args: Arguments, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Codes by their stored scales, for what compressed-tensors cannot unpack by itself."""
-    weight: torch.Tensor = ct_dequantize(codes, stored["weight_scale"], args=ct_scheme(args).weights)
+def scaled(
+    codes: torch.Tensor,
+    args: Arguments,
+    stored: Mapping[str, torch.Tensor],
+    zeros: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes by their stored scales and `zeros` (out, groups), for what compressed-tensors cannot unpack."""
+    weight: torch.Tensor = ct_dequantize(
+        codes, stored["weight_scale"], zero_point=zeros, args=ct_scheme(args).weights
+    )
     return weight
 
 

@@ -50,6 +50,14 @@ class Fp8(Format):
             return None
         return f"inputs that vLLM leaves as they are: {described_inputs(args)}"
 
+    def unwritten(self, args: Arguments) -> str | None:
+        inputs = args.input_activations
+        if args.weights.num_bits != 8 or (inputs is not None and inputs.num_bits != 8):
+            return "floats of other widths than 8 bits"
+        if inputs is not None and not inputs.symmetric:
+            return "FP8 inputs with zero points"
+        return None
+
     def vllm_scheme(self, args: Arguments) -> str:
         return f"CompressedTensorsW8A{16 if args.input_activations is None else 8}Fp8"
 

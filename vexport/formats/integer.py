@@ -27,6 +27,8 @@ CHANNEL_OR_GROUP = ("channel", "group")
 PACKED_BITS = range(2, 9)
 OWN_GROUPS: Mapping[int, Sequence[int | None]] = {4: (None, 32, 64, 128, 256), 8: (None, 32, 64, 128)}
 HUMMING = "humming-kernels"
+# Of other widths Humming's kernels take every size; these are those of checkpoints in use.
+HUMMING_GROUPS = (None, 32, 64, 128)
 # CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
 # compressed_tensors_moe_w4a8_fp8.py for routed experts.
 W4AFP8_TILE, W4AFP8_EXPERT_TILE, W4AFP8_GROUP = 128, 256, 128
@@ -59,6 +61,16 @@ class PackedIntegers(Format):
     def refusal(self, args: Arguments) -> str | None:
         bits = args.weights.num_bits
         return None if bits in PACKED_BITS else f"{bits} packed bits"
+
+    def unwritten(self, args: Arguments) -> str | None:
+        """vLLM takes no look at the type of weights alone, and runs them as integers."""
+        return "floats in groups, which vLLM reads as integers" if args.weights.is_float else None
+
+    def group_sizes(self, args: Arguments) -> Sequence[int | None]:
+        """With FP8 inputs CUTLASS' alone."""
+        if args.input_activations is not None and args.input_activations.is_float:
+            return (W4AFP8_GROUP,)
+        return OWN_GROUPS.get(args.weights.num_bits, HUMMING_GROUPS)
 
     def vllm_scheme(self, args: Arguments) -> str:
         inputs = args.input_activations
@@ -129,8 +141,13 @@ class PackedIntegers(Format):
         bits = args.weights.num_bits
         if INT32_BITS % bits == 0:
             return decompress(self.name, args, stored)
-        codes = unpack_int32(stored[self.weight], bits, int(stored["weight_shape"][1]))
-        return scaled(codes - (1 << (bits - 1)), args, stored)
+        rows, columns = (int(size) for size in stored["weight_shape"])
+        half = 1 << (bits - 1)
+        codes = unpack_int32(stored[self.weight], bits, columns) - half
+        if args.weights.symmetric:
+            return scaled(codes, args, stored)
+        zeros = unpack_int32(stored["weight_zero_point"].T, bits, rows).T - half
+        return scaled(codes, args, stored, zeros)
 
 
 class Int8(Format):
@@ -147,6 +164,13 @@ class Int8(Format):
             return False
         eight = weights.num_bits == inputs.num_bits == 8 and weights.strategy in ("tensor", "channel")
         return eight and (inputs.is_by_token or (inputs.strategy == "tensor" and not inputs.dynamic))
+
+    def unwritten(self, args: Arguments) -> str | None:
+        inputs = args.input_activations
+        if args.weights.strategy != "channel":
+            return "INT8 weights with one scale a tensor"
+        by_token = inputs is not None and inputs.is_by_token and inputs.symmetric and not inputs.is_float
+        return None if by_token else "INT8 inputs that are not symmetric and scaled by token"
 
     def vllm_scheme(self, args: Arguments) -> str:
         return "CompressedTensorsW8A8Int8"

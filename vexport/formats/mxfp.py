@@ -7,7 +7,7 @@ vllm/model_executor/layers/quantization/compressed_tensors/schemes.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, input_bits
+from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, described_inputs, input_bits
 from vexport.formats.base import Format, GpuSupport, Parameter
 from vexport.formats.parameters import coded_scale, exact, zero_point
 from vexport.formats.partition import Partition, partial_group
@@ -32,6 +32,18 @@ class _Mx(Format):
         weights = args.weights
         kind = (weights.strategy, weights.type, weights.num_bits, weights.group_size, weights.symmetric)
         return kind == ("group", "float", self.bits, MX_GROUP, True)
+
+    def unwritten(self, args: Arguments) -> str | None:
+        """vLLM takes no look at the inputs: only those are written that it runs as they are stored."""
+        inputs = args.input_activations
+        if inputs is None or self._is_own(inputs) or (self.bits == 4 and _is_dynamic_fp8(args)):
+            return None
+        return f"inputs that vLLM leaves as they are: {described_inputs(args)}"
+
+    def _is_own(self, inputs: QuantArgs) -> bool:
+        """Whether inputs are quantized as the weights are."""
+        kind = (inputs.strategy, inputs.type, inputs.num_bits, inputs.group_size, inputs.symmetric)
+        return kind == ("group", "float", self.bits, MX_GROUP, True) and inputs.dynamic is True
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """weight_packed (out, in/2) or weight (out, in), weight_scale (out, in/32), biased exponents."""

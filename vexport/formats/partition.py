@@ -62,4 +62,4 @@ def partial_group(partition: Partition, group: int | None) -> str | None:
     """
     if group is None or partition.in_features % group == 0:
         return None
-    return f"in_features {partition.in_features} is not a multiple of {group}"
+    return f"in_features {partition.in_features} is not a multiple of group size {group}"

@@ -9,15 +9,15 @@ from importlib.resources import files
 from pydantic import TypeAdapter
 
 from vexport.errors import InputError, nearest
-from vexport.formats import written_format
 from vexport.formats.arguments import SchemeArgs, Strategy
 from vexport.formats.base import Format
+from vexport.formats.own_schemes import format_of, spelled, spelled_args
 from vexport.formats.partition import Split, partition_of, uneven
 from vexport.types import LinearPlan, TensorSpec
 
 KEEP = "keep"
 # `W4A16_G64` and `W4A16_CHANNEL` are W4A16 with groups of 64 columns, and with a scale a row.
-OTHER_GROUPS = re.compile(r"(?P<preset>.+?)[-_ ]?(?:G(?P<size>[1-9]\d*)|CHANNEL)", re.IGNORECASE)
+OTHER_GROUPS = re.compile(r"(?P<preset>.+?)[-_ ]?(?:G(?P<size>[1-9]\d{0,5})|CHANNEL)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +85,17 @@ def fold_name(name: str) -> str:
 def scheme_name(text: str) -> str:
     """The scheme that `text` names, whatever its case and separators; the text itself where it is none."""
     names = {fold_name(name): name for name in scheme_names()}
+    if fold_name(text) in names:
+        return names[fold_name(text)]
     other = OTHER_GROUPS.fullmatch(text)
-    if fold_name(text) not in names and other is not None and fold_name(other["preset"]) in names:
-        return regrouped_name(
-            names[fold_name(other["preset"])], int(other["size"]) if other["size"] else None
-        )
-    return names.get(fold_name(text), text)
+    preset = names.get(fold_name(other["preset"])) if other else None
+    try:
+        if other is not None and preset is not None:
+            return regrouped(get_scheme(preset), _size(other)).name
+        args = spelled_args(text)
+        return text if args is None else named_scheme(args).name
+    except InputError:
+        return text
 
 
 def is_scheme(name: str) -> bool:
@@ -103,13 +108,19 @@ def is_scheme(name: str) -> bool:
 
 @cache
 def get_scheme(name: str) -> Scheme:
-    """The scheme of that name: a preset, or one with other groups. InputError lists the presets."""
+    """The scheme of that name: a preset, one with other groups, or one whose name spells its arguments.
+
+    InputError says what is wrong with a name of the latter two, else lists the presets.
+    """
     known = presets().presets
     if name in known:
         return _scheme(name, known[name])
     other = OTHER_GROUPS.fullmatch(name)
     if other is not None and other["preset"] in known:
-        return regrouped(get_scheme(other["preset"]), int(other["size"]) if other["size"] else None)
+        return regrouped(get_scheme(other["preset"]), _size(other))
+    args = spelled_args(name)
+    if args is not None:
+        return named_scheme(args)
     raise InputError(
         f"scheme {name!r}",
         got="an unknown name",
@@ -118,16 +129,57 @@ def get_scheme(name: str) -> Scheme:
     )
 
 
+def named_scheme(args: SchemeArgs) -> Scheme:
+    """The scheme of these arguments, by the name of a preset where one stores the same, or nearly.
+
+    Raises InputError where vLLM would not run it, or vexport does not write it.
+    """
+    text = spelled(args)
+    for name, preset in presets().presets.items():
+        if spelled(preset) == text:
+            return _scheme(name, preset)
+    weights = args.weights
+    for name, preset in presets().presets.items():
+        if not weights.is_float and spelled(_with_groups(preset, weights.group)) == text:
+            return _scheme(regrouped_name(name, weights.group), args)
+    return _scheme(text, args)
+
+
+def with_group_size(name: str, group_size: int | None) -> str:
+    """The name of a scheme with groups of so many columns, with a scale a row where that is None.
+
+    Raises InputError for a scheme whose groups have another size by its name or format.
+    """
+    scheme = get_scheme(scheme_name(name))
+    weights = scheme.args.weights
+    if weights.group == group_size and (group_size or weights.strategy == "channel"):
+        return scheme.name
+    if scheme.name not in scheme_names():
+        raise InputError(
+            f"scheme {name!r}",
+            got=_in_words(group_size),
+            need=f"{_in_words(weights.group)}, which its name says",
+            fix="give the group size once",
+        )
+    return regrouped(scheme, group_size).name
+
+
 def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
     """A scheme of integers with groups of so many columns, or with a scale a row where that is None.
 
     Raises InputError for floats, whose groups have one size, and where vLLM has no scheme for it.
     """
-    if scheme.args.weights.is_float:
-        raise _no_such_groups(scheme.name)
-    strategy: Strategy = "channel" if group_size is None else "group"
-    weights = replace(scheme.args.weights, group_size=group_size, strategy=strategy)
-    return _scheme(regrouped_name(scheme.name, group_size), replace(scheme.args, weights=weights))
+    weights = scheme.args.weights
+    if weights.is_float or group_size == 0:
+        raise InputError(
+            f"scheme {scheme.name!r}",
+            got=_in_words(group_size),
+            need=f"{_in_words(weights.group, weights.strategy)}, the only size that its format stores"
+            if weights.is_float
+            else "a size from 1",
+            fix="leave out the group size, or use a scheme of integers such as W4A16",
+        )
+    return named_scheme(_with_groups(scheme.args, group_size))
 
 
 def regrouped_name(preset: str, group_size: int | None) -> str:
@@ -135,22 +187,55 @@ def regrouped_name(preset: str, group_size: int | None) -> str:
     return f"{preset}_{'CHANNEL' if group_size is None else f'G{group_size}'}"
 
 
+def grouped_schemes(group_size: int | None) -> tuple[str, ...]:
+    """The presets that have, or may have, this group size, by the names that they then have."""
+    names = []
+    for name in scheme_names():
+        try:
+            names.append(with_group_size(name, group_size))
+        except InputError:
+            continue
+    return tuple(dict.fromkeys(names))
+
+
+def group_sizes(name: str) -> tuple[int, ...]:
+    """The sizes that vLLM's kernels run for a scheme with groups, largest first; none without a choice."""
+    scheme = get_scheme(name)
+    if scheme.args.weights.is_float or scheme.args.weights.group is None:
+        return ()
+    sizes = scheme.format.group_sizes(scheme.args)
+    return tuple(sorted((size for size in sizes if size), reverse=True))
+
+
 def all_schemes() -> tuple[Scheme, ...]:
     """Every preset."""
     return tuple(get_scheme(name) for name in scheme_names())
 
 
+def _with_groups(args: SchemeArgs, group_size: int | None) -> SchemeArgs:
+    strategy: Strategy = "channel" if group_size is None else "group"
+    return replace(args, weights=replace(args.weights, group_size=group_size, strategy=strategy))
+
+
 def _scheme(name: str, args: SchemeArgs) -> Scheme:
-    found = written_format(args)
-    if found is None:
-        raise _no_such_groups(name)
+    found = format_of(args)
+    if isinstance(found, str):
+        raise InputError(
+            f"scheme {name!r}",
+            got=found,
+            need="arguments that vLLM runs and vexport writes",
+            fix="change them, or use a scheme of `vexport list schemes`",
+        )
     return Scheme(name=name, args=args, format=found)
 
 
-def _no_such_groups(name: str) -> InputError:
-    return InputError(
-        f"scheme {name!r}",
-        got="other groups than the preset's",
-        need="a scheme of integer weights whose groups may have any size, such as W4A16",
-        fix="use the preset as it is (see `vexport list schemes`)",
-    )
+def _size(name: re.Match[str]) -> int | None:
+    """The group size in a name that `OTHER_GROUPS` matches; None is a scale a row."""
+    return int(name["size"]) if name["size"] else None
+
+
+def _in_words(group_size: int | None, strategy: Strategy = "channel") -> str:
+    """A group size as errors say it."""
+    if group_size is not None:
+        return f"groups of {group_size}"
+    return {"block": "scales by block", "tensor": "one scale a tensor"}.get(strategy, "one scale a row")

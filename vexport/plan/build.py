@@ -1,7 +1,7 @@
 """From headers, rules and the architecture's fused modules to a plan; no tensor data is read."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vexport.architectures import resolve
 from vexport.architectures.fusion import fuse, moe_layer
@@ -9,8 +9,9 @@ from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import find_quantization
 from vexport.errors import InputError
-from vexport.plan.advice import Origin, advice, fitting_schemes
+from vexport.plan.advice import Origin, advice_on
 from vexport.plan.blocks import output_bytes
+from vexport.plan.group_sizes import layers_alone, with_smaller_groups
 from vexport.plan.ignore import ignored, ignored_head
 from vexport.plan.kv_cache import attention_layers, refused_caches
 from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of
@@ -24,20 +25,33 @@ from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearP
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What else a plan depends on: tensor parallel sizes to serve, what becomes of unsupported shapes, the KV
-    cache. `origin` is what the advice of refusals names: options or keys of a scenario."""
+    cache. With `smaller_groups` layers take the largest group size that fits before any is refused or kept.
+    `origin` is what the advice of refusals names: options or keys of a scenario."""
 
     ranks: Sequence[int] = (1,)
     on_unsupported_shape: OnUnsupportedShape = "refuse"
+    smaller_groups: bool = False
     kv_cache: KvCache | None = None
     origin: Origin = "options"
+
+    @property
+    def takes_smaller_groups(self) -> bool:
+        """Whether layers of unsupported shape are quantized in smaller groups."""
+        return self.smaller_groups or self.on_unsupported_shape == "smaller-group"
+
+    @property
+    def lenient(self) -> "Settings":
+        """The same, where a layer that nothing fits is kept."""
+        return replace(self, on_unsupported_shape="keep", smaller_groups=self.takes_smaller_groups)
 
 
 def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = Settings()) -> Plan:
     """Decide for every tensor of a checkpoint whether and how it is quantized.
 
     Layers that vLLM fuses form one group. What vLLM would not run is a refusal in the plan, not an
-    exception; with `on_unsupported_shape` keep, layers whose shape does not fit stay unquantized, and a
-    note says so. Raises InputError for a source that cannot be a source (quantized, unknown class).
+    exception; with `on_unsupported_shape` keep, layers whose shape does not fit stay unquantized, with
+    smaller-group they take another group size; notes say so. Raises InputError for a source that cannot be a
+    source (quantized, unknown class).
     """
     _require_plain(index)
     architecture, notes = resolve(index.architecture, index.config)
@@ -49,6 +63,9 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
     chosen = {name: choose_rule(rules, name, place) for name, place in places.items()}
     refusals = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
     groups = [] if refusals else list(_groups(modules, chosen, linears))
+    if settings.takes_smaller_groups:
+        groups, smaller = with_smaller_groups(groups, names, settings.ranks, text_config(index.config))
+        notes = (*notes, *smaller)
     shape_findings = _shape_findings(groups, names, settings, index)
     if settings.on_unsupported_shape == "keep":
         groups, kept_notes = _without(groups, shape_findings)
@@ -165,8 +182,8 @@ def _shape_findings(
     text = text_config(index.config)
     reasons = unsupported(groups, names, settings.ranks, text)
     refused = [group for group in groups if group.name in reasons]
-    fitting = {
-        scheme: fitting_schemes(scheme, groups, names, settings.ranks, text)
+    advice = {
+        scheme: advice_on(scheme, groups, names, settings.ranks, text)
         for scheme in dict.fromkeys(group.scheme for group in refused)
     }
     return {
@@ -175,7 +192,7 @@ def _shape_findings(
             reasons[group.name],
             OTHER_RANKS
             if is_uneven(group, names, settings.ranks, text)
-            else advice(group, fitting[group.scheme], settings.origin),
+            else advice[group.scheme].on(group, settings.origin),
         )
         for group in refused
     }
@@ -185,12 +202,9 @@ def _without(
     groups: Sequence[FusionGroup], shape_findings: Mapping[str, Finding]
 ) -> tuple[list[FusionGroup], list[Finding]]:
     """The groups that fit, routed experts of a layer all or none, and what is said of the others."""
-    units: dict[str, list[FusionGroup]] = {}
-    for group in groups:
-        units.setdefault(moe_layer(group.members[0].name) or group.name, []).append(group)
     fitting: list[FusionGroup] = []
     notes: list[Finding] = []
-    for name, unit in units.items():
+    for name, unit in layers_alone(groups):
         bad = next((shape_findings[group.name] for group in unit if group.name in shape_findings), None)
         if bad is None:
             fitting.extend(unit)

@@ -10,6 +10,8 @@ from vexport.plan.linears import Names
 from vexport.plan.reordered import unsupported_reordering
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
+# What becomes of layers that do not fit.
+KEPT = "kept unquantized"
 KEY_VALUE = ("k_proj", "v_proj")
 # Stored as one weight what vLLM treats as parts of a merged layer.
 GATE_AND_UP = ("gate_up_proj", "dense_h_to_4h")
@@ -121,4 +123,4 @@ def _repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> Linea
 
 def kept_instead(finding: Finding, name: str) -> Finding:
     """What is said of layers that stay unquantized because one of them does not fit."""
-    return replace(finding, severity="warning", where=name, fix="kept unquantized")
+    return replace(finding, severity="warning", where=name, fix=KEPT)

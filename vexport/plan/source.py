@@ -8,10 +8,17 @@ from pydantic import ValidationError
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
 from vexport.errors import InputError, nearest
-from vexport.formats.schemes import KEEP, get_scheme, scheme_name
+from vexport.formats.schemes import (
+    KEEP,
+    get_scheme,
+    grouped_schemes,
+    scheme_name,
+    scheme_names,
+    with_group_size,
+)
 from vexport.plan.build import Settings, build_plan, hidden_rule_notes
 from vexport.plan.table import scheme_table
-from vexport.scenario import Rule, Scenario
+from vexport.scenario import GroupSize, Rule, Scenario, parse_group_size
 from vexport.types import OnProgress, Plan, SchemeTable, silent
 from vexport.types.observer_names import OBSERVERS
 from vexport.types.rounding import Rounding
@@ -20,11 +27,18 @@ DEFAULTS = Settings()
 
 
 def rules_for(
-    scheme: str, *, observer: str, ignore: Sequence[str], rounding: Rounding = "nearest"
+    scheme: str,
+    *,
+    observer: str,
+    ignore: Sequence[str],
+    rounding: Rounding = "nearest",
+    group_size: GroupSize | None = None,
 ) -> tuple[Rule, ...]:
     """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
-    get_scheme(scheme_name(scheme))
-    rule = Rule(match="Linear", scheme=scheme_name(scheme), observer=observer, rounding=rounding)
+    name = get_scheme(scheme_name(scheme)).name
+    if group_size is not None:
+        name = with_group_size(name, parse_group_size(group_size))
+    rule = Rule(match="Linear", scheme=name, observer=observer, rounding=rounding)
     return (*ignored_rules(ignore), rule)
 
 
@@ -77,11 +91,18 @@ def plan_headers(
 
 
 def table_of_schemes(
-    source: str, kept: Sequence[Rule], settings: Settings, on_progress: OnProgress
+    source: str,
+    kept: Sequence[Rule],
+    settings: Settings,
+    on_progress: OnProgress,
+    group_size: GroupSize | None = None,
 ) -> SchemeTable:
     """What every scheme would give for a model, from its headers; see `vexport.plan.table`."""
+    names = scheme_names()
+    if group_size is not None:
+        names = grouped_schemes(parse_group_size(group_size))
     with source_headers(source, on_progress) as root:
-        table = scheme_table(read_index(root), kept, settings)
+        table = scheme_table(read_index(root), kept, settings, names)
         return replace(table, source=pinned_source(source, root))
 
 

@@ -9,9 +9,10 @@ from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.gpus import generation
-from vexport.formats.schemes import get_scheme, scheme_names
+from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import group_layout
 from vexport.plan.build import Settings, build_plan
+from vexport.plan.group_sizes import fitting_sizes
 from vexport.plan.linears import Names, names_of
 from vexport.plan.shapes import kind_of_group, unsupported
 from vexport.scenario import Rule
@@ -30,8 +31,10 @@ class _Kind:
     source_bytes: int
 
 
-def scheme_table(index: SourceIndex, kept: Sequence[Rule], settings: Settings) -> SchemeTable:
-    """Every scheme for all linear layers but those that the rules in `kept` keep.
+def scheme_table(
+    index: SourceIndex, kept: Sequence[Rule], settings: Settings, schemes: Sequence[str]
+) -> SchemeTable:
+    """Each of the schemes for all linear layers but those that the rules in `kept` keep.
 
     Raises InputError for a source that cannot be a source, as `build_plan` does.
     """
@@ -49,7 +52,7 @@ def scheme_table(index: SourceIndex, kept: Sequence[Rule], settings: Settings) -
         layers=sum(kind.number * len(kind.group.members) for kind in kinds),
         schemes=tuple(
             _outlook(name, index, plan, names, kinds, settings, rest=rest, refused=refused)
-            for name in scheme_names()
+            for name in schemes
         ),
     )
 
@@ -101,7 +104,11 @@ def _outlook(
         fits = kind.group.name not in reasons
         size += kind.number * (_stored(index, kind.group, name) if fits else kind.source_bytes)
         layers += kind.number * len(kind.group.members) * fits
-    reason = refused or next(iter(reasons.values()), "") or ("" if kinds else "no linear layer to quantize")
+    reason = next(iter(reasons.values()), "")
+    sizes = fitting_sizes(groups, names, settings.ranks, text_config(index.config)) if reason else ()
+    if sizes:
+        reason = f"{reason}; --group-size {' or '.join(map(str, sizes))} fits"
+    reason = refused or reason or ("" if kinds else "no linear layer to quantize")
     return SchemeOutlook(
         scheme=name,
         fits=not reason,

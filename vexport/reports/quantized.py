@@ -3,12 +3,13 @@
 import shlex
 
 from vexport.files import to_json
+from vexport.plan.shapes import KEPT
 from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.coverage import coverage_lines
 from vexport.reports.document import facts
 from vexport.reports.formatting import count, ratio, size
-from vexport.types import Calibration, ExpertCoverage, Plan, Quantized
+from vexport.types import Calibration, ExpertCoverage, Finding, Plan, Quantized
 
 # Of the weights of the linear layers in decoder layers, below which a checkpoint is hardly a quantized one.
 LITTLE = 0.5
@@ -62,12 +63,14 @@ def render_quantized(answer: Quantized, format_: str) -> str:
 
 def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:
     """That little was quantized, and why layers were kept that rules meant to quantize."""
-    unsupported = [note for note in plan.notes if note.check == "shape"]
+    unsupported: dict[str, list[Finding]] = {}
+    for note in plan.notes:
+        if note.check == "shape":
+            unsupported.setdefault(note.fix, []).append(note)
     warnings = []
-    if unsupported:
-        first = unsupported[0]
-        more = f" and {count(len(unsupported) - 1)} more" if len(unsupported) > 1 else ""
-        warnings.append(f"{first.where}{more} stay 16 bit: {first.got}")
+    for fix, (first, *others_alike) in unsupported.items():
+        more = f" and {count(len(others_alike))} more" if others_alike else ""
+        warnings.append(f"{first.where}{more} {'stay 16 bit' if fix == KEPT else fix}: {first.got}")
     others = layers + len(plan.kept_linears)
     if quantized < LITTLE * plan.parameters and layers < LITTLE * others:
         share = ratio(quantized, plan.parameters)

@@ -19,6 +19,7 @@ from vexport.scenario.model import (
 )
 from vexport.scenario.problems import problems_at
 from vexport.scenario.reading import read_scenario
+from vexport.scenario.scheme_keys import GroupSize, parse_group_size
 from vexport.scenario.serve import Serve
 
 __all__ = [
@@ -34,10 +35,12 @@ __all__ = [
     "Auto",
     "Calibration",
     "Evaluate",
+    "GroupSize",
     "Rule",
     "Scenario",
     "Sensitivity",
     "Serve",
+    "parse_group_size",
     "problems_at",
     "read_scenario",
 ]

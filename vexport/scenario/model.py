@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Lt
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from vexport.errors import nearest
 from vexport.formats.schemes import KEEP, fold_name, is_scheme, scheme_name, scheme_names
+from vexport.scenario.scheme_keys import GroupSize, with_named_scheme
 from vexport.scenario.serve import Serve
 from vexport.types import (
     GENERATION_KEYS,
@@ -47,12 +48,23 @@ class Rule(_Strict):
     `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
     `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme `auto`
     chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs calibration text.
+
+    A scheme is its name, also with a `group_size` (channel: one scale a row), or `weights` and
+    `input_activations` as compressed-tensors writes them. Once read, all are a name in `scheme`.
     """
 
     match: str
     scheme: str
+    group_size: GroupSize | None = Field(default=None, exclude=True)
+    weights: dict[str, JsonValue] | None = Field(default=None, exclude=True)
+    input_activations: dict[str, JsonValue] | None = Field(default=None, exclude=True)
     observer: str = DEFAULT_OBSERVER
     rounding: Rounding = "nearest"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_its_scheme(cls, content: object) -> object:
+        return with_named_scheme(content) if isinstance(content, dict) else content
 
     @field_validator("match")
     @classmethod
@@ -82,6 +94,14 @@ class Auto(_Strict):
     bytes: Annotated[int, Gt(0)] | None = None
     share: Annotated[float, Gt(0), Lt(1)] | None = None
     loss: Annotated[float, Gt(0)] | None = None
+
+    @field_validator("candidates", mode="before")
+    @classmethod
+    def _names_of_candidates(cls, values: object) -> object:
+        """A candidate may be the keys of a rule that say its scheme."""
+        if not isinstance(values, list):
+            return values
+        return [with_named_scheme(one).get("scheme") if isinstance(one, dict) else one for one in values]
 
     @field_validator("candidates")
     @classmethod

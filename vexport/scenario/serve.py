@@ -16,10 +16,11 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors, raise_all
 from vexport.formats.gpus import GENERATIONS, parse_capability
+from vexport.scenario.located import Problem, located_errors
 
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""
@@ -145,7 +146,7 @@ class Serve(BaseModel):
             return values
         if _RANKS in values and _OLD_RANKS in values:
             need = f"one of {_RANKS} and {_OLD_RANKS}, its old name"
-            raise _line_errors([((_OLD_RANKS,), values[_OLD_RANKS], need, "remove it")])
+            raise located_errors([((_OLD_RANKS,), values[_OLD_RANKS], need, "remove it")])
         if not isinstance(values.get("engine_args"), dict):
             return values
         keys, others = {**values}, dict[str, JsonValue]()
@@ -180,7 +181,7 @@ class Serve(BaseModel):
         """Refuse what vexport decides, and what contradicts its own key."""
         problems = list(_refused(values, info.data))
         if problems:
-            raise _line_errors(problems)
+            raise located_errors(problems)
         return values
 
     @model_validator(mode="after")
@@ -227,10 +228,6 @@ class Serve(BaseModel):
         }
 
 
-Problem = tuple[tuple[str, ...], JsonValue, str, str]
-"""Place, value, what is needed, what to do."""
-
-
 def _refused(values: EngineArguments, typed: EngineArguments) -> Iterator[Problem]:
     for name, value in values.items():
         if name in typed and typed[name] is not None:
@@ -238,21 +235,6 @@ def _refused(values: EngineArguments, typed: EngineArguments) -> Iterator[Proble
             yield (name,), value, need, f"give {name} once"
         elif name in _OWNED and not _OWNED[name].allowed(value):
             yield (name,), value, _OWNED[name].need, _OWNED[name].fix
-
-
-def _line_errors(problems: list[Problem]) -> ValidationError:
-    """Several errors of one model, each with its where; pydantic adds them to its own."""
-    return ValidationError.from_exception_data(
-        "serve",
-        [
-            InitErrorDetails(
-                type=PydanticCustomError("engine_setting", "{need}", {"need": need, "fix": fix}),
-                loc=where,
-                input=value,
-            )
-            for where, value, need, fix in problems
-        ],
-    )
 
 
 def with_options(serve: Serve, typed: Mapping[str, JsonValue], engine_args: EngineArguments) -> Serve:

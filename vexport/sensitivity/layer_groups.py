@@ -15,6 +15,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan import Settings, build_plan, group_layout, output_bytes, require_accepted
+from vexport.plan.shapes import KEPT
 from vexport.scenario import AUTO, DEFAULT_OBSERVER, Auto, Rule
 from vexport.types import Finding, FusionGroup, Plan
 
@@ -80,7 +81,7 @@ def find_layer_groups(
     fixed = build_plan(index, _with(rules, KEEP), settings)
     require_accepted(fixed)
     candidates = auto.candidates if auto else ()
-    lenient = replace(settings, on_unsupported_shape="keep")
+    lenient = settings.lenient
     plans = {
         scheme: build_plan(index, _with(rules, scheme), lenient) for scheme in candidates if scheme != KEEP
     }
@@ -167,10 +168,15 @@ def _allowed(
     mixed: Mapping[str, Mapping[str, Groups]],
     candidates: Sequence[str],
 ) -> tuple[str, ...]:
-    """What a rule names, else the candidates that fit, else `keep`."""
+    """What a rule names, else the candidates that fit (also in smaller groups, if asked), else `keep`."""
     if name in named:
         return (named[name][0].scheme,)
-    return tuple(one for one in candidates if one == KEEP or name in mixed[one]) or (KEEP,)
+    fitting = (
+        KEEP if one == KEEP else mixed[one][name][0].scheme
+        for one in candidates
+        if one == KEEP or name in mixed[one]
+    )
+    return tuple(dict.fromkeys(fitting)) or (KEEP,)
 
 
 def _layer_group(
@@ -202,7 +208,9 @@ def _stored_bytes(index: SourceIndex, groups: Iterable[FusionGroup]) -> int:
 
 def _refusals(name: str, plans: Mapping[str, Plan]) -> tuple[Finding, ...]:
     """Why candidates do not fit a layer group."""
-    return tuple(note for plan in plans.values() for note in plan.notes if note.where == name)
+    return tuple(
+        note for plan in plans.values() for note in plan.notes if note.where == name and note.fix == KEPT
+    )
 
 
 def _unfit(layer_group: LayerGroup) -> InputError:

@@ -10,7 +10,7 @@ from vexport.types.tensors import WeightPart
 # How the KV cache is stored: one fp8 scale for keys and one for values of a layer, or one for each KV head.
 KvCache = Literal["fp8", "fp8_per_head"]
 # What becomes of layers whose shapes vLLM could not run.
-OnUnsupportedShape = Literal["refuse", "keep"]
+OnUnsupportedShape = Literal["refuse", "keep", "smaller-group"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

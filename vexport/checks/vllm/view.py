@@ -13,13 +13,13 @@ from vexport.checkpoint.quantization import KEY, StoredQuantization, find_quanti
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.arguments import ConfigGroup as ConfigGroup
 from vexport.checks.vllm.arguments import of_attention
-from vexport.checks.vllm.arguments import parse_args as parse_args
 from vexport.checks.vllm.arguments import parse_group as parse_group
 from vexport.checks.vllm.decoder import Layout, layout_of
 from vexport.checks.vllm.matching import Targets, group_for, ignored, targets_of
 from vexport.checks.vllm.matching import matches_any as matches_any
 from vexport.checks.vllm.online import OnlineTransform, online_transforms
 from vexport.checks.vllm.target import ANY, Target
+from vexport.formats.parsing import parse_args as parse_args
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 from vexport.version import PINNED, short_version

@@ -1,0 +1,227 @@
+"""Group sizes and own schemes: on the command line, in rules and candidates; what fits is named and taken."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.architectures.families import save_family
+from tests.command import vexport
+from tests.models import save_llama
+from vexport.errors import InputError
+from vexport.formats.own_schemes import spelled, spelled_args
+from vexport.formats.schemes import all_schemes, named_scheme
+from vexport.scenario import read_scenario
+from vexport.sensitivity.auto import plan_scenario
+
+RULE = "name: a\nsource: {source}\nrules: [{{match: Linear, {keys}}}]\n"
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hidden size 192: groups of 64 and 32 fit, 128 does not; the MLP's 256 columns fit all."""
+    sizes = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return save_llama(tmp_path_factory.mktemp("narrow") / "model", **sizes)
+
+
+def schemes_of(folder: Path, source: Path, keys: str, more: str = "") -> tuple[str, ...]:
+    """The schemes that a rule with these keys plans."""
+    path = folder / "scenario.yaml"
+    path.write_text(RULE.format(source=source, keys=keys) + more)
+    _, plan = plan_scenario(read_scenario(path))
+    assert plan.refusals == (), plan.refusals
+    return plan.schemes
+
+
+def test_every_preset_is_found_by_its_arguments() -> None:
+    for scheme in all_schemes():
+        args = spelled_args(spelled(scheme.args))
+        assert args == scheme.args
+        assert args is not None
+        assert named_scheme(args).name == {"INT8": "W8A8"}.get(scheme.name, scheme.name)
+
+
+def test_a_refusal_names_the_sizes_that_fit_and_each_of_them_does(narrow: Path) -> None:
+    refused = vexport("plan", narrow, "--scheme", "W4A16")
+    assert refused.code == 2
+    assert "in_features 192 is not a multiple of group size 128" in refused.stdout
+    assert "use --group-size 64 or 32;" in refused.stdout
+    for size in ("64", "32", "channel"):
+        ran = vexport("plan", narrow, "--scheme", "W4A16", "--group-size", size)
+        assert ran.code == 0, ran.stderr
+        assert f"--group-size {size}" in ran.stdout
+
+
+def test_sizes_fit_the_part_of_each_rank(tmp_path: Path) -> None:
+    """192 columns of down_proj are 96 on each of two ranks: 3 x 32."""
+    source = save_llama(tmp_path / "model", intermediate_size=192)
+    ran = vexport("plan", source, "--scheme", "W4A16", "--tp", "1,2")
+    assert "use --group-size 32;" in ran.stdout
+    taken = vexport(
+        "plan", source, "--scheme", "W4A16", "--tp", "1,2", "--on-unsupported-shape", "smaller-group"
+    )
+    assert taken.code == 0
+    assert "quantized in groups of 32 (W4A16_G32)" in taken.stdout
+
+
+def test_the_table_takes_a_group_size_and_names_those_that_fit(narrow: Path) -> None:
+    assert "--group-size 64 or 32 fits" in vexport("plan", narrow).stdout
+    ran = vexport("plan", narrow, "--group-size", "64", "--format", "json")
+    names = [row["scheme"] for row in json.loads(ran.stdout)["schemes"] if row["fits"]]
+    assert {"W4A16_G64", "W8A16_G64", "W4A16_ASYM_G64"} <= set(names)
+    assert not any(name.startswith(("NVFP4", "FP8")) for name in names)
+
+
+def test_layers_take_the_largest_group_that_fits(narrow: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ran = vexport(
+        "quantize", narrow, out, "--scheme", "W4A16", "--on-unsupported-shape", "smaller-group", "--quiet"
+    )
+    assert ran.code == 0, ran.stderr
+    assert "quantized in groups of 64 (W4A16_G64)" in ran.stderr
+    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    assert sorted(group["weights"]["group_size"] for group in groups) == [64, 128]
+    checked = vexport("check", out, "--source", narrow, "--format", "json")
+    assert checked.code == 0, checked.stdout
+    recipe = vexport("plan", out / "vexport.json")
+    assert recipe.code == 0, recipe.stderr
+
+
+def test_routed_experts_of_a_layer_take_one_size(tmp_path: Path) -> None:
+    source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=64)
+    ran = vexport(
+        "plan", source, "--scheme", "W4A16", "--on-unsupported-shape", "smaller-group", "--format", "json"
+    )
+    assert ran.code == 0, ran.stderr
+    groups = json.loads(ran.stdout)["groups"]
+    experts = {group["scheme"] for group in groups if ".experts." in group["members"][0]["name"]}
+    assert experts == {"W4A16_G64"}
+    assert (
+        vexport("plan", source, "--scheme", "NVFP4A16", "--on-unsupported-shape", "smaller-group").code == 0
+    )
+
+
+def test_what_no_size_fits_is_refused_still(tmp_path: Path) -> None:
+    odd = save_llama(tmp_path / "model", intermediate_size=328)
+    for scheme in ("W4A16", "NVFP4A16"):
+        ran = vexport("plan", odd, "--scheme", scheme, "--on-unsupported-shape", "smaller-group")
+        assert ran.code == 2
+        assert "in_features 328" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "need"),
+    [
+        ("FP8_DYNAMIC", "64", "one scale a row"),
+        ("NVFP4", "32", "groups of 16"),
+        ("FP8_BLOCK", "128", "scales by block"),
+        ("W4AFP8", "64", "128 it runs"),
+        ("W4A16_G64", "32", "give the group size once"),
+        ("W4A16", "0", "is no group size"),
+        ("W4A16", "big", "is no group size"),
+    ],
+)
+def test_a_size_that_a_scheme_has_not_is_one_error(narrow: Path, scheme: str, size: str, need: str) -> None:
+    for command in ("plan", "quantize"):
+        out = ("out",) if command == "quantize" else ()
+        ran = vexport(command, narrow, *out, "--scheme", scheme, "--group-size", size)
+        assert ran.code == 2
+        assert len(ran.errors) == 1
+        assert need in ran.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "scheme"),
+    [
+        ("scheme: W4A16, group_size: 64", "W4A16_G64"),
+        ("scheme: w4a16, group_size: channel", "W4A16_CHANNEL"),
+        ("scheme: W4A16, group_size: -1", "W4A16_CHANNEL"),
+        (
+            "weights: {num_bits: 4, type: int, strategy: group, group_size: 64, symmetric: false}",
+            "W4A16_ASYM_G64",
+        ),
+        ("weights: {num_bits: 3, group_size: 32, symmetric: false}", "INT3_GROUP32_ASYM.A16"),
+        ("weights: {num_bits: 8, type: float, strategy: channel}", "FP8_CHANNEL.A16"),
+        (
+            "weights: {num_bits: 8, type: float, strategy: channel}, "
+            "input_activations: {num_bits: 8, type: float, strategy: token, dynamic: true}",
+            "FP8_DYNAMIC",
+        ),
+        (
+            "weights: {num_bits: 8, type: float, strategy: block, block_structure: [64, 64]}, "
+            "input_activations: {num_bits: 8, type: float, strategy: group, group_size: 64, dynamic: true}",
+            "FP8_BLOCK64X64.FP8_GROUP64_DYNAMIC",
+        ),
+    ],
+)
+def test_a_rule_takes_sizes_and_arguments(narrow: Path, tmp_path: Path, keys: str, scheme: str) -> None:
+    assert schemes_of(tmp_path, narrow, keys) == (scheme,)
+    again = f"scheme: {scheme}"
+    assert schemes_of(tmp_path, narrow, again) == (scheme,)
+
+
+def test_the_observer_of_the_weights_is_that_of_the_rule(narrow: Path, tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(
+        RULE.format(source=narrow, keys="weights: {num_bits: 4, group_size: 32, observer: memoryless_mse}")
+    )
+    (rule,) = read_scenario(path).rules
+    assert (rule.scheme, rule.observer) == ("W4A16_G32", "memoryless_mse")
+
+
+@pytest.mark.parametrize(
+    ("keys", "place", "need"),
+    [
+        ("scheme: FP8_DYNAMIC, group_size: 64", "rules.0.group_size", "one scale a row"),
+        ("scheme: keep, group_size: 64", "rules.0.group_size", "no group size with scheme: keep"),
+        ("scheme: W4A16, group_size: many", "rules.0.group_size", "a number of columns"),
+        ("scheme: W4A16, weights: {num_bits: 4, group_size: 64}", "rules.0.scheme", "remove one of the two"),
+        ("scheme: W4A16, input_activations: {num_bits: 8}", "rules.0.input_activations", "weights as well"),
+        ("weights: {num_bits: 4, grup_size: 64}", "rules.0.weights", "unknown keys grup_size"),
+        ("weights: {num_bits: 9, group_size: 64}", "rules.0.weights", "vLLM runs"),
+        ("weights: {num_bits: 4, strategy: group}", "rules.0.weights", "with group_size None"),
+        ("weights: {num_bits: 4, group_size: 64, actorder: group}", "rules.0.weights", "actorder static"),
+        ("weights: {num_bits: 6, type: float, group_size: 32}", "rules.0.weights", "floats of 6 bits"),
+        ("weights: {num_bits: 8, type: float, group_size: 64}", "rules.0.weights", "floats in groups"),
+    ],
+)
+def test_what_vllm_does_not_run_is_an_error_at_its_key(
+    tmp_path: Path, keys: str, place: str, need: str
+) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(RULE.format(source="b", keys=keys))
+    with pytest.raises(InputError) as caught:
+        read_scenario(path)
+    (line,) = str(caught.value).splitlines()
+    assert place in line
+    assert need in line
+
+
+def test_candidates_have_sizes_and_take_smaller_ones(narrow: Path, tmp_path: Path) -> None:
+    auto = (
+        "calibration: {data: x.jsonl}\n"
+        "auto: {bits: 7, candidates: [{scheme: W4A16, group_size: 32}, W8A16, FP8_DYNAMIC]}\n"
+    )
+    path = tmp_path / "scenario.yaml"
+    path.write_text(RULE.format(source=narrow, keys="scheme: auto") + auto)
+    scenario = read_scenario(path)
+    assert scenario.auto is not None
+    assert scenario.auto.candidates == ("W4A16_G32", "W8A16", "FP8_DYNAMIC")
+
+
+def test_own_schemes_are_written_checked_and_read_back(narrow: Path, tmp_path: Path) -> None:
+    for number, name in enumerate(
+        ("INT3_GROUP32_ASYM.A16", "FP8_CHANNEL.A16", "FP8_TENSOR.FP8_TOKEN_DYNAMIC", "W5A16_CHANNEL")
+    ):
+        out = tmp_path / str(number)
+        ran = vexport("quantize", narrow, out, "--scheme", name.lower(), "--quiet")
+        assert ran.code == 0, ran.stderr
+        checked = vexport("check", out, "--source", narrow, "--format", "json")
+        assert checked.code == 0, (name, checked.stdout)
+
+
+def test_explain_knows_names_with_groups_and_arguments() -> None:
+    ran = vexport("explain", "w4a16_g64")
+    assert ran.code == 0, ran.stderr
+    assert "INT4 group 64" in ran.stdout
+    assert vexport("explain", "FP8_CHANNEL.A16").code == 0

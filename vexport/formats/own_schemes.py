@@ -1,0 +1,154 @@
+"""Schemes of a user's own: arguments as compressed-tensors writes them, and the names that spell them.
+
+`INT4_GROUP64_ASYM.A16` are weights of 4 bits in groups of 64 with zero points, inputs as they are;
+`FP8_CHANNEL.FP8_TENSOR` has one calibrated scale for the inputs. A name says all that is stored, so that
+plans, recipes and reports need no more than the name.
+"""
+
+import re
+from dataclasses import replace
+from typing import Literal
+
+from vexport.formats import WRITTEN, vllm_format, written_format
+from vexport.formats.arguments import GROUPED, QuantArgs, SchemeArgs, Strategy, contradictions
+from vexport.formats.base import Format
+from vexport.formats.parsing import parse_args
+from vexport.numerics.constants import MX_GROUP
+from vexport.types import Json
+
+UNQUANTIZED = "A16"
+STATIC_OBSERVER = "static_minmax"
+WEIGHT_OBSERVER = "memoryless_minmax"
+_TENSOR = (
+    r"(INT|FP)(\d{1,2})_(TENSOR_GROUP|TENSOR|CHANNEL|GROUP|BLOCK|TOKEN)(?:(\d{1,6})(?:X(\d{1,6}))?)?"
+    r"(_ASYM)?(_DYNAMIC|_LOCAL)?"
+)
+_NAME = re.compile(rf"{_TENSOR}\.(?:{UNQUANTIZED}|{_TENSOR})", re.IGNORECASE)
+_TENSOR_NAME = re.compile(_TENSOR, re.IGNORECASE)
+_STRATEGIES: dict[str, Strategy] = {
+    "TENSOR": "tensor",
+    "CHANNEL": "channel",
+    "GROUP": "group",
+    "TENSOR_GROUP": "tensor_group",
+    "BLOCK": "block",
+    "TOKEN": "token",
+}
+_DYNAMIC: dict[str, bool | Literal["local"]] = {"": False, "_DYNAMIC": True, "_LOCAL": "local"}
+
+
+def spelled(args: SchemeArgs) -> str:
+    """The name that spells arguments; equal where the same is stored."""
+    inputs = args.input_activations
+    return f"{_spelled(args.weights)}.{_spelled(inputs) if inputs else UNQUANTIZED}"
+
+
+def spelled_args(name: str) -> SchemeArgs | None:
+    """The arguments that a name spells; None where it is no such name."""
+    if not _NAME.fullmatch(name):
+        return None
+    weights, _, inputs = name.upper().partition(".")
+    return _completed(_args(weights), None if inputs == UNQUANTIZED else _args(inputs))
+
+
+def own_args(weights: Json, inputs: Json) -> SchemeArgs:
+    """Arguments as compressed-tensors writes them, checked; ValueError says what vexport cannot write.
+
+    The observer of the weights is no part of them (see `Rule`).
+    """
+    parsed = _parsed("weights", weights)
+    own = None if inputs is None else _parsed("input_activations", inputs)
+    if own is not None and own.observer not in (None, STATIC_OBSERVER):
+        raise ValueError(f"input_activations: observer {STATIC_OBSERVER}, not {own.observer}")
+    for where, args in (("weights", parsed), ("input_activations", own)):
+        if args is not None and args.observer_kwargs:
+            raise ValueError(f"{where}: no observer_kwargs, which vexport does not take")
+        if args is not None and args.actorder in ("group", "dynamic"):
+            raise ValueError(f"{where}: actorder static (vLLM refuses {args.actorder})")
+    found = _completed(parsed, own)
+    for where, args, complete in (
+        ("weights", parsed, found.weights),
+        ("input_activations", own, found.input_activations),
+    ):
+        if args is not None and complete is not None:
+            _require_dtypes(where, args, complete)
+    return found
+
+
+def format_of(args: SchemeArgs) -> Format | str:
+    """The format that stores the weights, or why vLLM does not run them or vexport does not write them."""
+    found = written_format(args)
+    if found is None:
+        reason = next(contradictions(args), None)
+        answers = [vllm_format(args, each.name) for each in reversed(WRITTEN)]
+        return reason or next(answer for answer in answers if isinstance(answer, str))
+    if not found.gpu_support(args).input_bits and found.cpu(args) != "native":
+        sizes = [str(size) for size in found.group_sizes(args) if size]
+        return f"groups of {args.weights.group}, for which vLLM has no kernel: {' or '.join(sizes)} it runs"
+    return found.unwritten(args) or found
+
+
+def _parsed(where: str, raw: Json) -> QuantArgs:
+    args = parse_args(raw)
+    if isinstance(args, str):
+        raise ValueError(f"{where} as compressed-tensors takes them: {args}")
+    return args
+
+
+def _completed(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeArgs:
+    """With the dtypes and observers that presets have; a scale a row has no group size."""
+    exponents = weights.is_float and weights.strategy == "group" and weights.group_size == MX_GROUP
+    static = WEIGHT_OBSERVER
+    if inputs is not None:
+        observer = None if inputs.dynamic is True else STATIC_OBSERVER
+        inputs = replace(_with_dtypes(inputs, exponents=exponents), observer=observer)
+    return SchemeArgs(
+        weights=replace(_with_dtypes(weights, exponents=exponents), observer=static),
+        input_activations=inputs,
+    )
+
+
+def _with_dtypes(args: QuantArgs, *, exponents: bool) -> QuantArgs:
+    scale = "torch.float8_e4m3fn" if args.strategy == "tensor_group" else None
+    if exponents and args.strategy == "group" and args.group_size == MX_GROUP:
+        scale = "torch.uint8"
+    return replace(
+        args,
+        group_size=args.group,
+        actorder=None,
+        scale_dtype=scale,
+        zp_dtype=None if args.symmetric else "torch.int8",
+        observer_kwargs={},
+    )
+
+
+def _require_dtypes(where: str, args: QuantArgs, complete: QuantArgs) -> None:
+    if args.scale_dtype not in (None, complete.scale_dtype):
+        raise ValueError(f"{where}: scale_dtype {complete.scale_dtype}, as the format stores it")
+    if not args.symmetric and args.zp_dtype not in (None, complete.zp_dtype):
+        raise ValueError(f"{where}: zp_dtype {complete.zp_dtype}, as the format stores it")
+
+
+def _spelled(args: QuantArgs) -> str:
+    size = str(args.group_size) if args.strategy in GROUPED else ""
+    if args.block:
+        size = "{}X{}".format(*args.block)
+    zero = "" if args.symmetric else "_ASYM"
+    dynamic = {True: "_DYNAMIC", "local": "_LOCAL"}.get(args.dynamic, "")
+    kind = "FP" if args.is_float else "INT"
+    return f"{kind}{args.num_bits}_{args.strategy.upper()}{size}{zero}{dynamic}"
+
+
+def _args(text: str) -> QuantArgs:
+    """The arguments that one part of a name spells."""
+    found = _TENSOR_NAME.fullmatch(text)
+    assert found is not None
+    kind, bits, strategy, size, columns, asymmetric, dynamic = found.groups(default="")
+    return QuantArgs(
+        num_bits=int(bits),
+        type="float" if kind == "FP" else "int",
+        symmetric=not asymmetric,
+        strategy=_STRATEGIES[strategy],
+        group_size=int(size) if size and not columns else None,
+        block_structure=(int(size), int(columns)) if columns else None,
+        dynamic=_DYNAMIC[dynamic],
+    )
