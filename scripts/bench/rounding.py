@@ -1,0 +1,197 @@
+"""Accuracy, time and memory of --rounding on a real model, next to llm-compressor's methods on the same rows.
+
+    scripts/real-model && scripts/bench/setup-peer
+    .venv/bin/python scripts/bench/rounding.py [--scheme W4A16_G64]... [--method refit]... [--rows 64]
+        [--held-out 16] [--model real/SmolLM2-135M-Instruct] [--text real/text] [--folder DIR] [--show]
+        [--json]
+
+A cell is a scheme and a method. It is quantized, measured, and kept as DIR/ROWS/SCHEME-METHOD/score.json:
+what is there is not done again, so that a run can be stopped anywhere and cells can be run one by one;
+--show only prints. KL is that of the source to the checkpoint, NLL the checkpoint's own, both the mean over
+--held-out rows of text of the calibration's kind (`same`) and of another kind (`other`), computed by
+transformers with the weights dequantized by compressed-tensors and inputs rounded as the scheme says; after
+the KL stands the standard error of the mean over rows.
+
+Ours are whole commands, from start to the written checkpoint; of the peer's only `oneshot` counts
+(calibration and rounding), not its imports, reading and writing. On a busy machine compare the seconds of
+processor time. Memory is the largest resident set of the process. Linux only.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quantize import PEER, ROOT, timed
+
+HERE = Path(__file__).resolve().parent
+SCHEMES = ("W4A16_G64", "W4A16_G32", "W4A16_ASYM_G64", "NVFP4", "NVFP4A16", "MXFP4", "W8A8", "W3A16_G64")
+OURS = ("nearest", "gptq", "refit")
+# As rounding_peer.py knows them.
+THEIRS = ("peer-gptq", "peer-gptq-mse", "peer-awq", "peer-awq-gptq", "peer-smoothquant-gptq")
+DOMAINS = ("same", "other")
+COLUMNS = (
+    *("scheme", "method", "KL, same", "of peer", "KL, other", "of peer", "NLL, same", "NLL, other"),
+    *("s", "CPU s", "time", "MB"),
+)
+SEQ_LEN = 512
+MADE, SCORE, CHECKPOINT = "made.json", "score.json", "checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What all cells share."""
+
+    model: Path
+    text: Path
+    folder: Path
+    rows: int
+    held_out: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """Seconds of the wall and of processor time, and MB, that it took to make a checkpoint."""
+
+    seconds: float
+    cpu: float
+    megabytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A measured cell: `kl`, `kl_error` and `nll` by domain, nats a token."""
+
+    scheme: str
+    method: str
+    rows: int
+    made: Made
+    kl: dict[str, float]
+    kl_error: dict[str, float]
+    nll: dict[str, float]
+    source_nll: dict[str, float]
+
+
+def cell_folder(bench: Bench, scheme: str, method: str) -> Path:
+    """Where a cell is kept."""
+    return bench.folder / str(bench.rows) / f"{scheme}-{method}"
+
+
+def make(bench: Bench, scheme: str, method: str, out: Path) -> Made:
+    """Quantize with one method."""
+    data = bench.text / "calibration.jsonl"
+    if method in THEIRS:
+        words = [bench.model, out, scheme, method.removeprefix("peer-"), data, bench.rows]
+        ran = timed([PEER, HERE / "rounding_peer.py", *words])
+        span = json.loads(ran.text.splitlines()[-1])
+        return Made(seconds=span["seconds"], cpu=span["cpu"], megabytes=ran.megabytes)
+    command = [sys.executable, "-m", "vexport", "quantize", bench.model, out, "--scheme", scheme, "--quiet"]
+    calibration = ["--calibration", data, "--samples", bench.rows, "--seq-len", SEQ_LEN]
+    ran = timed([*command, "--rounding", method, *calibration])
+    return Made(seconds=ran.seconds, cpu=ran.cpu, megabytes=ran.megabytes)
+
+
+def make_cell(bench: Bench, scheme: str, method: str) -> None:
+    """Write the checkpoint of a cell unless it is there, and what that took."""
+    folder = cell_folder(bench, scheme, method)
+    if not (folder / MADE).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write(folder / MADE, asdict(make(bench, scheme, method, folder / CHECKPOINT)))
+
+
+def score_cell(bench: Bench, scheme: str, method: str) -> None:
+    """Measure a checkpoint unless that was done; it goes when it is measured."""
+    folder = cell_folder(bench, scheme, method)
+    if not (folder / SCORE).is_file():
+        words = [bench.model, folder / CHECKPOINT, bench.text, bench.folder, bench.held_out]
+        ran = timed([sys.executable, HERE / "rounding_score.py", *words])
+        write(folder / SCORE, json.loads(ran.text.splitlines()[-1]))
+    shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+
+
+def write(path: Path, value: object) -> None:
+    """A JSON file, whole or not at all."""
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_cell(bench: Bench, scheme: str, method: str) -> Cell | None:
+    """A measured cell; None where it is not there."""
+    folder = cell_folder(bench, scheme, method)
+    if not (folder / SCORE).is_file():
+        return None
+    made = Made(**json.loads((folder / MADE).read_text(encoding="utf-8")))
+    score = json.loads((folder / SCORE).read_text(encoding="utf-8"))
+    return Cell(scheme=scheme, method=method, rows=bench.rows, made=made, **score)
+
+
+def best_of_peer(cells: Sequence[Cell], scheme: str, domain: str) -> float | None:
+    """The least KL that the peer reaches."""
+    return min((c.kl[domain] for c in cells if c.scheme == scheme and c.method in THEIRS), default=None)
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """A row a cell; `of peer` is the KL as a share of the peer's best recipe, `time` that of its GPTQ's."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for cell in cells:
+        words = [cell.scheme, cell.method]
+        for domain in DOMAINS:
+            best = best_of_peer(cells, cell.scheme, domain)
+            words.append(f"{cell.kl[domain]:.4f} ± {cell.kl_error[domain]:.4f}")
+            words.append("-" if best is None else f"{cell.kl[domain] / best:.2f}")
+        words += [f"{cell.nll[domain]:.3f}" for domain in DOMAINS]
+        words += [f"{cell.made.seconds:.0f}", f"{cell.made.cpu:.0f}", share_of_time(cell, cells)]
+        lines.append(f"| {' | '.join([*words, f'{cell.made.megabytes:.0f}'])} |")
+    return "\n".join(lines)
+
+
+def share_of_time(cell: Cell, cells: Sequence[Cell]) -> str:
+    """Processor time as a share of that of the peer's GPTQ in the same scheme."""
+    times = [c.made.cpu for c in cells if c.scheme == cell.scheme and c.method == "peer-gptq"]
+    return f"{cell.made.cpu / times[0]:.2f}" if times else "-"
+
+
+def main() -> None:
+    """Run the cells that are asked for and print what is there."""
+    parser = argparse.ArgumentParser(
+        description="--rounding next to llm-compressor's methods on a real model."
+    )
+    parser.add_argument("--scheme", action="append", choices=SCHEMES, help="A scheme; repeatable.")
+    parser.add_argument("--method", action="append", choices=[*OURS, *THEIRS], help="A method; repeatable.")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--held-out", type=int, default=16)
+    parser.add_argument("--model", type=Path, default=ROOT / "real" / "SmolLM2-135M-Instruct")
+    parser.add_argument("--text", type=Path, default=ROOT / "real" / "text")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "vexport-bench-rounding")
+    parser.add_argument("--show", action="store_true", help="Print what is there, run nothing.")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    bench = Bench(
+        model=options.model.resolve(),
+        text=options.text.resolve(),
+        folder=options.folder.resolve(),
+        rows=options.rows,
+        held_out=options.held_out,
+    )
+    chosen = [(s, m) for s in options.scheme or SCHEMES for m in options.method or (*OURS, *THEIRS)]
+    for scheme, method in chosen if not options.show else ():
+        start = time.perf_counter()
+        make_cell(bench, scheme, method)
+        score_cell(bench, scheme, method)
+        print(f"{scheme} {method}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    found = [cell for scheme, method in chosen if (cell := read_cell(bench, scheme, method)) is not None]
+    print(json.dumps([asdict(cell) for cell in found]) if options.json else markdown(found))
+
+
+if __name__ == "__main__":
+    # What runs below finds this tree's package, wherever it is called from.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    main()

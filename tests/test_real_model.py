@@ -1,0 +1,88 @@
+"""Scripts that measure on a real model, run on the demo model and on documents made here."""
+
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "scenarios" / "demo"
+SENTENCE = (
+    "The tool of taruna is a lever, says :ref:`its page <tools>`; the ``tool`` of *another*\none is not said."
+)
+PLAIN = "The tool of taruna is a lever, says its page; the tool of another one is not said."
+CODE = "    tool = lever\n    the code of this page is long enough to be counted as a paragraph of it."
+TITLE = "The title of a page, which is long enough to be counted as a paragraph as well as another\n====="
+
+
+def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def write_sdist(folder: Path, package: str, name: str, *, documents: int) -> None:
+    """An sdist of documents of 600 sentences, each with some code and a title."""
+    page = folder / "page"
+    page.write_text("\n\n".join([TITLE, *[SENTENCE] * 600, CODE]), encoding="utf-8")
+    with tarfile.open(folder / f"{package}-1.tar.gz", "w:gz") as archive:
+        for number in range(documents):
+            archive.add(page, f"{package}-1/{name.format(number)}")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    write_sdist(folder, "django", "docs/topics/{}.txt", documents=20)
+    write_sdist(folder, "sympy", "doc/src/{}.rst", documents=4)
+    ran = run_script("real_model/text.py", DEMO / "model", folder, folder / "out")
+    assert ran.returncode == 0, ran.stderr
+    return folder / "out"
+
+
+def test_text_is_rows_of_prose(text: Path) -> None:
+    rows = {
+        name: [json.loads(line)["input_ids"] for line in (text / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("calibration", "same", "other")
+    }
+    assert {name: len(found) for name, found in rows.items()} == {"calibration": 256, "same": 64, "other": 64}
+    assert {len(row) for found in rows.values() for row in found} == {512}
+    assert "BSD" in (text / "SOURCES").read_text()
+
+
+def test_markup_code_and_titles_are_left_out() -> None:
+    page = "\n\n".join([TITLE, SENTENCE, CODE])
+    command = [sys.executable, "-c", f"from text import paragraphs; print(*paragraphs({page!r}))"]
+    folder = ROOT / "scripts" / "real_model"
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == PLAIN
+
+
+def test_too_little_text_writes_nothing(tmp_path: Path) -> None:
+    write_sdist(tmp_path, "django", "docs/topics/{}.txt", documents=2)
+    write_sdist(tmp_path, "sympy", "doc/src/{}.rst", documents=1)
+    ran = run_script("real_model/text.py", DEMO / "model", tmp_path, tmp_path / "deep" / "out")
+    assert ran.returncode == 1
+    assert "rows of 512 tokens, need 256" in ran.stderr
+    assert list((tmp_path / "deep").iterdir()) == []
+
+
+def test_a_cell_of_the_bench_is_kept(tmp_path: Path) -> None:
+    for name in ("calibration", "same", "other"):
+        row = json.dumps({"input_ids": list(range(3, 90))})
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([row] * 4), encoding="utf-8")
+    options = ["--model", DEMO / "model", "--text", tmp_path, "--folder", tmp_path / "cells", "--rows", 4]
+    chosen = ["--scheme", "W3A16_G64", "--method", "nearest", "--held-out", 2]
+    ran = run_script("bench/rounding.py", *options, *chosen, "--json")
+    assert ran.returncode == 0, ran.stderr
+    (cell,) = json.loads(ran.stdout)
+    assert cell["kl"]["same"] == cell["kl"]["other"] > 0.001
+    assert cell["nll"] != cell["source_nll"]
+    kept = {file.name for file in (tmp_path / "cells" / "4" / "W3A16_G64-nearest").iterdir()}
+    assert kept == {"made.json", "score.json"}
+    shown = run_script("bench/rounding.py", *options, "--show")
+    assert shown.stdout.splitlines()[2].startswith("| W3A16_G64 | nearest | ")
+    again = run_script("bench/rounding.py", *options, *chosen, "--json")
+    assert json.loads(again.stdout) == [cell]
