@@ -28,7 +28,13 @@ def inputs(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     return source, source + mixed + torch.randn(TOKENS, COLUMNS, generator=generator) * 0.1
 
 
-class FixedScales(Qronos):
+class Quantizer(torch.nn.Module):
+    """What Qronos asks of a layer's quantizer."""
+
+    requires_quant_input = False
+
+
+class FixedScales(Qronos):  # type: ignore[misc]
     """Qronos on scales that do not follow the weight."""
 
     scales: torch.Tensor
@@ -36,7 +42,8 @@ class FixedScales(Qronos):
     def quantized(self) -> torch.Tensor:
         """The layer's weight, every value rounded to nearest."""
         scales = self.scales.repeat_interleave(GROUP, dim=1)
-        return (self.layer.weight.data / scales).round().clamp(-HIGHEST - 1, HIGHEST) * scales
+        codes = torch.round(self.layer.weight.data / scales).clamp(-HIGHEST - 1, HIGHEST)
+        return codes * scales
 
     def get_quant_weights(
         self, i: int, i1: int, permutation_list: list[torch.Tensor], with_quant_history: bool = False
@@ -54,9 +61,7 @@ def main() -> None:
     weight = torch.randn(ROWS, COLUMNS, generator=generator) * 0.02
     layer = torch.nn.Linear(COLUMNS, ROWS, bias=False)
     layer.weight.data = weight.clone()
-    # What Qronos asks of a layer's quantizer.
-    layer.weight_quant = torch.nn.Identity()
-    layer.weight_quant.requires_quant_input = False
+    layer.weight_quant = Quantizer()
     qronos = FixedScales(
         layer, "layer", act_order=True, len_parallel_layers=1, create_weight_orig=True, alpha=DAMPING
     )

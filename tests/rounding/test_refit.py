@@ -1,8 +1,8 @@
 """A full refit is brevitas' Qronos, whose golden values scripts/bench/golden_qronos.py writes.
 
 Qronos chooses the first column for the others as they were, without damping, and refits the others to it;
-here all columns are refitted, then rounded one after another. Where both round the first column of a row alike,
-all others follow from the same formula.
+here all columns are refitted, then rounded one after another. Where both round the first column of a row
+alike, all others follow from the same formula.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def factor() -> Factor:
 
 
 def codes(values: torch.Tensor) -> torch.Tensor:
-    return (values / SCALE).round()
+    return torch.round(values / SCALE)
 
 
 def rounded(strength: float) -> torch.Tensor:
