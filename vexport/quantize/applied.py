@@ -1,13 +1,14 @@
 """A model with some of its layers quantized: their weights as they are stored, their inputs rounded."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from transformers.pytorch_utils import Conv1D
 
-from vexport.calibration.weights import Weights
+from vexport.calibration.weights import Weights, last_part
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
@@ -16,6 +17,7 @@ from vexport.formats.input_rounding import round_activations, rounding_hook
 from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import group_layout
+from vexport.quantize.rounded_experts import ExpertLayer, Hook, rounded_experts
 from vexport.quantize.stream import static_scales
 from vexport.types import Calibration, FusionGroup, LinearPlan
 
@@ -26,7 +28,7 @@ class QuantizedLayer:
 
     member: LinearPlan
     weight: torch.Tensor
-    round_inputs: Callable[..., object] | None
+    round_inputs: Hook | None
 
 
 class QuantizedModel:
@@ -80,40 +82,47 @@ class QuantizedModel:
     def rounded_input(self, group: FusionGroup, value: torch.Tensor) -> torch.Tensor:
         """An input (..., in) of a group's layers as their scheme rounds it."""
         rounding = self._input_rounding(group)
-        module = self.linear(group.members[0])
-        assert module is not None
-        return value if rounding is None else round_activations(value, *rounding, module)
+        # compressed-tensors keeps nothing on the module that it is given.
+        return value if rounding is None else round_activations(value, *rounding, self._model)
 
     @contextmanager
     def rounding_inputs(self, groups: Sequence[FusionGroup]) -> Iterator[None]:
         """Within the block the layers of these groups round their inputs; their weights are the source's."""
-        with ExitStack() as block:
-            for group in groups:
-                rounding = self._input_rounding(group)
-                if rounding is None:
-                    continue
-                for member in group.members:
-                    module = self.linear(member)
-                    if module is not None:
-                        hook = rounding_hook(*rounding)
-                        block.callback(module.register_forward_pre_hook(hook).remove)
+        with self._rounding(
+            {
+                member: rounding_hook(*rounding)
+                for group in groups
+                if (rounding := self._input_rounding(group))
+                for member in group.members
+            }
+        ):
             yield
 
     @contextmanager
     def applied(self, layers: Sequence[QuantizedLayer]) -> Iterator[None]:
-        """Within the block the model has these weights and rounds these inputs.
-
-        Inputs of routed experts are not rounded: transformers runs all experts of a layer in one module.
-        """
+        """Within the block the model has these weights and rounds these inputs."""
         changed = self._weights.parameters_from(self._stored(layers))
         with ExitStack() as block:
             for name, value in changed.items():
                 block.enter_context(_replaced(self._model, name, value))
-            for layer in layers:
-                module = self.linear(layer.member)
-                if layer.round_inputs is not None and module is not None:
-                    handle = module.register_forward_pre_hook(layer.round_inputs)
-                    block.callback(handle.remove)
+            hooks = {layer.member: layer.round_inputs for layer in layers if layer.round_inputs is not None}
+            block.enter_context(self._rounding(hooks))
+            yield
+
+    @contextmanager
+    def _rounding(self, hooks: Mapping[LinearPlan, Hook]) -> Iterator[None]:
+        """Within the block these layers round their inputs; experts whose arithmetic is unknown do not."""
+        experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
+        with ExitStack() as block:
+            for member, hook in hooks.items():
+                module, found = self.linear(member), self.expert(member)
+                if module is not None:
+                    block.callback(module.register_forward_pre_hook(hook).remove)
+                elif found is not None:
+                    owner, layer = found
+                    experts.setdefault(owner, {})[layer] = hook
+            for owner, own in experts.items():
+                block.enter_context(rounded_experts(owner, own))
             yield
 
     def _stored(self, layers: Sequence[QuantizedLayer]) -> Mapping[str, torch.Tensor]:
@@ -127,17 +136,30 @@ class QuantizedModel:
             if name not in tensors:
                 original = read_tensor(self.reader, self.index.tensors[name])
                 tensors[name] = original.to(self._device, copy=True)
-            expert = tensors[name][part.expert]
+            expert = tensors[name].view(-1, *tensors[name].shape[-2:])[part.expert]
             (expert.T if part.transposed else expert)[part.start : part.stop : part.step] = layer.weight
         return tensors
 
     def linear(self, member: LinearPlan) -> torch.nn.Module | None:
-        """The module that multiplies by the layer's weight alone, if there is one."""
-        if member.part is not None:
+        """The module that multiplies its input by the layer's weight alone, if there is one."""
+        owner, parameter = self._owner(member)
+        return owner if parameter == "weight" and isinstance(owner, torch.nn.Linear | Conv1D) else None
+
+    def expert(self, member: LinearPlan) -> tuple[torch.nn.Module, ExpertLayer] | None:
+        """The module of experts that holds a layer's weight, and which expert's it is; None for any other."""
+        owner, parameter = self._owner(member)
+        if owner is None or owner.get_parameter(parameter).dim() != 3:
             return None
+        stored = self._weights.stored_as(self.parameter_of(member))
+        places = [names.index(member.weight) for names in stored if member.weight in names]
+        number = member.part.expert if member.part else places[0]
+        return owner, ExpertLayer(expert=number, is_down=parameter == "down_proj")
+
+    def _owner(self, member: LinearPlan) -> tuple[torch.nn.Module | None, str]:
+        """The module whose parameter holds a layer's weight, and the parameter's name there."""
         name = self.parameter_of(member)
-        module = self._model.get_submodule(name.rpartition(".")[0]) if name else None
-        return module if isinstance(module, torch.nn.Linear) else None
+        owner = self._model.get_submodule(name.rpartition(".")[0]) if name else None
+        return owner, last_part(name)
 
 
 @contextmanager

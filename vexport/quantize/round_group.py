@@ -10,7 +10,7 @@ from vexport.formats.packing.base import RoundedWeight, Scales
 from vexport.formats.schemes import get_scheme
 from vexport.observers import Observer
 from vexport.quantize.weight_scales import observe_weight, scales_of
-from vexport.rounding.gptq import factorize, round_columns, round_nearest
+from vexport.rounding.gptq import Factor, round_columns, round_nearest
 from vexport.rounding.grid import Grid, grid_of, stack
 from vexport.rounding.moments import Moments
 from vexport.rounding.refit import refit
@@ -25,13 +25,15 @@ def round_group(
     moments: Moments,
     recipe: Recipe,
     index: SourceIndex,
+    *,
+    factor: Factor | None,
 ) -> tuple[Mapping[str, RoundedWeight], GroupRounding]:
     """Round the weights (out, in) of a group's layers, which share one input: by layer name, and how.
 
+    `factor` is that of the moments' H with the recipe's ridge; None where H is not positive definite.
     Raises InputError where a weight is not finite.
     """
     source = torch.cat([weight.to(torch.float32) for weight in weights])
-    factor = factorize(moments.hessian, recipe.ridge)
     wanted = source
     if factor is not None and recipe.strength:
         wanted = refit(source, moments, strength=recipe.strength, ridge=factor.damping)

@@ -5,9 +5,8 @@ the text; their weights are rounded for that, and the quantized layer, its input
 makes the next layer's input. Where several recipes are tried, each has its own stream.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,33 +22,36 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.formats.packing.base import Array, RoundedWeight
 from vexport.numerics.metrics import kl_divergence
-from vexport.quantize.applied import QuantizedModel
+from vexport.quantize.applied import QuantizedLayer, QuantizedModel
+from vexport.quantize.group_inputs import GroupInputs, Noted, Site
 from vexport.quantize.round_group import round_group
 from vexport.quantize.rounded_layers import RoundedLayers, Stored
 from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
+from vexport.rounding.gptq import Factor, factorize
 from vexport.rounding.moments import Moments
 from vexport.rounding.settings import GPTQ, Recipe
 from vexport.types import Calibration, FusionGroup, Plan
 from vexport.types.rounding import GroupRounding, LayerRounding
 
-# Inputs of groups by the group's name.
-Inputs = Mapping[str, torch.Tensor]
-
 
 @dataclass(slots=True, kw_only=True)
 class Branch:
-    """A recipe, its stream's hidden states between two layers, and what it rounded."""
+    """A recipe, its stream's hidden states between two layers, and what it rounded.
+
+    `outside` are the quantized layers behind the decoder layers.
+    """
 
     recipe: Recipe
     hidden: HiddenStates
     done: RoundedLayers
+    outside: list[QuantizedLayer] = field(default_factory=list)
     divergence: float | None = None
 
 
-def recipe_of(group: FusionGroup, recipe: Recipe) -> Recipe:
-    """The recipe of a branch, for the groups that are refitted."""
-    return recipe if group.rounding == "refit" else GPTQ
+def recipe_of(group: FusionGroup, site: Site, recipe: Recipe) -> Recipe:
+    """The recipe of a branch, for groups that are refitted and that get the same tokens in both streams."""
+    return recipe if group.rounding == "refit" and site.is_aligned else GPTQ
 
 
 class RoundingStream:
@@ -74,6 +76,7 @@ class RoundingStream:
         self.groups = plan.groups
         self.batches = make_batches(samples, 1)
         self.fitted = len(self.batches) - held_out
+        self.tokens = sum(batch.ids.numel() for batch in self.batches[: self.fitted])
         self.device = device
 
     @torch.no_grad()
@@ -95,6 +98,7 @@ class RoundingStream:
                 self._layer(number, captured.calls[number], branches, source)
                 unload(layer)
                 on_layer(number + 1, len(self.layers))
+            self._outside(captured, branches, source)
             self._judge(captured, branches, source)
 
     def _load(self, number: int) -> None:
@@ -104,25 +108,27 @@ class RoundingStream:
         self, number: int, calls: Sequence[LayerCall], branches: Sequence[Branch], source: HiddenStates
     ) -> None:
         layer, groups = self.layers[number], self._groups_of(number)
-        rounded = [group for group in groups if self._is_rounded(group)]
+        inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
         found = [branch.done.get(number) for branch in branches]
         sums = [
-            None if done is not None else self._zeros(rounded, branch)
+            None if done is not None else self._zeros(inputs, branch)
             for branch, done in zip(branches, found, strict=True)
         ]
         for position, call in enumerate(calls):
-            with self._inputs_of(rounded) as seen:
+            with inputs.noted() as exact:
                 source[position] = call.run(layer, source[position].to(self.device))
-            inputs = dict(seen)
             for branch, moments in zip(branches, sums, strict=True):
                 if moments is not None and position < self.fitted:
-                    self._add(layer, call, rounded, branch.hidden[position], inputs, moments)
+                    states = branch.hidden[position].to(self.device)
+                    with self.quantized.rounding_inputs(groups), inputs.noted() as seen:
+                        call.run(layer, states)
+                    self._add(inputs, seen, exact, moments)
         for branch, moments, done in zip(branches, sums, found, strict=True):
             if moments is None:
                 assert done is not None
                 self._advance(layer, calls, groups, done, branch, source)
             else:
-                stored, how = self._round(groups, branch.recipe, moments)
+                stored, how = self._round(groups, branch.recipe, inputs, moments)
                 error = self._advance(layer, calls, groups, stored, branch, source)
                 branch.done.put(number, stored, LayerRounding(groups=how, state_error=error))
 
@@ -153,76 +159,80 @@ class RoundingStream:
             group for group in self.groups if self.quantized.parameter_of(group.members[0]).startswith(inside)
         ]
 
-    def _is_rounded(self, group: FusionGroup) -> bool:
-        """Whether calibration text decides how a group is rounded: its layers are linear modules."""
-        linear = all(self.quantized.linear(member) is not None for member in group.members)
-        return group.rounding != "nearest" and linear
+    def _outside(self, captured: Captured, branches: Sequence[Branch], source: HiddenStates) -> None:
+        """Round what is not in a decoder layer, an output head say, in every branch."""
+        number, inside = len(self.layers), {group.name for group in self._inside()}
+        groups = [group for group in self.groups if group.name not in inside]
+        inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
+        for branch in branches if groups else ():
+            stored = branch.done.get(number)
+            if stored is None:
+                moments = self._zeros(inputs, branch)
+                for position in range(self.fitted) if inputs.sites else ():
+                    with inputs.noted() as exact:
+                        self._logits(captured, position, source[position])
+                    with self.quantized.rounding_inputs(groups), inputs.noted() as seen:
+                        self._logits(captured, position, branch.hidden[position])
+                    self._add(inputs, seen, exact, moments)
+                stored, how = self._round(groups, branch.recipe, inputs, moments)
+                branch.done.put(number, stored, LayerRounding(groups=how, state_error=0.0))
+            branch.outside = [
+                one
+                for group in groups
+                if all(self.quantized.linear(member) is not None for member in group.members)
+                for one in self.quantized.layers_of(group, stored)
+            ]
 
-    def _zeros(self, groups: Sequence[FusionGroup], branch: Branch) -> dict[str, Moments]:
+    def _inside(self) -> list[FusionGroup]:
+        return [group for number in range(len(self.layers)) for group in self._groups_of(number)]
+
+    def _zeros(self, inputs: GroupInputs, branch: Branch) -> dict[str, Moments]:
         return {
-            group.name: Moments.zeros(
-                group.members[0].in_features,
-                cross=recipe_of(group, branch.recipe).strength > 0,
+            site.name: Moments.zeros(
+                site.columns,
+                cross=any(recipe_of(group, site, branch.recipe).strength > 0 for group in site.groups),
                 device=self.device,
             )
-            for group in groups
+            for site in inputs.sites
         }
 
-    @contextmanager
-    def _inputs_of(self, groups: Sequence[FusionGroup]) -> Iterator[Inputs]:
-        """Within the block the input of each group is noted, before anything rounds it."""
-        seen: dict[str, torch.Tensor] = {}
-        with ExitStack() as block:
-            for group in groups:
-                module = self.quantized.linear(group.members[0])
-                assert module is not None
-
-                def note(
-                    module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], name: str = group.name
-                ) -> None:
-                    seen[name] = inputs[0]
-
-                block.callback(module.register_forward_pre_hook(note, prepend=True).remove)
-            yield seen
-
-    def _add(
-        self,
-        layer: torch.nn.Module,
-        call: LayerCall,
-        groups: Sequence[FusionGroup],
-        states: torch.Tensor,
-        source: Inputs,
-        sums: Mapping[str, Moments],
-    ) -> None:
-        """Take in a batch of the quantized stream, through the layer before its weights are rounded."""
-        with self.quantized.rounding_inputs(groups), self._inputs_of(groups) as seen:
-            call.run(layer, states.to(self.device))
-        for group in groups:
-            rounded = self.quantized.rounded_input(group, seen[group.name])
-            sums[group.name].add(rounded, source[group.name])
+    def _add(self, inputs: GroupInputs, seen: Noted, exact: Noted, sums: Mapping[str, Moments]) -> None:
+        """Take in a batch of the quantized stream, through layers before their weights are rounded."""
+        for site in inputs.sites:
+            inputs.add(site, sums[site.name], seen, exact, text=self.tokens)
 
     def _round(
-        self, groups: Sequence[FusionGroup], recipe: Recipe, sums: Mapping[str, Moments]
+        self, groups: Sequence[FusionGroup], recipe: Recipe, inputs: GroupInputs, sums: Mapping[str, Moments]
     ) -> tuple[Stored, tuple[GroupRounding, ...]]:
-        """The bytes that replace the weights of a decoder layer's groups, and how each was rounded."""
-        model, stored, how = self.quantized, dict[str, Array](), list[GroupRounding]()
-        for group in groups:
-            rounded: Mapping[str, RoundedWeight] = {}
-            if group.name in sums:
+        """The bytes that replace the weights of groups, and how each was rounded."""
+        model, stored, how = self.quantized, dict[str, Array](), dict[str, GroupRounding]()
+        made = dict[str, Mapping[str, RoundedWeight]]()
+        for site in inputs.sites:
+            moments, factors = sums[site.name], dict[float, Factor | None]()
+            for group in site.groups if moments.tokens else ():
+                own = recipe_of(group, site, recipe)
+                if own.ridge not in factors:
+                    factors[own.ridge] = factorize(moments.hessian, own.ridge)
                 weights = [
                     read_weight(model.reader, model.index.tensors[member.weight], member.part)
                     for member in group.members
                 ]
-                moments, own = sums[group.name], recipe_of(group, recipe)
-                rounded, told = round_group(group, weights, moments, own, model.index)
-                how.append(told)
-            elif group.rounding != "nearest":
-                reason = "its layers are no linear modules of the model"
-                how.append(GroupRounding(name=group.name, fallback=reason))
+                made[group.name], how[group.name] = round_group(
+                    group, weights, moments, own, model.index, factor=factors[own.ridge]
+                )
+        for group in groups:
+            if group.rounding != "nearest" and group.name not in how:
+                reason = inputs.unreachable.get(group.name, "no token of the calibration text reaches it")
+                how[group.name] = GroupRounding(name=group.name, fallback=reason)
             stored |= quantized_group(
-                group, model.index, model.calibration, model.reader, search=search_scales, rounded=rounded
+                group,
+                model.index,
+                model.calibration,
+                model.reader,
+                search=search_scales,
+                rounded=made.pop(group.name, {}),
             )
-        return stored, tuple(how)
+        return stored, tuple(how.values())
 
     def _judge(self, captured: Captured, branches: Sequence[Branch], source: HiddenStates) -> None:
         """The mean KL(source || branch), nats per token, over the rows that no Moments have seen."""
@@ -233,13 +243,19 @@ class RoundingStream:
             expected = self._logprobs(captured, position, source[position])
             tokens += len(expected)
             for number, branch in enumerate(branches):
-                measured = self._logprobs(captured, position, branch.hidden[position])
+                with self.quantized.applied(branch.outside):
+                    measured = self._logprobs(captured, position, branch.hidden[position])
                 totals[number] += float(kl_divergence(expected, measured).sum())
         for branch, total in zip(branches, totals, strict=True):
             branch.divergence = total / tokens if tokens else None
 
     def _logprobs(self, captured: Captured, position: int, states: torch.Tensor) -> torch.Tensor:
+        logits = self._logits(captured, position, states)
+        return torch.log_softmax(logits.to(torch.float32), dim=-1).flatten(0, -2)
+
+    def _logits(self, captured: Captured, position: int, states: torch.Tensor) -> torch.Tensor:
+        """What the model makes of the hidden states of a batch behind the last decoder layer."""
         ids = self.batches[position].ids.to(self.device)
         with replayed_layers(self.layers, states.to(self.device), captured.rest):
             logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return torch.log_softmax(logits.to(torch.float32), dim=-1).flatten(0, -2)
+        return logits

@@ -26,16 +26,21 @@ class Moments:
         zero = torch.zeros(columns, columns, device=device)
         return cls(hessian=zero, cross=zero.clone() if cross else None)
 
-    def add(self, quantized: torch.Tensor, source: torch.Tensor | None) -> None:
-        """Take in the same tokens of both streams, (..., in) each."""
+    def add(
+        self, quantized: torch.Tensor, source: torch.Tensor | None, *, weight: float | None = None
+    ) -> None:
+        """Take in the same tokens of both streams, (..., in) each; with a weight they are not counted."""
         found = quantized.reshape(-1, quantized.shape[-1])
+        alpha = 1.0 if weight is None else weight
         with exact_products(found.dtype):
             wide = found.to(torch.float32)
-            self.hessian.addmm_(wide.T, wide)
+            self.hessian.addmm_(wide.T, wide, alpha=alpha)
             if self.cross is not None:
                 assert source is not None
-                self.cross.addmm_(wide.T, source.reshape(found.shape).to(torch.float32))
-        self.tokens += len(found)
+                exact = source.reshape(found.shape).to(torch.float32)
+                self.cross.addmm_(wide.T, exact, alpha=alpha)
+        if weight is None:
+            self.tokens += len(found)
 
 
 @contextmanager

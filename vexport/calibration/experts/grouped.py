@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from vexport.calibration.capture import Forward
-from vexport.calibration.experts.run import Saw
+from vexport.calibration.experts.run import Entered, Saw
 
 # What says how the parameters of a module of experts are laid out.
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
@@ -115,3 +115,36 @@ def _product(experts: Experts, parameter: str, expert: int, tokens: torch.Tensor
     if experts.has_bias:
         made += experts.get_parameter(f"{parameter}_bias")[expert]
     return made
+
+
+def enter(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Entered:
+    """See `Arithmetic`."""
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values()
+    _, hidden, chosen, weights = given
+    assert isinstance(hidden, torch.Tensor)
+    assert isinstance(chosen, torch.Tensor)
+    assert isinstance(weights, torch.Tensor)
+    here = [(chosen == expert).nonzero() for expert in range(len(module.get_parameter("down_proj")))]
+    return Entered(
+        tokens=hidden,
+        routes=tuple(found[:, 0] for found in here),
+        shares=tuple(weights[found[:, 0], found[:, 1]].unsqueeze(-1) for found in here),
+    )
+
+
+def between(module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+    """See `Arithmetic`."""
+    return activation(cast(Experts, module), expert, tokens)
+
+
+def down(module: torch.nn.Module, expert: int, between: torch.Tensor) -> torch.Tensor:
+    """See `Arithmetic`."""
+    return _product(cast(Experts, module), "down_proj", expert, between)
+
+
+def leave(entered: Entered, answers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """See `Arithmetic`: the answers to a token are added up in the order of the experts, in float32."""
+    total = torch.zeros_like(entered.tokens, dtype=torch.float32)
+    for route, share, answer in zip(entered.routes, entered.shares, answers, strict=True):
+        total.index_add_(0, route, (answer * share).to(torch.float32))
+    return total.to(entered.tokens.dtype)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vexport.calibration.capture import Forward
-from vexport.calibration.experts.run import Saw
+from vexport.calibration.experts.run import Entered, Saw
 
 
 def serves(module: torch.nn.Module) -> bool:
@@ -49,3 +49,32 @@ def activation(module: torch.nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     made: torch.Tensor = up * module.get_submodule("act_fn")(gate)
     return made
+
+
+def enter(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Entered:
+    """See `Arithmetic`. A token comes scaled by its router's weight; where it is routed to several experts,
+    by their sum."""
+    scaled = args[0] if args else kwargs["hidden_states"]
+    assert isinstance(scaled, torch.Tensor)
+    tokens = scaled.view(len(module.get_parameter("down_proj")), -1, scaled.shape[-1])
+    routes = tuple(own.any(-1).nonzero().squeeze(-1) for own in tokens != 0)
+    shares = tuple(torch.ones_like(tokens[0, route, :1]) for route in routes)
+    return Entered(tokens=tokens.sum(0), routes=routes, shares=shares)
+
+
+def between(module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+    """See `Arithmetic`."""
+    return activation(module, tokens @ module.get_parameter("gate_up_proj")[expert])
+
+
+def down(module: torch.nn.Module, expert: int, between: torch.Tensor) -> torch.Tensor:
+    """See `Arithmetic`."""
+    return between @ module.get_parameter("down_proj")[expert]
+
+
+def leave(entered: Entered, answers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """See `Arithmetic`: one row for every expert and token, zeros where the token is routed elsewhere."""
+    output = entered.tokens.new_zeros(len(answers), *entered.tokens.shape)
+    for expert, (route, answer) in enumerate(zip(entered.routes, answers, strict=True)):
+        output[expert, route] = answer
+    return output.flatten(0, 1)

@@ -1,0 +1,155 @@
+"""Every family that calibrates is rounded by its text: experts, latent attention, heads and the like."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.calibration.make import samples
+from tests.calibration.models import configs, expert_configs, save
+from vexport.calibration import calibrate
+from vexport.calibration.experts.kinds import arithmetic_of
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import as_tensor
+from vexport.formats.packing.base import Array
+from vexport.formats.schemes import get_scheme
+from vexport.plan import Settings
+from vexport.plan.blocks import group_layout
+from vexport.plan.source import plan_headers
+from vexport.quantize.rounded_layers import RoundedLayers
+from vexport.quantize.rounding import round_weights
+from vexport.quantize.stream import quantized_group
+from vexport.scenario import Rule
+from vexport.types import Calibration, Plan, silent
+from vexport.types.rounding import GroupRounding
+
+TEXT = samples((24,) * 8)
+
+
+def plan_of(folder: Path, scheme: str, rounding: str) -> tuple[SourceIndex, Plan]:
+    rules = [
+        Rule(match=match, scheme=scheme, observer="memoryless_minmax", rounding=rounding)
+        for match in (("lm_head", "Linear") if folder.name == "qwen3" else ("Linear",))
+    ]
+    return plan_headers(str(folder), rules, Settings(on_unsupported_shape="keep"), silent)
+
+
+def rounded(
+    folder: Path, out: Path, scheme: str, rounding: str = "gptq"
+) -> tuple[Mapping[str, Array], Mapping[str, GroupRounding]]:
+    """The bytes of a checkpoint's groups, and how each was rounded."""
+    index, plan = plan_of(folder, scheme, rounding)
+    found = round_weights(
+        index,
+        plan,
+        calibrate(index, plan, TEXT),
+        TEXT,
+        out,
+        on_progress=silent,
+        trust_remote_code=False,
+        device="cpu",
+    )
+    name = sorted({file.name.partition(".layer-")[0] for file in out.glob("*.layer-*.json")})[0]
+    count = len(list(out.glob(f"{name}.layer-*.json")))
+    layers = [RoundedLayers(out, name).how(number) for number in range(count)]
+    told = {group.name: group for layer in layers for group in layer.groups}
+    assert told.keys() == {group.name for group in plan.groups}
+    return found, told
+
+
+FAMILIES = {
+    "mixtral": (False, "MXFP4", "layers.1.block_sparse_moe.experts.7.w2"),
+    "qwen3_moe": (True, "NVFP4", "layers.1.mlp.experts.0.w13"),
+    "llama4": (True, "MXFP4", "layers.0.feed_forward.experts.3.down_proj"),
+    "deepseek_v3": (False, "W8A8", "layers.0.self_attn.fused_qkv_a_proj"),
+    "qwen3_next": (False, "W8A8", "layers.0.linear_attn.in_proj_qkvz"),
+    "gpt2": (False, "MXFP4A16", "transformer.h.2.mlp.c_proj"),
+    "qwen3": (False, "MXFP4", "lm_head"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_groups_are_rounded_by_what_enters_them(family: str, tmp_path: Path) -> None:
+    stacked, scheme, present = FAMILIES[family]
+    config = {**configs(), **expert_configs()}[family]
+    folder = save(config, tmp_path / family, stacked=stacked)
+    stored, told = rounded(folder, tmp_path / "rounded", scheme)
+    assert any(name.endswith(present) for name in told)
+    reached = [group for group in told.values() if group.tokens]
+    assert len(reached) >= 0.9 * len(told)
+    assert {group.fallback for group in reached} == {None}
+    assert {group.fallback for group in told.values() if not group.tokens} <= {
+        "no token of the calibration text reaches it"
+    }
+    better = [group.error < group.nearest_error for group in reached]
+    assert sum(better) > 0.95 * len(better)
+    index, plan = plan_of(folder, scheme, "gptq")
+    names = {member.name for group in plan.groups for member in group.members}
+    assert {name.rpartition(".")[0] for name in stored} == names
+
+
+def inputs_of_experts(folder: Path, layer: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    """For each expert of a layer of the whole model: the tokens routed to it, and what they are within it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    module = model.get_submodule(f"model.layers.{layer}.mlp.experts")
+    arithmetic = arithmetic_of(module)
+    assert arithmetic is not None
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    module.register_forward_pre_hook(lambda _, args: seen.append((args[0].clone(), args[1].clone())))
+    with torch.no_grad():
+        for ids in TEXT.token_ids:
+            model(input_ids=torch.tensor([ids]))
+        routed = [
+            torch.cat([hidden[(chosen == expert).any(1)] for hidden, chosen in seen]) for expert in range(8)
+        ]
+        return [(tokens, arithmetic.between(module, e, tokens)) for e, tokens in enumerate(routed)]
+
+
+def weights_of(
+    plan: Plan, index: SourceIndex, stored: Mapping[str, Array] | None
+) -> Mapping[str, torch.Tensor]:
+    """The weights (out, in) by layer, as compressed-tensors dequantizes them; without bytes the nearest."""
+    weights: dict[str, torch.Tensor] = {}
+    nothing = Calibration(rows=(), digest="", tokens=0, ranges={})
+    for group in plan.groups:
+        scheme = get_scheme(group.scheme)
+        with Reader() as reader:
+            made = stored or quantized_group(group, index, nothing, reader, search=None)
+        tensors = {spec.name: as_tensor(made[spec.name], spec) for spec in group_layout(group, index.tensors)}
+        for member in group.members:
+            own = {
+                name.rpartition(".")[2]: value
+                for name, value in tensors.items()
+                if name.rpartition(".")[0] == member.name
+            }
+            weights[member.name] = scheme.format.dequantize(scheme.args, own).float()
+    return weights
+
+
+def test_answers_of_experts_are_closer_to_the_sources(tmp_path: Path) -> None:
+    """Independent of the record: outputs of the first layer's experts for the tokens routed to them."""
+    folder = save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe")
+    index, plan = plan_of(folder, "MXFP4A16", "refit")
+    stored, _ = rounded(folder, tmp_path / "rounded", "MXFP4A16", "refit")
+    exact, refit, nearest = (
+        {
+            name.removesuffix(".weight"): value.float()
+            for name, value in load_file(folder / "model.safetensors").items()
+        },
+        weights_of(plan, index, stored),
+        weights_of(plan, index, None),
+    )
+    better = 0
+    for expert, (tokens, between) in enumerate(inputs_of_experts(folder, 0)):
+        for last_part, inputs in (("gate_proj", tokens), ("up_proj", tokens), ("down_proj", between)):
+            name = f"model.layers.0.mlp.experts.{expert}.{last_part}"
+            errors = [
+                float((inputs.float() @ (made[name] - exact[name]).T).square().sum())
+                for made in (refit, nearest)
+            ]
+            better += errors[0] < 0.9 * errors[1]
+    assert better >= 22

@@ -1,0 +1,145 @@
+"""What enters the layers of fusion groups: noted in a stream, added up for the groups that share it.
+
+Linear modules show it to a hook. A module of experts has one forward for all of them: noted is what enters
+the module, and what enters each expert's layers is computed from it. Gate and up of all experts take the
+same tokens, all of the text's, so that they share one H. An expert's down projection has its own, of what it
+makes of the tokens that are routed to it, and, where those are few, of what it makes of all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from vexport.architectures.fusion import moe_layer
+from vexport.calibration.experts.kinds import arithmetic_of
+from vexport.calibration.experts.run import Entered
+from vexport.quantize.applied import QuantizedModel
+from vexport.rounding.moments import Moments
+from vexport.types import FusionGroup
+
+# What entered a module, by the module's name in the model: of experts what their forward was called with.
+Noted = Mapping[str, torch.Tensor | Entered]
+# Of the tokens of the text so many a column count as one that is routed to an expert, together.
+SHARED_TOKENS_PER_COLUMN = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """An input (..., columns) that groups share: of the module `module`, there of all experts or of one.
+
+    `expert` is None for a linear module and for what all experts take. `is_aligned` says whether both streams
+    bring the same tokens in the same order: not where a router in front of the module chooses them.
+    """
+
+    name: str
+    module: str
+    columns: int
+    groups: tuple[FusionGroup, ...]
+    expert: int | None = None
+    is_aligned: bool = True
+
+
+class GroupInputs:
+    """The inputs of groups in a model, and why some groups have none that can be noted."""
+
+    def __init__(self, model: QuantizedModel, groups: Sequence[FusionGroup]) -> None:
+        self._model = model
+        self._modules: dict[str, torch.nn.Module] = {}
+        # What takes the tokens of an expert, by module and expert.
+        self._firsts: dict[tuple[str, int], FusionGroup] = {}
+        self.unreachable: dict[str, str] = {}
+        found: dict[tuple[str, int | None, int], list[FusionGroup]] = {}
+        for group in groups:
+            place = self._place(group)
+            if isinstance(place, str):
+                self.unreachable[group.name] = place
+            else:
+                found.setdefault((*place, group.members[0].in_features), []).append(group)
+        self.sites = tuple(
+            Site(
+                name=shared[0].name,
+                module=module,
+                columns=columns,
+                groups=tuple(shared),
+                expert=expert,
+                is_aligned=self._is_experts(module) or moe_layer(shared[0].members[0].name) is None,
+            )
+            for (module, expert, columns), shared in found.items()
+        )
+
+    def _place(self, group: FusionGroup) -> tuple[str, int | None] | str:
+        """The module and expert that a group's input belongs to, or why it cannot be noted."""
+        member = group.members[0]
+        name = self._model.parameter_of(member).rpartition(".")[0]
+        linears = [self._model.linear(one) for one in group.members]
+        if linears[0] is not None and None not in linears:
+            self._modules[name] = linears[0]
+            return name, None
+        found = self._model.expert(member)
+        if found is None:
+            return "the model runs no linear module with its weight"
+        module, layer = found
+        if arithmetic_of(module) is None:
+            return f"the arithmetic of {type(module).__name__} is not known"
+        self._modules[name] = module
+        if not layer.is_down:
+            self._firsts[name, layer.expert] = group
+        return name, layer.expert if layer.is_down else None
+
+    def _is_experts(self, module: str) -> bool:
+        return arithmetic_of(self._modules[module]) is not None
+
+    @contextmanager
+    def noted(self) -> Iterator[dict[str, torch.Tensor | Entered]]:
+        """Within the block the inputs of a forward are noted, before anything rounds them."""
+        seen: dict[str, torch.Tensor | Entered] = {}
+        with ExitStack() as block:
+            for name, module in self._modules.items():
+                note = self._noting(name, module, seen)
+                handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+                block.callback(handle.remove)
+            yield seen
+
+    def _noting(
+        self, name: str, module: torch.nn.Module, seen: dict[str, torch.Tensor | Entered]
+    ) -> Callable[..., None]:
+        arithmetic = arithmetic_of(module)
+
+        def note(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, object]) -> None:
+            seen[name] = args[0] if arithmetic is None else arithmetic.enter(module, args, kwargs)
+
+        return note
+
+    def add(self, site: Site, moments: Moments, quantized: Noted, source: Noted, *, text: int) -> None:
+        """Take in one batch of both streams; `text` is how many tokens all batches have.
+
+        What does not reach the module of a site changes nothing. The model's weights must be the source's.
+        """
+        here, exact = quantized.get(site.module), source.get(site.module)
+        if isinstance(here, Entered):
+            assert isinstance(exact, Entered)
+            if site.expert is None:
+                rounded = self._model.rounded_input(site.groups[0], here.tokens)
+                moments.add(rounded, exact.tokens)
+            else:
+                self._add_down(site, moments, here, exact, text)
+        elif here is not None:
+            assert not isinstance(exact, Entered)
+            moments.add(self._model.rounded_input(site.groups[0], here), exact)
+
+    def _add_down(self, site: Site, moments: Moments, here: Entered, exact: Entered, text: int) -> None:
+        """An expert's own tokens, and all of the text, together as `SHARED_TOKENS_PER_COLUMN` a column."""
+        module, expert, group = self._modules[site.module], site.expert, site.groups[0]
+        arithmetic = arithmetic_of(module)
+        assert arithmetic is not None
+        assert expert is not None
+        first = self._firsts.get((site.module, expert))
+        tokens = here.tokens if first is None else self._model.rounded_input(first, here.tokens)
+        between = self._model.rounded_input(group, arithmetic.between(module, expert, tokens))
+        wanted = arithmetic.between(module, expert, exact.tokens) if moments.cross is not None else None
+        route = here.routes[expert]
+        moments.add(between[route], None if wanted is None else wanted[route])
+        share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, text))
+        moments.add(between, wanted, weight=share)
