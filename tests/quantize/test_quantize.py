@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.command import vexport
 from tests.models import dequantized, quantize, save_llama, save_qwen3
-from vexport.checkpoint.index import read_header
+from vexport.checkpoint.header import read_header
 
 SCHEMES = {
     "NVFP4": 19.0,

@@ -1,14 +1,13 @@
 """Reads what a checkpoint holds from its headers: tensors, config, side files. No tensor data, no torch."""
 
-import json
 import posixpath
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.checkpoint.dtypes import BITS
+from vexport.checkpoint.header import read_header
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object, require_fetched
 from vexport.types import Json, TensorInfo
@@ -17,8 +16,6 @@ from vexport.types import Json, TensorInfo
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
-MAX_HEADER_BYTES = 100_000_000
 # What transformers also writes next to weights and is never carried along: other formats of the same weights.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 
@@ -172,73 +169,3 @@ def file_inside(root: Path, name: str) -> Path | None:
     if path.is_absolute() and path.is_relative_to(root.absolute()):
         path = path.relative_to(root.absolute())
     return None if path.is_absolute() or ".." in path.parts else root / path
-
-
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, in the order of their offsets.
-
-    Format: 8 bytes little-endian length, a JSON header, the data (https://github.com/huggingface/safetensors).
-    Raises InputError on a truncated or over-long file, a bad header, overlapping or ill-sized tensors.
-    """
-    if not file.is_file():
-        raise _broken(file, "a folder" if file.is_dir() else "a link to nothing")
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if 8 + length > size or length > MAX_HEADER_BYTES:
-                raise _broken(file, f"{size} bytes with a header of {length}")
-            data = stream.read(length)
-    except OSError as error:
-        raise _broken(file, str(error)) from None
-    try:
-        header = json.loads(data)
-        _require_texts(header.get("__metadata__", {}))
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors = [_tensor(file, name, entry, 8 + length) for name, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _broken(file, f"the header error {error}") from None
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
-    _require_contiguous(file, tensors, 8 + length, size)
-    return {tensor.name: tensor for tensor in tensors}
-
-
-def _require_texts(metadata: Json) -> None:
-    """The metadata are an object of strings; safetensors refuses all else, null excepted."""
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("__metadata__ that is no object of strings")
-
-
-def _tensor(file: Path, name: str, entry: dict[str, Json], base: int) -> TensorInfo:
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise ValueError(f"{name}: unknown dtype {dtype}")
-    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        raise ValueError(f"{name}: shape or offsets are no lists")
-    sides = tuple(side for side in shape if isinstance(side, int) and side >= 0)
-    start, end = offsets
-    if len(sides) != len(shape) or not isinstance(start, int) or not isinstance(end, int):
-        raise ValueError(f"{name}: shape or offsets hold something else than sizes")
-    elements = 1
-    for side in sides:
-        elements *= side
-    if (end - start) * 8 != elements * BITS[dtype]:
-        raise ValueError(f"{name}: {end - start} bytes for shape {list(sides)} in {dtype}")
-    return TensorInfo(name=name, dtype=dtype, shape=sides, file=file, start=base + start, end=base + end)
-
-
-def _require_contiguous(file: Path, tensors: list[TensorInfo], base: int, size: int) -> None:
-    position = base
-    for tensor in tensors:
-        if tensor.start != position:
-            raise _broken(file, f"{tensor.name} at byte {tensor.start} instead of {position}")
-        position = tensor.end
-    if position != size:
-        raise _broken(file, f"{size} bytes where the header describes {position}")
-
-
-def _broken(file: Path, got: str) -> InputError:
-    return InputError(str(file), got=got, need="a whole safetensors file", fix="download or export it again")

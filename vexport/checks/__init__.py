@@ -14,11 +14,14 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.methods import other_method
 from vexport.checks.vllm.target import ANY, Target
 from vexport.checks.vllm.view import CheckpointView
-from vexport.errors import InputError, InputErrors
+from vexport.errors import InputError, InputErrors, VexportError, file_problem
+from vexport.errors.extras import unforeseen
 from vexport.types import CheckReport, Finding
 from vexport.version import short_version
 
 FILES = "files"
+# An exception of ours in a family, in its place.
+INTERNAL = "internal"
 # The family that compares with the source; it needs torch and lives in `vexport.fidelity`.
 SOURCE = "source"
 COMPARED = "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
@@ -98,12 +101,31 @@ def findings_on(view: CheckpointView, against: Against | None = None) -> Iterato
     judged = other_method(view) is None
     for name, check in CHECKS.items():
         if judged or name in OF_ANY_METHOD:
-            yield from check.run(view)
+            yield from _or_internal_error(name, check.run, view)
     if judged and against is not None:
-        yield from against(view)
+        yield from _or_internal_error(SOURCE, against, view)
 
 
-def findings_of(error: InputError) -> tuple[Finding, ...]:
+def _or_internal_error(family: str, run: Against, view: CheckpointView) -> Iterator[Finding]:
+    """The findings of a family; what it cannot read is one, as is a mistake of ours: the others go on."""
+    try:
+        yield from run(view)
+    except InputError as problem:
+        yield from findings_of(problem)
+    except VexportError:
+        raise
+    except OSError as error:
+        yield from findings_of(file_problem(error))
+    except Exception as error:
+        yield internal_error(f"the check {family}", error)
+
+
+def internal_error(where: str, error: Exception) -> Finding:
+    """A mistake of ours as a finding: what else was found stands, and the command ends with exit code 4."""
+    return Finding.of(unforeseen(error, where), check=INTERNAL, severity="error")
+
+
+def findings_of(error: VexportError) -> tuple[Finding, ...]:
     """What is said of files that cannot be read: a finding for each problem."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
     return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)

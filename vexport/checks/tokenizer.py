@@ -3,6 +3,7 @@
 A checkpoint without any tokenizer is served with another one's (`--tokenizer`): that is no finding.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -61,11 +62,19 @@ def _unreadable(path: Path) -> Iterator[Finding]:
 
 
 def _generation(path: Path) -> Iterator[Finding]:
-    """Defaults of every request; vLLM goes on without them where they are no JSON."""
+    """Defaults of every request; vLLM goes on without them where they are no JSON.
+
+    transformers turns syntax errors into an OSError, which vLLM catches (try_get_generation_config); values
+    too deep in each other, or an integer of thousands of digits, end it.
+    """
     try:
         content = read_json(path)
     except InputError as problem:
-        yield Finding.of(problem, check=NAME, severity="warning")
+        cause = problem.__context__
+        ends = isinstance(cause, (RecursionError, ValueError)) and not isinstance(
+            cause, (json.JSONDecodeError, UnicodeDecodeError)
+        )
+        yield Finding.of(problem, check=NAME, severity="error" if ends else "warning")
         return
     if not isinstance(content, dict):
         yield error(

@@ -12,7 +12,7 @@ from vexport.cli.colour import coloured, wants_colour
 from vexport.cli.help import SectionedCommand
 from vexport.cli.options import answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
-from vexport.types import ENGINE_CHECK, DryLoadReport, Finding, LoadReport, Plan
+from vexport.types import ENGINE_CHECK, CheckReport, DryLoadReport, Finding, LoadReport, Plan
 
 EXIT_CODES = "Exit codes: see `vexport --help`."
 # Formats in which a person has read what was found before the last line on stderr.
@@ -101,6 +101,15 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
     raise CheckpointFailed(
         f"{checkpoint}: {first.where}", got=first.got, need=first.expected, fix=first.fix + more
     )
+
+
+def require_no_internal_error(reports: Sequence[CheckReport]) -> None:
+    """Exit with 4 where a check ended with an exception of ours, whatever else was found."""
+    from vexport.checks import INTERNAL
+
+    for finding in (finding for report in reports for finding in report.findings):
+        if finding.check == INTERNAL:
+            raise EnvironmentFault(finding.where, got=finding.got, need=finding.expected, fix=finding.fix)
 
 
 def require_plan(source: str, plan: Plan) -> None:

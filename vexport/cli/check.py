@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import add_step_summary, command, print_text, require_ok
+from vexport.cli.base import add_step_summary, command, print_text, require_no_internal_error, require_ok
 from vexport.cli.options import PATH, Answer, device_options, format_option, vllm_option
-from vexport.errors import InputError, raise_all
+from vexport.errors import InputError, VexportError, file_problem, raise_all
 from vexport.types import CheckReport
 
 if TYPE_CHECKING:
@@ -76,26 +76,34 @@ def check(
         print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
     if answer.format_ == "github":
         add_step_summary(summarize_checks(reports))
-    raise_all(problems)
+    require_no_internal_error(reports)
+    for fault in problems:
+        if not isinstance(fault, InputError):
+            raise fault
+    raise_all([problem for problem in problems if isinstance(problem, InputError)])
     for report in reports:
         require_ok(report.checkpoint, report.ok, report.findings)
 
 
 def _checked(
     names: Sequence[str], target: "Target", against: "Against | None", on_progress: "OnProgress"
-) -> tuple[list[CheckReport], list[InputError]]:
-    """A report for each name, and what was wrong with those that are no checkpoints at all."""
+) -> tuple[list[CheckReport], list[VexportError]]:
+    """A report for each name, and why some could not be read: no checkpoints at all, or a fault elsewhere."""
     from vexport.checkpoint.source import resolve_source
-    from vexport.checks import check_checkpoint, findings_of
+    from vexport.checks import check_checkpoint, findings_of, internal_error
 
-    reports, problems = [], []
+    reports, problems = list[CheckReport](), list[VexportError]()
     for name in names:
         try:
             root = resolve_source(name, on_progress)
             reports.append(check_checkpoint(name, target, against, root=root))
-        except InputError as problem:
+        except (VexportError, OSError) as error:
+            problem = file_problem(error) if isinstance(error, OSError) else error
             problems.append(problem)
             reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(problem)))
+        except Exception as error:
+            findings = (internal_error(f"the check of {name}", error),)
+            reports.append(CheckReport(checkpoint=name, ok=False, findings=findings))
     return reports, problems
 
 

@@ -1,5 +1,6 @@
 """The group of all commands, and the one place where an outcome becomes an exit code."""
 
+import logging
 import os
 import sys
 import traceback
@@ -10,12 +11,11 @@ import click
 from vexport.cli.colour import wants_colour
 from vexport.cli.commands import COMMANDS
 from vexport.cli.help import WIDEST, OrderedGroup
-from vexport.errors import InputErrors, VexportError
+from vexport.errors import InputErrors, VexportError, file_problem
 from vexport.errors.escaping import clip, visible
-from vexport.errors.extras import UNINSTALL, MissingPackage, mismatch_of
+from vexport.errors.extras import unforeseen
 from vexport.version import __version__
 
-ENVIRONMENT = 4
 INTERRUPTED = 130
 # Bounds of what goes to stderr: names and values come from files and may be of any size.
 MAX_CHARACTERS = 600
@@ -33,6 +33,9 @@ Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fi
 
 def main() -> None:
     """Run a command; every outcome becomes an exit code and one line an error."""
+    if "--debug" in sys.argv:
+        logging.getLogger("vexport").addHandler(logging.StreamHandler())
+        logging.getLogger("vexport").setLevel(logging.DEBUG)
     try:
         result = cli.main(prog_name="vexport", standalone_mode=False)
         code = result if isinstance(result, int) else 0
@@ -54,24 +57,13 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:
+        problem = file_problem(error)
+        code = _say([str(problem)], problem.exit_code)
     except Exception as error:
-        code = _say([_unforeseen(error)], ENVIRONMENT)
+        problem = unforeseen(error, "vexport")
+        code = _say([str(problem)], problem.exit_code)
     sys.exit(code)
-
-
-def _unforeseen(error: Exception) -> str:
-    """One line for what no stage turned into its own error."""
-    if isinstance(error, MemoryError):
-        return "memory: out of memory; free some or use a larger machine"
-    if mismatch := mismatch_of(error):
-        return f"torchvision: built for another torch ({mismatch}); {UNINSTALL}"
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return str(MissingPackage(error.name.partition(".")[0], "vexport: this command"))
-    if isinstance(error, OSError):
-        where, reason = error.filename or "file system", error.strerror or error
-        return f"{where}: {reason}; check the path, the free space and the permissions"
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"internal error: {text}; rerun with --debug and report it"
 
 
 def _say(messages: Sequence[str], code: int) -> int:

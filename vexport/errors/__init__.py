@@ -4,7 +4,11 @@ An exception owns its exit code; `cli.main` is the only place that turns one int
 """
 
 import difflib
+import errno
+import logging
 from collections.abc import Sequence
+
+from vexport.errors.escaping import clip
 
 
 class VexportError(Exception):
@@ -51,6 +55,37 @@ class EnvironmentFault(VexportError):
     """The environment is at fault: vLLM missing, crashed, out of memory, timed out (exit 4)."""
 
     exit_code = 4
+
+
+class InternalError(VexportError):
+    """A mistake of ours in one part of the work, which the others go on without (exit 4).
+
+    Its traceback is logged for `--debug`.
+    """
+
+    exit_code = 4
+
+    def __init__(self, where: str, error: Exception) -> None:
+        got = clip(f"{type(error).__name__}: {error}".splitlines()[0], 300)
+        super().__init__(
+            f"internal error in {where}", got=got, need="no exception", fix="rerun with --debug and report it"
+        )
+        logging.getLogger(__name__).debug("%s", where, exc_info=error)
+
+
+# What the file system says of a path that was given wrong; all else is a fault of the machine.
+_WRONG_PATH = frozenset(
+    (errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT)
+) | {errno.ENOTDIR, errno.EPERM, errno.EROFS}
+
+
+def file_problem(error: OSError) -> VexportError:
+    """What the operating system refused: bad input (exit 2), or a fault of the machine (exit 4)."""
+    where = clip(str(error.filename or "file system"), 200)
+    got = error.strerror or str(error)
+    if error.errno in _WRONG_PATH:
+        return InputError(where, got=got, need="a usable path", fix="check the path and its permissions")
+    return EnvironmentFault(where, got=got, need="a working disk", fix="check the free space and the disk")
 
 
 def raise_all(problems: Sequence[InputError]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 
-from vexport.errors import EnvironmentFault
+from vexport.errors import EnvironmentFault, InternalError, VexportError
 
 # By the name that is imported. What none of these names is a dependency of the plain installation.
 EXTRAS: Mapping[str, str] = {
@@ -77,6 +77,24 @@ def mismatch_of(error: BaseException) -> str | None:
             return str(cause).splitlines()[0]
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def unforeseen(error: Exception, where: str) -> VexportError:
+    """What nothing turned into an error of its own: packages that do not fit, memory, a mistake of ours."""
+    if isinstance(error, MemoryError):
+        return EnvironmentFault(
+            f"{where}: memory", got="too little", need="more", fix="free some or use a larger machine"
+        )
+    if mismatch := mismatch_of(error):
+        return EnvironmentFault(
+            "torchvision",
+            got=f"one for another torch ({mismatch})",
+            need="none, or a fitting one",
+            fix=UNINSTALL,
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return MissingPackage(error.name.partition(".")[0], f"{where}: this command")
+    return InternalError(where, error)
 
 
 def install_command(extra: str) -> str:

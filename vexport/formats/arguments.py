@@ -135,8 +135,8 @@ def _contradictions(args: QuantArgs) -> Iterator[str]:
         yield f"group_size {size} with strategy {strategy}"
     if (strategy == "block") != (args.block_structure is not None):
         yield f"strategy {strategy} with block_structure {args.block_structure}"
-    if args.actorder == "group" and strategy not in GROUPED:
-        yield f"actorder group with strategy {strategy}"
+    if args.actorder in ("group", "dynamic") and strategy not in GROUPED:
+        yield f"actorder {args.actorder} with strategy {strategy}"
     yield from _contradictions_of_time(args)
     yield from _unknown_dtypes(args)
 

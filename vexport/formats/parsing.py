@@ -15,6 +15,8 @@ NULLABLE = frozenset(
 )
 ORDERINGS = (None, "group", "weight", "dynamic", "static")
 LOWERED = ("type", "strategy", "dynamic", "actorder")
+# More bits than any scheme of vLLM has: what is computed from them stays small.
+MOST_BITS = 16
 
 
 def parse_args(raw: Json) -> QuantArgs | str:
@@ -54,7 +56,7 @@ def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
         return f"dynamic {dynamic!r}, which is neither true, false nor local"
     if args.actorder not in ORDERINGS:
         return f"actorder {args.actorder!r}, which is none of {', '.join(filter(None, ORDERINGS))}"
-    return None if args.num_bits > 0 else f"num_bits {args.num_bits}"
+    return None if 0 < args.num_bits <= MOST_BITS else f"num_bits {args.num_bits}, not from 1 to {MOST_BITS}"
 
 
 def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:
@@ -70,8 +72,8 @@ def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
         value = present.get(key)
         if isinstance(value, str):
             present[key] = value.lower()
-    if isinstance(present.get("actorder"), bool):
-        present["actorder"] = "group" if present["actorder"] else None
+    if isinstance(present.get("actorder"), (bool, int, float)) and present["actorder"] in (0, 1):
+        present["actorder"] = "group" if present["actorder"] is True else None
     for key in ("scale_dtype", "zp_dtype"):
         value = present.get(key)
         if isinstance(value, str):

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vexport.checkpoint.header import read_header
 from vexport.checkpoint.index import (
     FOREIGN_WEIGHTS,
     INDEX_NAME,
     SINGLE_NAME,
     SourceIndex,
     file_inside,
-    read_header,
     require_checkpoint,
 )
 from vexport.errors import InputError, raise_all

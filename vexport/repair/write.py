@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vexport.checkpoint.chat_template import copy_named_templates
-from vexport.checkpoint.index import INDEX_NAME, SourceIndex, read_header
+from vexport.checkpoint.header import read_header
+from vexport.checkpoint.index import INDEX_NAME, SourceIndex
 from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import write_text

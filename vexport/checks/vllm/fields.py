@@ -4,6 +4,7 @@ transformers 5 refuses a value of another type (`strict` in huggingface_hub/data
 does.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.configs import config_table
@@ -13,6 +14,9 @@ from vexport.types import Json
 
 # Keys of which other checks say what is wrong with them, of any type.
 JUDGED_ELSEWHERE = ("architectures", "dtype", "rms_norm_eps", *SIZES)
+# Whose config refuses a hidden size that heads do not divide, also with a head_dim (validate_architecture).
+DIVIDED = frozenset({"llama"})
+NUMBER = re.compile(r"\s*[+-]?\d+(_\d+)*\s*")
 TYPES: Mapping[str, type] = {
     "None": type(None),
     "bool": bool,
@@ -32,12 +36,32 @@ def wrong_types(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]
         if key in config and key not in JUDGED_ELSEWHERE and not _fits(config[key], types):
             yield WrongSetting(key=key, expected=" | ".join(types), got=repr(config[key]))
     yield from _layer_types(config)
+    yield from _values(kind, config)
+
+
+def _values(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
+    """What transformers' validators refuse of values that have the right type."""
+    rope, labels = config.get("rope_parameters"), config.get("id2label")
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    spread = config.get("initializer_range", 0.0)
+    if not isinstance(rope, dict | None):
+        yield WrongSetting(key="rope_parameters", expected="dict | None", got=repr(rope))
+    if isinstance(spread, float) and not 0 <= spread <= 1:
+        yield WrongSetting(key="initializer_range", expected="from 0 to 1", got=repr(spread))
+    if isinstance(labels, dict) and not all(NUMBER.fullmatch(key) for key in labels):
+        yield WrongSetting(key="id2label", expected="numbers as keys", got=", ".join(map(repr, labels)))
+    if kind in DIVIDED and type(width) is int and type(heads) is int and heads > 0 and width % heads:
+        expected = f"a multiple of num_attention_heads {heads}"
+        yield WrongSetting(key="hidden_size", expected=expected, got=str(width))
 
 
 def _layer_types(config: Mapping[str, Json]) -> Iterator[WrongSetting]:
     """One known kind of attention for each layer (validate_layer_type)."""
     stored, kinds = config.get("layer_types"), config_table().layer_kinds
+    if stored is None:
+        return
     if not isinstance(stored, list):
+        yield WrongSetting(key="layer_types", expected="list[str] | None", got=repr(stored))
         return
     for unknown in sorted({str(kind) for kind in stored} - {*kinds}):
         yield WrongSetting(key="layer_types", expected=f"each one of {', '.join(kinds)}", got=unknown)

@@ -75,7 +75,7 @@ def _rope(config: Mapping[str, Json]) -> Iterator[WrongSetting]:
         if not isinstance(value, dict) or any(isinstance(each, dict) for each in value.values()):
             continue
         kind = _kind(value)
-        if kind not in ROPES:
+        if not isinstance(kind, str) or kind not in ROPES:
             yield WrongSetting(key=key, expected=f"a type of {', '.join(sorted(ROPES))}", got=repr(kind))
         elif kind in WITH_FACTOR and not isinstance(value.get("factor"), (int, float)):
             yield WrongSetting(key=key, expected=f"a factor for {kind}", got=repr(value.get("factor")))
