@@ -64,6 +64,20 @@ def test_answers_are_closer_than_with_the_nearest_numbers(
     assert all(found[rounding] < found["nearest"] for rounding in SCHEMES[scheme])
 
 
+def test_scales_are_searched_by_what_enters_the_layer(source: Path, text: Path, tmp_path: Path) -> None:
+    """Unless an observer is named: plain GPTQ stays what other tools do."""
+    call = ("quantize", source, "--scheme", "W4A16", "--rounding", "gptq", "--calibration", text)
+    observers = {(): "imatrix_mse", ("--observer", "memoryless_minmax"): "memoryless_minmax"}
+    found = {}
+    for number, (option, observer) in enumerate(observers.items()):
+        out = tmp_path / str(number)
+        assert vexport(*call, out, *option).code == 0
+        groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
+        assert [group["weights"]["observer"] for group in groups.values()] == [observer]
+        found[observer] = divergence(source, out, text)
+    assert found["imatrix_mse"] < found["memoryless_minmax"]
+
+
 def test_it_needs_text(source: Path, tmp_path: Path) -> None:
     ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W4A16", "--rounding", "gptq")
     assert ran.code == 2

@@ -25,8 +25,8 @@ class PlanOptions:
     """What is quantized how."""
 
     group_size: GroupSize | None
-    observer: str
-    rounding: Rounding
+    observer: str | None
+    rounding: Rounding | None
     ignore: tuple[str, ...]
     kv_cache: KvCache | None
     on_unsupported_shape: OnUnsupportedShape
@@ -104,16 +104,14 @@ plan_options = stacked(
         "--observer",
         metavar="O",
         shell_complete=complete_observer,
-        default="memoryless_minmax",
-        show_default=True,
-        help="How weight ranges are found.",
+        help="How weight ranges are found [default: memoryless_minmax; with gptq and refit, below 8 bits, "
+        "imatrix_mse].",
     ),
     click.option(
         "--rounding",
         type=click.Choice(ROUNDINGS),
-        default="nearest",
-        show_default=True,
-        help="How weights are rounded: each by itself, or by what calibration text shows of their inputs.",
+        help="How weights are rounded: each by itself, or by what calibration text shows of their inputs "
+        "[default: nearest].",
     ),
     click.option(
         "--ignore",

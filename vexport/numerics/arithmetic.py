@@ -128,6 +128,14 @@ def round_to(value: np.float32, form: Format) -> np.float32:
 
 
 @compiled()
+def round_values(values: Floats, form: Format) -> None:
+    """Round values within a format's ends to the nearest of its numbers, in place."""
+    wide_vectors()
+    for i in range(values.size):
+        values[i] = round_to(values[i], form)
+
+
+@compiled()
 def power_of_two_below(value: np.float32) -> np.float32:
     """The largest power of two up to a positive normal value."""
     return as_float(as_bits(value) & I32(EXPONENT_MASK))

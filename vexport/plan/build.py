@@ -25,13 +25,15 @@ from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearP
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What else a plan depends on: tensor parallel sizes to serve, what becomes of unsupported shapes, the KV
-    cache. With `smaller_groups` layers take the largest group size that fits before any is refused or kept.
-    `origin` is what the advice of refusals names: options or keys of a scenario."""
+    cache, whether there is calibration text. With `smaller_groups` layers take the largest group size that fits
+    before any is refused or kept. `origin` is what the advice of refusals names: options or keys of a scenario.
+    """
 
     ranks: Sequence[int] = (1,)
     on_unsupported_shape: OnUnsupportedShape = "refuse"
     smaller_groups: bool = False
     kv_cache: KvCache | None = None
+    has_text: bool = False
     origin: Origin = "options"
 
     @property
@@ -60,7 +62,9 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
     places = {name: names.place(name) for name in linears}
     require_matching_rules(rules, places)
     modules = fuse(linears, architecture)
-    chosen = {name: choose_rule(rules, name, place) for name, place in places.items()}
+    chosen = {
+        name: choose_rule(rules, name, place, has_text=settings.has_text) for name, place in places.items()
+    }
     refusals = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
     groups = [] if refusals else list(_groups(modules, chosen, linears))
     if settings.takes_smaller_groups:

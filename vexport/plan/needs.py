@@ -33,7 +33,8 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
         static.append("KV cache")
     if static:
         return CalibrationNeed(where=static[0], samples="samples for its static scales")
-    if any(group.observer == observer_names.IMPORTANCE for group in plan.groups):
+    nearest = [group for group in plan.groups if group.rounding == "nearest"]
+    if any(group.observer == observer_names.IMPORTANCE for group in nearest):
         return CalibrationNeed(
             where=f"observer {observer_names.IMPORTANCE}", samples="samples that show importance"
         )

@@ -5,14 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vexport.errors import InputError, raise_all
-from vexport.formats.schemes import KEEP
+from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan.linears import Place
 from vexport.scenario import Rule
 from vexport.types import Finding
+from vexport.types.observer_names import IMPORTANCE, MIN_MAX
 from vexport.types.rounding import Rounding
 
 ALL = "Linear"
 PATTERN = "re:"
+# Strategies of weights whose groups of columns can be searched by the importance of those.
+BY_IMPORTANCE = ("channel", "group", "tensor_group")
 # A rule that keeps what some models do not have matches nothing without being wrong.
 MAY_BE_ABSENT = re.compile(
     r"(?:.*\.)?(?:lm_head|embed_out|embed_tokens|embed_positions|word_embeddings|wte|wpe|\w*router\w*|\w*gate|\w*norm\w*)$"
@@ -27,16 +30,28 @@ class Treatment(NamedTuple):
     rounding: Rounding
 
 
-def choose_rule(rules: Sequence[Rule], name: str, place: Place) -> Treatment | None:
+def choose_rule(rules: Sequence[Rule], name: str, place: Place, *, has_text: bool) -> Treatment | None:
     """What the first rule that matches a linear layer does to it; None where it stays unquantized.
 
     What is outside the decoder layers is quantized only by a rule that names it rather than all linear
     layers; what vLLM builds unquantized only by one that names it without a pattern (and is then refused).
+    A rule that names no rounding refits where there is calibration text.
     """
     rule = next((rule for rule in rules if _applies(rule, name, place)), None)
     if rule is None or rule.scheme == KEEP:
         return None
-    return Treatment(rule.scheme, rule.observer, rule.rounding)
+    rounding = rule.rounding or ("refit" if has_text else "nearest")
+    return Treatment(rule.scheme, rule.observer or default_observer(rule.scheme, rounding), rounding)
+
+
+def default_observer(scheme: str, rounding: Rounding) -> str:
+    """How weight ranges are found where no rule says it: for what rounding leaves, by what enters the layer.
+
+    vexport/docs/rounding.md has the measurements.
+    """
+    weights = get_scheme(scheme).args.weights
+    searched = rounding != "nearest" and weights.num_bits < 8 and weights.strategy in BY_IMPORTANCE
+    return IMPORTANCE if searched else MIN_MAX[0]
 
 
 def _applies(rule: Rule, name: str, place: Place) -> bool:

@@ -29,9 +29,9 @@ DEFAULTS = Settings()
 def rules_for(
     scheme: str,
     *,
-    observer: str,
+    observer: str | None,
     ignore: Sequence[str],
-    rounding: Rounding = "nearest",
+    rounding: Rounding | None = None,
     group_size: GroupSize | None = None,
 ) -> tuple[Rule, ...]:
     """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
@@ -64,7 +64,7 @@ def settings_of(scenario: Scenario) -> Settings:
 
 def source_index(source: str, rules: Sequence[Rule], on_progress: OnProgress = silent) -> SourceIndex:
     """The headers of a source, whose weights are fetched; InputError where it or an observer is unusable."""
-    require_observers({rule.observer for rule in rules})
+    require_observers({rule.observer for rule in rules if rule.observer})
     return read_index(resolve_source(source, on_progress))
 
 

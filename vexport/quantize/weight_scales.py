@@ -13,7 +13,7 @@ from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.schemes import get_scheme
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
 from vexport.types import Calibration, FusionGroup, LinearPlan
-from vexport.types.observer_names import MIN_MAX
+from vexport.types.observer_names import IMPORTANCE, MIN_MAX, UNWEIGHTED
 
 
 def search_scales(
@@ -24,6 +24,9 @@ def search_scales(
     Raises InputError where a weight is not finite.
     """
     observers = []
+    # What enters a layer that text should round, but that its streams do not reach, was not gathered.
+    if group.observer == IMPORTANCE and group.rounding != "nearest":
+        group = replace(group, observer=UNWEIGHTED)
     for member in group.members:
         weight = read_weight(reader, index.tensors[member.weight], member.part)
         importance = decoded(calibration.importance.get(member.name))

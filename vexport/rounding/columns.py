@@ -22,14 +22,6 @@ def pass_on(values: Floats, error: np.float32, factor: Floats) -> None:
 
 
 @compiled()
-def round_values(values: Floats, form: Format) -> None:
-    """Round values within a format's ends to the nearest of its numbers, in place."""
-    wide_vectors()
-    for i in range(values.size):
-        values[i] = round_to(values[i], form)
-
-
-@compiled()
 def round_block(
     weight: Floats,
     factor: Floats,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vexport.numerics.arithmetic import Floats
-from vexport.rounding.columns import BLOCK_COLUMNS, round_block, round_values
+from vexport.numerics.arithmetic import Floats, round_values
+from vexport.rounding.columns import BLOCK_COLUMNS, round_block
 from vexport.rounding.grid import Grid
 
 # Rows that one thread rounds at a time.

@@ -33,7 +33,6 @@ DEFAULT_ALPHA = 0.05
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_KL_PROMPTS = 16
-DEFAULT_OBSERVER = "memoryless_minmax"
 # The scheme of a rule that leaves the choice to measured losses and a budget.
 AUTO = "auto"
 
@@ -47,7 +46,8 @@ class Rule(_Strict):
 
     `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
     `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme `auto`
-    chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs calibration text.
+    chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs calibration text;
+    without `observer` scales are those that suit the rounding.
 
     A scheme is its name, also with a `group_size` (channel: one scale a row), or `weights` and
     `input_activations` as compressed-tensors writes them. Once read, all are a name in `scheme`.
@@ -58,8 +58,8 @@ class Rule(_Strict):
     group_size: GroupSize | None = Field(default=None, exclude=True)
     weights: dict[str, JsonValue] | None = Field(default=None, exclude=True)
     input_activations: dict[str, JsonValue] | None = Field(default=None, exclude=True)
-    observer: str = DEFAULT_OBSERVER
-    rounding: Rounding = "nearest"
+    observer: str | None = None
+    rounding: Rounding | None = None
 
     @model_validator(mode="before")
     @classmethod

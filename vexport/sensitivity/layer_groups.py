@@ -16,7 +16,7 @@ from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan import Settings, build_plan, group_layout, output_bytes, require_accepted
 from vexport.plan.shapes import KEPT
-from vexport.scenario import AUTO, DEFAULT_OBSERVER, Auto, Rule
+from vexport.scenario import AUTO, Auto, Rule
 from vexport.types import Finding, FusionGroup, Plan
 
 # What a group is promoted to, step by step: FP8 that needs no calibration, then its own dtype.
@@ -63,7 +63,7 @@ class LayerGroup:
     def rules(self, scheme: str) -> Iterator[Rule]:
         """Rules that give this layer group a scheme and touch no other."""
         observers = {option.scheme: option.groups[0].observer for option in self.options}
-        observer = observers.get(scheme, DEFAULT_OBSERVER)
+        observer = observers.get(scheme)
         is_experts = moe_layer(self.layers[0]) is not None
         matches = (rf"re:{re.escape(self.name)}\.\d+\.",) if is_experts else self.layers
         for match in matches:
@@ -150,7 +150,7 @@ def _promoted(rule: Rule) -> Rule:
     """The rule with the first step of the ladder in the place of any scheme."""
     if rule.scheme == KEEP:
         return rule
-    return rule.model_copy(update={"scheme": LADDER[0], "observer": DEFAULT_OBSERVER})
+    return rule.model_copy(update={"scheme": LADDER[0], "observer": None})
 
 
 def _by_layer_group(plan: Plan) -> dict[str, Groups]:

@@ -57,3 +57,5 @@ OBSERVERS: Mapping[str, ObserverName] = {
 MIN_MAX = ("memoryless_minmax", "static_minmax", "minmax")
 # Searches by what calibration gathers.
 IMPORTANCE = "imatrix_mse"
+# The same search for weights of whose inputs nothing is known.
+UNWEIGHTED = "memoryless_mse"
