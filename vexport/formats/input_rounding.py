@@ -53,6 +53,6 @@ def round_activations(
 def _rounded_to_e2m1(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """What `fake_quantize` makes of values (1, tokens, features) with scales (1, tokens, groups)."""
     scales = scale.to(torch.float32).unsqueeze(-1)
-    scaled = (exact.unflatten(-1, (scale.shape[-1], -1)) / scales).clamp_(-E2M1_MAX, E2M1_MAX)
+    scaled = (exact.reshape(*scale.shape, -1) / scales).clamp_(-E2M1_MAX, E2M1_MAX)
     round_values(scaled.numpy().reshape(-1), E2M1)
-    return scaled.mul_(scales).flatten(-2)
+    return scaled.mul_(scales).reshape(exact.shape)

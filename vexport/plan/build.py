@@ -24,9 +24,10 @@ from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What else a plan depends on: tensor parallel sizes to serve, what becomes of unsupported shapes, the KV
-    cache, whether there is calibration text. With `smaller_groups` layers take the largest group size that fits
-    before any is refused or kept. `origin` is what the advice of refusals names: options or keys of a scenario.
+    """What else a plan depends on: tensor parallel sizes to serve, what becomes of unsupported shapes, the
+    KV cache, whether there is calibration text. With `smaller_groups` layers take the largest group size that
+    fits before any is refused or kept. `origin` is what the advice of refusals names: options or keys of a
+    scenario.
     """
 
     ranks: Sequence[int] = (1,)
