@@ -97,6 +97,8 @@ def test_the_ranks_of_a_cell_are_one_result() -> None:
     ("arguments", "words"),
     [
         (("--sm", "90"), "--sm needs --dry"),
+        (("--gpu", "H100"), "--gpu needs --dry"),
+        (("--dry", "--gpu", "H1"), "'h1' is not a known GPU. Known: A100, "),
         (("--dry", "--tp", "1,a"), "'a' is not a number of GPUs"),
         (("--dry", "--sm", "0"), "'0' is not a known compute capability"),
         (("--dry", "--max-model-len", "8"), "do not go with --dry"),

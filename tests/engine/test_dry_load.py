@@ -274,7 +274,8 @@ def test_the_command(tmp_path: Path) -> None:
     """A refused cell fails the command where it was asked for, and only there; one worker for both kinds."""
     cut = sketch(tmp_path / "cut", {**LLAMA, "intermediate_size": 384}, "W4A16", {})
     whole = sketch(tmp_path / "whole", LLAMA, "NVFP4", {})
-    ran = vexport("load", "--dry", cut, whole, "--tp", "1,2", "--format", "json", "--quiet")
+    devices = ("--tp", "1,2", "--sm", "80,89,90,100", "--gpu", "h100")
+    ran = vexport("load", "--dry", cut, whole, *devices, "--format", "json", "--quiet")
     assert ran.code == 1
     assert len(ran.errors) == 1
     assert "tp 2" in ran.errors[0]
@@ -287,3 +288,14 @@ def test_the_command(tmp_path: Path) -> None:
         *((1, sm, "loads") for sm in (80, 89, 90, 100)),
         *((2, sm, "refused") for sm in (80, 89, 90, 100)),
     ]
+    assert [rank["tp"] for rank in reports[0]["memory"]] == [1]
+    one, two = reports[1]["memory"]
+    # 2 layers, keys and values of 8 heads of 32, 2 bytes each, 256 tokens.
+    assert one["sequences"] == [{"tokens": 256, "kv_bytes": 2 * 2 * 8 * 32 * 2 * 256}]
+    assert two["sequences"] == [{"tokens": 256, "kv_bytes": 2 * 8 * 32 * 2 * 256}]
+    stored = sum(file.stat().st_size for file in whole.glob("*.safetensors"))
+    assert stored < one["weight_bytes"] < 1.05 * stored  # the table of rotary angles is not stored
+    rooms = reports[1]["rooms"]
+    assert [(room["gpu"], room["tp"]) for room in rooms] == [("H100", 1), ("H100", 2)]
+    assert rooms[0]["kv_bytes"] == int(0.92 * 81_559 * 2**20) - one["weight_bytes"]
+    assert rooms[0]["sequences"] == rooms[0]["kv_bytes"] // one["sequences"][0]["kv_bytes"]

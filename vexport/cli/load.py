@@ -1,25 +1,37 @@
 """Does vLLM load a checkpoint, in a real engine or from headers alone."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from vexport.cli.base import command, given, print_text, require_loaded
 from vexport.cli.engine import Interpreters, Session, engine_arg_option, interpreters_option, session_options
-from vexport.cli.options import Answer, device_options, format_option
+from vexport.cli.options import Answer, device_options, format_option, gpu_option
 from vexport.types import DryLoadReport, EngineMode, LoadReport
 
 if TYPE_CHECKING:
+    from vexport.formats.gpus import Card
     from vexport.types import OnProgress
 
 Mode = Literal["eager", "default", "both"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Targets:
+    """The devices that a dry load is asked about; `sm` None leaves them to the cards or the defaults."""
+
+    tp: tuple[int, ...]
+    sm: tuple[int, ...] | None
+    cards: tuple["Card", ...]
 
 
 @command()
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
 @click.option("--dry", is_flag=True, help="Only the loading, from headers: no weights, no GPU.")
 @device_options
+@gpu_option
 @interpreters_option
 @click.option(
     "--mode",
@@ -36,6 +48,7 @@ def load(
     dry: bool,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
+    cards: tuple["Card", ...] | None,
     interpreters: Interpreters,
     mode: Mode,
     session: Session,
@@ -48,8 +61,8 @@ def load(
     --tp is one more engine, on as many devices.
 
     With --dry, vLLM's model class and weight loaders run on headers alone, for every --tp and --sm: what is
-    refused, what gets no value or a converted one, which kernel each layer would get. Without --sm, SM 80,
-    89, 90 and 100 are shown, and each --tp must load on one of them.
+    refused, what gets no value or a converted one, which kernel each layer would get, and the memory of a
+    rank. Without --sm, SM 80, 89, 90 and 100 are shown, and each --tp must load on one of them.
 
     Each --vllm-python is one more vLLM to load in: the answer is a matrix of checkpoints and versions.
 
@@ -57,6 +70,7 @@ def load(
     Examples:
       vexport load OUT
       vexport load OUT --dry --tp 1,2,4,8 --sm 80,90,100
+      vexport load OUT SOURCE --dry --gpu H100,L40S
       vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
     """
     from vexport.cli.terminal import progress_display
@@ -67,7 +81,8 @@ def load(
         if dry:
             from vexport.reports import render_dry_loads
 
-            reports = shown = _dry_loads(checkpoints, interpreters, tp, sm, session.timeout, on_progress)
+            targets = _Targets(tp=tp or (1,), sm=sm, cards=cards or ())
+            reports = shown = _dry_loads(checkpoints, interpreters, targets, session.timeout, on_progress)
             text = render_dry_loads(shown, answer.format_)
         else:
             sizes = tp if tp and given("tp") else (None,)
@@ -81,8 +96,10 @@ def load(
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
     """UsageError where options do not go together."""
-    if not dry and given("sm"):
-        raise click.UsageError("--sm needs --dry: a real load uses the devices that are there.")
+    for option in ("sm", "cards"):
+        if not dry and given(option):
+            name = "--sm" if option == "sm" else "--gpu"
+            raise click.UsageError(f"{name} needs --dry: a real load uses the devices that are there.")
     if dry and (session.max_model_len or session.engine_args or mode != "eager"):
         raise click.UsageError(
             "--max-model-len, --engine-arg and --mode do not go with --dry, which runs nothing."
@@ -94,8 +111,7 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
 def _dry_loads(
     checkpoints: tuple[str, ...],
     interpreters: Interpreters,
-    tp: tuple[int, ...] | None,
-    sm: tuple[int, ...] | None,
+    targets: _Targets,
     timeout: int,
     on_progress: "OnProgress",
 ) -> list[DryLoadReport]:
@@ -104,8 +120,9 @@ def _dry_loads(
     return dry_load_checkpoints(
         checkpoints,
         interpreters.pythons,
-        tp=tp or (1,),
-        sm=sm,
+        tp=targets.tp,
+        sm=targets.sm,
+        gpus=targets.cards,
         trust_remote_code=interpreters.trust_remote_code,
         timeout=timeout,
         on_progress=on_progress,

@@ -3,11 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from vexport.version import short_version
+
+if TYPE_CHECKING:
+    from vexport.formats.gpus import Card
 
 Function = Callable[..., None]
 Decorator = Callable[[Function], Function]
@@ -94,6 +98,18 @@ def capabilities(text: str) -> tuple[int, ...]:
             )
         found.append(number)
     return tuple(dict.fromkeys(found))
+
+
+def gpus(text: str) -> tuple["Card", ...]:
+    """Names of GPUs separated by commas, each once: `H100,l40s`. A type for click."""
+    from vexport.formats.gpus import CARDS
+
+    names = {name.lower(): card for name, card in CARDS.items()}
+    parts = dict.fromkeys(part.strip().lower().replace(" ", "") for part in text.split(","))
+    for part in parts:
+        if part not in names:
+            raise click.BadParameter(f"{part!r} is not a known GPU. Known: {', '.join(CARDS)}.")
+    return tuple(names[part] for part in parts)
 
 
 def is_scenario(source: str) -> bool:
@@ -197,6 +213,17 @@ def device_options(function: Function) -> Function:
         help="Compute capabilities to support, e.g. 80,90,100 (9.0 is 90).",
     )(function)
     return tp_option(function)
+
+
+def gpu_option(function: Function) -> Function:
+    """On which GPUs it is to fit."""
+    return click.option(
+        "--gpu",
+        "cards",
+        type=gpus,
+        metavar="NAME,...",
+        help="GPUs whose memory to compare with, e.g. H100,L40S; without --sm also which capabilities.",
+    )(function)
 
 
 def _version(text: str) -> tuple[int, int]:

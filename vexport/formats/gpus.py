@@ -5,6 +5,7 @@ Sources: NVIDIA's list (developer.nvidia.com/cuda-gpus), and what vLLM 0.32 name
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 GENERATIONS: Mapping[int, str] = {
     **dict.fromkeys((60, 61, 62), "Pascal"),
@@ -16,6 +17,33 @@ GENERATIONS: Mapping[int, str] = {
     **dict.fromkeys((100, 101, 103), "Blackwell"),
     107: "Rubin",
     **dict.fromkeys((110, 120, 121), "Blackwell"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A GPU that models are served on: its memory in bytes as the driver reports it, and its capability."""
+
+    name: str
+    memory_bytes: int
+    sm: int
+
+
+_MIB = 2**20
+# Total memory as `nvidia-smi` prints it.
+CARDS: Mapping[str, Card] = {
+    card.name: card
+    for card in (
+        Card(name="A100", memory_bytes=81_920 * _MIB, sm=80),
+        Card(name="A100-40GB", memory_bytes=40_960 * _MIB, sm=80),
+        Card(name="L4", memory_bytes=23_034 * _MIB, sm=89),
+        Card(name="L40S", memory_bytes=46_068 * _MIB, sm=89),
+        Card(name="RTX4090", memory_bytes=24_564 * _MIB, sm=89),
+        Card(name="H100", memory_bytes=81_559 * _MIB, sm=90),
+        Card(name="H200", memory_bytes=143_771 * _MIB, sm=90),
+        Card(name="B200", memory_bytes=183_359 * _MIB, sm=100),
+        Card(name="RTX5090", memory_bytes=32_607 * _MIB, sm=120),
+    )
 }
 
 

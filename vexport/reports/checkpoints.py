@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from vexport.reports import document as doc
 from vexport.reports.document import columns, facts, muted, parts, row
+from vexport.reports.formatting import count, size
 from vexport.reports.gates import checkpoint_gate, finding_counts, judged_for
 from vexport.reports.sentences import agreement_line, engine_line, served_with
 from vexport.types import (
@@ -13,6 +14,7 @@ from vexport.types import (
     CellStatus,
     CheckReport,
     DryLoadReport,
+    GpuRoom,
     LoadReport,
     MatrixCell,
     MatrixRow,
@@ -144,18 +146,60 @@ def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
     """A table for the tensor parallel sizes whose columns, one for each capability, are alike."""
     return parts(
         [_matrix(report, sizes) for sizes in _alike(report)],
+        _memory(report),
+        _rooms(report),
         muted(f"vLLM {report.vllm}, model class and loaders on headers alone"),
         doc.Listing(row(*report.blind_spots), "not shown") if report.blind_spots else None,
     )
 
 
+def _memory(report: DryLoadReport) -> doc.Section | None:
+    """Weights of a rank, and its KV cache for sequences of the same lengths."""
+    if not report.memory:
+        return None
+    lengths = [sequence.tokens for sequence in report.memory[0].sequences]
+    header = columns("Ranks", "Weights", *(f"KV of {count(tokens)} tokens" for tokens in lengths))
+    rows = tuple(
+        row(f"{rank.tp}", size(rank.weight_bytes), *(size(sequence.kv_bytes) for sequence in rank.sequences))
+        for rank in report.memory
+    )
+    return doc.Section("memory of each rank", (doc.Table(header, rows, stack=False),))
+
+
+def _rooms(report: DryLoadReport) -> doc.Section | None:
+    """How many sequences of each length fit on each GPU, and what that leaves out."""
+    if not report.rooms:
+        return None
+    lengths = dict.fromkeys(room.tokens for room in report.rooms)
+    header = columns("GPUs", "For KV cache", *(f"of {count(tokens)} tokens" for tokens in lengths))
+    rows = tuple(
+        row(f"{tp} x {gpu}", _free(own[0]), *(count(room.sequences) for room in own))
+        for (gpu, tp), own in _by_gpu(report).items()
+    )
+    caption = "At most: activations and CUDA graphs take their part, which vLLM measures at its start."
+    return doc.Section("sequences that fit at once", (doc.Table(header, rows, caption=caption, stack=False),))
+
+
+def _by_gpu(report: DryLoadReport) -> dict[tuple[str, int], list[GpuRoom]]:
+    found: dict[tuple[str, int], list[GpuRoom]] = {}
+    for room in report.rooms:
+        found.setdefault((room.gpu, room.tp), []).append(room)
+    return found
+
+
+def _free(room: GpuRoom) -> doc.Cell:
+    if room.kv_bytes > 0:
+        return doc.Cell(size(room.kv_bytes))
+    return doc.Cell(f"weights do not fit: {size(-room.kv_bytes)} too many", tone="fail")
+
+
 def _alike(report: DryLoadReport) -> list[tuple[int, ...]]:
     """The tensor parallel sizes, together where every cell is the same."""
     alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
-    for size in dict.fromkeys(cell.tp for cell in report.cells):
+    for tp in dict.fromkeys(cell.tp for cell in report.cells):
         rows = (report.cells, *(row.cells for row in report.rows))
-        texts = tuple(tuple(_cell_text(cell) for cell in row if cell.tp == size) for row in rows)
-        alike.setdefault(texts, []).append(size)
+        texts = tuple(tuple(_cell_text(cell) for cell in row if cell.tp == tp) for row in rows)
+        alike.setdefault(texts, []).append(tp)
     return [tuple(sizes) for sizes in alike.values()]
 
 

@@ -120,7 +120,7 @@ def _findings(part: doc.FindingList) -> Iterator[RenderableType]:
 def _kind(kind: Folded) -> Iterator[RenderableType]:
     """One block, and below it what may follow from it, a line for each kind."""
     block = _finding(replace(kind.first, where=kind.places))
-    more = f"  and {kind.count - 1:,} more like it: see --all or --format json"
+    more = f"  and {kind.count - 1:,} more like it: see --format json (or `check --all`)"
     yield Group(block, Text(more)) if kind.count > 1 else block
     if not kind.follow:
         return

@@ -140,11 +140,48 @@ class MatrixRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceMemory:
+    """Bytes of KV cache that one rank reserves for a sequence of `tokens`."""
+
+    tokens: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes that each of `tp` ranks needs: its weights, and its KV cache for sequences of rising lengths.
+
+    The last length is the longest that the model allows.
+    """
+
+    tp: int
+    weight_bytes: int
+    sequences: tuple[SequenceMemory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRoom:
+    """What fits next to the weights on each of `tp` GPUs of a name, by sequences of `tokens`.
+
+    `kv_bytes` is what vLLM's share of the memory leaves for the KV cache, negative where the weights do not
+    fit; `sequences` is how many of that length it holds at once, rounded down.
+    """
+
+    gpu: str
+    tp: int
+    kv_bytes: int
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DryLoadReport:
     """What vLLM's model class and loaders do with a checkpoint's headers, for every tp and sm asked for.
 
     `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the same order;
-    there are no rows where no cell was loaded. `vllm_python` is the interpreter, empty for vexport's own.
+    there are no rows where no cell was loaded. `memory` has one entry for each tp that was loaded, `rooms`
+    one for each length of a sequence on each GPU asked for. `vllm_python` is the interpreter, empty for
+    vexport's own.
     """
 
     checkpoint: str
@@ -154,4 +191,6 @@ class DryLoadReport:
     vllm_python: str = ""
     cells: tuple[MatrixCell, ...]
     rows: tuple[MatrixRow, ...]
+    memory: tuple[RankMemory, ...] = ()
+    rooms: tuple[GpuRoom, ...] = ()
     blind_spots: tuple[str, ...]

@@ -15,6 +15,7 @@ from vexport.engine.dry.audit import Audit
 from vexport.engine.dry.fake_platform import set_capability
 from vexport.engine.dry.headers import opener
 from vexport.engine.dry.layers import layer_kinds, raising_layer
+from vexport.engine.dry.memory import rank_memory
 from vexport.engine.dry.messages import Cell, CellResult, LoadedTensors, Outcome
 from vexport.engine.dry.ranks import join_group
 from vexport.engine.dry.stubs import AbsentValues, NotFollowed
@@ -80,6 +81,7 @@ def _load(
         join_group(cell.tp, rank)
         with torch.device("meta"), AbsentValues(), set_default_torch_dtype(config.model_config.dtype):
             model = initialize_model(config)
+        memory = rank_memory(model, config, cell.tp)
         known = loaded.with_name(f"{loaded.name}-{_signature(model)}.json")
         if not known.is_file():
             write_text(known, to_json(_load_weights(model, config, cell, audit)))
@@ -88,6 +90,7 @@ def _load(
         outcome="loaded",
         layers=layer_kinds(model),
         faults=from_json(LoadedTensors, known).faults,
+        memory=memory,
     )
     if (raising := raising_layer(model, cell.sm)) is None:
         return result

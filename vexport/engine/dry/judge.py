@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from vexport.engine.dry.messages import Cell, CellResult, Fault, FaultKind
-from vexport.types import CellStatus, DryLoadReport, Finding, MatrixCell, MatrixRow, Severity
+from vexport.types import CellStatus, DryLoadReport, Finding, MatrixCell, MatrixRow, RankMemory, Severity
 
 CHECK = "dry-load"
 # Which cells must load: every one, or for each tensor parallel size at least one.
@@ -39,8 +39,15 @@ def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require)
         vllm=vllm,
         cells=tuple(_cell(result, needed=_needed(result.cell, results, require)) for result in results),
         rows=tuple(_rows(results)),
+        memory=tuple(_memory(results)),
         blind_spots=BLIND_SPOTS,
     )
+
+
+def _memory(results: Sequence[CellResult]) -> Iterator[RankMemory]:
+    """For each tensor parallel size the first that loaded: it is the same on every capability."""
+    first = {result.memory.tp: result.memory for result in reversed(results) if result.memory is not None}
+    yield from (first[tp] for tp in sorted(first))
 
 
 def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:

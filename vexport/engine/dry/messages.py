@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from vexport.types import RankMemory
+
 # missing: part of a parameter gets no value (vLLM reads uninitialized memory);
 # unused: a stored tensor goes nowhere; cast: its values are converted to a dtype of another kind;
 # narrowed: only part of it is read.
@@ -80,6 +82,7 @@ class CellResult:
     where: str = ""
     layers: tuple[LayerKind, ...] = ()
     faults: tuple[Fault, ...] = ()
+    memory: RankMemory | None = None
     seconds: float = 0.0
 
 
