@@ -21,7 +21,7 @@ ATTENTION, MLP = "self_attn.{}_proj.bias", "mlp.{}_proj.bias"
 
 def parameters(name: str, **config: Json) -> set[str]:
     """The parameters of the first layer that are no weights of linear layers, without its number."""
-    layout = layout_of(name, {**SIZES, **config})
+    layout = layout_of(name, {**SIZES, **config}, tensors=10_000)
     assert layout is not None
     return {parameter.removeprefix("model.layers.0.") for parameter in layout.parameters}
 

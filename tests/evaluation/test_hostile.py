@@ -95,6 +95,12 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "a score beyond all floats": (sample_key("exact_match", 10**400), "need finite numbers"),
     "a score without a value": (sample_key("exact_match", float("nan")), "need finite numbers"),
     "another document": (sample_key("doc_hash", "0"), "need the same question"),
+    "a name that no file can have": (another_tasks_name("n" * 300), "need a name without folders"),
+    "more than right": (sample_key("exact_match", 5), "need from 0 to 1"),
+    "the other direction": (
+        rewrite(lambda content: content.__setitem__("higher_is_better", {"sums": {"exact_match": False}})),
+        "one meaning of the metric",
+    ),
     "another filter": (sample_key("filter", "x\ud800"), "got no document 2"),
 }
 
@@ -177,3 +183,23 @@ def test_random_damage_never_ends_in_a_traceback(folders: Path) -> None:
         file.write_bytes(originals[file])
     assert refused > 60
     assert compare(folders).outcome == "PASS"
+
+
+def _doubled(depth: int) -> dict[str, list[str]]:
+    return {f"g{number}": [f"g{number + 1}"] * 2 for number in range(depth)} | {f"g{depth}": ["sums"]}
+
+
+GROUPS: dict[str, dict[str, list[str]]] = {
+    "each twice in the next": _doubled(40),
+    "a chain of 3,000": _doubled(3000),
+    "all in each other": {f"g{one}": [*(f"g{other}" for other in range(14)), "sums"] for one in range(14)},
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_of_groups_are_gone_through_once(folders: Path, name: str) -> None:
+    """2**40 paths, 3,000 levels, 14! paths."""
+    change = {"group_subtasks": GROUPS[name], "groups": {"g0": {}}}
+    for folder in ("baseline", "twin"):
+        rewrite(lambda content: content.update(change))(folders / folder)
+    assert read_results(folders / "twin").groups == {"g0": ("sums",)}

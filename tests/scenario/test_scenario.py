@@ -157,3 +157,30 @@ def test_what_is_no_scenario_is_one_error_each(text: str, tmp_path: Path) -> Non
     assert ran.code == 2
     assert ran.errors
     assert not (tmp_path / "run").exists()
+
+
+BOMB = "".join(
+    f"{'bcdefghij'[n]}: &{'bcdefghij'[n]} [{', '.join(['*' + 'abcdefghi'[n]] * 9)}]\n" for n in range(9)
+)
+HOSTILE = {
+    "aliases of aliases": ("a: &a [x]\n" + BOMB, "aliases that stand for more than"),
+    "an alias in itself": (MINIMAL + "serve: &a [*a]\n", "an alias inside what it stands for"),
+    "a control character": (MINIMAL + "x: \x01\n", "special characters are not allowed"),
+    "nested without end": (MINIMAL + f"x: {'[' * 20_000}\n", "too deep in each other"),
+    "a number without end": (MINIMAL + f"x: {'9' * 6000}\n", "need valid YAML"),
+    "a list for a key": (MINIMAL + "? [a]\n: 1\n", "need valid YAML"),
+    "a count beyond all": (MINIMAL.replace("Linear", "'re:a{99999999999999999999}'"), "repetition number"),
+    "20,000 unknown keys": (MINIMAL + "".join(f"key{n}: 1\n" for n in range(20_000)), "19,950 more problems"),
+    "Python's objects": (MINIMAL + "x: !!python/object/apply:os.system ['exit 1']\n", "need valid YAML"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_scenario_that_means_harm_is_refused(tmp_path: Path, name: str) -> None:
+    """In the time that its size takes, each problem as a line of bounded length."""
+    text, message = HOSTILE[name]
+    path = tmp_path / "scenario.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        read_scenario(path)
+    assert max(map(len, str(caught.value).splitlines())) < 1000

@@ -82,9 +82,12 @@ def check_checkpoint(
         index = read_index(root)
         with Reader() as reader:
             view = CheckpointView(index, reader, target)
-            findings = tuple(findings_on(view, against))
+            # What several families cannot read, each of them tells.
+            findings = tuple(dict.fromkeys(findings_on(view, against)))
     except InputError as problem:
         findings = findings_of(problem)
+    except OSError as error:
+        findings = findings_of(file_problem(error))
     ok = not any(finding.severity == "error" for finding in findings)
     return CheckReport(
         checkpoint=name,

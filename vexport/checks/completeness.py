@@ -9,7 +9,7 @@ from vexport.architectures.text_config import text_config
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.config import ORDERED_UNTIL, REFUSED_ORDERING
 from vexport.checks.vllm.arguments import ConfigGroup
-from vexport.checks.vllm.decoder import Layout
+from vexport.checks.vllm.decoder import Layout, impossible_size
 from vexport.checks.vllm.online import INPUT, OUTPUT
 from vexport.checks.vllm.view import (
     QUANTIZED_PARAMETERS,
@@ -215,7 +215,11 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
     for prefix, layers in stacks.items():
         yield from _siblings(prefix, layers)
     declared = text_config(view.index.config).get("num_hidden_layers")
-    if isinstance(declared, int) and stacks:
+    if (
+        isinstance(declared, int)
+        and stacks
+        and not impossible_size(view.index.config, len(view.index.tensors))
+    ):
         prefix, layers = max(stacks.items(), key=lambda item: len(item[1]))
         for missing in sorted(set(range(declared)) - layers.keys()):
             yield _missing(f"{prefix}{missing}", f"{declared} decoder layers (num_hidden_layers)")

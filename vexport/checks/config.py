@@ -1,6 +1,5 @@
 """Can vLLM read the quantization config at all?"""
 
-import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.fusion import moe_layer
@@ -11,6 +10,7 @@ from vexport.formats import FORMATS
 from vexport.formats.arguments import contradictions, described
 from vexport.formats.parsing import parse_args
 from vexport.types import Finding, Json
+from vexport.types.patterns import REGEX, expression
 from vexport.version import Version
 
 NAME = "config"
@@ -128,13 +128,12 @@ def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Find
 
 def _patterns(view: CheckpointView) -> Iterator[Finding]:
     """Regular expressions that Python refuses, in targets and ignore."""
-    lists = {"ignore": view.ignore}
+    lists: dict[str, tuple[str, ...]] = {"ignore": view.ignore}
     lists |= {f"config_groups.{group.name}.targets": group.targets for group in view.config_groups}
     for key, entries in lists.items():
         for entry in entries:
-            try:
-                re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
-            except re.error as problem:
+            problem = expression(entry.removeprefix(REGEX)).problem if entry.startswith(REGEX) else None
+            if problem is not None:
                 yield _finding(view, key, "regular expressions", f"{entry}: {problem}", "correct it")
 
 

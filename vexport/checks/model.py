@@ -7,7 +7,7 @@ from vexport.architectures import architecture_table
 from vexport.architectures.configs import transformers_models
 from vexport.architectures.decoders import decoders
 from vexport.checks.tensors.kept import narrowed
-from vexport.checks.vllm.decoder import layout_of, missing_sizes
+from vexport.checks.vllm.decoder import impossible_size, layout_of, missing_sizes
 from vexport.checks.vllm.fields import wrong_types
 from vexport.checks.vllm.settings import wrong_settings
 from vexport.checks.vllm.view import CheckpointView, error, warning
@@ -35,6 +35,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if isinstance(dtype, str) and dtype not in (*DTYPES, *REPLACED):
         yield _wrong(view, "dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
     yield from narrowed(view, NAME)
+    if impossible := impossible_size(config, len(view.index.tensors)):
+        key, got = impossible
+        yield _wrong(view, key, "at most as many as there are tensors", got)
+        return
     if view.class_name in decoders():
         for key in missing_sizes(view.class_name, config):
             got = repr(config[key]) if key in config else "none: transformers would take its own default"
@@ -91,7 +95,7 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
     if own and kind not in models and transformers_models(kind) is None:
         yield _wrong(view, "model_type", f"the model type of {name}", kind)
     elif name in models.values() and models.get(kind, name) != name:
-        meant, layout = layout_of(models[kind], config), view.layout
+        meant, layout = layout_of(models[kind], config, tensors=len(view.index.tensors)), view.layout
         missing = meant and layout and meant.parameters.keys() - layout.parameters.keys()
         if layout is None or missing and missing & view.index.tensors.keys():
             yield _wrong(view, "model_type", f"the model type of {name}", kind)

@@ -11,6 +11,8 @@ from vexport.evaluation.clusters import MIN_CLUSTERS, Clusters
 from vexport.evaluation.samples import HASHES, Sample, TaskSamples
 from vexport.evaluation.statistics import Scores
 
+# Metrics of lm-eval that are from 0 to 1 for each document.
+SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))
 _SHOWN = 40
 """Characters of two prompts from where they differ."""
 
@@ -70,6 +72,7 @@ def pair_metrics(
             (sample, right.samples[key]) for key, sample in left.samples.items() if key[0] == filter_name
         )
         for metric in _common_metrics(pairs):
+            _require_same_direction(left, right, metric)
             yield replace(_pair(left, metric, pairs), early=early)
 
 
@@ -129,6 +132,23 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
                 raise InputError(where, got=got, need="the same question", fix=fix)
 
 
+def _require_same_direction(left: TaskSamples, right: TaskSamples, metric: str) -> None:
+    """InputError where more is better in one of the two and worse in the other."""
+    ours, theirs = (each.higher_is_better.get(metric) for each in (left, right))
+    if None not in (ours, theirs) and ours != theirs:
+        raise different_direction(f"{right.file}: task {left.task}", metric)
+
+
+def different_direction(where: str, metric: str) -> InputError:
+    """The error for two results that do not mean the same by a metric."""
+    return InputError(
+        where,
+        got=f"higher_is_better of {metric} other than the baseline's",
+        need="one meaning of the metric",
+        fix="evaluate both with the same lm-eval and task files",
+    )
+
+
 def _first_difference(ours: str, theirs: str) -> str:
     """Where two prompts part, in words; nothing where they are the same."""
     if ours == theirs:
@@ -153,6 +173,11 @@ def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ..
         where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
         got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
         raise InputError(where, got=got, need="finite numbers", fix="look at both answers, evaluate again")
+    if metric in SHARES:
+        for index in islice(np.flatnonzero((np.minimum(left, right) < 0) | (np.maximum(left, right) > 1)), 1):
+            where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
+            got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
+            raise InputError(where, got=got, need="from 0 to 1", fix="look at both results, evaluate again")
     sign = 1 if task.higher_is_better.get(metric, True) else -1
     return TaskPair(
         task=task.task,

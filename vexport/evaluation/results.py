@@ -12,12 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.errors import InputError
+from vexport.errors.escaping import clip
 from vexport.evaluation.fingerprint import read_fingerprint
 from vexport.evaluation.recorded import recorded_fingerprint, recorded_prompting, unseparated_thinking
 from vexport.evaluation.samples import TaskSamples, as_float, read_samples
 from vexport.files import read_json_object
 from vexport.types import Json, Prompting
 
+# Of a task: with lm-eval's prefix and date a file's name has at most 255 bytes.
+LONGEST_NAME = 200
+# Groups times groups that may be in them; all of lm-eval's tasks together have some hundreds.
+MOST_GROUPS = 10**7
 STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 
 
@@ -94,8 +99,8 @@ def _newest_results(folder: Path) -> Path:
 
 def _require_plain(file: Path, task: str) -> None:
     """A task's name is part of a file's name: it must not lead elsewhere."""
-    if not task or Path(task).name != task or not task.isprintable():
-        got, need = f"a task named {task!r}", "a name without folders"
+    if not task or Path(task).name != task or not task.isprintable() or len(task.encode()) > LONGEST_NAME:
+        got, need = f"a task named {clip(repr(task), 100)}", "a name without folders that is not too long"
         raise InputError(str(file), got=got, need=need, fix="evaluate again with lm-eval")
 
 
@@ -163,17 +168,27 @@ def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> di
         for name, value in _mapping(content, "group_subtasks").items()
     }
 
-    def leaves(name: str, above: tuple[str, ...] = ()) -> tuple[str, ...]:
-        if name in tasks:
-            return (name,)
-        inner = children.get(name, []) if name not in above else []
-        return tuple(dict.fromkeys(leaf for child in inner for leaf in leaves(child, (*above, name))))
+    def leaves(group: str) -> tuple[str, ...]:
+        """The tasks in a group and below it, in order; a group that names itself is gone through once."""
+        found, seen, waiting = dict[str, None](), {group}, [group]
+        while waiting:
+            name = waiting.pop()
+            if name in tasks:
+                found[name] = None
+                continue
+            inner = [child for child in dict.fromkeys(children.get(name, ())) if child not in seen]
+            seen.update(inner)
+            waiting += reversed(inner)
+        return tuple(found)
 
-    groups = {name: members for name in _mapping(content, "groups") if (members := leaves(name))}
-    sets = [set(members) for members in groups.values()]
-    return {
-        name: members for name, members in groups.items() if not any(set(members) < outer for outer in sets)
-    }
+    named = _mapping(content, "groups")
+    if len(named) * len(children) > MOST_GROUPS:
+        got, need = f"{len(named):,} groups of {len(children):,}", "groups of lm-eval"
+        raise InputError("groups of the results", got=got, need=need, fix="evaluate again with lm-eval")
+    groups = {name: members for name in named if (members := leaves(name))}
+    sets = [frozenset(members) for members in groups.values()]
+    outermost = {members for members in sets if not any(members < outer for outer in sets)}
+    return {name: members for name, members in groups.items() if frozenset(members) in outermost}
 
 
 def _mapping(content: Mapping[str, Json], key: str) -> dict[str, Json]:

@@ -124,8 +124,8 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
 def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
     """The right answer; a multiple-choice target is the number of an option, shown as its text."""
     text = _text(target)
-    if output_type == "multiple_choice" and text.isdecimal() and int(text) < len(arguments):
-        return _option(arguments, int(text))
+    if output_type == "multiple_choice" and text.isdecimal() and len(text) <= len(str(len(arguments))):
+        return _option(arguments, int(text)) if int(text) < len(arguments) else text
     return text
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from scipy import stats
 
 from vexport.errors import InputError
+from vexport.evaluation.pairs import different_direction
 from vexport.evaluation.results import Results, Summary
 from vexport.evaluation.statistics import Interval, normal_quantile, wilson_interval
 
@@ -130,6 +131,8 @@ def join_unpaired(name: str, members: Sequence[UnpairedTask]) -> UnpairedTask:
 
 
 def _unpaired(left: Summary, right: Summary) -> UnpairedTask | None:
+    if left.higher_is_better != right.higher_is_better:
+        raise different_direction(f"task {right.task}", right.metric)
     variances = [variance for member in (left, right) if (variance := _variance(member)) is not None]
     if len(variances) < 2:
         return None

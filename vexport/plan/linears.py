@@ -153,7 +153,7 @@ def _ending(name: str, architecture: Architecture) -> tuple[str, str] | None:
 def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
     """Gate and up, or down, of each expert: gate rows first, as `RoutedExperts.load_weights` cuts them."""
     ending = _ending(tensor.name, names.architecture)
-    if ending is None or names.architecture.experts is None:
+    if ending is None or names.architecture.experts is None or 0 in tensor.shape:
         return
     old, new = ending
     base, _, kind = (tensor.name.removesuffix(old) + new).rpartition(".")

@@ -10,6 +10,7 @@ from vexport.plan.linears import Place
 from vexport.scenario import Rule
 from vexport.types import Finding
 from vexport.types.observer_names import IMPORTANCE, MIN_MAX
+from vexport.types.patterns import matches as pattern_matches
 from vexport.types.rounding import Rounding
 
 ALL = "Linear"
@@ -87,7 +88,7 @@ def matches(pattern: str, name: str) -> bool:
     if pattern == ALL:
         return True
     if pattern.startswith(PATTERN):
-        return re.match(pattern[len(PATTERN) :], name) is not None
+        return pattern_matches(pattern, name)
     return name == pattern or name.endswith(f".{pattern}")
 
 

@@ -21,6 +21,7 @@ from vexport.types import (
     Method,
     OnUnsupportedShape,
 )
+from vexport.types.patterns import REFUSED
 from vexport.types.rounding import Rounding
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
@@ -71,7 +72,7 @@ class Rule(_Strict):
     def _compiles(cls, value: str) -> str:
         try:
             re.compile(value.removeprefix("re:") if value.startswith("re:") else "")
-        except re.error as error:
+        except REFUSED as error:
             raise ValueError(f"a regular expression after re: ({error})") from None
         return value
 

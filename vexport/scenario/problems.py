@@ -7,10 +7,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors, nearest
+from vexport.errors.escaping import clip
 from vexport.scenario.model import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
 from vexport.scenario.serve import Serve
 from vexport.types import GENERATION_KEYS
 
+# Of one file, in full, and of a value in one.
+MOST_PROBLEMS, MOST_CHARACTERS = 50, 300
 # What people call a setting elsewhere, in lm-eval's other front ends or in vLLM.
 _OTHER_NAMES = {
     "fewshot": "evaluate.num_fewshot",
@@ -29,27 +32,25 @@ def problems_at(where: str) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise InputErrors([_problem(where, detail) for detail in _causes(error.errors())]) from None
+        causes = _causes(error.errors())
+        problems = [_problem(where, detail) for detail in causes[:MOST_PROBLEMS]]
+        if len(causes) > MOST_PROBLEMS:
+            got = f"{len(causes) - MOST_PROBLEMS:,} more problems"
+            problems.append(InputError(where, got=got, need="a scenario", fix="correct the first ones"))
+        raise InputErrors(problems) from None
 
 
 def _causes(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """The errors without those that only follow from one further inside (an item less, say)."""
-    locations = [detail["loc"] for detail in details]
-    return [
-        detail
-        for detail in details
-        if not any(
-            location != detail["loc"] and location[: len(detail["loc"])] == detail["loc"]
-            for location in locations
-        )
-    ]
+    followed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
+    return [detail for detail in details if detail["loc"] not in followed]
 
 
 def _problem(file: str, detail: ErrorDetails) -> InputError:
-    key_path = ".".join(str(part) for part in detail["loc"])
+    key_path = clip(".".join(str(part) for part in detail["loc"]), MOST_CHARACTERS)
     where = f"{file}: {key_path}" if key_path else file
     if detail["type"] == "extra_forbidden":
-        key, known = str(detail["loc"][-1]), _known_keys(detail["loc"][:-1])
+        key, known = clip(str(detail["loc"][-1]), 100), _known_keys(detail["loc"][:-1])
         need = f"one of {', '.join(known)}"
         return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_where_to(key, known))
     if detail["type"] == "missing":
@@ -57,6 +58,7 @@ def _problem(file: str, detail: ErrorDetails) -> InputError:
     message = detail["msg"].removeprefix("Value error, ")
     value = detail["input"]
     got = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else repr(value)
+    got = clip(got, MOST_CHARACTERS)
     fix = str(detail.get("ctx", {}).get("fix", "correct the value"))
     return InputError(where, got=got, need=message, fix=fix)
 

@@ -8,6 +8,7 @@ import yaml
 
 from vexport.checkpoint.source import with_revision
 from vexport.errors import InputError
+from vexport.errors.escaping import clip
 from vexport.outputs.replaceable import RECIPE
 from vexport.scenario.model import Scenario
 from vexport.scenario.problems import problems_at
@@ -26,22 +27,32 @@ def read_scenario(path: Path) -> Scenario:
     return _absolute(scenario, path.parent)
 
 
+# Values of a scenario, each alias counted as what it stands for; a long one has hundreds.
+MOST_VALUES = 100_000
+
+
 class _Loader(yaml.SafeLoader):
     """YAML without repeated keys, of which PyYAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         """The mapping of a node; MarkedYAMLError where a key stands in it twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for number, (key, _) in enumerate(node.value):
-            if keys[number] in keys[:number]:
-                problem = f"the key {keys[number]!r} a second time"
+        seen = set[str]()
+        for key, _ in node.value:
+            name = repr(self.construct_object(key, deep=True))
+            if name in seen:
+                problem = f"the key {clip(name, 100)} a second time"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 
 def _load_yaml(path: Path) -> object:
     try:
-        content: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if node is not None:
+            _require_bounded(node)
+        content: object = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
         raise InputError(
             str(path), got="no such file", need="a scenario", fix="see scenarios/*.yaml"
@@ -54,7 +65,37 @@ def _load_yaml(path: Path) -> object:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = error.problem or "a syntax error"
         raise InputError(f"{path}:{line}", got=problem, need="valid YAML", fix="correct that line") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        got = "values too deep in each other" if isinstance(error, RecursionError) else str(error)
+        raise InputError(
+            str(path), got=clip(" ".join(got.split()), 200), need="valid YAML", fix="correct the file"
+        ) from None
     return content
+
+
+def _require_bounded(root: yaml.Node) -> None:
+    """MarkedYAMLError where aliases make more values of a text than MOST_VALUES, or hold themselves."""
+    sizes: dict[int, int] = {}
+    waiting = [root]
+    while waiting:
+        node = waiting[-1]
+        inner = [part for each in node.value for part in (each if isinstance(each, tuple) else (each,))]
+        children = inner if isinstance(node, yaml.CollectionNode) else []
+        unknown = [child for child in children if id(child) not in sizes]
+        if unknown and sizes.get(id(node)) != -1:
+            sizes[id(node)] = -1  # begun
+            waiting += unknown
+            continue
+        waiting.pop()
+        if any(sizes.get(id(child), -1) < 0 for child in children):
+            raise _marked("an alias inside what it stands for", node)
+        sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
+        if sizes[id(node)] > MOST_VALUES:
+            raise _marked(f"aliases that stand for more than {MOST_VALUES:,} values", node)
+
+
+def _marked(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _absolute(scenario: Scenario, folder: Path) -> Scenario:

@@ -7,10 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from vexport.architectures.decoders import Decoder, decoders
+from vexport.architectures.text_config import text_config
 from vexport.types import Json
 
 # Gate, down and up of an MLP that is not one of experts.
 DENSE = ("gate_proj", "down_proj", "up_proj")
+# Keys of which each unit has tensors of its own, so that there are at most as many as tensors.
+COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+# Experts that a config may announce beyond those that are stored: of layers without any, or missing.
+SLACK, LEAST_SLACK = 16, 4096
 # Keys without which transformers would build a model of its default size.
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -28,10 +33,13 @@ class Layout:
     optional: frozenset[str] = frozenset()
 
 
-def layout_of(class_name: str, config: Mapping[str, Json]) -> Layout | None:
-    """The layout of a model, None where its class is not listed or its config lacks a size."""
+def layout_of(class_name: str, config: Mapping[str, Json], *, tensors: int) -> Layout | None:
+    """The layout of a model, None where its class is not listed or its config lacks a size.
+
+    Nor is there one where the config asks for more than could be among so many tensors.
+    """
     decoder = decoders().get(class_name)
-    if decoder is None or missing_sizes(class_name, config):
+    if decoder is None or impossible_size(config, tensors) or missing_sizes(class_name, config):
         return None
     linears: dict[str, tuple[int, int]] = {}
     parameters: dict[str, tuple[int, ...]] = {}
@@ -50,6 +58,21 @@ def layout_of(class_name: str, config: Mapping[str, Json]) -> Layout | None:
         parameters={**parameters, "model.norm.weight": (hidden,)},
         optional=frozenset({"lm_head"} if tied else ()),
     )
+
+
+def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str] | None:
+    """A key whose number no checkpoint of so many tensors can have, and what it is; None where all may be.
+
+    What is looked at for each layer and expert is bounded by it: a file decides, not a number in it.
+    """
+    text = text_config(config)
+    for where in (config, text):
+        for key in COUNTS:
+            if _int(where, key) > max(tensors, 1):
+                return key, f"{_int(where, key):.6g} in a checkpoint of {tensors:,} tensors"
+    if _int(config, "num_hidden_layers") * _experts(config) > SLACK * tensors + LEAST_SLACK:
+        return "num_hidden_layers", f"more experts in its layers than the checkpoint's {tensors:,} tensors"
+    return None
 
 
 def missing_sizes(class_name: str, config: Mapping[str, Json]) -> list[str]:

@@ -13,13 +13,13 @@ from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.formats.partition import is_head
 from vexport.plan import is_embedding
+from vexport.types.patterns import REGEX, Patterns, matches
 
 HEAD_CLASS = "ParallelLMHead"
 EMBEDDING_CLASS = "VocabParallelEmbedding"
 EXPERTS_CLASS = "RoutedExperts"
 # Stands for routed experts too, in this spelling only (_add_fused_moe_to_target_scheme_map).
 LINEAR = "Linear"
-REGEX = "re:"
 EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.[^.]+$)")
 Targets = Mapping[str, ConfigGroup]
 
@@ -68,13 +68,13 @@ def _are_resolved(projection: str, members: Sequence[str], architecture: Archite
 
 
 def _first(name: str, targets: Targets) -> ConfigGroup | None:
-    return next((group for target, group in targets.items() if matches_any(name, (target,))), None)
+    return next((group for target, group in targets.items() if matches(target, name)), None)
 
 
 def _of_class(name: str, targets: Targets) -> ConfigGroup | None:
     """By a class name's part, in any case, or by a pattern that matches it."""
     for target, group in targets.items():
-        if matches_any(name, (target,)) if target.startswith(REGEX) else target.lower() in name.lower():
+        if matches(target, name) if target.startswith(REGEX) else target.lower() in name.lower():
             return group
     return None
 
@@ -98,14 +98,6 @@ def _class_of(projection: str, members: Sequence[str], architecture: Architectur
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
     """Whether a name equals a pattern or matches an `re:` pattern from its start, as in vLLM."""
-    return any(
-        _matches(pattern[len(REGEX) :], name) if pattern.startswith(REGEX) else pattern == name
-        for pattern in patterns
-    )
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except re.error:
-        return False
+    if isinstance(patterns, Patterns):
+        return patterns.match(name)
+    return any(matches(pattern, name) for pattern in patterns)

@@ -22,6 +22,7 @@ from vexport.checks.vllm.target import ANY, Target
 from vexport.formats.parsing import parse_args as parse_args
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
+from vexport.types.patterns import Patterns
 from vexport.version import PINNED, short_version
 
 # Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
@@ -70,6 +71,9 @@ class CheckpointView:
         self.reader = reader
         self.target = target
         self.config_path = str(index.root / "config.json")
+        # By the names of a fused layer and its members, on which alone the answers rest.
+        self._ignored: dict[tuple[str, ...], list[str]] = {}
+        self._groups: dict[tuple[str, ...], ConfigGroup | None] = {}
 
     @cached_property
     def stored_quantization(self) -> StoredQuantization | None:
@@ -116,7 +120,7 @@ class CheckpointView:
         """
         if any(len(tensor.shape) > 2 and ".experts." in name for name, tensor in self.index.tensors.items()):
             return None
-        layout = layout_of(self.class_name, self.index.config)
+        layout = layout_of(self.class_name, self.index.config, tensors=len(self.index.tensors))
         return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
 
     def _as_stored(self, linears: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
@@ -150,10 +154,10 @@ class CheckpointView:
         return str((self.quantization or {}).get("format"))
 
     @cached_property
-    def ignore(self) -> tuple[str, ...]:
+    def ignore(self) -> Patterns:
         """The layers that the config leaves unquantized."""
         ignore = (self.quantization or {}).get("ignore")
-        return tuple(str(name) for name in ignore) if isinstance(ignore, (list, str)) else ()
+        return Patterns(tuple(map(str, ignore)) if isinstance(ignore, (list, str)) else ())
 
     @cached_property
     def transforms(self) -> tuple[OnlineTransform, ...]:
@@ -193,6 +197,12 @@ class CheckpointView:
 
     def ignored(self, fused: FusedLinear) -> list[str]:
         """The members of a fused layer that the config leaves unquantized: vLLM refuses some of them."""
+        key = (fused.name, *fused.members)
+        if key not in self._ignored:
+            self._ignored[key] = self._find_ignored(fused)
+        return self._ignored[key]
+
+    def _find_ignored(self, fused: FusedLinear) -> list[str]:
         parts = self._lookup_names(fused)
         members = list(ignored(fused.name, parts, self.ignore, self.architecture))
         if parts == tuple(fused.members):
@@ -201,6 +211,12 @@ class CheckpointView:
 
     def group_of(self, fused: FusedLinear) -> ConfigGroup | None:
         """The config group that vLLM applies to a fused layer; None where it stays unquantized."""
+        key = (fused.name, *fused.members)
+        if key not in self._groups:
+            self._groups[key] = self._find_group(fused)
+        return self._groups[key]
+
+    def _find_group(self, fused: FusedLinear) -> ConfigGroup | None:
         if self._is_built_plain(fused) or len(self.ignored(fused)) == len(fused.members):
             return None
         return group_for(fused.name, self._lookup_names(fused), self.targets, self.architecture)

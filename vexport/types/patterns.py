@@ -1,0 +1,118 @@
+"""Regular expressions out of configs and scenarios: compiled once, and stopped where they take too long."""
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import FrameType
+
+from vexport.errors import InputError
+from vexport.errors.escaping import clip
+
+REGEX = "re:"
+# What the expressions of a list may take for all names together; a sound one takes a microsecond a name.
+MOST_SECONDS, SECONDS_EACH = 2.0, 0.001
+# What `re` raises of text that is no expression: wrong, too large a count, groups too deep in each other.
+REFUSED = (re.error, OverflowError, RecursionError)
+
+
+class _TooSlowError(Exception):
+    """The time of a list of expressions is over."""
+
+
+class Expression:
+    """A regular expression, or why it is none."""
+
+    __slots__ = ("compiled", "problem", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.compiled: re.Pattern[str] | None = None
+        self.problem: str | None = None
+        try:
+            self.compiled = re.compile(text)
+        except REFUSED as error:
+            self.problem = str(error)
+
+
+@lru_cache(maxsize=1 << 16)
+def expression(text: str) -> Expression:
+    """The expression of a text, made once."""
+    return Expression(text)
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise _TooSlowError in the block when the time is over; `re` looks for signals while it matches."""
+    if seconds <= 0:
+        raise _TooSlowError
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise _TooSlowError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Patterns(tuple[str, ...]):
+    """Names and `re:` patterns in their order; a plain name is found without a look at the others."""
+
+    names: frozenset[str]
+    expressions: tuple[Expression, ...]
+    seconds: float
+
+    def __new__(cls, entries: Iterable[str] = ()) -> "Patterns":
+        made = super().__new__(cls, entries)
+        made.names = frozenset(entry for entry in made if not entry.startswith(REGEX))
+        made.expressions = tuple(expression(entry[len(REGEX) :]) for entry in made if entry.startswith(REGEX))
+        made.seconds = MOST_SECONDS + SECONDS_EACH * len(made.expressions)
+        return made
+
+    def match(self, name: str) -> bool:
+        """Whether a name is one of them, or one of the patterns matches it from its start, as in vLLM.
+
+        What is no expression matches nothing. InputError where the expressions have taken too long for all
+        names so far. Off the main thread that is only seen between two names: Python tells signals to the
+        main thread.
+        """
+        if name in self.names:
+            return True
+        if not self.expressions:
+            return False
+        start, each = time.perf_counter(), self.expressions[0]
+        try:
+            with _alarm(self.seconds):
+                for each in self.expressions:
+                    if each.compiled is not None and each.compiled.match(name) is not None:
+                        return True
+        except _TooSlowError:
+            raise InputError(
+                f"the pattern {clip(REGEX + each.text, 120)}",
+                got=f"too much time ({MOST_SECONDS:g} s or more) for names like {clip(name, 80)}",
+                need="a regular expression that matches quickly: vLLM would hang on it too",
+                fix="write it without repeats inside repeats",
+            ) from None
+        finally:
+            self.seconds -= time.perf_counter() - start
+        return False
+
+
+@lru_cache(maxsize=1 << 16)
+def _alone(pattern: str) -> Patterns:
+    return Patterns((pattern,))
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a name equals a pattern, or matches an `re:` pattern from its start; InputError as `match`."""
+    return pattern == name or (pattern.startswith(REGEX) and _alone(pattern).match(name))
