@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 LAYERS = (
     {"version", "errors"},
     {"__init__", "types"},
-    {"files", "architectures", "numerics"},
+    {"files", "architectures", "numerics", "plugins"},
     {"checkpoint", "outputs", "formats", "observers"},
     {"scenario", "calibration", "rounding"},
     {"plan"},
@@ -30,6 +30,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # quantization, a repair, a diff and a format what needs torch or numba, a download or card the hub's client;
 # workers, separate programs, import vLLM, lm-eval and what of vexport they are asked for.
 LATE = {
+    "calibration": ("datasets", "huggingface_hub", "pyarrow", "transformers"),
     "cli": ("vexport",),
     "quantize": ("vexport",),
     "explain": ("vexport",),

@@ -18,6 +18,7 @@ from vexport.checks import Against, check_checkpoint
 from vexport.fidelity.activations import Observed, observe
 from vexport.fidelity.compare import against
 from vexport.quantize.samples import vocab_size
+from vexport.types import CalibrationData
 
 # Of the records those that are looked at each time; the others take minutes.
 ONE_IN = 12
@@ -114,7 +115,9 @@ def _beside(root: Path, name: str) -> Against:
 @cache
 def _observed(source: Path, text: Path) -> Observed:
     index = read_index(source)
-    samples = read_samples(text, source, samples=128, seq_len=512, vocab_size=vocab_size(index))
+    samples = read_samples(
+        CalibrationData(name=str(text), samples=128, seq_len=512), source, vocab_size=vocab_size(index)
+    )
     return observe(index, samples)
 
 

@@ -14,7 +14,7 @@ from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Auto, Calibration, Rule
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
 from vexport.sensitivity.measure import measure
-from vexport.types import Method, SchemeLoss, Sensitivity
+from vexport.types import CalibrationData, Method, SchemeLoss, Sensitivity
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
 RULES = (Rule(match="Linear", scheme="auto"),)
@@ -24,7 +24,8 @@ TOLERANCE = 0.02
 
 
 def samples(model: Path, number: int = SAMPLES) -> Samples:
-    return read_samples(DEMO / "calibration.jsonl", model, samples=number, seq_len=64, vocab_size=384)
+    data = CalibrationData(name=str(DEMO / "calibration.jsonl"), samples=number, seq_len=64)
+    return read_samples(data, model, vocab_size=384)
 
 
 def units_of(index: SourceIndex, *candidates: str, rules: tuple[Rule, ...] = RULES) -> tuple[LayerGroup, ...]:

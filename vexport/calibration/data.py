@@ -1,23 +1,33 @@
-"""Calibration samples: JSONL rows turned into token ids."""
+"""Calibration samples: rows of text, turns or ids turned into token ids."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-import transformers
-
+from vexport.calibration.rows import FORMS, Message, Row, read_row
+from vexport.calibration.sources import RawRow, raw_rows
+from vexport.checkpoint.data_name import DEFAULT
 from vexport.errors import InputError, raise_all
-from vexport.files import digest_bytes, require_fetched
+from vexport.files import digest_bytes
+from vexport.types import CalibrationData
 
-KEYS = ("input_ids", "messages", "text")
+# Characters that a token stands for at most: what is beyond them of a text would be cut again as tokens.
+CHARACTERS = 64
+# Broken rows that are named, and after how many reading ends.
+MOST_NAMED, MOST_BROKEN = 10, 1000
 
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that calibration calls."""
 
-    def encode(self, text: str) -> list[int]: ...
+    eos_token_id: int | None
+    chat_template: object
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
     def apply_chat_template(
         self, conversation: object, *, tokenize: bool, return_dict: bool
@@ -26,10 +36,11 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Token ids of each sample and the line (from 1) that it came from."""
+    """Token ids of each sample and the row (from 1) that it came from, or began in; `data` names the set."""
 
     token_ids: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...]
+    data: str = ""
 
     @property
     def digest(self) -> str:
@@ -38,97 +49,216 @@ class Samples:
 
 
 def read_samples(
-    path: Path,
-    checkpoint: Path,
-    *,
-    samples: int,
-    seq_len: int,
-    vocab_size: int,
-    trust_remote_code: bool = False,
+    data: CalibrationData, checkpoint: Path, *, vocab_size: int, trust_remote_code: bool = False
 ) -> Samples:
-    """The first `samples` rows of a JSONL file as token ids, each cut to `seq_len` tokens.
+    """Rows as token ids: as many and as long as `data` asks for, read no further than that.
 
-    A row has `text`, `messages` (the tokenizer's chat template is applied) or `input_ids`. Every broken row
-    of the file is reported at once. Raises InputError.
+    A row has the forms of `read_row`; turns go through the tokenizer's chat template. Broken rows are
+    reported together. Raises InputError, and EnvironmentFault where the hub cannot be asked.
     """
-    rows = parse_rows(path)
-    if not rows:
-        raise InputError(
-            str(path), got="no row", need="JSONL rows with text, messages or input_ids", fix="add samples"
+    reader = _Reader(data, _Tokens(checkpoint, trust_remote_code), vocab_size)
+    samples = list(_packed(reader.rows(), data) if reader.packs else _single(reader.rows(), data))
+    reader.raise_broken()
+    if not samples:
+        raise InputError(data.name, got="no row", need=f"rows with {FORMS}", fix="add samples")
+    return Samples(
+        token_ids=tuple(ids for _, ids in samples),
+        rows=tuple(number for number, _ in samples),
+        data=data.name,
+    )
+
+
+def first_texts(data: CalibrationData, most: int) -> list[str]:
+    """The texts of the first rows that are text, at most `most`, without a tokenizer."""
+    found: list[str] = []
+    for raw in raw_rows(data):
+        if len(found) == most:
+            break
+        row = read_row(_content(raw), data.column)
+        if row.text is not None:
+            found.append(row.text[: CHARACTERS * data.seq_len])
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokenized:
+    number: int
+    ids: tuple[int, ...]
+    joins: bool
+
+
+class _Reader:
+    """Rows of a set of data as token ids; what is broken is kept until the end."""
+
+    def __init__(self, data: CalibrationData, tokens: "_Tokens", vocab_size: int) -> None:
+        self._data = data
+        self._tokens = tokens
+        self._vocab_size = vocab_size
+        self._problems: list[InputError] = []
+        self._broken = 0
+        self._raw = raw_rows(data)
+        self._first = next(self._raw, None)
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are joined: as asked, else where they are paragraphs of a text."""
+        if self._data.pack is not None:
+            return self._data.pack
+        return self._first is not None and isinstance(self._first.content, dict) and self._is_text()
+
+    def _is_text(self) -> bool:
+        return Path(self._data.name).suffix.lower() in (".txt", ".md")
+
+    def rows(self) -> Iterator[_Tokenized]:
+        """Each row that can be used; each that cannot is counted."""
+        first = [] if self._first is None else [self._first]
+        for source in (first, self._raw):
+            for raw in source:
+                try:
+                    yield self._tokenized(raw)
+                except (ValueError, RecursionError) as error:
+                    self._keep(raw, error)
+                if self._broken == MOST_BROKEN:
+                    return
+
+    def raise_broken(self) -> None:
+        """InputErrors for the first broken rows, and how many more there are."""
+        if self._broken > MOST_NAMED:
+            last = self._problems[-1]
+            more = self._broken - MOST_NAMED
+            at_least = " or more" if self._broken == MOST_BROKEN else ""
+            fix = f"{last.fix} ({more:,}{at_least} more broken rows)"
+            self._problems[-1] = InputError(last.where, got=last.got, need=last.need, fix=fix)
+        raise_all(self._problems)
+
+    def _keep(self, raw: RawRow, error: Exception) -> None:
+        self._broken += 1
+        if len(self._problems) < MOST_NAMED:
+            got = "JSON nested too deeply" if isinstance(error, RecursionError) else str(error)
+            if isinstance(error, json.JSONDecodeError):
+                got = f"no JSON object ({error.msg} at character {error.pos})"
+            need = f"a row with {FORMS}"
+            self._problems.append(InputError(raw.place, got=got, need=need, fix="fix or remove the row"))
+
+    def _tokenized(self, raw: RawRow) -> _Tokenized:
+        row = read_row(_content(raw), self._data.column)
+        if self._data.name == DEFAULT and row.messages is not None:
+            row = replace(row, flat="\n\n".join(str(turn["content"]) for turn in row.messages))
+        ids = self._tokens.of(
+            row,
+            self._data.seq_len * (self._data.samples if self.packs else 1),
+            begins=not (self.packs and raw.joins),
         )
-    chosen = dict(list(rows.items())[:samples])
-    tokenizer = None
-    if not all("input_ids" in row for row in chosen.values()):
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
-    token_ids, lines, problems = [], [], []
-    for line, row in chosen.items():
+        _require_ids(ids, self._vocab_size)
+        ends = self._tokens.end if self.packs and row.ids is None else None
+        closed = ids if ends is None or raw.joins or ids[-1] == ends else (*ids, ends)
+        return _Tokenized(number=raw.number, ids=tuple(closed), joins=raw.joins)
+
+
+def _single(rows: Iterable[_Tokenized], data: CalibrationData) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Each row is a sample, cut to its length."""
+    for row in islice(rows, data.samples):
+        yield row.number, row.ids[: data.seq_len]
+
+
+def _packed(rows: Iterable[_Tokenized], data: CalibrationData) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Rows one after the other, cut into samples of one length; what is left of them is one more."""
+    held: list[int] = []
+    count = start = 0
+    for row in rows:
+        start = start if held else row.number
+        held.extend(row.ids)
+        while len(held) >= data.seq_len:
+            yield start, tuple(held[: data.seq_len])
+            held, start = held[data.seq_len :], row.number
+            count += 1
+            if count == data.samples:
+                return
+    if held:
+        yield start, tuple(held)
+
+
+def _content(raw: RawRow) -> object:
+    """The JSON of a line, or the record as it is. Raises ValueError, RecursionError."""
+    if not isinstance(raw.content, bytes):
+        return raw.content
+    return json.loads(raw.content.decode("utf-8"))
+
+
+class _Tokens:
+    """The checkpoint's tokenizer, loaded when the first row needs it."""
+
+    def __init__(self, checkpoint: Path, trust_remote_code: bool) -> None:
+        self._checkpoint = checkpoint
+        self._trust = trust_remote_code
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self._checkpoint, trust_remote_code=self._trust)
+
+    @property
+    def end(self) -> int | None:
+        """The id that ends a text; None where the tokenizer has none."""
+        return self.tokenizer.eos_token_id
+
+    def of(self, row: Row, most: int, *, begins: bool) -> Sequence[int]:
+        """The ids of a row, of its text no more than `most` tokens can need; `begins` a text of its own.
+
+        Raises ValueError where it fails.
+        """
+        if row.ids is not None:
+            return row.ids
+        text = row.text
+        if row.messages is not None:
+            if self.tokenizer.chat_template:
+                return self._of_turns(_cut(row.messages, CHARACTERS * most))
+            if row.flat is None:
+                raise ValueError("turns of a conversation, and the model has no chat template")
+            text = row.flat
+        assert text is not None
         try:
-            ids = _tokenize(row, tokenizer)[:seq_len]
-            _require_ids(ids, vocab_size)
-            token_ids.append(tuple(ids))
-            lines.append(line)
-        except ValueError as error:
-            problems.append(_broken(path, line, str(error)))
-    raise_all(problems)
-    return Samples(token_ids=tuple(token_ids), rows=tuple(lines))
+            return self.tokenizer.encode(text[: CHARACTERS * most], add_special_tokens=begins)
+        except Exception as error:
+            raise ValueError(f"a text that the tokenizer refuses ({_words(error)})") from None
+
+    def _of_turns(self, turns: Sequence[Message]) -> Sequence[int]:
+        """Through the chat template, a program of the checkpoint: what it raises is an error of the row."""
+        try:
+            return self.tokenizer.apply_chat_template(list(turns), tokenize=True, return_dict=False)
+        except Exception as error:
+            raise ValueError(f"turns that the chat template refuses ({_words(error)})") from None
+
+
+def _cut(turns: Sequence[Message], characters: int) -> list[Message]:
+    """Turns whose texts have no more characters together; later turns are left out."""
+    kept: list[Message] = []
+    for turn in turns:
+        content = turn["content"]
+        kept.append({**turn, "content": content[:characters]} if isinstance(content, str) else turn)
+        characters -= len(content) if isinstance(content, str) else 0
+        if characters <= 0:
+            break
+    return kept
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:
     """The checkpoint's tokenizer; InputError where it has none that transformers can load."""
+    import transformers
+
     load = transformers.AutoTokenizer.from_pretrained
     try:
         tokenizer: Tokenizer = load(checkpoint, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        own_code = "trust_remote_code" in str(error)
         raise InputError(
             str(checkpoint),
-            got=f"no usable tokenizer ({str(error).splitlines()[0]})",
+            got="a tokenizer with its own code" if own_code else f"no usable tokenizer ({_words(error)})",
             need="the tokenizer of the model",
-            fix="add its files, or give calibration rows as input_ids",
+            fix="read that code, then add --trust-remote-code"
+            if own_code
+            else "add its files, or give calibration rows as input_ids",
         ) from None
     return tokenizer
-
-
-def parse_rows(path: Path) -> dict[int, Mapping[str, object]]:
-    """The JSON objects of a JSONL file by line number (from 1); blank lines are passed over."""
-    require_fetched([path])
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
-        raise InputError(str(path), got=reason, need="a JSONL file", fix="check the path") from None
-    rows: dict[int, Mapping[str, object]] = {}
-    problems = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            rows[number] = _parse_row(line)
-        except ValueError as error:
-            problems.append(_broken(path, number, str(error)))
-    raise_all(problems)
-    return rows
-
-
-def _parse_row(line: str) -> Mapping[str, object]:
-    row = json.loads(line)
-    if not isinstance(row, dict) or not any(key in row for key in KEYS):
-        raise ValueError("a row without text, messages or input_ids")
-    return row
-
-
-def _tokenize(row: Mapping[str, object], tokenizer: Tokenizer | None) -> Sequence[int]:
-    if "input_ids" in row:
-        ids = row["input_ids"]
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-            raise ValueError("input_ids that are no list of integers")
-        return ids
-    assert tokenizer is not None
-    if "messages" in row:
-        return tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=False)
-    text = row["text"]
-    if not isinstance(text, str):
-        raise ValueError("a text that is no string")
-    return tokenizer.encode(text)
 
 
 def _require_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -138,10 +268,7 @@ def _require_ids(ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"token id {max(ids)} outside the vocabulary of {vocab_size}")
 
 
-def _broken(path: Path, line: int, reason: str) -> InputError:
-    return InputError(
-        f"{path}:{line}",
-        got=reason,
-        need='a JSON object with "text", "messages" or "input_ids"',
-        fix="fix or remove the line",
-    )
+def _words(error: BaseException) -> str:
+    """The first line of what another library raised, printable and short."""
+    line = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return "".join(one if one.isprintable() else "?" for one in line)[:200]

@@ -61,6 +61,7 @@ def calibrate(
         ranges={name: _input_range(name, observer) for name, observer in watched.inputs.items()},
         importance={name: _importance(name, one) for name, one in watched.importance.items()},
         kv_ranges=_kv_ranges(index, watched.cached),
+        data=samples.data,
         routed={name: tuple(counts.tolist()) for name, counts in watched.routed.items()},
     )
 

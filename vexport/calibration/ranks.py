@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -45,7 +46,7 @@ def rank_and_size() -> tuple[int, int]:
 def own_share(samples: Samples) -> Samples:
     """The samples that this rank runs: every size-th one, from the rank on."""
     rank, size = rank_and_size()
-    return Samples(token_ids=samples.token_ids[rank::size], rows=samples.rows[rank::size])
+    return replace(samples, token_ids=samples.token_ids[rank::size], rows=samples.rows[rank::size])
 
 
 def gather(value: T) -> list[T]:

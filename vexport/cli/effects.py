@@ -10,7 +10,7 @@ from click.core import ParameterSource
 from vexport.cli.base import note
 from vexport.types import Plan
 
-CALIBRATION_OPTIONS = ("samples", "seq_len", "all_experts", "device")
+CALIBRATION_OPTIONS = ("samples", "seq_len", "seed", "pack", "all_experts", "device")
 PLAN_OPTIONS = ("scheme", "group_size", "observer", "ignore", "kv_cache", "on_unsupported_shape", "tp")
 
 
@@ -55,6 +55,14 @@ def note_unused(names: tuple[str, ...], reason: str) -> None:
     extra = given_options(*names)
     if extra:
         note(f"{_listed(extra)} {'has' if len(extra) == 1 else 'have'} no effect {reason}")
+
+
+def note_default_calibration() -> None:
+    """A note that text was needed and none was named."""
+    note(
+        "no calibration data was named: vexport's own text is used (`default`); "
+        "text like what the model will serve gives better scales"
+    )
 
 
 def note_unused_calibration(plan: Plan) -> None:

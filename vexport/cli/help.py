@@ -17,7 +17,7 @@ OTHERS = "Options"
 SECTIONS: Mapping[str, Sequence[str]] = {
     "Scheme": ("scheme", "observer", "rounding", "group_size", "ignore", "kv_cache", "on_unsupported_shape"),
     "Comparison": ("baseline", "against", "accept", "source"),
-    "Calibration": ("calibration", "samples", "seq_len", "all_experts", "device"),
+    "Calibration": ("calibration", "samples", "seq_len", "seed", "pack", "all_experts", "device"),
     "Tasks": ("tasks", "include_path", "limit", "stopping", "batch_size"),
     "Prompts": (
         "apply_chat_template",

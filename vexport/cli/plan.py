@@ -136,10 +136,5 @@ def _print(
 
 def _quantize_command(source: str, plan: Plan) -> str:
     """The command that does what was planned, into a folder named after source and scheme."""
-    from vexport.plan.needs import calibration_need
-
     out = f"{Path(source).resolve().name}-{'-'.join(plan.schemes)}"
-    calibration = ["--calibration", "FILE.jsonl"] if calibration_need(plan) else []
-    return shlex.join(
-        ["vexport", "quantize", source, out, *given_values("revision", *PLAN_OPTIONS), *calibration]
-    )
+    return shlex.join(["vexport", "quantize", source, out, *given_values("revision", *PLAN_OPTIONS)])

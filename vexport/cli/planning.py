@@ -1,14 +1,13 @@
 """Options that say what is quantized how, and what they come to."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from vexport.cli.completion import complete_observer, complete_scheme
 from vexport.cli.help import RenamedOption
-from vexport.cli.options import PATH, POSITIVE, Decorator, stacked, tp_option
+from vexport.cli.options import POSITIVE, Count, Decorator, stacked, tp_option
 from vexport.types import KvCache, OnUnsupportedShape
 from vexport.types.rounding import ROUNDINGS, Rounding
 
@@ -46,23 +45,29 @@ class PlanOptions:
 class CalibrationOptions:
     """Text that shows the inputs of the layers, and where they run."""
 
-    calibration: Path | None
+    calibration: str | None
     samples: int
     seq_len: int
+    seed: int | None
+    pack: bool | None
     all_experts: bool
     device: str | None
 
     @property
     def settings(self) -> "Calibration | None":
-        """The calibration; None without a file."""
+        """The calibration; None where no data were named."""
+        return None if self.calibration is None else self.with_data(self.calibration)
+
+    def with_data(self, data: str) -> "Calibration":
+        """The calibration on these data."""
         from vexport.scenario import Calibration
 
-        if self.calibration is None:
-            return None
         return Calibration(
-            data=self.calibration,
+            data=data,
             samples=self.samples,
             seq_len=self.seq_len,
+            seed=self.seed,
+            pack=self.pack,
             all_experts=self.all_experts,
             device=self.device,
         )
@@ -138,11 +143,22 @@ plan_options = stacked(
     tp_option,
 )
 calibration_options = stacked(
-    click.option("--calibration", type=PATH, metavar="FILE.jsonl", help="Samples for static input scales."),
     click.option(
-        "--samples", type=POSITIVE, default=128, show_default=True, help="Rows of the calibration to use."
+        "--calibration",
+        metavar="DATA",
+        help="Text for what needs samples: a file or folder (JSON lines, text, parquet), a data set of the "
+        "hub (ORG/NAME:SPLIT:COLUMN), or default, which ships with vexport.",
     ),
-    click.option("--seq-len", type=POSITIVE, default=512, show_default=True, help="Tokens of a row to use."),
+    click.option("--samples", type=POSITIVE, default=128, show_default=True, help="Samples to use."),
+    click.option(
+        "--seq-len", type=POSITIVE, default=512, show_default=True, help="Tokens of a sample to use."
+    ),
+    click.option("--seed", type=Count(0), help="Choose rows at random, by this seed. [default: the first]"),
+    click.option(
+        "--pack/--no-pack",
+        default=None,
+        help="Join rows into samples of --seq-len tokens, or take each row alone. [default: join text files]",
+    ),
     click.option(
         "--calibrate-all-experts/--no-calibrate-all-experts",
         "all_experts",

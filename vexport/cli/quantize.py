@@ -5,7 +5,12 @@ from pathlib import Path
 import click
 
 from vexport.cli.base import command, print_text
-from vexport.cli.effects import CALIBRATION_OPTIONS, note_unused, note_unused_calibration
+from vexport.cli.effects import (
+    CALIBRATION_OPTIONS,
+    note_default_calibration,
+    note_unused,
+    note_unused_calibration,
+)
 from vexport.cli.options import PATH, Answer, ByteSize, format_option, revision_option, trust_option
 from vexport.cli.planning import (
     CalibrationOptions,
@@ -53,26 +58,34 @@ def quantize(
       vexport quantize MODEL OUT --scheme NVFP4 --calibration chats.jsonl --samples 256
       vexport quantize MODEL OUT --scheme W4A16 --group-size 64 --ignore re:.*layers[.]0[.].*
     """
+    from vexport.checkpoint.data_name import DEFAULT
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
+    from vexport.plan.needs import rounded_to_nearest, rules_need_calibration
     from vexport.plan.source import rules_for
     from vexport.quantize.job import QuantizeJob, is_rank_zero, quantize_source
 
-    if calibration.calibration is None and is_rank_zero():
+    rules = rules_for(
+        scheme,
+        observer=options.observer,
+        ignore=options.ignore,
+        rounding=options.rounding,
+        group_size=options.group_size,
+    )
+    samples = calibration.settings
+    if samples is None and rules_need_calibration(rules, options.kv_cache):
+        samples, rules = calibration.with_data(DEFAULT), rounded_to_nearest(rules)
+        if is_rank_zero():
+            note_default_calibration()
+    elif samples is None and is_rank_zero():
         note_unused(CALIBRATION_OPTIONS, "without --calibration")
     with progress_display(quiet=answer.quiet or not is_rank_zero()) as on_progress:
         job = QuantizeJob(
             source=with_revision(source, revision),
             out=out,
-            rules=rules_for(
-                scheme,
-                observer=options.observer,
-                ignore=options.ignore,
-                rounding=options.rounding,
-                group_size=options.group_size,
-            ),
+            rules=rules,
             planning=options.settings,
-            calibration=calibration.settings,
+            calibration=samples,
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             shard_bytes=max_shard_size,

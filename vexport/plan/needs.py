@@ -1,10 +1,12 @@
 """What quantizing by a plan needs beyond the weights: calibration data, a search for scales."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vexport.errors import InputError
-from vexport.formats.schemes import get_scheme
-from vexport.types import Plan, observer_names
+from vexport.formats.schemes import KEEP, get_scheme
+from vexport.scenario import AUTO, Rule
+from vexport.types import KvCache, Plan, observer_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,7 @@ class CalibrationNeed:
             self.where,
             got="no calibration data",
             need=self.samples,
-            fix="add --calibration FILE.jsonl (or `calibration:` to the scenario)",
+            fix="add --calibration DATA (or `calibration:` to the scenario); `default` is vexport's own text",
         )
 
 
@@ -44,6 +46,24 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
             where=f"rounding {rounded}", samples="samples that show what enters each layer"
         )
     return None
+
+
+def rules_need_calibration(rules: Sequence[Rule], kv_cache: KvCache | None) -> bool:
+    """Whether a plan by these rules may need samples; it does unless they match no layer."""
+    return kv_cache is not None or any(
+        rule.rounding not in (None, "nearest")
+        or rule.observer == observer_names.IMPORTANCE
+        or get_scheme(rule.scheme).args.calibrated
+        for rule in rules
+        if rule.scheme not in (KEEP, AUTO)
+    )
+
+
+def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules where text is vexport's own: those that name no rounding do not round by it."""
+    return tuple(
+        rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule for rule in rules
+    )
 
 
 def needs_rounding(plan: Plan) -> bool:

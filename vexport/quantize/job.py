@@ -163,7 +163,7 @@ def _search() -> Search:
 def _require_separate(job: QuantizeJob, source: Path) -> None:
     """InputError where `out`, or its working folder, overlaps what is read."""
     inputs = [NamedPath(label="SOURCE", path=source)]
-    if job.calibration:
-        inputs.append(NamedPath(label="--calibration", path=job.calibration.data))
+    if job.calibration and job.calibration.path:
+        inputs.append(NamedPath(label="--calibration", path=job.calibration.path))
     outputs = [NamedPath(label="OUT", path=path) for path in (job.out, working_folder(job.out))]
     require_separate(outputs, inputs)

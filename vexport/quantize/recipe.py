@@ -50,7 +50,8 @@ def recipe(
         scenario["kv_cache"] = plan.kv_cache
     if settings is not None and calibration is not None:
         data = settings.model_dump(mode="json", exclude_none=True)
-        scenario["calibration"] = {**data, "data": _relative(settings.data, folder)}
+        local = settings.path
+        scenario["calibration"] = {**data, "data": _relative(local, folder) if local else settings.data}
     content: dict[str, Json] = {
         "vexport": __version__,
         "source": scenario["source"],
@@ -61,7 +62,7 @@ def recipe(
         content["calibration"] = {
             "token_ids_sha256": calibration.digest,
             "tokens": calibration.tokens,
-            "rows": _ranges(calibration.rows),
+            "rows": _ranges(tuple(dict.fromkeys(calibration.rows))),
         }
     return json.dumps(content, indent=2) + "\n"
 

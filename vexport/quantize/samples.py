@@ -1,10 +1,10 @@
 """The calibration that a plan needs: its samples, and what they show."""
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexport.architectures.text_config import text_config
+from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.errors.extras import require_extra
@@ -23,13 +23,6 @@ def require_calibration(plan: Plan, settings: CalibrationSettings | None) -> Non
         raise need.missing()
     if settings is not None:
         require_data(settings.data)
-
-
-def require_data(path: Path) -> None:
-    """InputError where there is no calibration file, whether or not it would be read."""
-    if not path.is_file():
-        got = "a folder" if path.is_dir() else "no such file"
-        raise InputError(str(path), got=got, need="a JSONL file", fix="check the path")
 
 
 def calibrate_plan(
@@ -62,15 +55,13 @@ def calibrate_plan(
 def calibration_samples(
     index: SourceIndex, settings: CalibrationSettings, number: int, *, trust_remote_code: bool
 ) -> "Samples":
-    """The first rows of a calibration file as token ids of the checkpoint; InputError for bad ones."""
+    """The first rows of calibration data as token ids of the checkpoint; InputError for bad ones."""
     require_extra("transformers", "calibrating")
     from vexport.calibration import read_samples
 
     return read_samples(
-        settings.data,
+        settings.source(number),
         index.root,
-        samples=number,
-        seq_len=settings.seq_len,
         vocab_size=vocab_size(index),
         trust_remote_code=trust_remote_code,
     )

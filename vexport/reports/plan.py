@@ -153,7 +153,8 @@ def _stages(outlook: Outlook) -> str:
 def _calibration(outlook: Outlook) -> str:
     if not outlook.needs_calibration:
         return "not needed"
-    return f"needed; {next(one.basis for one in outlook.estimates if one.stage == 'calibrate')}"
+    basis = next(one.basis for one in outlook.estimates if one.stage == "calibrate")
+    return f"needed; {basis}; vexport's own text unless --calibration names data"
 
 
 def kind_of(name: str) -> str:

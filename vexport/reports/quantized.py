@@ -8,7 +8,7 @@ from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.coverage import coverage_lines
 from vexport.reports.document import facts
-from vexport.reports.formatting import count, ratio, size
+from vexport.reports.formatting import count, plural, ratio, size
 from vexport.types import Calibration, ExpertCoverage, Finding, Plan, Quantized
 
 # Of the weights of the linear layers in decoder layers, below which a checkpoint is hardly a quantized one.
@@ -33,6 +33,7 @@ def quantized_answer(
         output_bytes=plan.output_bytes,
         bits=8 * plan.output_bytes / plan.parameters if plan.parameters else 0.0,
         calibration_rows=len(calibration.rows) if calibration else 0,
+        calibration_data=calibration.data if calibration else "",
         calibration_digest=calibration.digest if calibration else None,
         experts=experts,
         warnings=_warnings(plan, len(members), quantized),
@@ -54,11 +55,20 @@ def render_quantized(answer: Quantized, format_: str) -> str:
     of_source = ratio(answer.output_bytes, answer.source_bytes)
     rows = facts(
         ("size", f"{change} ({of_source}), {answer.bits:.2f} bits per weight"),
+        ("calibrated", _calibrated(answer)) if answer.calibration_digest else None,
         *(("experts", line) for line in coverage_lines(answer.experts)),
         *(("next", command) for command in answer.next_commands),
     )
     title = doc.Paragraph(f"{answer.checkpoint}: {schemes}: {layers}, {share} of the weights")
     return text.render([doc.Document(title=answer.checkpoint, parts=(title, rows), wide=True)])
+
+
+def _calibrated(answer: Quantized) -> str:
+    """On how much of what the checkpoint was calibrated."""
+    samples = plural(answer.calibration_rows, "sample")
+    return (
+        f"{samples} of {answer.calibration_data or 'text'}, sha256 {(answer.calibration_digest or '')[:16]}"
+    )
 
 
 def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:

@@ -200,7 +200,8 @@ def _files(files: Sequence[RunFile]) -> doc.Section | None:
 
 
 def _provenance(report: Report) -> doc.Section:
-    rows = f"{count(report.calibration_rows)} rows" if report.calibration_rows else "none"
+    of = f" of {report.calibration_data}" if report.calibration_data else ""
+    rows = f"{plural(report.calibration_rows, 'sample')}{of}" if report.calibration_rows else "none"
     digest = f"sha256 {report.calibration_digest}" if report.calibration_digest else ""
     stages = "".join(f"{stage} {duration(taken)}, " for stage, taken in report.seconds.items())
     sources = facts(

@@ -5,7 +5,7 @@ from vexport.plan import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
 from vexport.run.attempts import read_attempts
-from vexport.run.directory import Digests, checkpoint_digest, path_digest, value_digest
+from vexport.run.directory import Digests, checkpoint_digest, data_digest, value_digest
 from vexport.run.state import CALIBRATION, CANDIDATES, MIXED, PLAN, SENSITIVITY, Run
 from vexport.scenario import Rule
 from vexport.scenario import Sensitivity as SensitivitySettings
@@ -129,4 +129,4 @@ def rule_inputs(run: Run, rules: tuple[Rule, ...]) -> Digests:
     }
     if run.scenario.auto:
         digests["candidates"] = value_digest(list(run.scenario.auto.candidates))
-    return digests | ({"calibration data": path_digest(settings.data)} if settings else {})
+    return digests | ({"calibration data": data_digest(settings)} if settings else {})

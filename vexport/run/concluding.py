@@ -132,6 +132,7 @@ def _report(run: Run) -> Report:
         sizes=size_by_kind(run.index, run.result(WRITTEN)),
         layers=from_json(LayerErrors, run.folder / LAYERS).layers,
         calibration_rows=len(calibration.rows) if calibration else 0,
+        calibration_data=portable(calibration.data) if calibration else "",
         calibration_digest=calibration.digest if calibration else None,
         experts=expert_coverage(calibration) if calibration else (),
         check=run.result(CHECKED),

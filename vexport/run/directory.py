@@ -6,10 +6,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from vexport.checkpoint.data_name import DEFAULT, DEFAULT_FILE, data_files
 from vexport.checkpoint.index import weight_files
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.outputs import FolderKind
+from vexport.scenario import Calibration
 from vexport.types import Report
 
 STAGES_FILE = "stages.json"
@@ -117,6 +119,18 @@ def path_digest(path: Path) -> str:
         raise InputError(
             str(path), got=str(error.strerror), need="a readable file", fix="check the path"
         ) from None
+
+
+def data_digest(settings: Calibration) -> str:
+    """SHA-256 of calibration data's files; of a data set of the hub, its name."""
+    if settings.data == DEFAULT:
+        return path_digest(DEFAULT_FILE)
+    path = settings.path
+    if path is None:
+        return value_digest(settings.data)
+    if not path.is_dir():
+        return path_digest(path)
+    return value_digest([path_digest(file) for file in data_files(path)])
 
 
 def value_digest(value: object) -> str:

@@ -3,8 +3,9 @@
 import shutil
 from pathlib import Path
 
-from vexport.calibration.data import parse_rows
+from vexport.calibration.data import first_texts
 from vexport.checkpoint.chat_template import chat_templates
+from vexport.checkpoint.data_name import DEFAULT
 from vexport.engine.dry.checkpoints import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
 from vexport.evaluation.prompting import lm_eval_settings
@@ -170,6 +171,6 @@ def _texts(run: Run) -> tuple[str, ...]:
     """The first halves of calibration texts as prompts: the model knows their kind and can go on."""
     settings, evaluate = run.scenario.calibration, run.scenario.evaluate
     most = max(CONTINUED, evaluate.kl_prompts if evaluate else 0)
-    rows = parse_rows(settings.data).values() if settings else ()
-    texts = [text for row in rows if isinstance(text := row.get("text"), str)][:most]
+    local = settings is not None and (settings.path or settings.data == DEFAULT)
+    texts = first_texts(settings.source(), most) if settings and local else []
     return tuple(text[: text.rfind(" ", 0, len(text) // 2 + 1)] for text in texts if " " in text)

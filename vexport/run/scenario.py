@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.source import require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate
-from vexport.quantize.samples import require_data
 from vexport.run.directory import SCENARIO
 from vexport.run.naming import portable
 from vexport.run.promoting import may_promote, promote, require_promotable
@@ -69,8 +69,8 @@ def _inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath]:
     if file is not None:
         yield NamedPath(label="SCENARIO", path=file)
     yield NamedPath(label="source", path=Path(scenario.source).expanduser())
-    if scenario.calibration:
-        yield NamedPath(label="calibration.data", path=scenario.calibration.data)
+    if scenario.calibration and scenario.calibration.path:
+        yield NamedPath(label="calibration.data", path=scenario.calibration.path)
     if scenario.evaluate:
         yield from task_files(scenario.evaluate, "evaluate.tasks")
         if scenario.evaluate.baseline:

@@ -15,6 +15,7 @@ from vexport.scenario.model import (
     Rule,
     Scenario,
     Sensitivity,
+    default_calibration,
 )
 from vexport.scenario.problems import problems_at
 from vexport.scenario.reading import read_scenario
@@ -38,6 +39,7 @@ __all__ = [
     "Scenario",
     "Sensitivity",
     "Serve",
+    "default_calibration",
     "parse_group_size",
     "problems_at",
     "read_scenario",

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Lt
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, field_validator, model_validator
 
+from vexport.checkpoint.data_name import DEFAULT, parse_data
 from vexport.errors import nearest
 from vexport.formats.schemes import KEEP, fold_name, is_scheme, scheme_name, scheme_names
 from vexport.scenario.scheme_keys import GroupSize, with_named_scheme
@@ -16,6 +17,7 @@ from vexport.types import (
     GENERATION_KEYS,
     BatchSize,
     BudgetKind,
+    CalibrationData,
     GenKwargs,
     KvCache,
     Method,
@@ -146,17 +148,55 @@ class Sensitivity(_Strict):
 
 
 class Calibration(_Strict):
-    """Text that shows the inputs of the layers: JSONL rows with `text`, `messages` or `input_ids`.
+    """Text that shows the inputs of the layers.
+
+    `data` is a file or folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of a data set on the hub, or `default`,
+    the text that ships with vexport. `split`, `subset` and `column` choose of a data set, `seed` shuffles its
+    rows. `pack` joins rows into samples of `seq_len` tokens; without it only plain text is joined.
 
     With `all_experts` the statistics of every expert see all tokens. `device` is torch's name of where the
     layers run; without one it is a GPU where there is one.
     """
 
-    data: Path
-    samples: Annotated[int, Gt(0)] = DEFAULT_SAMPLES
-    seq_len: Annotated[int, Gt(0)] = DEFAULT_SEQ_LEN
+    data: Annotated[str, Field(min_length=1)]
+    split: str | None = None
+    subset: str | None = None
+    column: str | None = None
+    samples: Annotated[int, Gt(0), Strict()] = DEFAULT_SAMPLES
+    seq_len: Annotated[int, Gt(0), Strict()] = DEFAULT_SEQ_LEN
+    seed: Annotated[int, Ge(0)] | None = None
+    pack: bool | None = None
     all_experts: bool = True
     device: str | None = None
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _or_a_path(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path) else value
+
+    @property
+    def path(self) -> Path | None:
+        """The file or folder of the data; None of a data set that is none."""
+        name = parse_data(self.data)
+        return name.path if name.kind == "path" else None
+
+    def source(self, samples: int | None = None) -> CalibrationData:
+        """What is read, the whole of it or so many samples."""
+        return CalibrationData(
+            name=self.data,
+            samples=samples or self.samples,
+            seq_len=self.seq_len,
+            split=self.split,
+            subset=self.subset,
+            column=self.column or parse_data(self.data).column,
+            seed=self.seed,
+            pack=self.pack,
+        )
+
+
+def default_calibration() -> Calibration:
+    """The text that ships with vexport, where none was named."""
+    return Calibration(data=DEFAULT)
 
 
 class Evaluate(_Strict):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from vexport.checkpoint.data_name import parse_data
 from vexport.checkpoint.source import with_revision
 from vexport.errors import InputError
 from vexport.errors.escaping import clip
@@ -111,9 +112,10 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
     source = with_revision(local(scenario.source), scenario.revision)
     changes: dict[str, object] = {"source": source, "revision": None}
     if scenario.calibration:
-        changes["calibration"] = scenario.calibration.model_copy(
-            update={"data": Path(absolute(scenario.calibration.data))}
-        )
+        data = scenario.calibration.data
+        if (folder / data).exists() or parse_data(data).kind == "path":
+            data = absolute(data)
+        changes["calibration"] = scenario.calibration.model_copy(update={"data": data})
     if scenario.evaluate:
         baseline = local(scenario.evaluate.baseline) if scenario.evaluate.baseline else None
         tasks = tuple(

@@ -5,6 +5,7 @@ No module imported here loads torch: `vexport --help` and `vexport check` start 
 
 from vexport.types.accuracy import Comparison, Flip, Look, Score, TaskVerdict, Verdict
 from vexport.types.calibration import Calibration, ExpertCoverage, HeadRanges, InputRange, KeyValueRanges
+from vexport.types.calibration_data import CalibrationData
 from vexport.types.findings import CheckReport, Finding, Severity
 from vexport.types.loading import (
     ENGINE_CHECK,
@@ -59,6 +60,7 @@ __all__ = [
     "BatchSize",
     "BudgetKind",
     "Calibration",
+    "CalibrationData",
     "Canary",
     "CellStatus",
     "CheckReport",

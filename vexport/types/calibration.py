@@ -37,12 +37,13 @@ class KeyValueRanges:
 class Calibration:
     """Input ranges by layer, and what a search by importance needs.
 
-    `rows` are the line numbers used (from 1), `digest` is the SHA-256 of their token ids, `tokens` their
-    number: a layer that saw fewer (an expert) was not reached by all. `importance` is the mean of x^2 per
-    input channel by layer, float32 little-endian in base64, for the layers whose weights are searched by it.
-    `kv_ranges` goes by the attention module's name in the checkpoint (`model.layers.0.self_attn`). `routed`
-    has, by the name of a module of experts (`model.layers.0.mlp.experts`), how many tokens the router sent
-    to each expert, whatever the experts' statistics saw.
+    `data` names the set of text, `rows` are the line numbers used (from 1), `digest` is the SHA-256 of their
+    token ids, `tokens` their number: a layer that saw fewer (an expert) was not reached by all. `importance`
+    is the mean of x^2 per input channel by layer, float32 little-endian in base64, for the layers whose
+    weights are searched by it. `kv_ranges` goes by the attention module's name in the checkpoint
+    (`model.layers.0.self_attn`). `routed` has, by the name of a module of experts
+    (`model.layers.0.mlp.experts`), how many tokens the router sent to each expert, whatever the experts'
+    statistics saw.
     """
 
     rows: tuple[int, ...]
@@ -52,6 +53,7 @@ class Calibration:
     importance: Mapping[str, str] = field(default_factory=dict)
     kv_ranges: Mapping[str, KeyValueRanges] = field(default_factory=dict)
     routed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    data: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ class Quantized:
     output_bytes: int
     bits: float
     calibration_rows: int
+    calibration_data: str = ""
     calibration_digest: str | None
     experts: tuple[ExpertCoverage, ...]
     warnings: tuple[str, ...]

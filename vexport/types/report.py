@@ -63,6 +63,7 @@ class Report:
     sizes: tuple[KindSize, ...] = ()
     layers: tuple[LayerError, ...]
     calibration_rows: int
+    calibration_data: str = ""
     calibration_digest: str | None
     experts: tuple[ExpertCoverage, ...] = ()
     check: CheckReport

@@ -1,0 +1,246 @@
+"""Rows of calibration data from where people have them, read no further than they are asked for."""
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from vexport.checkpoint.data_name import DEFAULT_FILE, DataName, data_files, parse_data
+from vexport.checkpoint.hub.failures import diagnose, explain
+from vexport.checkpoint.hub.names import HubName
+from vexport.errors import InputError
+from vexport.errors.extras import require_extra
+from vexport.files import require_fetched
+from vexport.plugins import CALIBRATION, load_plugin
+from vexport.types import CalibrationData
+
+T = TypeVar("T")
+# Rows among which a seed chooses, as `datasets` does with a stream.
+SHUFFLED = 10_000
+# Bytes of a line of JSON, and of a file that is one JSON list.
+LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30
+TEXT, PARQUET = (".txt", ".md"), ".parquet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRow:
+    """A row before it is looked into: where it stands, and its JSON, record or text.
+
+    `joins` says that it goes on where the row before it ends, as paragraphs of a file do.
+    """
+
+    place: str
+    number: int
+    content: bytes | object
+    joins: bool = False
+
+
+def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
+    """The rows of a set of data in order, or in that of its seed. Raises InputError, EnvironmentFault."""
+    name = parse_data(data.name)
+    readers: dict[str, Callable[[], Iterator[RawRow]]] = {
+        "default": _default,
+        "path": lambda: _of_path(name.path),
+        "hub": lambda: _of_hub(data, name),
+        "plugin": lambda: _of_plugin(name.name),
+    }
+    rows = readers[name.kind]()
+    return rows if data.seed is None else shuffled(rows, data.seed)
+
+
+def shuffled(items: Iterable[T], seed: int, buffer: int = SHUFFLED) -> Iterator[T]:
+    """Items in a random order that depends on the seed alone, of a stream: `buffer` are held."""
+    chooser, held = random.Random(seed), list[T]()
+    for item in items:
+        if len(held) < buffer:
+            held.append(item)
+            continue
+        place = chooser.randrange(buffer)
+        yield held[place]
+        held[place] = item
+    chooser.shuffle(held)
+    yield from held
+
+
+def _default() -> Iterator[RawRow]:
+    for number, line in enumerate(DEFAULT_FILE.read_bytes().splitlines(), start=1):
+        yield RawRow(place=f"default:{number}", number=number, content=line)
+
+
+def _of_path(path: Path) -> Iterator[RawRow]:
+    if not path.is_dir():
+        yield from _of_file(path)
+        return
+    rows = chain.from_iterable(map(_of_file, data_files(path)))
+    for number, row in enumerate(rows, start=1):
+        yield RawRow(place=row.place, number=number, content=row.content, joins=row.joins)
+
+
+def _of_file(path: Path) -> Iterator[RawRow]:
+    require_fetched([path])
+    suffix = path.suffix.lower()
+    if suffix == PARQUET:
+        yield from _of_parquet(path)
+        return
+    try:
+        with _opened(path) as stream:
+            yield from _paragraphs(path, stream) if suffix in TEXT else _of_json(path, stream)
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
+        raise InputError(str(path), got=reason, need="a readable file", fix="check the path") from None
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    return path.open("rb")
+
+
+def _of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+    """JSON lines, cut at newlines only; or one list of objects."""
+    start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    stream.seek(0)
+    if start[:1] == b"[":
+        yield from _of_list(path, stream)
+        return
+    number = 0
+    while line := stream.readline(LONGEST_LINE):
+        number += 1
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            need = f"rows of at most {LONGEST_LINE >> 20} MB"
+            raise InputError(f"{path}:{number}", got="a longer one", need=need, fix="split the row")
+        if line.strip():
+            yield RawRow(place=f"{path}:{number}", number=number, content=line)
+
+
+def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+    text = stream.read(LARGEST_LIST + 1)
+    if len(text) > LARGEST_LIST:
+        need = f"a JSON list of at most {LARGEST_LIST >> 20} MB"
+        raise InputError(str(path), got="a larger one", need=need, fix="write JSON lines")
+    try:
+        items = json.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        need = "a JSON list of objects, or JSON lines"
+        raise InputError(str(path), got=_first_line(error), need=need, fix="correct the file") from None
+    for number, item in enumerate(items, start=1):
+        yield RawRow(place=f"{path}: item {number}", number=number, content=item)
+
+
+def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+    """The paragraphs of a text, each with the blank line that ends it."""
+    lines: list[bytes] = []
+    number = count = 0
+    while line := stream.readline(LONGEST_LINE):
+        number += 1
+        lines.append(line)
+        if not line.strip() and any(one.strip() for one in lines):
+            count += 1
+            yield _paragraph(path, number, lines, first=count == 1)
+            lines = []
+    if any(one.strip() for one in lines):
+        yield _paragraph(path, number, lines, first=count == 0)
+
+
+def _paragraph(path: Path, number: int, lines: list[bytes], *, first: bool) -> RawRow:
+    try:
+        text = b"".join(lines).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        need = "text in UTF-8"
+        raise InputError(f"{path}:{number}", got=str(error), need=need, fix="convert the file") from None
+    return RawRow(place=f"{path}:{number}", number=number, content={"text": text}, joins=not first)
+
+
+def _of_parquet(path: Path) -> Iterator[RawRow]:
+    require_extra("pyarrow", "reading parquet")
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+
+    try:
+        with closing(parquet.ParquetFile(path)) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=64):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield RawRow(place=f"{path}: row {number}", number=number, content=record)
+    except (pyarrow.ArrowException, OSError) as error:
+        need = "a parquet file"
+        raise InputError(str(path), got=_first_line(error), need=need, fix="check the file") from None
+
+
+def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
+    """The rows of a data set on the hub, as they are asked for."""
+    require_extra("datasets", "reading a data set of the hub")
+    import datasets
+
+    assert name.hub is not None
+    _require_reachable(name.hub)
+    try:
+        split = data.split or name.split or _first_split(name, data.subset)
+        stream = datasets.load_dataset(
+            name.hub.id, data.subset, split=split, revision=name.hub.revision, streaming=True
+        )
+        for number, record in enumerate(stream, start=1):
+            yield RawRow(place=f"{name.name} row {number}", number=number, content=record)
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        known = diagnose(error, name.hub, "dataset")
+        raise known or _unreadable(error, name) from None
+
+
+def _require_reachable(hub: HubName) -> None:
+    """Raise at once what `datasets` would after several attempts."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(hub.id, revision=hub.revision, timeout=20)
+    except Exception as error:
+        raise explain(error, hub, "dataset") from None
+
+
+def _first_split(name: DataName, subset: str | None) -> str:
+    """`train` where a data set has it, else the first split that begins so, else its first."""
+    import datasets
+
+    assert name.hub is not None
+    names: list[str] = datasets.get_dataset_split_names(name.hub.id, subset, revision=name.hub.revision)
+    return min(names, key=lambda one: (one != "train", not one.startswith("train")))
+
+
+def _unreadable(error: Exception, name: DataName) -> InputError:
+    return InputError(
+        f"dataset {name.hub}",
+        got=_first_line(error),
+        need="a data set that `datasets` can read, and a split and subset that it has",
+        fix="name them: ORG/NAME:SPLIT:COLUMN, and calibration.subset in a scenario",
+    )
+
+
+def _of_plugin(name: str) -> Iterator[RawRow]:
+    """The rows of another package's source: a function without arguments that returns mappings."""
+    source = load_plugin(CALIBRATION, name)
+    if not callable(source):
+        need, fix = "a function that returns rows", "correct its entry point"
+        raise InputError(f"{CALIBRATION} {name}", got=type(source).__name__, need=need, fix=fix)
+    try:
+        for number, record in enumerate(source(), start=1):
+            yield RawRow(place=f"{name} row {number}", number=number, content=record)
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        need, fix = "rows", "correct the source"
+        raise InputError(
+            f"{CALIBRATION} {name}", got=f"{type(error).__name__}: {error}", need=need, fix=fix
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
