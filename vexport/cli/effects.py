@@ -11,7 +11,16 @@ from vexport.cli.base import note
 from vexport.types import Plan
 
 CALIBRATION_OPTIONS = ("samples", "seq_len", "seed", "pack", "all_experts", "device")
-PLAN_OPTIONS = ("scheme", "group_size", "observer", "ignore", "kv_cache", "on_unsupported_shape", "tp")
+PLAN_OPTIONS = (
+    "scheme",
+    "recipe",
+    "group_size",
+    "observer",
+    "ignore",
+    "kv_cache",
+    "on_unsupported_shape",
+    "tp",
+)
 
 
 def given_options(*names: str) -> list[str]:

@@ -15,7 +15,16 @@ TWO_COLUMNS = 66
 OTHERS = "Options"
 # The sections in their order; an option that none of them names stands under "Options".
 SECTIONS: Mapping[str, Sequence[str]] = {
-    "Scheme": ("scheme", "observer", "rounding", "group_size", "ignore", "kv_cache", "on_unsupported_shape"),
+    "Scheme": (
+        "scheme",
+        "recipe",
+        "observer",
+        "rounding",
+        "group_size",
+        "ignore",
+        "kv_cache",
+        "on_unsupported_shape",
+    ),
     "Comparison": ("baseline", "against", "accept", "source"),
     "Calibration": ("calibration", "samples", "seq_len", "seed", "pack", "all_experts", "device"),
     "Tasks": ("tasks", "include_path", "limit", "stopping", "batch_size"),

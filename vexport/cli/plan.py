@@ -9,18 +9,18 @@ import click
 from vexport.cli.base import command, note, print_text, require_plan
 from vexport.cli.effects import PLAN_OPTIONS, given_values, note_unused, require_scenario_alone
 from vexport.cli.options import PATH, Answer, format_option, is_scenario, revision_option
-from vexport.cli.planning import PlanOptions, plan_options, scheme_option
+from vexport.cli.planning import PlanOptions, plan_options, requested_rules, scheme_option
 from vexport.types import Outlook, Plan
 
 if TYPE_CHECKING:
     from vexport.checkpoint.index import SourceIndex
-    from vexport.scenario import Calibration, Scenario
+    from vexport.scenario import Calibration, Rule, Scenario
 
 
 @command()
 @click.argument("source", metavar="SOURCE|SCENARIO")
 @revision_option
-@scheme_option(required=False)
+@scheme_option
 @click.option(
     "--run-dir", type=PATH, help="Where `run` measured what scheme: auto chooses by [default: runs/NAME]."
 )
@@ -30,6 +30,7 @@ def plan(
     source: str,
     revision: str | None,
     scheme: str | None,
+    recipe: Path | None,
     run_dir: Path | None,
     options: PlanOptions,
     answer: Answer,
@@ -52,8 +53,9 @@ def plan(
         raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")
     if is_scenario(source):
         _plan_scenario(source, revision, run_dir, answer)
-    elif scheme:
-        _plan_scheme(source, with_revision(source, revision), scheme, options, answer)
+    elif scheme or recipe:
+        rules, options = requested_rules(scheme, recipe, options)
+        _plan_rules(source, with_revision(source, revision), rules, options, answer)
     else:
         _compare_schemes(with_revision(source, revision), options, answer)
 
@@ -77,18 +79,13 @@ def _plan_scenario(source: str, revision: str | None, run_dir: Path | None, answ
     _print(source, plan, outlook, answer, scenario)
 
 
-def _plan_scheme(source: str, name: str, scheme: str, options: PlanOptions, answer: Answer) -> None:
-    """The plan of one scheme for all layers; `name` is the source with its revision."""
+def _plan_rules(
+    source: str, name: str, rules: "tuple[Rule, ...]", options: PlanOptions, answer: Answer
+) -> None:
+    """The plan of rules for a model; `name` is the source with its revision."""
     from vexport.cli.terminal import progress_display
-    from vexport.plan.source import plan_headers, rules_for
+    from vexport.plan.source import plan_headers
 
-    rules = rules_for(
-        scheme,
-        observer=options.observer,
-        ignore=options.ignore,
-        rounding=options.rounding,
-        group_size=options.group_size,
-    )
     with progress_display(quiet=answer.quiet) as on_progress:
         index, plan = plan_headers(name, rules, options.settings, on_progress)
     _print(source, plan, _outlook(index, plan, None, _quantize_command(source, plan)), answer)

@@ -1,19 +1,22 @@
 """Options that say what is quantized how, and what they come to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
+from vexport.cli.base import note
 from vexport.cli.completion import complete_observer, complete_scheme
+from vexport.cli.effects import given_options
 from vexport.cli.help import RenamedOption
-from vexport.cli.options import POSITIVE, Count, Decorator, stacked, tp_option
+from vexport.cli.options import PATH, POSITIVE, Count, stacked, tp_option
 from vexport.types import KvCache, OnUnsupportedShape
 from vexport.types.rounding import ROUNDINGS, Rounding
 
 if TYPE_CHECKING:
     from vexport.plan import Settings
-    from vexport.scenario import Calibration
+    from vexport.scenario import Calibration, Rule
 
 GroupSize = int | Literal["channel"]
 SCHEME_HELP = "Scheme for all linear layers; see `vexport list schemes`."
@@ -73,11 +76,47 @@ class CalibrationOptions:
         )
 
 
-def scheme_option(*, required: bool) -> Decorator:
-    """--scheme."""
-    return click.option(
-        "--scheme", metavar="S", required=required, shell_complete=complete_scheme, help=SCHEME_HELP
-    )
+scheme_option = stacked(
+    click.option("--scheme", metavar="S", shell_complete=complete_scheme, help=SCHEME_HELP),
+    click.option(
+        "--recipe",
+        type=PATH,
+        metavar="FILE.yaml",
+        help="Recipe of llm-compressor (QuantizationModifier, GPTQModifier) in the place of a scheme.",
+    ),
+)
+
+
+def requested_rules(
+    scheme: str | None, recipe: Path | None, options: PlanOptions
+) -> "tuple[tuple[Rule, ...], PlanOptions]":
+    """The rules of --scheme or --recipe, and the options with the KV cache that a recipe names.
+
+    Raises UsageError where both or none are given, or options say what a recipe says.
+    """
+    from vexport.plan.source import ignored_rules, rules_for
+
+    if (scheme is None) == (recipe is None):
+        raise click.UsageError("Name what to quantize to: --scheme S, or --recipe FILE.yaml.")
+    if scheme is not None:
+        rules = rules_for(
+            scheme,
+            observer=options.observer,
+            ignore=options.ignore,
+            rounding=options.rounding,
+            group_size=options.group_size,
+        )
+        return rules, options
+    if extra := given_options("observer", "rounding", "group_size"):
+        raise click.UsageError(f"{', '.join(extra)} cannot be used with --recipe, which says the same.")
+    assert recipe is not None
+    from vexport.scenario.llmcompressor import read_recipe
+
+    found = read_recipe(recipe)
+    for text in found.notes:
+        note(text)
+    rules = (*ignored_rules(options.ignore), *found.rules)
+    return rules, replace(options, kv_cache=options.kv_cache or found.kv_cache)
 
 
 class GroupSizeType(click.ParamType["GroupSize"]):

@@ -17,6 +17,7 @@ from vexport.cli.planning import (
     PlanOptions,
     calibration_options,
     plan_options,
+    requested_rules,
     scheme_option,
 )
 from vexport.types import Calibration, ExpertCoverage, Plan
@@ -26,7 +27,7 @@ from vexport.types import Calibration, ExpertCoverage, Plan
 @click.argument("source")
 @click.argument("out", type=PATH)
 @revision_option
-@scheme_option(required=True)
+@scheme_option
 @plan_options
 @calibration_options
 @click.option(
@@ -39,7 +40,8 @@ def quantize(
     source: str,
     out: Path,
     revision: str | None,
-    scheme: str,
+    scheme: str | None,
+    recipe: Path | None,
     options: PlanOptions,
     calibration: CalibrationOptions,
     max_shard_size: int,
@@ -56,22 +58,16 @@ def quantize(
     Examples:
       vexport quantize MODEL OUT --scheme FP8_DYNAMIC
       vexport quantize MODEL OUT --scheme NVFP4 --calibration chats.jsonl --samples 256
+      vexport quantize MODEL OUT --recipe recipe.yaml
       vexport quantize MODEL OUT --scheme W4A16 --group-size 64 --ignore re:.*layers[.]0[.].*
     """
     from vexport.checkpoint.data_name import DEFAULT
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
     from vexport.plan.needs import rounded_to_nearest, rules_need_calibration
-    from vexport.plan.source import rules_for
     from vexport.quantize.job import QuantizeJob, is_rank_zero, quantize_source
 
-    rules = rules_for(
-        scheme,
-        observer=options.observer,
-        ignore=options.ignore,
-        rounding=options.rounding,
-        group_size=options.group_size,
-    )
+    rules, options = requested_rules(scheme, recipe, options)
     samples = calibration.settings
     if samples is None and rules_need_calibration(rules, options.kv_cache):
         samples, rules = calibration.with_data(DEFAULT), rounded_to_nearest(rules)

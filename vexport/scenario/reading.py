@@ -20,7 +20,7 @@ def read_scenario(path: Path) -> Scenario:
 
     Paths inside are made absolute, relative to the scenario's folder. Raises InputError.
     """
-    content = _load_yaml(path)
+    content = load_yaml(path)
     if path.name == RECIPE and isinstance(content, dict):
         content = content.get("scenario")
     with problems_at(str(path)):
@@ -47,7 +47,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _load_yaml(path: Path) -> object:
+def load_yaml(path: Path, need: str = "a scenario") -> object:
+    """What a YAML file says, within bounds; InputError where it cannot be read."""
     try:
         loader = _Loader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -56,7 +57,7 @@ def _load_yaml(path: Path) -> object:
         content: object = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
         raise InputError(
-            str(path), got="no such file", need="a scenario", fix="see scenarios/*.yaml"
+            str(path), got="no such file", need=need, fix="check the path; see scenarios/*.yaml"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(

@@ -1,0 +1,146 @@
+"""Recipes of llm-compressor become rules; what vexport does not do is refused by name, all at once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from vexport.errors import InputError
+from vexport.scenario.llmcompressor import Recipe, read_recipe
+
+SIMPLE = """
+default_stage:
+  default_modifiers:
+    {modifier}:
+      targets: [Linear]
+      ignore: [lm_head]
+      {keys}
+"""
+GROUPS = """
+quant_stage:
+  quant_modifiers:
+    GPTQModifier:
+      sequential_update: true
+      block_size: 128
+      dampening_frac: 0.05
+      actorder: static
+      ignore: [lm_head, "re:.*layers.0.*"]
+      config_groups:
+        group_0:
+          weights: {num_bits: 8, type: float, strategy: channel, symmetric: true, dynamic: false}
+          input_activations: {num_bits: 8, type: float, strategy: token, symmetric: true, dynamic: true}
+          targets: [Linear]
+        group_1:
+          weights: {num_bits: 4, type: int, strategy: group, group_size: 64, symmetric: false, observer: mse}
+          targets: ["re:.*down_proj"]
+      kv_cache_scheme: {num_bits: 8, type: float, strategy: tensor, dynamic: false, symmetric: true}
+"""
+
+
+def recipe(folder: Path, text: str) -> Recipe:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return read_recipe(path)
+
+
+def rules(read: Recipe) -> list[tuple[str, str, str | None, str | None]]:
+    return [(rule.match, rule.scheme, rule.observer, rule.rounding) for rule in read.rules]
+
+
+def test_a_scheme_by_name(tmp_path: Path) -> None:
+    text = SIMPLE.format(modifier="QuantizationModifier", keys="scheme: FP8_DYNAMIC")
+    assert rules(recipe(tmp_path, text)) == [
+        ("lm_head", "keep", None, None),
+        ("Linear", "FP8_DYNAMIC", None, "nearest"),
+    ]
+    text = SIMPLE.format(modifier="GPTQModifier", keys="scheme: W4A16\n      weight_observer: mse")
+    assert rules(recipe(tmp_path, text))[1] == ("Linear", "W4A16", "mse", "gptq")
+
+
+def test_schemes_by_target_and_flat_recipes(tmp_path: Path) -> None:
+    text = (
+        "QuantizationModifier: {scheme: {FP8_DYNAMIC: [Linear], NVFP4A16: ['re:.*mlp.*']}, ignore: lm_head}"
+    )
+    assert [rule[:2] for rule in rules(recipe(tmp_path, text))] == [
+        ("lm_head", "keep"),
+        ("re:.*mlp.*", "NVFP4A16"),
+        ("Linear", "FP8_DYNAMIC"),
+    ]
+
+
+def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> None:
+    read = recipe(tmp_path, GROUPS)
+    assert rules(read)[2:] == [
+        ("re:.*down_proj", "W4A16_ASYM_G64", "mse", "gptq"),
+        ("Linear", "FP8_DYNAMIC", None, "gptq"),
+    ]
+    assert read.kv_cache == "fp8"
+    assert "dampening_frac 0.05 is not taken over" in read.notes[0]
+    ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")
+    assert ran.code == 0, ran.stderr
+    assert "W4A16_ASYM_G64" in ran.stdout
+    assert "KV cache" in ran.stdout
+    assert "dampening_frac" in ran.stderr
+
+
+def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
+    text = SIMPLE.format(modifier="QuantizationModifier", keys="scheme: W8A8")
+    recipe(tmp_path, text)
+    by_recipe, by_scheme = tmp_path / "a", tmp_path / "b"
+    assert vexport("quantize", llama, by_recipe, "--recipe", tmp_path / "recipe.yaml").code == 0
+    assert vexport("quantize", llama, by_scheme, "--scheme", "W8A8").code == 0
+    one, two = ((folder / "model.safetensors").read_bytes() for folder in (by_recipe, by_scheme))
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("modifier", "keys", "words"),
+    [
+        (
+            "SmoothQuantModifier",
+            "smoothing_strength: 0.8",
+            "SmoothQuantModifier: got a modifier that vexport",
+        ),
+        ("AWQModifier", "scheme: W4A16", "AWQModifier: got a modifier"),
+        ("GPTQModifier", "{scheme: W4A16, actorder: group}", "actorder: got 'group'"),
+        ("QuantizationModifier", "scheme: W4A17", "scheme: got 'W4A17'"),
+        ("QuantizationModifier", "schema: W4A16", "(did you mean scheme?)"),
+        ("QuantizationModifier", "{scheme: FP8, input_observer: mse}", "input_observer: got 'mse'"),
+        ("QuantizationModifier", "{scheme: FP8, targets: [Embedding]}", "got the class Embedding"),
+        ("QuantizationModifier", "ignore: []", "scheme: got none"),
+        ("QuantizationModifier", "{scheme: FP8, weight_observer: mine}", "observer"),
+        (
+            "QuantizationModifier",
+            "config_groups: {g: {targets: [Linear], weights: {num_bits: 4, type: float, strategy: channel}}}",
+            "config_groups.g",
+        ),
+        (
+            "QuantizationModifier",
+            "config_groups: {g: {targets: [Linear], weights: {num_bits: 8}, output_activations: {a: 8}}}",
+            "output_activations: got quantized outputs",
+        ),
+        (
+            "QuantizationModifier",
+            "{scheme: FP8, kv_cache_scheme: {num_bits: 8, type: int}}",
+            "kv_cache_scheme: got another scheme",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(
+    tmp_path: Path, llama: Path, modifier: str, keys: str, words: str
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{modifier}: {keys if keys.startswith('{') else f'{{{keys}}}'}\n")
+    ran = vexport("quantize", llama, tmp_path / "out", "--recipe", path)
+    assert ran.code == 2
+    assert any(words in line for line in ran.errors), ran.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_stands_alone(tmp_path: Path, llama: Path) -> None:
+    recipe(tmp_path, SIMPLE.format(modifier="QuantizationModifier", keys="scheme: W8A8"))
+    for options in ([], ["--scheme", "W8A8"], ["--group-size", "64"]):
+        call = ("--recipe", tmp_path / "recipe.yaml") if options else ()
+        assert vexport("quantize", llama, tmp_path / "out", *call, *options).code == 2
+    with pytest.raises(InputError, match="need a recipe"):
+        read_recipe(tmp_path / "none.yaml")

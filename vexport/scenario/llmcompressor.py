@@ -1,0 +1,249 @@
+"""llm-compressor's recipes as rules: QuantizationModifier and GPTQModifier; the rest is refused by name.
+
+Source: llmcompressor/modifiers/quantization/quantization/mixin.py and gptq/base.py of llm-compressor 0.14.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import JsonValue, ValidationError
+
+from vexport.errors import InputError, InputErrors, nearest
+from vexport.formats.parsing import parse_args
+from vexport.scenario.model import Rule
+from vexport.scenario.reading import load_yaml
+from vexport.types import KvCache
+
+QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
+MODIFIERS = (QUANTIZATION, GPTQ)
+_OF_BOTH = (
+    "config_groups",
+    "targets",
+    "ignore",
+    "scheme",
+    "kv_cache_scheme",
+    "weight_observer",
+    "input_observer",
+    "output_observer",
+    "observer",
+)
+# What changes how llm-compressor works, and not what comes of it.
+_WITHOUT_EFFECT: tuple[str, ...] = (
+    "block_size",
+    "sequential_update",
+    "sequential_targets",
+    "offload_hessians",
+    "index",
+)
+_WITHOUT_EFFECT += ("start", "end", "group", "bypass_divisibility_checks")
+_OF_GPTQ = ("dampening_frac", "actorder")
+_STATIC_ORDERS = (None, "static", "weight")
+# Its default for inputs gives the ranges of ours.
+_INPUT_OBSERVERS = (None, "minmax", "static_minmax", "memoryless_minmax")
+Keys = Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a recipe comes to, and what of it has no effect here."""
+
+    rules: tuple[Rule, ...]
+    kv_cache: KvCache | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Modifier:
+    name: str
+    keys: Keys
+    where: str
+
+    def problem(self, key: str, got: str, need: str, fix: str = "remove it") -> InputError:
+        """An error at one of its keys."""
+        return InputError(f"{self.where}.{key}", got=got, need=need, fix=fix)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """A recipe's file as rules. Raises InputErrors that name every key that cannot be followed."""
+    content = load_yaml(path, "a recipe")
+    modifiers = list(_modifiers(content, str(path)))
+    if not modifiers:
+        need = f"a recipe of llm-compressor with {' or '.join(MODIFIERS)}"
+        raise InputError(str(path), got="no modifier", need=need, fix="check the file")
+    problems = [problem for modifier in modifiers for problem in _unknown(modifier)]
+    ignored = [_strings(modifier, "ignore", problems) for modifier in modifiers]
+    if any(set(one) != set(ignored[0]) for one in ignored):
+        first = modifiers[1]
+        need = "the same in every modifier, as the first rule that matches decides"
+        problems.append(first.problem("ignore", "another list than the first modifier's", need, "join them"))
+    rules = [Rule(match=pattern, scheme="keep") for pattern in ignored[0] if not problems]
+    for modifier in modifiers:
+        rules += _rules(modifier, problems)
+    caches = {cache for modifier in modifiers if (cache := _kv_cache(modifier, problems)) is not None}
+    if problems:
+        raise InputErrors(problems)
+    return Recipe(
+        rules=tuple(rules),
+        kv_cache=next(iter(caches), None),
+        notes=tuple(note for modifier in modifiers for note in _notes(modifier)),
+    )
+
+
+def _modifiers(content: object, where: str) -> Iterator[_Modifier]:
+    """The modifiers of all stages, in order; stages and groups of modifiers have any name."""
+    if isinstance(content, list):
+        for number, item in enumerate(content):
+            yield from _modifiers(item, f"{where}: {number}")
+    if not isinstance(content, dict):
+        return
+    for name, value in content.items():
+        inside = f"{where}: {name}" if ": " not in where else f"{where}.{name}"
+        if isinstance(name, str) and name.endswith("Modifier"):
+            yield _Modifier(name=name, keys=value if isinstance(value, dict) else {}, where=inside)
+        else:
+            yield from _modifiers(value, inside)
+
+
+def _unknown(modifier: _Modifier) -> Iterator[InputError]:
+    """The modifier, or its keys, that vexport has nothing for."""
+    if modifier.name not in MODIFIERS:
+        need = " or ".join(MODIFIERS)
+        fix = "remove it, or use llm-compressor for it and `vexport check` its checkpoint"
+        yield InputError(modifier.where, got="a modifier that vexport does not have", need=need, fix=fix)
+        return
+    known = (*_OF_BOTH, *_WITHOUT_EFFECT, *(_OF_GPTQ if modifier.name == GPTQ else ()))
+    for key in modifier.keys:
+        if key not in known:
+            fix = f"remove it{nearest(key, known)}"
+            yield modifier.problem(key, "a key that vexport does not know", "one of a modifier's keys", fix)
+    order = modifier.keys.get("actorder")
+    if order not in _STATIC_ORDERS:
+        need = "static or none: vLLM refuses groups in another order"
+        yield modifier.problem("actorder", repr(order), need, "write static")
+    observers = _observers(modifier)
+    if observers.get("input") not in _INPUT_OBSERVERS:
+        yield modifier.problem("input_observer", repr(observers["input"]), "minmax", "remove it")
+
+
+def _observers(modifier: _Modifier) -> Mapping[str, JsonValue]:
+    """The observer of weights and that of inputs, however they are written."""
+    both = modifier.keys.get("observer")
+    named = both if isinstance(both, dict) else {"weights": both}
+    return {
+        "weights": modifier.keys.get("weight_observer") or named.get("weights"),
+        "input": modifier.keys.get("input_observer") or named.get("input") or named.get("input_activations"),
+    }
+
+
+def _rules(modifier: _Modifier, problems: list[InputError]) -> list[Rule]:
+    """The rules of a modifier: names first, then patterns, then classes, as compressed-tensors matches."""
+    rules: list[Rule] = []
+    for where, targets, scheme in _groups(modifier, problems):
+        for target in sorted(targets, key=_breadth):
+            if _breadth(target) == 2 and target != "Linear":
+                got, need = f"the class {target}", "Linear, the name of a layer, or re:..."
+                problems.append(modifier.problem(where, got, need, "name the layers"))
+                continue
+            keys = {"match": target, **_common(modifier), **scheme}
+            try:
+                rules.append(
+                    Rule.model_validate({key: each for key, each in keys.items() if each is not None})
+                )
+            except ValidationError as error:
+                problems += [
+                    _of_pydantic(modifier, where, one["msg"], one["input"]) for one in error.errors()
+                ]
+    return sorted(rules, key=lambda rule: _breadth(rule.match))
+
+
+def _of_pydantic(modifier: _Modifier, where: str, message: str, value: object) -> InputError:
+    got = "arguments that are not written" if isinstance(value, dict) else repr(value)
+    return modifier.problem(where, got, message.removeprefix("Value error, "), "correct the value")
+
+
+def _common(modifier: _Modifier) -> dict[str, JsonValue]:
+    observer = _observers(modifier)["weights"]
+    rounding = "gptq" if modifier.name == GPTQ else "nearest"
+    return {"rounding": rounding, "observer": observer}
+
+
+def _groups(
+    modifier: _Modifier, problems: list[InputError]
+) -> Iterator[tuple[str, list[str], dict[str, JsonValue]]]:
+    """(key, targets, keys of a rule) of the scheme or of each config group."""
+    groups, scheme = modifier.keys.get("config_groups"), modifier.keys.get("scheme")
+    targets = _strings(modifier, "targets", problems) or ["Linear"]
+    if isinstance(groups, dict):
+        for name, group in groups.items():
+            if not isinstance(group, dict):
+                problems.append(modifier.problem(f"config_groups.{name}", repr(group), "a config group"))
+            elif group.get("output_activations") is not None:
+                need = "none: vLLM quantizes no outputs"
+                where = f"config_groups.{name}.output_activations"
+                problems.append(modifier.problem(where, "quantized outputs", need))
+            else:
+                yield _config_group(f"config_groups.{name}", group, targets)
+    elif isinstance(scheme, dict):
+        for name, own in scheme.items():
+            listed = own if isinstance(own, list) else [own]
+            yield f"scheme.{name}", [str(one) for one in listed], {"scheme": _scheme(name)}
+    elif isinstance(scheme, str):
+        yield "scheme", targets, {"scheme": _scheme(scheme)}
+    elif modifier.name in MODIFIERS and "kv_cache_scheme" not in modifier.keys:
+        problems.append(modifier.problem("scheme", "none", "a scheme or config_groups", "add one"))
+
+
+def _config_group(where: str, group: Keys, targets: list[str]) -> tuple[str, list[str], dict[str, JsonValue]]:
+    """A config group's targets and arguments; without group-wise order, which is GPTQ's own."""
+    own = group.get("targets")
+    keys: dict[str, JsonValue] = {
+        "weights": group.get("weights"),
+        "input_activations": group.get("input_activations"),
+    }
+    return where, [str(one) for one in own] if isinstance(own, list) else targets, keys
+
+
+def _scheme(name: str) -> str:
+    return "keep" if name.upper() == "UNQUANTIZED" else name
+
+
+def _breadth(target: str) -> int:
+    """0 a layer's name, 1 a pattern, 2 a class."""
+    if target.startswith("re:"):
+        return 1
+    return 2 if target[:1].isupper() else 0
+
+
+def _strings(modifier: _Modifier, key: str, problems: list[InputError]) -> list[str]:
+    """A key's list of strings, or its one string."""
+    value = modifier.keys.get(key)
+    listed = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(listed, Sequence) or not all(isinstance(one, str) for one in listed):
+        problems.append(modifier.problem(key, repr(value), "a list of names", "correct the value"))
+        return []
+    return [str(one) for one in listed]
+
+
+def _kv_cache(modifier: _Modifier, problems: list[InputError]) -> KvCache | None:
+    """How keys and values are stored."""
+    raw = modifier.keys.get("kv_cache_scheme")
+    if raw is None:
+        return None
+    args = parse_args(raw)
+    if isinstance(args, str):
+        problems.append(modifier.problem("kv_cache_scheme", args, "quantization arguments", "correct them"))
+        return None
+    kinds: dict[str, KvCache] = {"tensor": "fp8", "attn_head": "fp8_per_head"}
+    is_fp8 = args.is_float and args.num_bits == 8 and args.symmetric and not args.dynamic
+    if not is_fp8 or args.strategy not in kinds:
+        need = "static symmetric floats of 8 bits, strategy tensor or attn_head, as vLLM takes them"
+        problems.append(modifier.problem("kv_cache_scheme", "another scheme", need, "correct it"))
+        return None
+    return kinds[args.strategy]
+
+
+def _notes(modifier: _Modifier) -> Iterator[str]:
+    damping = modifier.keys.get("dampening_frac")
+    if damping is not None:
+        yield f"{modifier.where}.dampening_frac {damping} is not taken over: vexport's GPTQ has its own"
