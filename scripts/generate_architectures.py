@@ -90,6 +90,7 @@ def describe(model: type) -> Table:
         "routers": sorted({*named_layers(parts, is_quantizable_router)} - {*unquantized(parts)}),
         "row_parallel": named_layers(parts, lambda call: name_of(call) == "RowParallelLinear"),
         "replicated": named_layers(parts, is_replicated),
+        "embedding": embedding(parts),
         "renames": renames(model),
         "language_model": sorted(attributes),
         "inner_unknown": bool(attributes) and not inner,
@@ -199,14 +200,33 @@ def is_plain(call: ast.Call, called: str) -> bool:
     """Whether a layer is built without a quantization config."""
     given = [keyword.value for keyword in call.keywords if keyword.arg == "quant_config"]
     passed = any("quant_config" in ast.unparse(argument) for argument in call.args)
-    is_none = bool(given) and isinstance(given[0], ast.Constant) and given[0].value is None
-    return called in NEVER_QUANTIZED or is_none or not (given or passed)
+    no_config = bool(given) and is_none(given[0])
+    return called in NEVER_QUANTIZED or no_config or not (given or passed)
 
 
 def is_quantizable_router(call: ast.Call) -> bool:
     """Whether a call builds a router with a quantization config (fused_moe/router/gate_linear.py)."""
     called = name_of(call)
     return called == "GateLinear" and not is_plain(call, called)
+
+
+def embedding(parts: list[type]) -> str | None:
+    """How vLLM finds the config group of the table of tokens: "name" where the model hands it its name and
+    the quantization config, "class" where only the config; None where it never quantizes it."""
+    given = [
+        {keyword.arg for keyword in call.keywords if not is_none(keyword.value)}
+        for part in parts
+        for call in calls_in(part)
+        if name_of(call) == "VocabParallelEmbedding"
+    ]
+    if not any("quant_config" in names for names in given):
+        return None
+    return "name" if any({"quant_config", "prefix"} <= names for names in given) else "class"
+
+
+def is_none(node: ast.AST) -> bool:
+    """Whether an argument is the literal None."""
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def layer_name(call: ast.Call, attribute: str) -> str:

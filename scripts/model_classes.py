@@ -15,8 +15,8 @@ from torch import nn
 from vllm.model_executor.models import registry
 
 MODELS = ("vllm.model_executor.models", "vllm.models", "vllm.model_executor.layers.mamba")
-# Imported by multimodal classes for pictures and sound only; may be missing where the table is generated.
-OPTIONAL_PACKAGES = ("torchvision", "torchaudio")
+# Imported for pictures, sound and other methods only; may be missing where the table is generated.
+OPTIONAL_PACKAGES = ("gguf", "timm", "torchaudio", "torchvision")
 
 
 class AnyName(type):

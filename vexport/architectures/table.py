@@ -25,6 +25,8 @@ USUAL_EXPERTS = ("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 
 
+# Whether vLLM can quantize a class's table of tokens: found by its name or its class, or by its class alone.
+TableLookup = Literal["name", "class"]
 # Which tensors of a layer follow when vLLM's loader orders its rows again. scales by row: the weight and a
 # scale of each row or of all. every tensor: each is taken for a row of values for each row of the weight.
 # whole heads: each that has an output dimension, cut by heads. plain weight: `weight` alone, packed ones and
@@ -51,8 +53,9 @@ class Architecture:
     `transposed_experts` whether these are (experts, in, out). `reordered` layers get their rows in another
     order when vLLM loads them. `unquantized` layers are built without a quantization config, `routers` with
     one: vLLM quantizes them unless `ignore` names them. `row_parallel` layers are cut along in_features by
-    tensor parallelism, `replicated` ones not at all, the rest along out_features. `language_model` are the
-    attributes of a multimodal class that hold one, empty for a text model; `inner_unknown` where the
+    tensor parallelism, `replicated` ones not at all, the rest along out_features. `embedding` says how vLLM
+    looks for the config group of the table of tokens, None where it never quantizes it. `language_model` are
+    the attributes of a multimodal class that hold one, empty for a text model; `inner_unknown` where the
     checkpoint's config chooses its class.
     """
 
@@ -66,6 +69,7 @@ class Architecture:
     routers: tuple[str, ...] = ()
     row_parallel: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
+    embedding: TableLookup | None = None
     renames: Renames = Renames()
     language_model: tuple[str, ...] = ()
     inner_unknown: bool = False

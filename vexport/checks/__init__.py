@@ -54,6 +54,7 @@ FAMILIES = (
     "kv_cache",
     "transforms",
     "tokenizer",
+    "chat_template",
     "devices",
     "versions",
 )

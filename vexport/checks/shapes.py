@@ -17,8 +17,8 @@ from vexport.types import Finding, TensorInfo
 NAME = "shapes"
 DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
 
-# Rounded to 16 bits it moves all weights of a layer alike, by .4 % at most: far less than FP4 does.
-GLOBAL_SCALE, SIXTEEN_BITS = ".weight_global_scale", ("F16", "BF16")
+# Rounded to 16 bits they move all weights or inputs of a layer alike, by .4 %: far less than FP4 does.
+GLOBAL_SCALES, SIXTEEN_BITS = (".weight_global_scale", ".input_global_scale"), ("F16", "BF16")
 LAYER_SCALES = frozenset({"weight_scale", "input_scale"})
 CACHE_SCALES = (".k_scale", ".v_scale")
 
@@ -83,7 +83,7 @@ def _dtype(
     if tensor.dtype in expected.dtypes:
         return
     wanted = f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})"
-    rounded_little = tensor.name.endswith(GLOBAL_SCALE) and tensor.dtype in SIXTEEN_BITS
+    rounded_little = tensor.name.endswith(GLOBAL_SCALES) and tensor.dtype in SIXTEEN_BITS
     if rounded_little or is_lossless_cast(view.reader, tensor, expected.dtype):
         yield warning(
             NAME,

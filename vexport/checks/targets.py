@@ -4,10 +4,21 @@ from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.arguments import of_attention
-from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, error, quantized_parameters
+from vexport.checks.vllm.view import (
+    TABLES_SINCE,
+    CheckpointView,
+    ConfigGroup,
+    FusedLinear,
+    error,
+    quantized_parameters,
+)
+from vexport.formats import PACKED
+from vexport.formats.arguments import described
 from vexport.formats.partition import is_head
+from vexport.numerics.constants import INT32_BITS
 from vexport.plan import is_embedding
 from vexport.types import Finding
+from vexport.version import short_version
 
 NAME = "targets"
 DESCRIPTION = "targets and ignore, resolved as vLLM does, agree with the tensors of every layer"
@@ -28,7 +39,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 fix="list all of them in ignore, or none",
             )
             continue
-        yield from _agreement(view, fused)
+        table = is_embedding(fused.name) and fused.is_quantized
+        yield from _quantized_table(view, fused) if table else _agreement(view, fused)
     yield from _experts(view)
     yield from _embeddings(view)
 
@@ -54,6 +66,44 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
                 got="an unquantized weight",
                 fix="add the table to ignore, or narrow the targets",
             )
+
+
+def _quantized_table(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
+    """A table of tokens that is stored quantized, which vLLM refuses of most models."""
+    reason = _table_refusal(view, fused)
+    if reason is not None:
+        yield error(
+            NAME,
+            fused.name,
+            expected="an unquantized table, or packed integers that vLLM looks up in a model like this",
+            got=f"{', '.join(quantized_parameters(fused.members[fused.name]))}: {reason}",
+            fix="keep the embeddings: quantize again with the table in ignore",
+        )
+
+
+def _table_refusal(view: CheckpointView, fused: FusedLinear) -> str | None:
+    """Why vLLM refuses a quantized table; None where it looks tokens up in it.
+
+    Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and what each model
+    hands to its VocabParallelEmbedding.
+    """
+    version, group = short_version(view.target.vllm), view.group_of(fused)
+    if view.target.vllm < TABLES_SINCE:
+        return f"vLLM {version} quantizes no embeddings"
+    if view.table_lookup is None:
+        return f"{view.class_name} builds its table without a quantization config (vLLM {version})"
+    if group is None and view.table_lookup == "class":
+        return f"{view.class_name} gives its table no name, so that only the target Embedding finds it"
+    if group is None:
+        return "no target matches it"
+    if not any(is_head(name.rpartition(".")[0]) for name in view.index.tensors):
+        return "the output head is tied to it, which vLLM cannot multiply by"
+    weights = group.weights
+    if group.storage is not PACKED or group.input_activations is not None or weights.is_float:
+        return f"vLLM looks up packed integers of weights only, not {group.format}: {described(group)}"
+    if not weights.symmetric or INT32_BITS % weights.num_bits:
+        return f"vLLM looks up symmetric integers of 2, 4 and 8 bits, not {described(group)}"
+    return None
 
 
 def _experts(view: CheckpointView) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
-"""Can vLLM read the tokenizer and the generation config, where a checkpoint has them?
+"""Can vLLM read the tokenizer and the generation config, and are their tokens in the vocabulary?
 
-A checkpoint without any tokenizer is served with another one's (`--tokenizer`): that is no finding.
+A checkpoint without any tokenizer is served with another one's (`--tokenizer`): that is a warning.
 """
 
 import json
@@ -10,13 +10,14 @@ from pathlib import Path
 
 from vexport.checkpoint.tokenizer import FILE as TOKENIZER
 from vexport.checkpoint.tokenizer import open_tokenizer
-from vexport.checks.vllm.view import CheckpointView, error
+from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.vocabulary import beyond
 from vexport.errors import InputError
 from vexport.files import read_json, read_json_object
 from vexport.types import Finding, Json
 
 NAME = "tokenizer"
-DESCRIPTION = "tokenizer files and generation_config.json, where there are any, are such that vLLM starts"
+DESCRIPTION = "vLLM starts with the tokenizer and generation_config.json, and the vocabulary has their tokens"
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 # What transformers reads as objects where it is there.
 OBJECTS = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json")
@@ -42,11 +43,18 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         if (root / name).is_file():
             yield from _unreadable(root / name)
     names = [path.name for path in view.index.side_files]
-    if SETTINGS in names and not any(VOCABULARY.match(name) for name in names):
+    if not any(VOCABULARY.match(name) for name in names):
+        missing = error if SETTINGS in names else warning
+        got = (
+            "no such file"
+            if SETTINGS in names
+            else "no tokenizer: `vllm serve` asks for another (--tokenizer)"
+        )
         fix = "copy the source's tokenizer"
-        yield error(NAME, str(root / TOKENIZER), expected="a vocabulary", got="no such file", fix=fix)
+        yield missing(NAME, str(root / TOKENIZER), expected="a vocabulary", got=got, fix=fix)
     if (root / GENERATION).is_file():
         yield from _generation(root / GENERATION)
+    yield from beyond(view, NAME)
 
 
 def _unreadable(path: Path) -> Iterator[Finding]:

@@ -61,6 +61,11 @@ def group_for(
     return _of_class(_class_of(projection, members, architecture), targets)
 
 
+def group_for_table(targets: Targets) -> ConfigGroup | None:
+    """The config group of a table of embeddings that its model builds without a name."""
+    return _of_class(EMBEDDING_CLASS, targets)
+
+
 def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
     """Whether vLLM looks for the members' names: it does not know those of every fused layer."""
     alone = len(members) == 1 or moe_layer(members[0]) is not None

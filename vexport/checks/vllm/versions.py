@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from vexport.checks.vllm.view import ConfigGroup, FusedLinear
 from vexport.formats import MXFP4, PACKED
+from vexport.formats.arguments import GROUPED
 from vexport.formats.partition import EXPERT
 from vexport.types import Severity
 from vexport.version import PINNED, Version
@@ -98,6 +99,15 @@ DIFFERENCES: Sequence[Difference] = (
         otherwise="refuses them: only symmetric int4 and int8",
         since=(0, 29),
         source="compressed_tensors_moe/compressed_tensors_moe_wna16.py",
+    ),
+    Difference(
+        what="activation ordering of weights that are quantized by row",
+        applies=lambda group, fused: (
+            group.weights.actorder is not None and group.weights.strategy not in GROUPED
+        ),
+        otherwise="pins compressed-tensors 0.15.0.1, whose validator refuses it without groups",
+        since=(0, 23),
+        source="validate_model_after in compressed_tensors/quantization/quant_args.py",
     ),
     Difference(
         what="MXFP4 weights with FP8 inputs",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from vexport.architectures import Architecture, FusedModules, architecture_table, resolve
+from vexport.architectures import Architecture, FusedModules, TableLookup, architecture_table, resolve
 from vexport.architectures.fusion import fuse, moe_layer
 from vexport.architectures.history import ClassChanges, class_changes
 from vexport.checkpoint.dtypes import FLOATING
@@ -15,7 +15,7 @@ from vexport.checks.vllm.arguments import ConfigGroup as ConfigGroup
 from vexport.checks.vllm.arguments import of_attention
 from vexport.checks.vllm.arguments import parse_group as parse_group
 from vexport.checks.vllm.decoder import Layout, layout_of
-from vexport.checks.vllm.matching import Targets, group_for, ignored, targets_of
+from vexport.checks.vllm.matching import Targets, group_for, group_for_table, ignored, targets_of
 from vexport.checks.vllm.matching import matches_any as matches_any
 from vexport.checks.vllm.online import OnlineTransform, online_transforms
 from vexport.checks.vllm.target import ANY, Target
@@ -23,8 +23,10 @@ from vexport.formats.parsing import parse_args as parse_args
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 from vexport.types.patterns import Patterns
-from vexport.version import PINNED, short_version
+from vexport.version import PINNED, Version, short_version
 
+# The first vLLM that quantizes tables of embeddings (get_quant_method in its compressed_tensors.py).
+TABLES_SINCE: Version = (0, 23)
 # Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
 QUANTIZED_PARAMETERS = frozenset(
     {
@@ -219,7 +221,17 @@ class CheckpointView:
     def _find_group(self, fused: FusedLinear) -> ConfigGroup | None:
         if self._is_built_plain(fused) or len(self.ignored(fused)) == len(fused.members):
             return None
+        if is_embedding(fused.name) and self.table_lookup != "name":
+            return group_for_table(self.targets) if self.table_lookup == "class" else None
         return group_for(fused.name, self._lookup_names(fused), self.targets, self.architecture)
+
+    @cached_property
+    def table_lookup(self) -> TableLookup | None:
+        """How vLLM looks for the config group of the table of tokens; by name where the class is unknown."""
+        if self.target.vllm < TABLES_SINCE:
+            return None
+        known = self.class_name in architecture_table().architectures
+        return self.architecture.embedding if known else "name"
 
     def _lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
         """The names by which vLLM looks for the group: its parts', also where it is stored as one."""
