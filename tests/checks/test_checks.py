@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.command import vexport
-from tests.models import errors, save_llama, save_qwen3
+from tests.models import errors, problems, save_llama, save_qwen3
 from tests.mutations.edits import Change, Tensors, drop, element, put, spoiled, tensors
-from vexport.checks import check_checkpoint
 from vexport.formats.schemes import all_schemes
 
 Config = dict[str, object]
@@ -22,7 +21,7 @@ DOWN = "model.layers.2.mlp.down_proj"
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_good_checkpoints_are_clean(good: Callable[[str], Path], scheme: str) -> None:
-    assert check_checkpoint(str(good(scheme))).findings == ()
+    assert problems(good(scheme)) == []
 
 
 def test_mixed_schemes_are_clean(tmp_path: Path) -> None:
@@ -40,12 +39,12 @@ def test_mixed_schemes_are_clean(tmp_path: Path) -> None:
     index, plan = plan_source(str(save_llama(tmp_path / "source")), rules)
     (tmp_path / "out").mkdir()
     quantize(index, plan, None, tmp_path / "out")
-    assert check_checkpoint(str(tmp_path / "out")).findings == ()
+    assert problems(tmp_path / "out") == []
 
 
 def test_unquantized_checkpoints_are_clean(llama: Path, tmp_path: Path) -> None:
-    assert check_checkpoint(str(llama)).findings == ()
-    assert check_checkpoint(str(save_qwen3(tmp_path / "qwen"))).findings == ()
+    assert problems(llama) == []
+    assert problems(save_qwen3(tmp_path / "qwen")) == []
 
 
 def e8m0(exponents: torch.Tensor) -> torch.Tensor:
@@ -137,13 +136,14 @@ def test_broken_tensors_are_found(
         ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), f"{DOWN}.weight"),
         ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)), f"{DOWN}.weight_scale"),
         ("W4A16", put(f"{DOWN}.weight_packed", lambda t: t.to(torch.int64)), f"{DOWN}.weight_packed"),
+        ("NVFP4", put(f"{DOWN}.input_global_scale", lambda t: t.bfloat16()), f"{DOWN}.input_global_scale"),
     ],
 )
 def test_what_vllm_casts_without_a_loss_is_a_warning(
     good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, where: str
 ) -> None:
-    report = check_checkpoint(str(spoiled(good(scheme), tmp_path / "cast", change)))
-    assert [(finding.severity, finding.where) for finding in report.findings] == [("warning", where)]
+    found = problems(spoiled(good(scheme), tmp_path / "cast", change))
+    assert [(finding.severity, finding.where) for finding in found] == [("warning", where)]
 
 
 def mutate_config(source: Path, folder: Path, change: Callable[[Config], None]) -> Path:

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command import vexport
-from tests.mutations.edits import drop, element, put, spoiled
+from tests.engine.fixtures import write_tokenizer
+from tests.mutations.edits import all_of, drop, element, put, spoiled
 from vexport.checks import CHECKS
 from vexport.reports import summarize_checks
 from vexport.reports.places import place_of
@@ -43,7 +44,7 @@ def test_annotations_and_the_summary_are_folded(
         for layer in range(3)
         for part in ("mlp.down_proj", "mlp.up_proj", "mlp.gate_proj", "self_attn.o_proj")
     ]
-    broken = spoiled(good("W8A8"), tmp_path / "broken", drop(*scales))
+    broken = spoiled(good("W8A8"), tmp_path / "broken", all_of(drop(*scales), write_tokenizer))
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
@@ -85,7 +86,8 @@ def test_annotations_stand_at_the_file_and_line(
 ) -> None:
     folder = tmp_path / "repository" / "models" / "broken"
     folder.parent.mkdir(parents=True)
-    broken = spoiled(good("W8A8"), folder, put(f"{DOWN}.weight_scale", element(float("nan"))))
+    spoil = put(f"{DOWN}.weight_scale", element(float("nan")))
+    broken = spoiled(good("W8A8"), folder, all_of(spoil, write_tokenizer))
     config = json.loads((broken / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 9
     (broken / "config.json").write_text(json.dumps(config, indent=2))

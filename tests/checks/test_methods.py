@@ -8,7 +8,7 @@ from shutil import copytree
 import pytest
 
 from tests.command import vexport
-from vexport.checks import check_checkpoint
+from tests.models import problems
 from vexport.checks.vllm.methods import PRODUCERS, UNKNOWN_TO_VLLM
 from vexport.types import Finding, Json
 
@@ -42,7 +42,7 @@ def rewritten(source: Path, out: Path, change: Callable[[dict[str, Json]], None]
 
 def only(root: Path) -> Finding:
     """The single finding on a checkpoint."""
-    (finding,) = check_checkpoint(str(root)).findings
+    (finding,) = problems(root)
     return finding
 
 
@@ -79,7 +79,7 @@ def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:
     assert "ModelOpt" in finding.got
     copytree(good("W8A8"), tmp_path / "both")
     (tmp_path / "both" / "hf_quant_config.json").write_text(json.dumps(SEPARATE))
-    assert check_checkpoint(str(tmp_path / "both")).findings == ()
+    assert problems(tmp_path / "both") == []
 
 
 def test_a_name_that_its_keys_belie_is_set(good: Good, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_name_that_its_keys_belie_is_set(good: Good, tmp_path: Path) -> None:
     assert finding.fix == "set quant_method to compressed-tensors"
     ran = vexport("repair", tmp_path / "renamed", tmp_path / "out", "--quiet")
     assert ran.code == 0
-    assert check_checkpoint(str(tmp_path / "out")).findings == ()
+    assert problems(tmp_path / "out") == []
 
 
 def test_the_older_name_of_the_key_is_moved(good: Good, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_older_name_of_the_key_is_moved(good: Good, tmp_path: Path) -> None:
         config["compression_config"] = config.pop("quantization_config")
 
     changed = rewritten(good("W8A8"), tmp_path / "older", older)
-    assert check_checkpoint(str(changed)).findings == ()
+    assert problems(changed) == []
     ran = vexport("repair", changed, tmp_path / "out", "--quiet")
     assert ran.code == 0, ran.stderr
     written = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -13,7 +13,8 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from tests.command import vexport
-from tests.mutations.edits import drop, spoiled
+from tests.engine.fixtures import write_tokenizer
+from tests.mutations.edits import all_of, drop, spoiled
 from vexport.cli.commands import COMMANDS
 from vexport.cli.entry import MAX_CHARACTERS, cli
 from vexport.cli.help import SECTIONS
@@ -232,8 +233,8 @@ def test_version_has_a_short_option() -> None:
     assert cli.name
 
 
-def test_a_check_says_what_it_was_judged_for(good: Callable[[str], Path]) -> None:
-    path = good("W8A8")
+def test_a_check_says_what_it_was_judged_for(good: Callable[[str], Path], tmp_path: Path) -> None:
+    path = spoiled(good("W8A8"), tmp_path / "served", write_tokenizer)
     assert vexport("check", path).stdout == f"PASS  {path}\nno findings for vLLM 0.32, TP 1, any GPU\n"
     options = ("--tp", "1,2", "--sm", "80,9.0", "--vllm", "0.30")
     assert "for vLLM 0.30, TP 1, 2, SM 80, 90\n" in vexport("check", path, *options).stdout
@@ -295,7 +296,7 @@ def test_a_refused_plan_is_printed_once(llama: Path) -> None:
 
 def test_a_repair_that_fails_folds_what_it_names(good: Callable[[str], Path], tmp_path: Path) -> None:
     scales = [f"model.layers.{layer}.mlp.down_proj.weight_scale" for layer in range(3)]
-    broken = spoiled(good("W8A8"), tmp_path / "broken", drop(*scales))
+    broken = spoiled(good("W8A8"), tmp_path / "broken", all_of(drop(*scales), write_tokenizer))
     ran = vexport("repair", broken, tmp_path / "out", "--quiet")
     assert ran.code == 1
     assert ran.stdout.startswith("Cannot be repaired\nerror  model.layers.0-2.mlp.down_proj.weight_scale  [")

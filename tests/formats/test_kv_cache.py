@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.architectures.families import save_family
-from tests.models import save_qwen3, write_calibration
+from tests.models import problems, save_qwen3, write_calibration
 from vexport.checks import check_checkpoint
 from vexport.formats.kv_cache import kv_layout
 from vexport.plan import Settings
@@ -76,7 +76,7 @@ def test_config_and_checkpoint_are_accepted(written: dict[KvCache, Path], kind: 
     scheme = QuantizationConfig.model_validate(raw).kv_cache_scheme
     assert scheme is not None
     assert str(scheme.strategy) == {"fp8": "tensor", "fp8_per_head": "attn_head"}[kind]
-    assert check_checkpoint(str(written[kind])).findings == ()
+    assert problems(written[kind]) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +116,7 @@ def test_a_cache_that_vllm_refuses_is_found(
     config = json.loads((tmp_path / "broken" / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"].update(change)
     (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
-    (finding,) = check_checkpoint(str(tmp_path / "broken")).findings
+    (finding,) = problems(tmp_path / "broken")
     assert finding.check == "kv_cache"
     assert "kv_cache_scheme" in finding.where
 

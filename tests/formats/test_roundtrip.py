@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import save_family
-from tests.models import save_llama
+from tests.models import problems, save_llama
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.checks import check_checkpoint
 from vexport.fidelity.roundtrip import changed_tensors, layer_errors
 from vexport.formats import dequantize
 from vexport.formats.schemes import scheme_names
@@ -64,7 +63,7 @@ def written(
     ranges = {name: InputRange(low=-1.0, high=1.0, tokens=1) for name in names}
     out.mkdir()
     quantize(index, plan, Calibration(rows=(), digest="", tokens=1, ranges=ranges), out, search=search_scales)
-    assert check_checkpoint(str(out)).findings == ()
+    assert problems(out) == []
     return index, read_index(out), plan
 
 

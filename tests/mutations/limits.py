@@ -15,6 +15,8 @@ AS_GOOD: Mapping[str, str] = {
     "inputs quantized to fp8": _ANOTHER_SCHEME,
     "k_scale and v_scale exchanged": "keys and values of one size: the scales differ by a hundredth",
     "input_scale of down_proj tenfold": "e4m3 has exponents left: what is rounded away was next to nothing",
+    "input_global_scale of o_proj as bfloat16": "what enters a layer moves by .4 % at most, alike",
+    "input_global_scale of o_proj as float16": "what enters a layer moves by .05 % at most, alike",
     "a code of -128": "one weight of a layer, by less than rounding takes from all of them",
 }
 # Up to this multiple of the sound checkpoint's divergence from the unquantized model answers are as near.

@@ -8,6 +8,7 @@ from shutil import copytree, rmtree
 
 import pytest
 
+from tests.models import problems
 from tests.mutations.good import GOOD, calibration_of, source_of, write_good
 from tests.mutations.limits import AS_GOOD, HARMLESS_HERE, is_as_good, is_harmless_here
 from tests.mutations.recorded import Record, read_records
@@ -54,9 +55,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_sound_checkpoints_are_clean(root: Path, name: str) -> None:
-    assert check_checkpoint(str(root / name)).findings == ()
+    assert problems(root / name) == []
     beside = check_checkpoint(str(root / name), against=_beside(root, name))
-    assert {finding.severity for finding in beside.findings} == {"info"}
+    assert {one.severity for one in beside.findings if one.check != "tokenizer"} == {"info"}
 
 
 def test_errors_are_what_vllm_refuses_or_answers_wrongly(

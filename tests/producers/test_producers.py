@@ -14,6 +14,7 @@ import torch
 
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
+from tests.models import problems
 from tests.mutations.edits import Change, add, all_of, config, drop, json_config, node, put, spoiled
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.target import Target
@@ -46,7 +47,7 @@ def test_each_producer_has_some() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_check_is_clean(name: str) -> None:
-    assert check_checkpoint(str(CHECKPOINTS / name)).findings == ()
+    assert problems(CHECKPOINTS / name) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,9 +95,7 @@ def test_signs_that_nobody_chose_are_found(name: str, count: int | None, tmp_pat
         return flat.reshape(scale.shape)
 
     bad = spoiled(CHECKPOINTS / name, tmp_path / "bad", put(f"{Q}.weight_scale", turned))
-    assert [(one.check, one.where) for one in check_checkpoint(str(bad)).findings] == [
-        ("values", f"{Q}.weight_scale")
-    ]
+    assert [(one.check, one.where) for one in problems(bad)] == [("values", f"{Q}.weight_scale")]
 
 
 def rotation(**changes: Json) -> Change:

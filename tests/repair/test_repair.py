@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command import Ran, vexport
-from tests.models import dequantized
+from tests.models import dequantized, problems
 from tests.mutations.edits import Change, Tensors, add, drop, element, put, spoiled, tensors
-from vexport.checks import check_checkpoint
 
 PEER = Path(__file__).parent.parent / "peer"
 Q = "model.layers.1.self_attn.q_proj"
@@ -117,7 +116,7 @@ def test_repairs_without_loss(
     ran, report = repair(checkpoint, tmp_path / "out")
     assert ran.code == 0, ran.stderr
     assert {repair["family"] for repair in report["repairs"]} == {family}
-    assert check_checkpoint(str(tmp_path / "out")).findings == ()
+    assert problems(tmp_path / "out") == []
     for layer in (Q, DOWN):
         torch.testing.assert_close(
             dequantized(tmp_path / "out", layer), dequantized(good(scheme), layer), rtol=1e-6, atol=0
@@ -147,11 +146,11 @@ def test_activation_ordering_that_orders_nothing_is_removed(
 def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_source: bool) -> None:
     """Rescaled or quantized again, the weights stay within half a step of e4m3 of what they were."""
     checkpoint, out = PEER / "moe-NVFP4A16", tmp_path / "out"
-    found = [finding.where for finding in check_checkpoint(str(checkpoint)).findings]
+    found = [finding.where for finding in problems(checkpoint)]
     assert found == [f"model.layers.0.mlp.experts.{i}.w13: weight_global_scale" for i in range(2)]
     ran, report = repair(checkpoint, out, *(["--source", PEER / "moe"] if with_source else []))
     assert ran.code == 0, ran.stderr
-    assert check_checkpoint(str(out)).findings == ()
+    assert problems(out) == []
     written, source = load_file(out / "model.safetensors"), load_file(PEER / "moe" / "model.safetensors")
     old = load_file(checkpoint / "model.safetensors")
     repaired = {repair["layer"]: repair["change"] for repair in report["repairs"]}
@@ -270,7 +269,7 @@ def test_a_source_gives_back_what_is_lost(
     assert ran.code == 0, (ran.stderr, report)
     (fix,) = report["repairs"]
     assert (fix["family"], fix["where"]) == ("source", layer)
-    assert check_checkpoint(str(tmp_path / "out")).findings == ()
+    assert problems(tmp_path / "out") == []
     torch.testing.assert_close(
         dequantized(tmp_path / "out", layer), dequantized(good(scheme), layer), rtol=0, atol=0
     )

@@ -54,7 +54,7 @@ FAMILIES = (
     "kv_cache",
     "transforms",
     "tokenizer",
-    "chat_template",
+    "templates",
     "devices",
     "versions",
 )

@@ -230,8 +230,9 @@ class CheckpointView:
         """How vLLM looks for the config group of the table of tokens; by name where the class is unknown."""
         if self.target.vllm < TABLES_SINCE:
             return None
-        known = self.class_name in architecture_table().architectures
-        return self.architecture.embedding if known else "name"
+        if self.class_name not in architecture_table().architectures:
+            return "name"
+        return resolve(self.class_name, self.index.config)[0].embedding
 
     def _lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
         """The names by which vLLM looks for the group: its parts', also where it is stored as one."""

@@ -11,7 +11,7 @@ from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.types import Finding, Json
 
-NAME = "chat_template"
+NAME = "templates"
 DESCRIPTION = "the chat template, where there is one, parses and renders conversations"
 SETTINGS, FILE, OLDER_FILE = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
 FOLDER, KEY = "additional_chat_templates", "chat_template"
@@ -103,7 +103,10 @@ def _judged(place: str, answer: Mapping[str, Json] | str) -> Iterator[Finding]:
     if isinstance(plain, dict) and not plain["has_user"]:
         got = "a prompt without the user's words"
         yield error(NAME, place, expected="a template that renders what a user asks", got=got, fix=FIX)
-    for name, outcome in failed.items():
-        if not outcome["refused"]:
-            expected, got = f"a template that renders {name} turns", str(outcome["error"])
-            yield warning(NAME, place, expected=expected, got=got, fix=FIX)
+    broken = {name: str(each["error"]) for name, each in failed.items() if not each["refused"]}
+    if broken:
+        first, expected = (
+            next(iter(broken)),
+            "a template that renders every turn, or refuses it in its own words",
+        )
+        yield warning(NAME, place, expected=expected, got=f"{broken[first]} ({first})", fix=FIX)
