@@ -8,6 +8,7 @@ import pytest
 
 from tests.command import vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, Tensor, sketch
+from tests.models import quantize
 from vexport.engine.dry.load import dry_loads
 from vexport.types import DryLoadReport, Finding, MatrixCell
 
@@ -166,10 +167,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport
     schemes = (*SCHEMES, *PARTICULAR)
     for scheme in schemes:
         calibration = ("--calibration", DEMO / "calibration.jsonl", "--samples", 4, "--seq-len", 32)
-        ran = vexport(
-            "quantize", DEMO / "model", folder / scheme, "--scheme", scheme, *calibration, "--quiet"
-        )
-        assert ran.code == 0, ran.stderr
+        quantize(DEMO / "model", folder / scheme, scheme, *calibration)
     reports = dry_loads([folder / scheme for scheme in schemes], tp=(1, 2), sm=(80, 89, 90, 100))
     return dict(zip(schemes, reports, strict=True))
 

@@ -33,7 +33,16 @@ CALLS: Mapping[str, Sequence[Call]] = {
         ((PLAIN, "fp8-dynamic", "--scheme", "FP8_DYNAMIC"), WORKS),
         ((PLAIN, "w8a8", "--scheme", "W8A8"), WORKS),
         (
-            (DEMO / "model", "nvfp4", "--scheme", "NVFP4", "--calibration", DEMO / "calibration.jsonl"),
+            (
+                DEMO / "model",
+                "nvfp4",
+                "--scheme",
+                "NVFP4",
+                "--rounding",
+                "nearest",
+                "--calibration",
+                DEMO / "calibration.jsonl",
+            ),
             "quantize",
         ),
         ((PLAIN, "mse", "--scheme", "FP8_DYNAMIC", "--observer", "memoryless_mse"), "quantize"),

@@ -20,7 +20,6 @@ from vexport.formats.schemes import get_scheme
 from vexport.plan import Settings
 from vexport.plan.blocks import group_layout
 from vexport.plan.source import plan_headers
-from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.rounding import round_weights
 from vexport.quantize.stream import quantized_group
 from vexport.scenario import Rule
@@ -43,7 +42,7 @@ def rounded(
 ) -> tuple[Mapping[str, Array], Mapping[str, GroupRounding]]:
     """The bytes of a checkpoint's groups, and how each was rounded."""
     index, plan = plan_of(folder, scheme, rounding)
-    found = round_weights(
+    found, report = round_weights(
         index,
         plan,
         calibrate(index, plan, TEXT),
@@ -53,10 +52,7 @@ def rounded(
         trust_remote_code=False,
         device="cpu",
     )
-    name = sorted({file.name.partition(".layer-")[0] for file in out.glob("*.layer-*.json")})[0]
-    count = len(list(out.glob(f"{name}.layer-*.json")))
-    layers = [RoundedLayers(out, name).how(number) for number in range(count)]
-    told = {group.name: group for layer in layers for group in layer.groups}
+    told = {group.name: group for group in report.groups}
     assert told.keys() == {group.name for group in plan.groups}
     return found, told
 

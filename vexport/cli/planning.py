@@ -155,7 +155,7 @@ plan_options = stacked(
         "--rounding",
         type=click.Choice(ROUNDINGS),
         help="How weights are rounded: each by itself, or by what calibration text shows of their inputs "
-        "[default: nearest].",
+        "[default: refit below 8 bits with --calibration, else nearest].",
     ),
     click.option(
         "--ignore",
@@ -185,7 +185,7 @@ calibration_options = stacked(
     click.option(
         "--calibration",
         metavar="DATA",
-        help="Text for what needs samples: a file or folder (JSON lines, text, parquet), a data set of the "
+        help="Text for rounding and static scales: a file or folder (JSON lines, text, parquet), a data set of the "
         "hub (ORG/NAME:SPLIT:COLUMN), or default, which ships with vexport.",
     ),
     click.option("--samples", type=POSITIVE, default=128, show_default=True, help="Samples to use."),

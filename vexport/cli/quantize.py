@@ -1,5 +1,6 @@
 """The quantized checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -21,6 +22,7 @@ from vexport.cli.planning import (
     scheme_option,
 )
 from vexport.types import Calibration, ExpertCoverage, Plan
+from vexport.types.rounding import RoundingReport
 
 
 @command()
@@ -80,7 +82,7 @@ def quantize(
             source=with_revision(source, revision),
             out=out,
             rules=rules,
-            planning=options.settings,
+            planning=replace(options.settings, has_text=samples is not None),
             calibration=samples,
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
@@ -88,12 +90,14 @@ def quantize(
             on_progress=on_progress,
         )
         notes = note_unused_calibration if job.calibration and is_rank_zero() else lambda plan: None
-        plan, seen = quantize_source(job, notes)
+        plan, seen, rounding = quantize_source(job, notes)
     if is_rank_zero():
-        _print(out, plan, seen, answer)
+        _print(out, plan, seen, rounding, answer)
 
 
-def _print(out: Path, plan: Plan, seen: Calibration | None, answer: Answer) -> None:
+def _print(
+    out: Path, plan: Plan, seen: Calibration | None, rounding: RoundingReport | None, answer: Answer
+) -> None:
     """What was done, and warnings on stderr."""
     from vexport.reports.quantized import quantized_answer, render_quantized
 
@@ -102,7 +106,7 @@ def _print(out: Path, plan: Plan, seen: Calibration | None, answer: Answer) -> N
         from vexport.calibration.coverage import expert_coverage
 
         experts = expert_coverage(seen)
-    quantized = quantized_answer(str(out), plan, seen, experts)
+    quantized = quantized_answer(str(out), plan, seen, experts, rounding)
     for warning in quantized.warnings:
         click.echo(f"warning: {warning}", err=True)
     print_text(render_quantized(quantized, answer.format_))

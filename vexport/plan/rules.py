@@ -15,6 +15,8 @@ from vexport.types.rounding import Rounding
 
 ALL = "Linear"
 PATTERN = "re:"
+# Weights of fewer bits are rounded by calibration text.
+FEW_BITS = 8
 # Strategies of weights whose groups of columns can be searched by the importance of those.
 BY_IMPORTANCE = ("channel", "group", "tensor_group")
 # A rule that keeps what some models do not have matches nothing without being wrong.
@@ -36,13 +38,18 @@ def choose_rule(rules: Sequence[Rule], name: str, place: Place, *, has_text: boo
 
     What is outside the decoder layers is quantized only by a rule that names it rather than all linear
     layers; what vLLM builds unquantized only by one that names it without a pattern (and is then refused).
-    A rule that names no rounding refits where there is calibration text.
+    A rule that names no rounding refits weights of fewer than 8 bits where there is calibration text.
     """
     rule = next((rule for rule in rules if _applies(rule, name, place)), None)
     if rule is None or rule.scheme == KEEP:
         return None
-    rounding = rule.rounding or ("refit" if has_text else "nearest")
+    rounding = rule.rounding or default_rounding(rule.scheme, has_text=has_text)
     return Treatment(rule.scheme, rule.observer or default_observer(rule.scheme, rounding), rounding)
+
+
+def default_rounding(scheme: str, *, has_text: bool) -> Rounding:
+    """How weights are rounded where no rule says it: those of 8 bits lose too little to be worth the time."""
+    return "refit" if has_text and get_scheme(scheme).args.weights.num_bits < FEW_BITS else "nearest"
 
 
 def default_observer(scheme: str, rounding: Rounding) -> str:
@@ -50,8 +57,11 @@ def default_observer(scheme: str, rounding: Rounding) -> str:
 
     vexport/docs/rounding.md has the measurements.
     """
-    weights = get_scheme(scheme).args.weights
-    searched = rounding != "nearest" and weights.num_bits < 8 and weights.strategy in BY_IMPORTANCE
+    chosen = get_scheme(scheme)
+    weights = chosen.args.weights
+    # A power of two leaves a search little to choose.
+    coarse = weights.num_bits >= FEW_BITS or chosen.format.exponent_scales
+    searched = rounding != "nearest" and not coarse and weights.strategy in BY_IMPORTANCE
     return IMPORTANCE if searched else MIN_MAX[0]
 
 

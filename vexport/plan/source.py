@@ -58,6 +58,7 @@ def settings_of(scenario: Scenario) -> Settings:
         ranks=scenario.serve.planned_ranks,
         on_unsupported_shape=scenario.on_unsupported_shape,
         kv_cache=scenario.kv_cache,
+        has_text=scenario.calibration is not None,
         origin="scenario",
     )
 

@@ -29,6 +29,7 @@ from vexport.quantize.stream import Search, input_digest, quantize
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
 from vexport.types import Calibration, OnProgress, Plan, silent
+from vexport.types.rounding import RoundingReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,11 @@ def is_rank_zero() -> bool:
 
 def quantize_source(
     job: QuantizeJob, on_plan: Callable[[Plan], None] = lambda plan: None
-) -> tuple[Plan, Calibration | None]:
+) -> tuple[Plan, Calibration | None, RoundingReport | None]:
     """Quantize a checkpoint; `on_plan` sees the plan before anything else is done.
 
-    The answer is what was done, and what the samples showed where they were run. Under torchrun all ranks
-    calibrate and the first one writes.
+    The answer is what was done, what the samples showed where they were run, and how the weights were rounded
+    by them. Under torchrun all ranks calibrate and the first one writes.
     """
     _require_separate(job, Path(job.source).expanduser())
     if is_rank_zero():
@@ -78,17 +79,17 @@ def quantize_source(
     require_calibration(plan, job.calibration)
     on_plan(plan)
     calibration = job.calibrate(index, plan)
-    if is_rank_zero():
-        write_checkpoint(job, index, plan, calibration)
-    return plan, calibration
+    rounding = write_checkpoint(job, index, plan, calibration) if is_rank_zero() else None
+    return plan, calibration, rounding
 
 
 def write_checkpoint(
     job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None
-) -> None:
+) -> RoundingReport | None:
     """Write the quantized checkpoint with its recipe, which appears whole or not at all.
 
-    A call that was broken off is continued by the next one with the same arguments.
+    A call that was broken off is continued by the next one with the same arguments. The answer is how the
+    weights were rounded, where calibration text decided it.
     """
     search = _search() if needs_search(plan) else None
     digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
@@ -116,24 +117,26 @@ def write_checkpoint(
             compilation.end()
             job.on_progress(stage, done, total)
 
+        finished, rounding = _rounded(job, index, plan, calibration, aside_folder(folder))
         quantize(
             index,
             plan,
             calibration,
             folder,
             search=search,
-            finished=_rounded(job, index, plan, calibration, aside_folder(folder)),
+            finished=finished,
             shard_bytes=job.shard_bytes,
             on_progress=on_progress,
         )
+    return rounding
 
 
 def _rounded(
     job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None, folder: Path
-) -> Mapping[str, Array] | None:
-    """The bytes of the weights that calibration text rounds; None where it rounds none."""
+) -> tuple[Mapping[str, Array], RoundingReport | None]:
+    """The bytes of the weights that calibration text rounds, and how."""
     if not needs_rounding(plan):
-        return None
+        return {}, None
     assert calibration is not None
     assert job.calibration is not None
     from vexport.calibration import default_device

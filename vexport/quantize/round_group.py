@@ -47,6 +47,9 @@ def round_group(
     }
     return made, GroupRounding(
         name=group.name,
+        rounding="nearest" if factor is None else "refit" if recipe.strength else "gptq",
+        strength=recipe.strength if factor else 0.0,
+        columns=source.shape[1],
         fallback=None if factor else "H is not positive definite",
         damping=factor.damping if factor else 0.0,
         dead_columns=factor.dead if factor else 0,

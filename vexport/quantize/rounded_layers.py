@@ -47,9 +47,10 @@ class RoundedLayers:
         with safe_open(file, framework="np") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
-    def how(self, number: int) -> LayerRounding:
-        """How a finished layer was rounded."""
-        return from_json(LayerRounding, self._files(number)[1])
+    def how(self) -> tuple[LayerRounding, ...]:
+        """How the finished layers were rounded, in order."""
+        files = sorted(self._folder.glob(f"{self._name}.layer-*.json"))
+        return tuple(from_json(LayerRounding, file) for file in files)
 
     def put(self, number: int, stored: Stored, how: LayerRounding) -> None:
         """Keep a finished layer."""

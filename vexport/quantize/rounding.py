@@ -16,9 +16,9 @@ from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.two_streams import Branch, RoundingStream
 from vexport.rounding.settings import CANDIDATES, GPTQ, HELD_OUT_ONE_IN, REFIT, Recipe
 from vexport.types import Calibration, OnProgress, Plan
-from vexport.types.rounding import Strength
+from vexport.types.rounding import RoundingReport, Strength
 
-CHOICE = "strength.json"
+CHOICE = "rounding.json"
 
 
 def round_weights(
@@ -31,8 +31,8 @@ def round_weights(
     on_progress: OnProgress,
     trust_remote_code: bool,
     device: str,
-) -> Mapping[str, Array]:
-    """The bytes that replace the weights of the decoder layers, by tensor name, read as they are asked for.
+) -> tuple[Mapping[str, Array], RoundingReport]:
+    """The bytes that replace the weights, by tensor name, read as they are asked for; how they were rounded.
 
     Finished layers lie in `folder`: a call that was broken off is continued by the next one. Where a refit is
     asked for and there are rows enough, several strengths run side by side and the one with the least KL over
@@ -63,16 +63,19 @@ def round_weights(
             ]
             source = block.enter_context(hidden_states())
             stream.run(branches, source, partial(on_progress, "round weights (layers)"))
-        write_text(folder / CHOICE, to_json(_best(branches)))
-    chosen = from_json(Strength, folder / CHOICE)
-    recipe = Recipe(strength=chosen.strength, ridge=chosen.ridge)
-    return RoundedLayers(folder, _name(recipe)).tensors()
+        write_text(folder / CHOICE, to_json(_report(branches)))
+    report = from_json(RoundingReport, folder / CHOICE)
+    recipe = Recipe(strength=report.chosen.strength, ridge=report.chosen.ridge)
+    return RoundedLayers(folder, _name(recipe)).tensors(), report
 
 
-def _best(branches: Sequence[Branch]) -> Strength:
-    """The branch with the least KL; the first of equal ones, which is the one nearer to GPTQ."""
-    best = min(branches, key=lambda branch: branch.divergence or 0.0)
-    return Strength(**asdict(best.recipe), divergence=best.divergence)
+def _report(branches: Sequence[Branch]) -> RoundingReport:
+    """Of the branch with the least KL; of the first of equal ones, which is the one nearer to GPTQ."""
+    tried = {
+        Strength(**asdict(branch.recipe), divergence=branch.divergence): branch.done for branch in branches
+    }
+    chosen = min(tried, key=lambda strength: strength.divergence or 0.0)
+    return RoundingReport(chosen=chosen, tried=tuple(tried), layers=tried[chosen].how())
 
 
 def _name(recipe: Recipe) -> str:

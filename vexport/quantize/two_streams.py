@@ -6,7 +6,7 @@ makes the next layer's input. Where several recipes are tried, each has its own 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -52,6 +52,13 @@ class Branch:
 def recipe_of(group: FusionGroup, site: Site, recipe: Recipe) -> Recipe:
     """The recipe of a branch, for groups that are refitted and that get the same tokens in both streams."""
     return recipe if group.rounding == "refit" and site.is_aligned else GPTQ
+
+
+def _for_tokens(recipe: Recipe, group: FusionGroup, tokens: int) -> Recipe:
+    """The recipe with a ridge that grows where fewer tokens than columns show a refitted group's inputs."""
+    if group.rounding != "refit":
+        return recipe
+    return replace(recipe, ridge=recipe.ridge * max(1.0, group.members[0].in_features / tokens))
 
 
 class RoundingStream:
@@ -210,7 +217,7 @@ class RoundingStream:
         for site in inputs.sites:
             moments, factors = sums[site.name], dict[float, Factor | None]()
             for group in site.groups if moments.tokens else ():
-                own = recipe_of(group, site, recipe)
+                own = _for_tokens(recipe_of(group, site, recipe), group, moments.tokens)
                 if own.ridge not in factors:
                     factors[own.ridge] = factorize(moments.hessian, own.ridge)
                 weights = [

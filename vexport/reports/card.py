@@ -11,6 +11,7 @@ from vexport.reports.coverage import coverage_lines
 from vexport.reports.document import Code, Listing, Paragraph, Part, Section, parts, row
 from vexport.reports.formatting import plural
 from vexport.reports.markdown import render_parts, safe
+from vexport.reports.rounding import fallback_lines, rounding_lines
 from vexport.reports.sentences import (
     engine_line,
     outcome_line,
@@ -134,6 +135,8 @@ def _made(report: Report) -> Listing:
         f"calibrated on {plural(rows, 'row')}" if rows else "no calibration",
         f"{plural(len(report.plan.kept_linears), 'linear layer')} kept",
         *coverage_lines(report.experts),
+        *rounding_lines(report.rounding),
+        *fallback_lines(report.rounding),
     ]
     if engine := report.load.engine:
         lines.append(f"loaded in vLLM {engine_line(engine)}")

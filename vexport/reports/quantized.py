@@ -9,14 +9,20 @@ from vexport.reports import text
 from vexport.reports.coverage import coverage_lines
 from vexport.reports.document import facts
 from vexport.reports.formatting import count, plural, ratio, size
+from vexport.reports.rounding import fallback_lines, rounding_lines
 from vexport.types import Calibration, ExpertCoverage, Finding, Plan, Quantized
+from vexport.types.rounding import RoundingReport
 
 # Of the weights of the linear layers in decoder layers, below which a checkpoint is hardly a quantized one.
 LITTLE = 0.5
 
 
 def quantized_answer(
-    checkpoint: str, plan: Plan, calibration: Calibration | None, experts: tuple[ExpertCoverage, ...]
+    checkpoint: str,
+    plan: Plan,
+    calibration: Calibration | None,
+    experts: tuple[ExpertCoverage, ...],
+    rounding: RoundingReport | None,
 ) -> Quantized:
     """What `quantize` has written, in numbers."""
     members = [member for group in plan.groups for member in group.members]
@@ -36,7 +42,8 @@ def quantized_answer(
         calibration_data=calibration.data if calibration else "",
         calibration_digest=calibration.digest if calibration else None,
         experts=experts,
-        warnings=_warnings(plan, len(members), quantized),
+        rounding=rounding,
+        warnings=(*_warnings(plan, len(members), quantized), *fallback_lines(rounding)),
         next_commands=(
             shlex.join(["vexport", "check", checkpoint]),
             shlex.join(["vllm", "serve", checkpoint]),
@@ -57,6 +64,7 @@ def render_quantized(answer: Quantized, format_: str) -> str:
         ("size", f"{change} ({of_source}), {answer.bits:.2f} bits per weight"),
         ("calibrated", _calibrated(answer)) if answer.calibration_digest else None,
         *(("experts", line) for line in coverage_lines(answer.experts)),
+        *(("rounding", line) for line in rounding_lines(answer.rounding)),
         *(("next", command) for command in answer.next_commands),
     )
     title = doc.Paragraph(f"{answer.checkpoint}: {schemes}: {layers}, {share} of the weights")

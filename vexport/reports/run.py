@@ -12,6 +12,7 @@ from vexport.reports.formatting import bits_per_weight, count, duration, percent
 from vexport.reports.gates import finding_counts, report_gates, staged_findings
 from vexport.reports.layers import noise_section, sensitivity_sections, signals_section, size_section
 from vexport.reports.mixing import attempt_line, mixed_line
+from vexport.reports.rounding import rounding_lines, rounding_section
 from vexport.reports.sentences import (
     next_step,
     report_device,
@@ -46,6 +47,7 @@ def run_document(report: Report, files: Sequence[RunFile] = ()) -> doc.Document:
             signals_section(report),
             size_section(report),
             noise_section(report.layers),
+            rounding_section(report.rounding),
             sensitivity_sections(report),
             _load_section(report),
             _devices(report),
@@ -70,6 +72,7 @@ def _summary(report: Report) -> doc.Facts:
         ("auto", mixed_line(report.mixed)) if report.mixed else None,
         *((f"round {attempt.number}", attempt_line(attempt)) for attempt in report.attempts),
         *(("experts", line) for line in coverage_lines(report.experts)),
+        *(("rounding", line) for line in rounding_lines(report.rounding)),
         *load_facts(report.load).rows,
         *signal_lines(report),
         ("time", _total(report)),

@@ -11,7 +11,7 @@ from vexport.files import from_json, write_text
 from vexport.reports import render
 from vexport.reports.gates import checkpoint_gate
 from vexport.run.attempts import read_attempts
-from vexport.run.directory import LAYERS, REPORT_FILE
+from vexport.run.directory import LAYERS, REPORT_FILE, rounding_of
 from vexport.run.judging import cause_of, drift_between, verdict_on, warnings_of
 from vexport.run.naming import commit_of, portable, source_name
 from vexport.run.promoting import attempts_with
@@ -135,6 +135,7 @@ def _report(run: Run) -> Report:
         calibration_data=portable(calibration.data) if calibration else "",
         calibration_digest=calibration.digest if calibration else None,
         experts=expert_coverage(calibration) if calibration else (),
+        rounding=rounding_of(run.folder),
         check=run.result(CHECKED),
         dry_load=run.get(DRY_LOADED),
         baseline_load=run.get(LOADED_BASELINE) or NOT_RUN,

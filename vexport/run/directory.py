@@ -13,10 +13,12 @@ from vexport.files import digest_bytes, digest_file, from_json, to_json, write_t
 from vexport.outputs import FolderKind
 from vexport.scenario import Calibration
 from vexport.types import Report
+from vexport.types.rounding import RoundingReport
 
 STAGES_FILE = "stages.json"
 REPORT_FILE = "report.json"
 LAYERS = "layers.json"
+ROUNDING = "rounding.json"
 SCENARIO = "scenario.yaml"
 MARK = ".vexport-run"
 CHECKPOINT = "checkpoint"
@@ -27,7 +29,15 @@ KIND = FolderKind(
     text="A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n",
     entries=frozenset(
         (STAGES_FILE, CHECKPOINT, SCENARIO, "calibration", "sensitivity", "eval", "attempts")
-        + ("plan.json", "layers.json", "check.json", "load.json", "dry-load.json", "sensitivity.json")
+        + (
+            "plan.json",
+            "layers.json",
+            "rounding.json",
+            "check.json",
+            "load.json",
+            "dry-load.json",
+            "sensitivity.json",
+        )
         + ("mixed.json", "attempts.json", "report.*", "junit.xml", "model-card.md")
     ),
     checkpoints=frozenset((CHECKPOINT,)),
@@ -145,3 +155,9 @@ def read_report(folder: Path) -> Report:
         got, fix = f"no {REPORT_FILE}", "call `vexport run` first"
         raise InputError(str(folder), got=got, need="a finished run directory", fix=fix)
     return from_json(Report, path)
+
+
+def rounding_of(folder: Path) -> RoundingReport | None:
+    """How the weights of a run's checkpoint were rounded; None where no calibration text decided it."""
+    file = folder / ROUNDING
+    return from_json(RoundingReport, file) if file.is_file() else None

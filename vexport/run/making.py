@@ -9,8 +9,9 @@ from vexport.fidelity.roundtrip import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.plan import build_plan, require_accepted
 from vexport.quantize.job import QuantizeJob, write_checkpoint
+from vexport.reports.rounding import fallback_findings
 from vexport.run.choosing import chosen_rules, rule_inputs
-from vexport.run.directory import LAYERS, Digests
+from vexport.run.directory import LAYERS, ROUNDING, Digests, rounding_of
 from vexport.run.state import CALIBRATION, PLAN, WRITTEN, Run
 from vexport.types import CheckReport, LayerErrors, Plan
 
@@ -39,7 +40,11 @@ def write(run: Run) -> SourceIndex:
         overwrite=True,
         on_progress=run.options.on_progress,
     )
-    write_checkpoint(job, run.index, run.result(PLAN), run.get(CALIBRATION))
+    rounding = write_checkpoint(job, run.index, run.result(PLAN), run.get(CALIBRATION))
+    if rounding is None:
+        (run.folder / ROUNDING).unlink(missing_ok=True)
+    else:
+        write_text(run.folder / ROUNDING, to_json(rounding))
     return read_index(run.checkpoint)
 
 
@@ -47,8 +52,9 @@ def check(run: Run) -> CheckReport:
     """Static findings, and whether what should have been copied was; each layer's error in its own file."""
     plan, written = run.result(PLAN), run.result(WRITTEN)
     report = check_checkpoint(str(run.checkpoint))
-    findings = (*report.findings, *changed_tensors(run.index, written, plan))
+    lost = tuple(changed_tensors(run.index, written, plan))
+    findings = (*report.findings, *lost, *fallback_findings(rounding_of(run.folder)))
     on_layer = partial(run.options.on_progress, "read back (layers)")
     layers = LayerErrors(layers=layer_errors(run.index, written, plan, on_layer=on_layer))
     write_text(run.folder / LAYERS, to_json(layers))
-    return replace(report, ok=report.ok and len(findings) == len(report.findings), findings=findings)
+    return replace(report, ok=report.ok and not lost, findings=findings)

@@ -50,7 +50,8 @@ class Rule(_Strict):
     `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
     `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme `auto`
     chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs calibration text;
-    without `observer` scales are those that suit the rounding.
+    without it weights of fewer than 8 bits are refitted where there is text. Without `observer` scales are
+    those that suit the rounding.
 
     A scheme is its name, also with a `group_size` (channel: one scale a row), or `weights` and
     `input_activations` as compressed-tensors writes them. Once read, all are a name in `scheme`.

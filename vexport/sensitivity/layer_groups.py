@@ -62,12 +62,12 @@ class LayerGroup:
 
     def rules(self, scheme: str) -> Iterator[Rule]:
         """Rules that give this layer group a scheme and touch no other."""
-        observers = {option.scheme: option.groups[0].observer for option in self.options}
-        observer = observers.get(scheme)
+        own = next((option.groups[0] for option in self.options if option.scheme == scheme), None)
+        how = {"observer": own.observer, "rounding": own.rounding} if own else {}
         is_experts = moe_layer(self.layers[0]) is not None
         matches = (rf"re:{re.escape(self.name)}\.\d+\.",) if is_experts else self.layers
         for match in matches:
-            yield Rule(match=match, scheme=scheme, observer=observer)
+            yield Rule.model_validate({"match": match, "scheme": scheme, **how})
 
 
 def find_layer_groups(
@@ -150,7 +150,7 @@ def _promoted(rule: Rule) -> Rule:
     """The rule with the first step of the ladder in the place of any scheme."""
     if rule.scheme == KEEP:
         return rule
-    return rule.model_copy(update={"scheme": LADDER[0], "observer": None})
+    return rule.model_copy(update={"scheme": LADDER[0], "observer": None, "rounding": None})
 
 
 def _by_layer_group(plan: Plan) -> dict[str, Groups]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from vexport.types.calibration import ExpertCoverage
+from vexport.types.rounding import RoundingReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,5 +27,6 @@ class Quantized:
     calibration_data: str = ""
     calibration_digest: str | None
     experts: tuple[ExpertCoverage, ...]
+    rounding: RoundingReport | None
     warnings: tuple[str, ...]
     next_commands: tuple[str, ...]

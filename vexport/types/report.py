@@ -9,6 +9,7 @@ from vexport.types.calibration import ExpertCoverage
 from vexport.types.findings import CheckReport
 from vexport.types.loading import DryLoadReport, LoadReport
 from vexport.types.plan import Plan
+from vexport.types.rounding import RoundingReport
 from vexport.types.sensitivity import Attempt, MixedScheme, Sensitivity
 from vexport.types.signals import Attribution, Drift
 from vexport.types.values import Outcome
@@ -66,6 +67,7 @@ class Report:
     calibration_data: str = ""
     calibration_digest: str | None
     experts: tuple[ExpertCoverage, ...] = ()
+    rounding: RoundingReport | None = None
     check: CheckReport
     dry_load: DryLoadReport | None = None
     baseline_load: LoadReport

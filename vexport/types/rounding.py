@@ -11,14 +11,18 @@ ROUNDINGS: tuple[Rounding, ...] = ("nearest", "gptq", "refit")
 class GroupRounding:
     """How the weights of a fusion group were rounded.
 
-    `fallback` says why they were rounded to nearest, although a rule asks for more. `damping` is what was
-    added to H, as a share of its diagonal's mean. `nearest_error` and `error` are |X~ (Q - W)^T|^2 /
-    |X~ W^T|^2 of rounding to nearest and of these weights, over the `tokens` of calibration.
+    `fallback` says why they were rounded to nearest, although a rule asks for more. `strength` is how much
+    of the refit was taken, `damping` what was added to H, as a share of its diagonal's mean. `nearest_error`
+    and `error` are |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest and of these weights, over the
+    `tokens` of calibration that entered the `columns` of the weights.
     """
 
     name: str
+    rounding: Rounding = "nearest"
     fallback: str | None = None
+    strength: float = 0.0
     damping: float = 0.0
+    columns: int = 0
     dead_columns: int = 0
     tokens: int = 0
     nearest_error: float = 0.0
@@ -40,3 +44,26 @@ class Strength:
     strength: float
     ridge: float
     divergence: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingReport:
+    """How a checkpoint's weights were rounded by calibration text.
+
+    `tried` are the strengths that ran, of which `chosen` was written; `layers` are the decoder layers in
+    order, and last what is behind them, if any of that was rounded.
+    """
+
+    chosen: Strength
+    tried: tuple[Strength, ...]
+    layers: tuple[LayerRounding, ...]
+
+    @property
+    def groups(self) -> tuple[GroupRounding, ...]:
+        """The fusion groups of all layers."""
+        return tuple(group for layer in self.layers for group in layer.groups)
+
+    @property
+    def fallbacks(self) -> tuple[GroupRounding, ...]:
+        """The groups that were rounded to nearest, although a rule asks for more."""
+        return tuple(group for group in self.groups if group.fallback)
