@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import get_scheme
-from vexport.rounding.gptq import factorize, round_columns, round_nearest
+from vexport.rounding.factor import factorize
+from vexport.rounding.gptq import round_columns
 from vexport.rounding.grid import Grid, grid_of
+from vexport.rounding.nearest import round_nearest
 from vexport.rounding.settings import GPTQ
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "values.safetensors")

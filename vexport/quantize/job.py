@@ -9,6 +9,7 @@ from pathlib import Path
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors.extras import require_extra
+from vexport.files import digest_bytes
 from vexport.formats.packing.base import Array
 from vexport.numerics.compiling import watch_compilation
 from vexport.outputs import (
@@ -93,6 +94,8 @@ def write_checkpoint(
     """
     search = _search() if needs_search(plan) else None
     digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
+    if job.calibration and job.calibration.held_out is not None:
+        digest = digest_bytes(f"{digest} {job.calibration.held_out}".encode())
     text = recipe(
         index,
         plan,
@@ -153,6 +156,7 @@ def _rounded(
         on_progress=job.on_progress,
         trust_remote_code=job.trust_remote_code,
         device=job.calibration.device or default_device(),
+        held_out=job.calibration.held_out,
     )
 
 

@@ -10,10 +10,11 @@ from vexport.formats.packing.base import RoundedWeight, Scales
 from vexport.formats.schemes import get_scheme
 from vexport.observers import Observer
 from vexport.quantize.weight_scales import observe_weight, scales_of
-from vexport.rounding.gptq import Factor, round_columns, round_nearest
+from vexport.rounding.factor import Factor
 from vexport.rounding.grid import Grid, grid_of, stack
+from vexport.rounding.methods import METHODS
 from vexport.rounding.moments import Moments
-from vexport.rounding.refit import refit
+from vexport.rounding.nearest import round_nearest
 from vexport.rounding.settings import Recipe
 from vexport.types import FusionGroup
 from vexport.types.rounding import GroupRounding
@@ -34,13 +35,12 @@ def round_group(
     Raises InputError where a weight is not finite.
     """
     source = torch.cat([weight.to(torch.float32) for weight in weights])
-    wanted = source
-    if factor is not None and recipe.strength:
-        wanted = refit(source, moments, strength=recipe.strength, ridge=factor.damping)
+    method = METHODS[group.rounding]
+    wanted = source if factor is None else method.target(source, moments, recipe, factor)
     sizes = [len(weight) for weight in weights]
     scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)
     nearest = round_nearest(wanted, grid)
-    rounded = nearest if factor is None else round_columns(wanted, factor, grid)
+    rounded = nearest if factor is None else method.round(wanted, factor, grid)
     made = {
         member.name: RoundedWeight(values=part.numpy(), scales=found)
         for member, part, found in zip(group.members, torch.split(rounded, sizes), scales, strict=True)

@@ -14,9 +14,10 @@ from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.two_streams import Branch, RoundingStream
-from vexport.rounding.settings import CANDIDATES, GPTQ, HELD_OUT_ONE_IN, REFIT, Recipe
+from vexport.rounding.methods import METHODS
+from vexport.rounding.settings import HELD_OUT_ONE_IN, Recipe
 from vexport.types import Calibration, OnProgress, Plan
-from vexport.types.rounding import RoundingReport, Strength
+from vexport.types.rounding import ROUNDINGS, RoundingReport, Strength
 
 CHOICE = "rounding.json"
 
@@ -31,28 +32,25 @@ def round_weights(
     on_progress: OnProgress,
     trust_remote_code: bool,
     device: str,
+    held_out: int | None = None,
 ) -> tuple[Mapping[str, Array], RoundingReport]:
     """The bytes that replace the weights, by tensor name, read as they are asked for; how they were rounded.
 
     Finished layers lie in `folder`: a call that was broken off is continued by the next one. Where a refit is
-    asked for and there are rows enough, several strengths run side by side and the one with the least KL over
-    the rows held out is taken; plain GPTQ is among them.
+    asked for and there are rows to hold out, `held_out` or one in eight, several strengths run next to each
+    other and the one with the least KL over those rows is taken; plain GPTQ is among them.
     """
     if not (folder / CHOICE).is_file():
-        held_out = len(samples.rows) // HELD_OUT_ONE_IN
-        refitted = any(group.rounding == "refit" for group in plan.groups)
-        recipes = CANDIDATES if refitted and held_out else (REFIT if refitted else GPTQ,)
+        method = METHODS[max((group.rounding for group in plan.groups), key=ROUNDINGS.index)]
+        if held_out is None:
+            held_out = len(samples.rows) // HELD_OUT_ONE_IN
         with Reader() as reader, ExitStack() as block:
             stream = RoundingStream(
-                index,
-                plan,
-                calibration,
-                samples,
-                reader,
-                held_out=held_out if len(recipes) > 1 else 0,
-                trust_remote_code=trust_remote_code,
-                device=device,
+                index, plan, calibration, samples, reader, trust_remote_code=trust_remote_code, device=device
             )
+            recipes = method.recipes(layers=len(stream.layers), held_out=held_out)
+            if len(recipes) > 1:
+                stream.hold_out(held_out)
             branches = [
                 Branch(
                     recipe=recipe,

@@ -28,7 +28,7 @@ from vexport.quantize.round_group import round_group
 from vexport.quantize.rounded_layers import RoundedLayers, Stored
 from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
-from vexport.rounding.gptq import Factor, factorize
+from vexport.rounding.factor import Factor, factorize
 from vexport.rounding.moments import Moments
 from vexport.rounding.settings import GPTQ, Recipe
 from vexport.types import Calibration, FusionGroup, Plan
@@ -72,7 +72,6 @@ class RoundingStream:
         samples: Samples,
         reader: Reader,
         *,
-        held_out: int,
         trust_remote_code: bool,
         device: str,
     ) -> None:
@@ -82,9 +81,13 @@ class RoundingStream:
         self.quantized = QuantizedModel(index, calibration, reader, self.model, self.weights, device=device)
         self.groups = plan.groups
         self.batches = make_batches(samples, 1)
-        self.fitted = len(self.batches) - held_out
-        self.tokens = sum(batch.ids.numel() for batch in self.batches[: self.fitted])
         self.device = device
+        self.hold_out(0)
+
+    def hold_out(self, rows: int) -> None:
+        """Choose by the last rows, which no Moments see; at least one row is left to those."""
+        self.fitted = max(1, len(self.batches) - rows)
+        self.tokens = sum(batch.ids.numel() for batch in self.batches[: self.fitted])
 
     @torch.no_grad()
     def run(self, branches: Sequence[Branch], source: HiddenStates, on_layer: OnLayer) -> None:

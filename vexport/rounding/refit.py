@@ -6,9 +6,30 @@ Source: Qronos (arXiv 2505.11695), whose strength is 1. On a deep model that shr
 layer (errors in variables); so only a part of the way is gone: W + strength (W* - W).
 """
 
+from collections.abc import Sequence
+
 import torch
 
+from vexport.rounding.factor import Factor
+from vexport.rounding.gptq import Gptq
 from vexport.rounding.moments import Moments
+from vexport.rounding.settings import CANDIDATES, FEW_LAYERS, FULL, REFIT, Recipe
+
+
+class Refit(Gptq):
+    """Corrected weights, column after column."""
+
+    def recipes(self, *, layers: int, held_out: int) -> Sequence[Recipe]:
+        """Strengths from none on, in full for few layers; a quarter where there is nothing to choose by."""
+        if not held_out:
+            return (REFIT,)
+        return (*CANDIDATES, *(FULL if layers <= FEW_LAYERS else ()))
+
+    def target(self, weight: torch.Tensor, moments: Moments, recipe: Recipe, factor: Factor) -> torch.Tensor:
+        """The weights corrected by the strength of the recipe, with the ridge that H was damped with."""
+        if not recipe.strength:
+            return weight
+        return refit(weight, moments, strength=recipe.strength, ridge=factor.damping)
 
 
 def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: float) -> torch.Tensor:

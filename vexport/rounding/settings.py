@@ -17,5 +17,8 @@ GPTQ = Recipe(strength=0.0, ridge=0.01)
 REFIT = Recipe(strength=0.25, ridge=0.1)
 # What is tried where there is text to choose by. The first two keep a refit from losing to GPTQ.
 CANDIDATES = (GPTQ, Recipe(strength=0.0, ridge=0.1), REFIT, Recipe(strength=0.5, ridge=0.1))
+# What a model of few layers is tried with in addition: errors of the correction add up layer after layer.
+FULL = (Recipe(strength=1.0, ridge=0.1), Recipe(strength=1.0, ridge=0.01))
+FEW_LAYERS = 8
 # One row in so many is held out to choose by, none below.
 HELD_OUT_ONE_IN = 8

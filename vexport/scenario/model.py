@@ -156,7 +156,8 @@ class Calibration(_Strict):
     rows. `pack` joins rows into samples of `seq_len` tokens; without it only plain text is joined.
 
     With `all_experts` the statistics of every expert see all tokens. `device` is torch's name of where the
-    layers run; without one it is a GPU where there is one.
+    layers run; without one it is a GPU where there is one. By `held_out` rows, one in eight where it is not
+    given, a refit's strength is chosen; 0 takes a quarter of the refit in a third of the time.
     """
 
     data: Annotated[str, Field(min_length=1)]
@@ -169,6 +170,7 @@ class Calibration(_Strict):
     pack: bool | None = None
     all_experts: bool = True
     device: str | None = None
+    held_out: Annotated[int, Ge(0)] | None = None
 
     @field_validator("data", mode="before")
     @classmethod
