@@ -86,6 +86,24 @@ def test_without_text_it_takes_that_of_vexport(source: Path, tmp_path: Path) -> 
     assert "no usable tokenizer" in ran.stderr
 
 
+def test_with_text_weights_are_refitted_and_the_answer_says_how(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
+    ran = vexport(
+        "quantize", source, tmp_path / "out", "--scheme", "W4A16", "--calibration", text, "--format", "json"
+    )
+    assert ran.code == 0, ran.stderr
+    rounding = json.loads(ran.stdout)["rounding"]
+    groups = [group for layer in rounding["layers"] for group in layer["groups"]]
+    kinds = {group["name"].rpartition(".")[2] for group in groups}
+    assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert {group["rounding"] for group in groups} <= {"gptq", "refit"}
+    assert all(0 < group["error"] < group["nearest_error"] for group in groups)
+    least = min(strength["divergence"] for strength in rounding["tried"])
+    assert rounding["chosen"]["divergence"] == least
+    assert all(layer["state_error"] > 0 for layer in rounding["layers"])
+
+
 def test_killed_between_two_layers_it_goes_on_to_the_same_bytes(
     source: Path, text: Path, tmp_path: Path
 ) -> None:

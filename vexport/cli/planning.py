@@ -185,8 +185,8 @@ calibration_options = stacked(
     click.option(
         "--calibration",
         metavar="DATA",
-        help="Text for rounding and static scales: a file or folder (JSON lines, text, parquet), a data set of the "
-        "hub (ORG/NAME:SPLIT:COLUMN), or default, which ships with vexport.",
+        help="Text for rounding and static scales: a file or folder (JSON lines, text, parquet), a data set "
+        "of the hub (ORG/NAME:SPLIT:COLUMN), or default, which ships with vexport.",
     ),
     click.option("--samples", type=POSITIVE, default=128, show_default=True, help="Samples to use."),
     click.option(
