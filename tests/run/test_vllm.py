@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jsonschema
@@ -21,6 +24,7 @@ SCHEMES = {
     "FP8_DYNAMIC": QUANTIZED_INPUTS_KL,
     "W4A16": WEIGHT_ONLY_KL,
 }
+ANSWERS = "eval/baseline/answers.jsonl"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
@@ -65,11 +69,29 @@ def run(scenario: Path, folder: Path) -> Ran:
     return vexport("run", scenario, "--run-dir", folder, "--quiet")
 
 
+def killed_while_answering(scenario: Path, folder: Path, least: int) -> bytes:
+    """The answers that the baseline had given whole when the run was killed, after at least as many."""
+    command = [sys.executable, "-m", "vexport", "run", str(scenario), "--run-dir", str(folder), "--quiet"]
+    with subprocess.Popen(command) as process:
+        while not (folder / ANSWERS).is_file() or (folder / ANSWERS).read_bytes().count(b"\n") < least:
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.1)
+        process.kill()
+    answers = (folder / ANSWERS).read_bytes()
+    return answers[: answers.rfind(b"\n") + 1]
+
+
 def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     scenario = ROOT / "scenarios" / "demo-nvfp4.yaml"
+    given = killed_while_answering(scenario, folder, least=500)
     ran = run(scenario, folder)
     assert ran.code == 0, ran.stderr
+    answers = (folder / ANSWERS).read_bytes()
+    assert answers.startswith(given)
+    # 2,022 questions, two of the tasks with four choices each, and 200 documents asked twice.
+    keys = [json.loads(line)[0] for line in answers.splitlines()]
+    assert len(keys) == len(set(keys)) > 4000
     assert ran.stdout.startswith(
         "PASS on CPU, emulated  demo-nvfp4\nAll 4 tasks lose less than 2 points (worst: "
     )
@@ -119,20 +141,30 @@ def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     assert "another serve section" in otherwise.errors[0]
 
 
-def test_int4_on_outliers_fails_and_says_why(tmp_path: Path) -> None:
-    ran = run(shortened("demo-hard-int4", tmp_path, 300), tmp_path / "run")
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of run directories."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def test_int4_on_outliers_fails_and_says_why(tmp_path: Path, runs: Path) -> None:
+    ran = run(shortened("demo-hard-int4", tmp_path, 300), runs / "int4")
     assert ran.code == 1
     (line,) = ran.errors
     assert "FAIL" in line
     assert "worst: addition" in ran.stdout
-    assert report_of(tmp_path / "run")["outcome"] == "FAIL"
-    assert "FAIL" in (tmp_path / "run" / "report.html").read_text()
+    assert report_of(runs / "int4")["outcome"] == "FAIL"
+    assert "FAIL" in (runs / "int4" / "report.html").read_text()
 
 
-def test_the_same_function_is_indistinguishable(tmp_path: Path) -> None:
-    ran = run(shortened("demo-outliers", tmp_path, 300), tmp_path / "run")
+def test_the_same_function_is_indistinguishable(tmp_path: Path, runs: Path) -> None:
+    neighbour = runs / "int4" / ANSWERS
+    given = neighbour.read_bytes() if neighbour.is_file() else b""
+    ran = run(shortened("demo-outliers", tmp_path, 300), runs / "outliers")
     assert ran.code == 0, ran.stderr
-    verdict = report_of(tmp_path / "run")["verdict"]
+    # The same baseline was asked the same questions: where that ran before, nothing is asked again.
+    assert not given or (runs / "outliers" / ANSWERS).read_bytes() == given
+    verdict = report_of(runs / "outliers")["verdict"]
     assert isinstance(verdict, dict)
     for task in verdict["tasks"]:
         assert task["documents"] == 300

@@ -33,7 +33,9 @@ class SessionRequest:
     folder for lm-eval's own result and sample files, and `lm_eval` says how they are asked. `limit` bounds
     the documents of each task, below 1 to a share of them. With
     `stopping_file` (a `vexport.evaluation.stopping.Stopping`) the evaluation ends when it is decided; with
-    `repeat` a part of the documents is asked again.
+    `repeat` a part of the documents is asked again. `identity` names what the answers depend on besides the
+    engine: with it they are kept in `output` as they come, and those of an earlier session are not asked
+    again.
     """
 
     checkpoint: Path
@@ -54,6 +56,7 @@ class SessionRequest:
     stopping_file: Path | None = None
     repeat: bool = False
     output: Path | None = None
+    identity: str | None = None
     seed: int = 0
 
 

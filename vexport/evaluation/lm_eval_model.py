@@ -5,6 +5,7 @@ sequences, chat templates, scoring) stays lm-eval's.
 """
 
 import io
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -14,6 +15,7 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError
 from vexport.evaluation.chat import ServedChat
+from vexport.evaluation.journal import Journal, StoredOutput
 from vexport.types import LmEvalSettings, OnProgress
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ AnswerCache = dict[str, object]
 Answer = TypeVar("Answer")
 
 _PROGRESS_STEPS = 100
+_ORDER_SEED = 0
 
 
 class StoredAnswers(ServedChat):
@@ -74,9 +77,13 @@ class StoredAnswers(ServedChat):
 
 
 def wrap_engine(
-    llm: "LLM", arguments: ModelArguments, settings: LmEvalSettings, progress: OnProgress
+    llm: "LLM",
+    arguments: ModelArguments,
+    settings: LmEvalSettings,
+    progress: OnProgress,
+    journal: Journal,
 ) -> "VLLM":
-    """lm-eval's VLLM around `llm`; `arguments` are its constructor's.
+    """lm-eval's VLLM around `llm`; `arguments` are its constructor's, `journal` has and keeps answers.
 
     It raises InputError where lm-eval would cut a prompt or leave a system instruction out, and where there
     is no chat template to apply; it reports the tasks' names, requests done and requests in all.
@@ -112,19 +119,28 @@ def wrap_engine(
             answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm=True)
             return answers
 
-    with replaced(vllm_causallms, "LLM", lambda **_: _ReportingLLM(llm, progress)):
+    with replaced(vllm_causallms, "LLM", lambda **_: _ReportingLLM(llm, progress, journal)):
         model = BuiltVLLM(batch_size=settings.batch_size, **arguments)
     model.choose_template(settings)
     return model
 
 
 class _ReportingLLM:
-    """What lm-eval uses of `vllm.LLM`, with progress going to `progress` instead of a terminal."""
+    """What lm-eval uses of `vllm.LLM`, with progress going to `progress` instead of a terminal.
 
-    def __init__(self, llm: "LLM", progress: OnProgress) -> None:
-        self._llm, self._progress = llm, progress
+    What `journal` has is not asked. The rest is asked in a random order: lm-eval sorts requests by length,
+    the longest first, and what is left of the time would be overestimated by far.
+    """
+
+    def __init__(self, llm: "LLM", progress: OnProgress, journal: Journal) -> None:
+        self._llm, self._progress, self._journal = llm, progress, journal
         self.llm_engine = llm.llm_engine
         self.stage = ""
+        self._kept = 0
+
+    def begin_round(self) -> None:
+        """Ask again what has an answer already."""
+        self._journal.round += 1
 
     def generate(
         self,
@@ -132,17 +148,29 @@ class _ReportingLLM:
         sampling_params: Sequence["SamplingParams"],
         use_tqdm: bool,
         lora_request: "LoRARequest | None",
-    ) -> list["RequestOutput"]:
-        outputs: list[RequestOutput] = self._llm.generate(
-            prompts, sampling_params, use_tqdm=self._bar, lora_request=lora_request
-        )
-        return outputs
+    ) -> "Sequence[RequestOutput | StoredOutput]":
+        keys = self._journal.keys(prompts, sampling_params)
+        kept = {number: answer for number, key in enumerate(keys) if (answer := self._journal.get(key))}
+        asked = [number for number in range(len(prompts)) if number not in kept]
+        random.Random(_ORDER_SEED).shuffle(asked)
+        self._kept = len(kept)
+        new: list[RequestOutput] = []
+        if asked:
+            with self._journal.recording(self._llm, [keys[number] for number in asked]):
+                new = self._llm.generate(
+                    [prompts[number] for number in asked],
+                    [sampling_params[number] for number in asked],
+                    use_tqdm=self._bar,
+                    lora_request=lora_request,
+                )
+        answers: dict[int, RequestOutput | StoredOutput] = {**kept, **dict(zip(asked, new, strict=True))}
+        return [answers[number] for number in range(len(prompts))]
 
     def _bar(self, *args: object, **options: object) -> object:
         """A tqdm that draws nothing. vLLM makes one around the prompts to render, and one to run them."""
         from tqdm import tqdm  # type: ignore[import-untyped]
 
-        stage, progress = self.stage, self._progress
+        stage, progress, kept = self.stage, self._progress, self._kept
 
         class Bar(tqdm):  # type: ignore[misc]
             def update(self, n: float | None = 1) -> bool | None:
@@ -150,7 +178,7 @@ class _ReportingLLM:
                 if self.iterable is None and (
                     self.n == self.total or self.n % max(1, self.total // _PROGRESS_STEPS) == 0
                 ):
-                    progress(stage, int(self.n), int(self.total))
+                    progress(stage, kept + int(self.n), kept + int(self.total))
                 return drawn
 
         return Bar(*args, **{**options, "file": io.StringIO()})

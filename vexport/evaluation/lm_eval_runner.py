@@ -1,6 +1,7 @@
 """Runs lm-eval on an engine that already stands. Called in the worker process only.
 
-Nothing is cached from one model to the next: lm-eval's response cache leaves the model out of its key.
+Nothing is cached from one model to the next: lm-eval's response cache leaves the model out of its key, ours
+(journal.py) is the model's own.
 """
 
 import importlib.metadata
@@ -20,6 +21,8 @@ from pydantic import JsonValue
 from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.fewshot import draw_by_document
+from vexport.evaluation.journal import FILE as JOURNAL
+from vexport.evaluation.journal import Journal
 from vexport.evaluation.lm_eval_model import ModelArguments, replaced, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
 from vexport.evaluation.stopping import SequentialTest, Stopping, look_line, require_unit_range, write_looks
@@ -62,9 +65,21 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
         settings = request.lm_eval
         given = {key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None}
         arguments |= given
-        model = wrap_engine(llm, arguments, settings, progress)
+        kept = request.output if request.identity else scratch
+        journal = Journal(kept / JOURNAL, f"{request.identity} {_engine_words()}")
+        model = wrap_engine(llm, arguments, settings, progress, journal)
         _evaluate(model, arguments, request, scratch / "output", progress)
         _move_files(scratch / "output", request.output)
+
+
+def _engine_words() -> str:
+    """What computes the answers besides the model."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    device = "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
+    others = (importlib.metadata.version(name) for name in ("torch", "transformers", "lm_eval"))
+    return " ".join((device, vllm.__version__, *others))
 
 
 def _evaluate(
@@ -88,6 +103,7 @@ def _evaluate(
             model.answers = None
         if request.repeat:
             assert request.output is not None
+            model.model.begin_round()
             write_repeated(request.output, _repeat(run, results, request))
     except jinja2.TemplateError as error:
         fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"

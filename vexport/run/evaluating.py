@@ -17,6 +17,7 @@ from vexport.run.serving import (
     EngineOptions,
     Questions,
     Served,
+    clear_session,
     fetch_tasks,
     require_served,
     require_tasks,
@@ -62,6 +63,12 @@ class EvalJob:
         return self.against or (self.folder / BASELINE if self.settings.baseline else None)
 
     @property
+    def is_unfinished(self) -> bool:
+        """Whether the folder is that of an interrupted evaluation, whose answers are not asked again."""
+        ended = any((self.folder / CANDIDATE).glob("results_*.json"))
+        return (self.folder / RESULTS.mark).is_file() and not ended and not self.overwrite
+
+    @property
     def outputs(self) -> list[NamedPath]:
         """What is written."""
         return _named({"--output": self.folder, "--accept": self.accept})
@@ -79,7 +86,11 @@ def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
     _require_fitting(models.values(), job.options)
     require_separate(job.outputs, _named(models))
     lm_eval = lm_eval_settings(job.settings, models)
-    RESULTS.begin(job.folder)
+    if job.is_unfinished:
+        for role in models:
+            clear_session(job.folder / role)
+    else:
+        RESULTS.begin(job.folder)
     served: dict[str, Served] = {}
     for role, model in models.items():
         questions = Questions(
@@ -102,7 +113,7 @@ def _require_usable(job: EvalJob) -> None:
     paths = {label: Path(name).expanduser() for label, name in local.items() if name}
     files = [*_named({"--against": job.against}), *task_files(job.settings, "--task")]
     require_separate(job.outputs, [*_named(paths), *files])
-    RESULTS.require_replaceable(job.folder, overwrite=job.overwrite)
+    RESULTS.require_replaceable(job.folder, overwrite=job.overwrite or job.is_unfinished)
     if job.against is not None:
         read_accepted(job.against)
     for name in job.names.values():

@@ -1,6 +1,5 @@
 """The stages in vLLM: the checkpoint loaded dry, both models served, what they answered judged."""
 
-import shutil
 from pathlib import Path
 
 from vexport.calibration.data import first_texts
@@ -8,8 +7,9 @@ from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.data_name import DEFAULT
 from vexport.engine.dry.checkpoints import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
+from vexport.evaluation.journal import FILE as ANSWERS
 from vexport.evaluation.prompting import lm_eval_settings
-from vexport.run.directory import Digests, checkpoint_digest, path_digest, value_digest
+from vexport.run.directory import MARK, Digests, checkpoint_digest, path_digest, value_digest
 from vexport.run.making import checkpoint_inputs
 from vexport.run.serving import (
     BASELINE,
@@ -17,6 +17,7 @@ from vexport.run.serving import (
     PLAIN,
     Questions,
     Served,
+    clear_session,
     fetch_tasks,
     require_served,
     serve_model,
@@ -98,15 +99,22 @@ def serve_candidate(run: Run) -> Served:
 
 def _served(run: Run, role: str, model: Path) -> Served:
     folder, is_baseline = run.folder / "eval" / role, role == BASELINE
-    shutil.rmtree(folder, ignore_errors=True)
+    clear_session(folder)
     questions = Questions(
         texts=_texts(run),
         evaluate=run.scenario.evaluate,
         lm_eval=run.result(QUESTIONS),
         baseline=None if is_baseline else folder.with_name(BASELINE),
         repeat=is_baseline,
+        earlier=_neighbours(run) if is_baseline else (),
     )
     return serve_model(role, model, folder, run.options, questions)
+
+
+def _neighbours(run: Run) -> list[Path]:
+    """The baseline's answers in the other run directories of the same folder."""
+    runs = sorted(mark.parent for mark in run.folder.absolute().parent.glob(f"*/{MARK}"))
+    return [one / "eval" / BASELINE / ANSWERS for one in runs if one != run.folder.absolute()]
 
 
 def is_served(run: Run) -> bool:

@@ -1,5 +1,6 @@
 """One engine start for a model and everything that is asked of it there."""
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +13,15 @@ from vexport.engine.session import WORKER, run_session
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
+from vexport.evaluation.journal import FILE as ANSWERS
+from vexport.evaluation.journal import are_answers_to
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.stopping import stopping_rule
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
-from vexport.files import to_json, write_text
+from vexport.files import atomic_path, digest_bytes, to_json, write_text
 from vexport.outputs import NamedPath
+from vexport.run.directory import checkpoint_digest
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import Serve
 from vexport.types import LmEvalSettings, LoadReport, OnProgress
@@ -67,6 +71,7 @@ class Questions:
     `texts` are prompts to continue; `evaluate` has the tasks of lm-eval, `lm_eval` how they are asked. With
     `baseline`, lm-eval's folder of it or an accepted one, and `stopping: early`, the tasks end when they are
     decided; with `repeat` a part of them is asked again, and an engine that is not deterministic is an error.
+    `earlier` are files of answers, used where they are the same model's to the same questions.
     """
 
     texts: Sequence[str] = ()
@@ -74,6 +79,7 @@ class Questions:
     lm_eval: LmEvalSettings = PLAIN
     baseline: Path | None = None
     repeat: bool = False
+    earlier: Sequence[Path] = ()
 
 
 PROMPTS_ALONE = Questions()
@@ -92,8 +98,10 @@ def serve_model(
     settings = questions.evaluate
     count = settings.kl_prompts if settings else CONTINUED
     prompts = fixed_prompts(checkpoint, texts=questions.texts, count=count)
+    request = _request(role, checkpoint, folder, options, questions, prompts)
+    _take_answers(request, folder, questions.earlier)
     result = run_session(
-        _request(role, checkpoint, folder, options, questions, prompts),
+        request,
         worker=WORKER if settings is None else TASKS_WORKER,
         log=folder / "vllm.log",
         timeout=options.serve.timeout,
@@ -105,6 +113,15 @@ def serve_model(
         if (repeated := read_repeated(folder)) is not None:
             require_deterministic(folder, repeated, settings.alpha)
     return Served(result=result, prompts=prompts)
+
+
+def clear_session(folder: Path) -> None:
+    """Remove what an unfinished session left in its folder, but for the answers that it was given."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != ANSWERS:
+            entry.unlink()
 
 
 def _request(
@@ -127,7 +144,7 @@ def _request(
     request = replace(request, lm_eval=questions.lm_eval)
     if settings.stopping == "early" and questions.baseline is not None:
         request = _stopping_early(request, settings, questions.baseline, folder)
-    return request
+    return _identified(request)
 
 
 def _with_tasks(
@@ -151,6 +168,35 @@ def _with_tasks(
         seed=settings.seed,
         repeat=repeat,
     )
+
+
+def _identified(request: SessionRequest) -> SessionRequest:
+    """The request with a digest of the model and of how its engine is started as its identity.
+
+    Nothing of the tasks is in it: an answer is found by its prompt and its sampling parameters.
+    """
+    started = SessionRequest(
+        checkpoint=request.checkpoint,
+        name="",
+        dtype=request.dtype,
+        max_model_len=request.max_model_len,
+        enforce_eager=request.enforce_eager,
+        arguments=request.arguments,
+        trust_remote_code=request.trust_remote_code,
+        seed=request.seed,
+    )
+    parts = (to_json(started), checkpoint_digest(request.checkpoint))
+    return replace(request, identity=digest_bytes("\n".join(parts).encode()))
+
+
+def _take_answers(request: SessionRequest, folder: Path, earlier: Sequence[Path]) -> None:
+    """Copy the first of the `earlier` answers that are to this request, where the folder has none yet."""
+    if request.identity is None or (folder / ANSWERS).exists():
+        return
+    found = next((file for file in earlier if are_answers_to(file, request.identity)), None)
+    if found is not None:
+        with atomic_path(folder / ANSWERS) as temporary:
+            shutil.copyfile(found, temporary)
 
 
 def _stopping_early(
