@@ -99,7 +99,12 @@ WRONG: list[tuple[str, str, Change, str]] = [
         put(f"{DOWN}.weight_global_scale", lambda t: t * 0.9),
         "times",
     ),
-    ("FP8_BLOCK", "scales a tenth too small", put(f"{DOWN}.weight_scale", lambda t: t * 0.9), "dB"),
+    (
+        "FP8_BLOCK",
+        "scales a tenth too small",
+        put(f"{DOWN}.weight_scale", lambda t: t * 0.9),
+        "times as large",
+    ),
     ("W8A8", "rows turned around", put(f"{DOWN}.weight", lambda t: t.flip(0)), "dB"),
     ("W4A16", "words in another order", put(f"{DOWN}.weight_packed", lambda t: t.flip(1)), "dB"),
     ("W4A16", "one scale doubled", put(f"{DOWN}.weight_scale", first_rows(2.0)), "1 of 1024 parts"),
@@ -107,7 +112,7 @@ WRONG: list[tuple[str, str, Change, str]] = [
         "W4A16_ASYM",
         "zero points of another layer",
         put(f"{DOWN}.weight_zero_point", lambda t: t.flip(0)),
-        "dB",
+        "zero points that are off",
     ),
 ]
 

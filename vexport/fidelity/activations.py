@@ -7,6 +7,8 @@ ends are judged with room, since the checkpoint was calibrated on other text.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from vexport.calibration.data import Samples
 from vexport.calibration.device import default_device
 from vexport.calibration.forward import watch
@@ -22,7 +24,7 @@ from vexport.checks.vllm.view import CheckpointView, error
 from vexport.fidelity.source import Source
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import E4M3_MAX
-from vexport.observers import load_observer
+from vexport.observers import Importance, load_observer
 from vexport.plan.linears import Names, names_of
 from vexport.types import Finding, LinearPlan
 
@@ -31,14 +33,38 @@ STATIC = "FP8"
 # How much smaller or larger than the largest value seen a range may be. Of e4m3, and of FP4 whose blocks have
 # e4m3 scales, six bits of exponent are left for the values below; integers lose a bit with each doubling.
 LEAST, MOST_FLOAT, MOST_INTEGER = 1 / 4, 64.0, 8.0
+# Inputs of a layer with which its answers are compared, and how many of them one row of text gives.
+INPUTS, INPUTS_OF_ROW = 64, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The largest magnitudes on some text, by vLLM's name: of layers' inputs, of (keys, values) by head."""
+    """The largest magnitudes on some text, by vLLM's name: of layers' inputs, of (keys, values) by head.
+
+    `samples` has some of the inputs themselves, (tokens, in), by the layer's name in the source.
+    """
 
     inputs: Mapping[str, float]
     cached: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    samples: Mapping[str, torch.Tensor]
+
+
+class KeptInputs(Importance):
+    """Keeps some tokens of what enters a layer, where importance sums up all."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(0))
+        self.kept: list[torch.Tensor] = []
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Keep tokens of inputs (..., channels) that lie far from each other; not the first, which is unlike
+        all others."""
+        tokens = inputs.detach().reshape(-1, inputs.shape[-1])
+        room = min(INPUTS_OF_ROW, INPUTS - self.tokens)
+        chosen = tokens[1 :: max(1, len(tokens) // INPUTS_OF_ROW)][:room]
+        if len(chosen):
+            self.kept.append(chosen.to("cpu", copy=True))
+            self.tokens += len(chosen)
 
 
 def observe(
@@ -58,7 +84,7 @@ def observe(
         layers[linear.weight] = (*layers.get(linear.weight, ()), linear)
     watched = Watched(
         inputs={name: load_observer(DEFAULT_INPUT_OBSERVER, "input", inputs) for name in source.linears},
-        importance={},
+        importance={name: KeptInputs() for name in source.linears},
         layers=layers,
         all_experts=False,
         cached={},
@@ -78,6 +104,11 @@ def _observed(watched: Watched, names: Names) -> Observed:
         cached={
             names.vllm_name(name): (states.key.abs().amax(0).tolist(), states.value.abs().amax(0).tolist())
             for name, states in (watched.cached or {}).items()
+        },
+        samples={
+            name: torch.cat(seen.kept)
+            for name, seen in watched.importance.items()
+            if isinstance(seen, KeptInputs) and seen.tokens >= INPUTS_OF_ROW
         },
     )
 

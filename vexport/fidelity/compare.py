@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.reader import Reader
@@ -17,6 +18,9 @@ from vexport.fidelity.source_tensors import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.types import Finding
 
+if TYPE_CHECKING:
+    import torch
+
 OnLayer = Callable[[int, int], None]
 
 
@@ -24,64 +28,74 @@ def against(root: Path, *, on_layer: OnLayer, observed: Observed | None = None) 
     """The comparison with the unquantized checkpoint `root`; InputError where that is none.
 
     Every quantized weight is dequantized by compressed-tensors' own code, some rows at a time; all other
-    tensors must be the same bytes, and the files next to the weights say the same. Static scales are compared
-    with what was `observed` on a text.
+    tensors must be the same bytes, and the files next to the weights say the same. Where a text was
+    `observed`, what layers answer to it is compared instead of their weights, and static scales with it.
     """
     with Reader() as reader:
         _require_plain(Source(root, reader))
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
         with Reader() as source_reader:
-            yield from _compared(view, Source(root, source_reader), source_reader, on_layer)
+            inputs = observed.samples if observed is not None else {}
+            yield from _compared(view, Source(root, source_reader), source_reader, on_layer, inputs)
         if observed is not None:
             yield from mismatches(view, observed)
 
     return compare
 
 
-def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: OnLayer) -> Iterator[Finding]:
+def _compared(
+    view: CheckpointView,
+    source: Source,
+    reader: Reader,
+    on_layer: OnLayer,
+    inputs: Mapping[str, "torch.Tensor"],
+) -> Iterator[Finding]:
     origins = SourceTensors(view, source, reader)
     quantized = [layer for layer in layers_of(view).values() if layer.is_quantized]
     ratios: dict[str, float] = {}
     for number, layer in enumerate(quantized):
-        comparison = _compare(view, origins, layer)
+        comparison = _compare(view, origins, layer, inputs)
         if isinstance(comparison, Finding):
             yield comparison
         else:
             ratios[layer.name] = comparison.snr_db
-            yield from _judged(layer, comparison)
+            yield from _judged(layer, comparison, answers=bool(inputs))
         origins.release()
         on_layer(number + 1, len(quantized))
     yield from tensors.changed(view, reader, origins, {layer.name for layer in quantized})
     yield from files.changed(view.index, source.index)
-    yield from _summary(view, ratios)
+    yield from _summary(view, ratios, answers=bool(inputs))
 
 
-def _compare(view: CheckpointView, origins: SourceTensors, layer: Layer) -> WeightComparison | Finding:
+def _compare(
+    view: CheckpointView, origins: SourceTensors, layer: Layer, inputs: Mapping[str, "torch.Tensor"]
+) -> WeightComparison | Finding:
     pieces = origins.weight(layer)
     if not pieces:
         fix = "give the checkpoint that this one was made from"
         return _incomparable(view, layer, "no weight of this layer", fix)
-    comparison = compare_weight(view, layer, pieces) if layer.group else None
+    seen = inputs.get(origins.name_of(layer) or "")
+    comparison = compare_weight(view, layer, pieces, seen) if layer.group else None
     if comparison is None:
         sizes = f"a source of {[sum(len(piece) for piece in pieces), pieces[0].shape[1]]}"
         return _incomparable(view, layer, f"tensors that do not fit {sizes}", "export the checkpoint again")
     return comparison
 
 
-def _judged(layer: Layer, comparison: WeightComparison) -> Iterator[Finding]:
+def _judged(layer: Layer, comparison: WeightComparison, *, answers: bool) -> Iterator[Finding]:
     if comparison.faults:
         yield error(
             SOURCE,
             layer.name,
-            expected=f"the source's weight, about as rounding to {_precision(layer)} leaves it "
-            f"({comparison.rounding_db:.1f} dB)",
+            expected=f"the source's {'answers' if answers else 'weight'}, about as rounding to "
+            f"{_precision(layer)} leaves it ({comparison.rounding_db:.1f} dB)",
             got="; ".join(comparison.faults),
             fix="export it again; for weights that were smoothed or rotated, name the source after that",
         )
 
 
-def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:
+def _summary(view: CheckpointView, ratios: Mapping[str, float], *, answers: bool) -> Iterator[Finding]:
     """What was measured, in one line for each kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
@@ -93,7 +107,7 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
             check=SOURCE,
             severity="info",
             where=f"{kind} ({len(names)} in {precision})",
-            expected="the source's weight but for rounding",
+            expected=f"the source's {'answers to the text' if answers else 'weight'} but for rounding",
             got=f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in {names[0]}",
             fix="nothing; `vexport diff` has every layer",
         )

@@ -1,0 +1,112 @@
+"""`check --source` of weights that were rounded by their inputs: sound ones pass, spoiled ones are found."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.command import vexport
+from tests.models import quantize, save_llama, write_calibration
+from tests.mutations.edits import Tensors, spoiled, tensors
+
+LAYER = "model.layers.{}.{}"
+ZERO = -0x77777778  # eight codes of 8, which is 0
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("rounded") / "llama")
+
+
+@pytest.fixture(scope="module")
+def text(source: Path) -> Path:
+    """Of few words: inputs are correlated, which lets a refit move weights far; one strength is tried."""
+    return write_calibration(source.with_name("text.jsonl"), rows=7, vocabulary=40)
+
+
+@pytest.fixture(scope="module")
+def sound(source: Path, text: Path) -> Callable[[str], Path]:
+    def make(scheme: str) -> Path:
+        out = source.with_name(scheme)
+        if not out.exists():
+            quantize(source, out, scheme, "--rounding", "refit", "--calibration", text)
+        return out
+
+    return make
+
+
+def check(checkpoint: Path, source: Path, text: Path | None) -> tuple[int, dict[str, str]]:
+    """Exit code, and what is said of each layer that is not like the source."""
+    given = ("--calibration", text) if text else ()
+    ran = vexport("check", checkpoint, "--source", source, *given, "--format", "json", "--quiet")
+    assert ran.stdout, ran.stderr
+    (report,) = json.loads(ran.stdout)
+    wrong = [one for one in report["findings"] if one["severity"] != "info"]
+    return ran.code, {one["where"]: one["got"] for one in wrong if one["check"] == "source"}
+
+
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_a_refit_is_like_its_source(
+    sound: Callable[[str], Path], source: Path, text: Path, scheme: str, answers: bool
+) -> None:
+    assert check(sound(scheme), source, text if answers else None) == (0, {})
+
+
+Edit = Callable[[Tensors, str], None]
+
+
+def change(part: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+    def apply(values: Tensors, layer: str) -> None:
+        name = f"{layer}.weight_{part}"
+        values[name] = edit(values[name].clone()).contiguous()
+
+    return apply
+
+
+def first_rows(edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda value: torch.cat([edit(value[:32]), value[32:]])
+
+
+def from_layer(number: int) -> Edit:
+    """Another layer's tensors, as from another model."""
+
+    def apply(values: Tensors, layer: str) -> None:
+        projection = layer.split(".", 3)[3]
+        for part in ("packed", "scale"):
+            other = values[f"model.layers.{number}.{projection}.weight_{part}"]
+            values[f"{layer}.weight_{part}"] = other.clone()
+
+    return apply
+
+
+# By the layer that is spoiled.
+SPOILED: Mapping[str, Edit] = {
+    LAYER.format(0, "self_attn.q_proj"): change("packed", first_rows(lambda rows: rows.flip(0))),
+    LAYER.format(0, "self_attn.o_proj"): change("scale", lambda scale: scale * 1.25),
+    LAYER.format(0, "mlp.gate_proj"): change("scale", lambda scale: scale * 0.5),
+    LAYER.format(0, "mlp.down_proj"): change("packed", lambda words: words.roll(16, dims=1)),
+    LAYER.format(1, "self_attn.v_proj"): from_layer(2),
+    LAYER.format(1, "mlp.up_proj"): change("packed", first_rows(lambda rows: rows.fill_(ZERO))),
+    LAYER.format(1, "mlp.down_proj"): change("packed", lambda words: ~words),
+    LAYER.format(1, "self_attn.k_proj"): change("scale", first_rows(lambda rows: rows * 2)),
+    LAYER.format(2, "mlp.gate_proj"): change("packed", lambda words: words.flip(1)),
+    LAYER.format(2, "self_attn.o_proj"): change("scale", lambda scale: scale * torch.tensor([[1.4, 0.6]])),
+    LAYER.format(2, "mlp.down_proj"): change("packed", first_rows(lambda rows: ~rows)),
+}
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_each_of_these_is_found_and_nothing_else(
+    sound: Callable[[str], Path], source: Path, text: Path, tmp_path: Path, answers: bool
+) -> None:
+    def spoil(values: Tensors) -> None:
+        for layer, edit in SPOILED.items():
+            edit(values, layer)
+
+    wrong = spoiled(sound("W4A16"), tmp_path / "wrong", tensors(spoil))
+    code, found = check(wrong, source, text if answers else None)
+    assert code == 1
+    assert found.keys() == SPOILED.keys(), found
