@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.calibration.make import samples
 from tests.calibration.models import configs, expert_configs, save
 from vexport.calibration import calibrate
 from vexport.calibration.experts.kinds import arithmetic_of
-from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor
 from vexport.formats.packing.base import Array
@@ -20,21 +21,30 @@ from vexport.formats.schemes import get_scheme
 from vexport.plan import Settings
 from vexport.plan.blocks import group_layout
 from vexport.plan.source import plan_headers
-from vexport.quantize.rounding import round_weights
+from vexport.quantize.rounding import CHOICE, round_weights
 from vexport.quantize.stream import quantized_group
 from vexport.scenario import Rule
-from vexport.types import Calibration, Plan, silent
-from vexport.types.rounding import GroupRounding
+from vexport.types import Calibration, KvCache, Plan, silent
+from vexport.types.rounding import GroupRounding, RoundingReport
 
 TEXT = samples((24,) * 8)
 
 
-def plan_of(folder: Path, scheme: str, rounding: str) -> tuple[SourceIndex, Plan]:
+def plan_of(
+    folder: Path, scheme: str, rounding: str, kv_cache: KvCache | None = None
+) -> tuple[SourceIndex, Plan]:
     rules = [
         Rule(match=match, scheme=scheme, observer="memoryless_minmax", rounding=rounding)
         for match in (("lm_head", "Linear") if folder.name == "qwen3" else ("Linear",))
     ]
-    return plan_headers(str(folder), rules, Settings(on_unsupported_shape="keep"), silent)
+    return plan_headers(str(folder), rules, Settings(on_unsupported_shape="keep", kv_cache=kv_cache), silent)
+
+
+def run(index: SourceIndex, plan: Plan, out: Path) -> tuple[Mapping[str, Array], RoundingReport]:
+    seen = calibrate(index, plan, TEXT)
+    return round_weights(
+        index, plan, seen, TEXT, out, on_progress=silent, trust_remote_code=False, device="cpu"
+    )
 
 
 def rounded(
@@ -42,16 +52,7 @@ def rounded(
 ) -> tuple[Mapping[str, Array], Mapping[str, GroupRounding]]:
     """The bytes of a checkpoint's groups, and how each was rounded."""
     index, plan = plan_of(folder, scheme, rounding)
-    found, report = round_weights(
-        index,
-        plan,
-        calibrate(index, plan, TEXT),
-        TEXT,
-        out,
-        on_progress=silent,
-        trust_remote_code=False,
-        device="cpu",
-    )
+    found, report = run(index, plan, out)
     told = {group.name: group for group in report.groups}
     assert told.keys() == {group.name for group in plan.groups}
     return found, told
@@ -149,3 +150,35 @@ def test_answers_of_experts_are_closer_to_the_sources(tmp_path: Path) -> None:
             ]
             better += errors[0] < 0.9 * errors[1]
     assert better >= 22
+
+
+def test_the_cache_is_calibrated_in_the_quantized_stream(tmp_path: Path) -> None:
+    """Ranges are those of a plain model with the dequantized weights; the source's are others."""
+    folder = save(configs()["llama"], tmp_path / "llama")
+    index, plan = plan_of(folder, "MXFP4A16", "gptq", "fp8")
+    stored, report = run(index, plan, tmp_path / "rounded")
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in weights_of(plan, index, stored).items():
+        tensors[f"{name}.weight"] = weight.to(torch.bfloat16)
+    copy = copytree(folder, tmp_path / "copy")
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    quantized = calibrate(read_index(copy), plan, TEXT).kv_ranges
+    assert len(quantized) == 3
+    assert report.cached == quantized
+    assert report.cached != calibrate(index, plan, TEXT).kv_ranges
+
+
+def test_experts_go_on_to_the_same_bytes_after_a_kill(tmp_path: Path) -> None:
+    """What a kill in the second layer leaves: a branch that has it, others that do not, half a file."""
+    folder = save(expert_configs()["mixtral"], tmp_path / "mixtral")
+    index, plan = plan_of(folder, "MXFP4A16", "refit")
+    out = tmp_path / "rounded"
+    whole, _ = run(index, plan, out)
+    expected = {name: whole[name].tobytes() for name in whole}
+    (out / CHOICE).unlink()
+    *killed, _ = sorted(out.glob("*.layer-0001.json"))
+    for file in killed:
+        file.unlink()
+        file.with_suffix(".safetensors").write_bytes(b"half")
+    again, _ = run(index, plan, out)
+    assert {name: again[name].tobytes() for name in again} == expected

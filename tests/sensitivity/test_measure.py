@@ -15,6 +15,7 @@ from vexport.scenario import Auto, Calibration, Rule
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
 from vexport.sensitivity.measure import measure
 from vexport.types import CalibrationData, Method, SchemeLoss, Sensitivity
+from vexport.types.rounding import Rounding
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
 RULES = (Rule(match="Linear", scheme="auto"),)
@@ -127,3 +128,35 @@ def test_layers_of_a_group_have_estimates_of_their_own(measured: Sensitivity) ->
         for one in group.schemes:
             assert tuple(layer.name for layer in one.layers) == group.layers
             assert all(layer.estimate >= 0 for layer in one.layers)
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "refit"])
+def test_a_loss_is_that_of_the_rounding_that_is_written(rounding: Rounding, tmp_path: Path) -> None:
+    """With nothing quantized in front of it a refit of weights alone is GPTQ."""
+    model, projection = DEMO / "model-x16", r"re:model\.layers\.0\.mlp\.down_proj"
+    index, kept = read_index(model), Rule(match="Linear", scheme=KEEP)
+    auto = (Rule(match=projection, scheme="auto", rounding=rounding), kept)
+    (unit,) = units_of(index, "W4A16", rules=auto)
+    settings = Calibration(data=DEMO / "calibration.jsonl", samples=SAMPLES, seq_len=64)
+    rows, found = samples(model), {}
+    for asked in (auto, (Rule(match=projection, scheme="auto", rounding="nearest"), kept)):
+        units = units_of(index, "W4A16", rules=asked)
+        sensitivity = measure(
+            index,
+            units,
+            calibrate(index, probe_plan(build_plan(index, rules_with((), {}, asked)), units), rows),
+            rows,
+            method="measure",
+            file=tmp_path / f"{asked[0].rounding}.json",
+            on_progress=lambda stage, done, total: None,
+            trust_remote_code=False,
+            device="cpu",
+        )
+        found[asked[0].rounding] = losses(sensitivity)[unit.name, "W4A16"].measured
+    rules = (*(rule.model_copy(update={"rounding": "gptq"}) for rule in unit.rules("W4A16")), kept)
+    quantize_source(QuantizeJob(source=str(model), out=tmp_path / "one", rules=rules, calibration=settings))
+    prompts = [(*ids, 0) for ids in rows.token_ids]
+    plain, quantized = reference_logprobs(model, prompts), reference_logprobs(tmp_path / "one", prompts)
+    loss = float((plain.exp() * (plain - quantized)).sum(-1).mean())
+    assert found[rounding] == pytest.approx(loss, rel=TOLERANCE)
+    assert found["nearest"] != pytest.approx(loss, rel=TOLERANCE)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -121,6 +121,9 @@ def write_checkpoint(
             job.on_progress(stage, done, total)
 
         finished, rounding = _rounded(job, index, plan, calibration, aside_folder(folder))
+        if rounding is not None and calibration is not None:
+            ranges = {**calibration.kv_ranges, **rounding.cached}
+            calibration = replace(calibration, kv_ranges=ranges)
         quantize(
             index,
             plan,

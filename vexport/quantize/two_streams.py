@@ -6,10 +6,12 @@ makes the next layer's input. Where several recipes are tried, each has its own 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from vexport.calibration.attention import CachedStates, watching_attention
 from vexport.calibration.capture import Captured, LayerCall, capture_layer_calls, replayed_layers
 from vexport.calibration.data import Samples
 from vexport.calibration.forward import make_batches
@@ -19,16 +21,14 @@ from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, u
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.tensors import read_weight
-from vexport.formats.packing.base import Array, RoundedWeight
+from vexport.formats.packing.base import Array
 from vexport.numerics.metrics import kl_divergence
 from vexport.quantize.applied import QuantizedLayer, QuantizedModel
 from vexport.quantize.group_inputs import GroupInputs, Noted, Site
-from vexport.quantize.round_group import round_group
+from vexport.quantize.round_sites import round_sites, zero_moments
 from vexport.quantize.rounded_layers import RoundedLayers, Stored
 from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
-from vexport.rounding.factor import Factor, factorize
 from vexport.rounding.moments import Moments
 from vexport.rounding.settings import GPTQ, Recipe
 from vexport.types import Calibration, FusionGroup, Plan
@@ -80,6 +80,7 @@ class RoundingStream:
         self.weights = Weights(index, reader, self.model, device)
         self.quantized = QuantizedModel(index, calibration, reader, self.model, self.weights, device=device)
         self.groups = plan.groups
+        self.watches_cache = bool(plan.attention)
         self.batches = make_batches(samples, 1)
         self.device = device
         self.hold_out(0)
@@ -136,31 +137,37 @@ class RoundingStream:
         for branch, moments, done in zip(branches, sums, found, strict=True):
             if moments is None:
                 assert done is not None
-                self._advance(layer, calls, groups, done, branch, source)
+                self._advance(number, calls, groups, done, branch, source)
             else:
                 stored, how = self._round(groups, branch.recipe, inputs, moments)
-                error = self._advance(layer, calls, groups, stored, branch, source)
-                branch.done.put(number, stored, LayerRounding(groups=how, state_error=error))
+                error, cached = self._advance(number, calls, groups, stored, branch, source)
+                ranges = {name: states.ranges() for name, states in cached.items()}
+                branch.done.put(number, stored, LayerRounding(groups=how, state_error=error, cached=ranges))
 
     def _advance(
         self,
-        layer: torch.nn.Module,
+        number: int,
         calls: Sequence[LayerCall],
         groups: Sequence[FusionGroup],
         stored: Stored,
         branch: Branch,
         source: HiddenStates,
-    ) -> float:
-        """Run a branch's stream through its quantized layer; |h~ - h|^2 / |h|^2 of what comes out."""
-        signal, noise = 0.0, 0.0
+    ) -> tuple[float, Mapping[str, CachedStates]]:
+        """Run a branch's stream through its quantized layer: |h~ - h|^2 / |h|^2 of what comes out, and what
+        it would cache."""
+        layer, cached, signal, noise = self.layers[number], dict[str, CachedStates](), 0.0, 0.0
         quantized = [one for group in groups for one in self.quantized.layers_of(group, stored)]
-        with self.quantized.applied(quantized):
+        with ExitStack() as block:
+            block.enter_context(self.quantized.applied(quantized))
+            if self.watches_cache:
+                name = f"{self.name}.{number}"
+                block.enter_context(watching_attention(layer, name, self.weights.stored_name, cached))
             for position, call in enumerate(calls):
                 branch.hidden[position] = call.run(layer, branch.hidden[position].to(self.device))
                 exact = source[position].to(torch.float32)
                 signal += float(exact.square().sum())
                 noise += float((branch.hidden[position].to(torch.float32) - exact).square().sum())
-        return noise / signal if signal else 0.0
+        return noise / signal if signal else 0.0, cached
 
     def _groups_of(self, number: int) -> list[FusionGroup]:
         """The groups of a decoder layer."""
@@ -197,14 +204,7 @@ class RoundingStream:
         return [group for number in range(len(self.layers)) for group in self._groups_of(number)]
 
     def _zeros(self, inputs: GroupInputs, branch: Branch) -> dict[str, Moments]:
-        return {
-            site.name: Moments.zeros(
-                site.columns,
-                cross=any(recipe_of(group, site, branch.recipe).strength > 0 for group in site.groups),
-                device=self.device,
-            )
-            for site in inputs.sites
-        }
+        return zero_moments(inputs, lambda group, site: recipe_of(group, site, branch.recipe), self.device)
 
     def _add(self, inputs: GroupInputs, seen: Noted, exact: Noted, sums: Mapping[str, Moments]) -> None:
         """Take in a batch of the quantized stream, through layers before their weights are rounded."""
@@ -215,25 +215,14 @@ class RoundingStream:
         self, groups: Sequence[FusionGroup], recipe: Recipe, inputs: GroupInputs, sums: Mapping[str, Moments]
     ) -> tuple[Stored, tuple[GroupRounding, ...]]:
         """The bytes that replace the weights of groups, and how each was rounded."""
-        model, stored, how = self.quantized, dict[str, Array](), dict[str, GroupRounding]()
-        made = dict[str, Mapping[str, RoundedWeight]]()
-        for site in inputs.sites:
-            moments, factors = sums[site.name], dict[float, Factor | None]()
-            for group in site.groups if moments.tokens else ():
-                own = _for_tokens(recipe_of(group, site, recipe), group, moments.tokens)
-                if own.ridge not in factors:
-                    factors[own.ridge] = factorize(moments.hessian, own.ridge)
-                weights = [
-                    read_weight(model.reader, model.index.tensors[member.weight], member.part)
-                    for member in group.members
-                ]
-                made[group.name], how[group.name] = round_group(
-                    group, weights, moments, own, model.index, factor=factors[own.ridge]
-                )
+        model, stored = self.quantized, dict[str, Array]()
+        made, how = round_sites(
+            model,
+            inputs,
+            sums,
+            lambda group, site: _for_tokens(recipe_of(group, site, recipe), group, sums[site.name].tokens),
+        )
         for group in groups:
-            if group.rounding != "nearest" and group.name not in how:
-                reason = inputs.unreachable.get(group.name, "no token of the calibration text reaches it")
-                how[group.name] = GroupRounding(name=group.name, fallback=reason)
             stored |= quantized_group(
                 group,
                 model.index,

@@ -6,6 +6,7 @@ go through all further layers to the model's output, and its loss is measured th
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +21,8 @@ from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
 from vexport.numerics.metrics import kl_divergence
 from vexport.quantize.applied import QuantizedModel
-from vexport.sensitivity.trials import Trial, layers_of, parameter_of
+from vexport.quantize.round_sites import GroupWeights
+from vexport.sensitivity.trials import Trial, TrialInputs, layers_of, parameter_of
 from vexport.types import Calibration
 
 # The hidden states of a batch each.
@@ -109,12 +111,15 @@ class TrialStream:
                 if number:
                     self._load(number)
                 calls = captured.calls[number]
-                plain = self._forward(layer, calls, states)
+                here = at.get(number, ())
+                plain, rounded = self._plain(layer, calls, states, here)
                 for trial in carried:
                     carried[trial] = self._forward(layer, calls, carried[trial])
                     on_step()
-                for trial in at.get(number, ()):
-                    made = self._try(trial, layer, calls, states, plain, outcomes[trial])
+                for trial in here:
+                    made = self._try(
+                        trial, rounded[trial].rounded(), layer, calls, states, plain, outcomes[trial]
+                    )
                     if carry:
                         carried[trial] = made
                     on_step()
@@ -129,6 +134,7 @@ class TrialStream:
     def _try(
         self,
         trial: Trial,
+        rounded: Mapping[str, GroupWeights],
         layer: torch.nn.Module,
         calls: Sequence[LayerCall],
         states: States,
@@ -136,7 +142,7 @@ class TrialStream:
         outcome: Outcome,
     ) -> States:
         """The states after the layer with the trial in it; its errors go to `outcome`."""
-        quantized = layers_of(self.quantized, trial)
+        quantized = layers_of(self.quantized, trial, rounded)
         with self.quantized.applied(quantized):
             made = self._forward(layer, calls, states)
         outcome.error = relative_error(plain, made)
@@ -148,6 +154,26 @@ class TrialStream:
                     alone = self._forward(layer, calls, states)
                 outcome.layers[one.member.name] = relative_error(plain, alone)
         return made
+
+    def _plain(
+        self, layer: torch.nn.Module, calls: Sequence[LayerCall], states: States, trials: Sequence[Trial]
+    ) -> tuple[States, Mapping[Trial, TrialInputs]]:
+        """The states after the layer as it is, and what entered the layers that trials round by text."""
+        inputs = self._inputs(trials)
+        after = []
+        for call, one in zip(calls, states, strict=True):
+            with ExitStack() as block:
+                noted = {trial: block.enter_context(own.inputs.noted()) for trial, own in inputs.items()}
+                after.append(call.run(layer, one.to(self.device)).to("cpu"))
+            for trial, own in inputs.items():
+                own.add(noted[trial])
+        return after, inputs
+
+    def _inputs(self, trials: Sequence[Trial]) -> dict[Trial, TrialInputs]:
+        tokens = sum(ids.numel() for ids in self.ids)
+        return {
+            trial: TrialInputs(self.quantized, trial, tokens=tokens, device=self.device) for trial in trials
+        }
 
     def _forward(self, layer: torch.nn.Module, calls: Sequence[LayerCall], states: States) -> States:
         return [
@@ -165,7 +191,14 @@ class TrialStream:
     ) -> None:
         """The mean loss of each trial at the model's output, over all positions."""
         losses = dict.fromkeys([*carried, *heads], 0.0)
-        quantized = {trial: layers_of(self.quantized, trial) for trial in heads}
+        inputs = self._inputs(heads)
+        for position, one in enumerate(states) if heads else ():
+            with ExitStack() as block:
+                noted = {trial: block.enter_context(own.inputs.noted()) for trial, own in inputs.items()}
+                self._logprobs(position, one, rest)
+            for trial, own in inputs.items():
+                own.add(noted[trial])
+        quantized = {trial: layers_of(self.quantized, trial, own.rounded()) for trial, own in inputs.items()}
         for position, one in enumerate(states):
             plain = self._logprobs(position, one, rest)
             for trial, after in carried.items():

@@ -1,7 +1,10 @@
 """How weights were rounded."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from vexport.types.calibration import KeyValueRanges
 
 Rounding = Literal["nearest", "gptq", "refit"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "gptq", "refit")
@@ -31,10 +34,15 @@ class GroupRounding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRounding:
-    """The groups of a decoder layer, and how far its output is from the source's: |h~ - h|^2 / |h|^2."""
+    """The groups of a decoder layer, and how far its output is from the source's: |h~ - h|^2 / |h|^2.
+
+    `cached` is what the rounded layer would write to the KV cache, where that is quantized, by the attention
+    module's name in the checkpoint.
+    """
 
     groups: tuple[GroupRounding, ...]
     state_error: float
+    cached: Mapping[str, KeyValueRanges] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +75,8 @@ class RoundingReport:
     def fallbacks(self) -> tuple[GroupRounding, ...]:
         """The groups that were rounded to nearest, although a rule asks for more."""
         return tuple(group for group in self.groups if group.fallback)
+
+    @property
+    def cached(self) -> Mapping[str, KeyValueRanges]:
+        """What the rounded layers would write to the KV cache, by attention module."""
+        return {name: ranges for layer in self.layers for name, ranges in layer.cached.items()}
