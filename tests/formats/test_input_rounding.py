@@ -6,7 +6,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 from vexport.formats.dequantize import ct_scheme
-from vexport.formats.input_rounding import round_activations
+from vexport.formats.input_rounding import InputRounding, round_activations
 from vexport.formats.schemes import get_scheme
 
 
@@ -28,3 +28,15 @@ def test_e2m1_inputs_are_those_of_compressed_tensors(scheme: str) -> None:
     rounded = round_activations(value, args, own, module)
     assert rounded.dtype == torch.bfloat16
     assert torch.equal(rounded, wanted.reshape(value.shape).to(torch.bfloat16))
+
+
+def test_an_input_that_layers_share_is_rounded_once() -> None:
+    args = ct_scheme(get_scheme("MXFP4").args).input_activations
+    assert args is not None
+    rounding, module = InputRounding(args, {}), torch.nn.Linear(1, 1)
+    value = torch.linspace(-3, 3, 64).reshape(1, 2, 32)
+    (first,), (second,) = rounding.hook(module, (value,)), rounding.hook(module, (value,))
+    assert second is first
+    assert torch.equal(first, round_activations(value, args, {}, module))
+    (other,) = rounding.hook(module, (2 * value,))
+    assert torch.equal(other, 2 * first)

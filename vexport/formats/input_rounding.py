@@ -10,6 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from torch.nn import Module
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vexport.numerics.arithmetic import E2M1, round_values
 from vexport.numerics.constants import E2M1_MAX
@@ -27,6 +28,27 @@ def rounding_hook(
         return (round_activations(value, args, scales, module), *others)
 
     return hook
+
+
+class InputRounding:
+    """Rounds the input that the layers of a fusion group share: once, as long as anything else holds it."""
+
+    def __init__(self, args: QuantizationArgs, scales: Tensors) -> None:
+        self._args = args
+        self._scales = scales
+        self._rounded = WeakTensorKeyDictionary()
+
+    def rounded(self, value: torch.Tensor, module: Module) -> torch.Tensor:
+        """As `round_activations`."""
+        if value not in self._rounded:
+            self._rounded[value] = round_activations(value, self._args, self._scales, module)
+        rounded: torch.Tensor = self._rounded[value]
+        return rounded
+
+    def hook(self, module: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """What `rounding_hook` gives."""
+        value, *others = inputs
+        return (self.rounded(value, module), *others)
 
 
 def round_activations(

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from transformers.pytorch_utils import Conv1D
 
 from vexport.calibration.weights import Weights, last_part
@@ -13,7 +12,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
 from vexport.formats.dequantize import ct_scheme
-from vexport.formats.input_rounding import round_activations, rounding_hook
+from vexport.formats.input_rounding import InputRounding
 from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import group_layout
@@ -50,6 +49,7 @@ class QuantizedModel:
         self._model = model
         self._weights = weights
         self._device = device
+        self._roundings: dict[tuple[str, str], InputRounding] = {}
 
     def parameter_of(self, member: LinearPlan) -> str:
         """The name of the parameter that holds a layer's weight; empty where the model has none."""
@@ -69,28 +69,33 @@ class QuantizedModel:
             yield QuantizedLayer(
                 member=member,
                 weight=scheme.format.dequantize(scheme.args, own),
-                round_inputs=rounding_hook(*rounding) if rounding else None,
+                round_inputs=rounding.hook if rounding else None,
             )
 
-    def _input_rounding(self, group: FusionGroup) -> tuple[QuantizationArgs, dict[str, torch.Tensor]] | None:
-        """Arguments and static scales by which a group's inputs are rounded; None where they are not."""
+    def _input_rounding(self, group: FusionGroup) -> InputRounding | None:
+        """What rounds a group's inputs; None where they are not rounded."""
         args = ct_scheme(get_scheme(group.scheme).args).input_activations
-        scales = static_scales(group, self.calibration)
-        own = {name: torch.from_numpy(value).to(self._device) for name, value in scales.items()}
-        return None if args is None else (args, own)
+        if args is None:
+            return None
+        key = (group.name, group.scheme)
+        if key not in self._roundings:
+            scales = static_scales(group, self.calibration)
+            own = {name: torch.from_numpy(value).to(self._device) for name, value in scales.items()}
+            self._roundings[key] = InputRounding(args, own)
+        return self._roundings[key]
 
     def rounded_input(self, group: FusionGroup, value: torch.Tensor) -> torch.Tensor:
         """An input (..., in) of a group's layers as their scheme rounds it."""
         rounding = self._input_rounding(group)
         # compressed-tensors keeps nothing on the module that it is given.
-        return value if rounding is None else round_activations(value, *rounding, self._model)
+        return value if rounding is None else rounding.rounded(value, self._model)
 
     @contextmanager
     def rounding_inputs(self, groups: Sequence[FusionGroup]) -> Iterator[None]:
         """Within the block the layers of these groups round their inputs; their weights are the source's."""
         with self._rounding(
             {
-                member: rounding_hook(*rounding)
+                member: rounding.hook
                 for group in groups
                 if (rounding := self._input_rounding(group))
                 for member in group.members
