@@ -108,7 +108,7 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
     """One layer loses much more than all others: it alone is kept in 8 bits."""
     index = read_index(llama)
     units = find_layer_groups(
-        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), Settings()
+        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), Settings(has_text=True)
     )
     worst = units[5].name
     groups = tuple(
