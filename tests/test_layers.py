@@ -22,7 +22,7 @@ LAYERS = (
     {"repair", "evaluation", "sensitivity"},
     {"reports"},
     {"run"},
-    {"cli"},
+    {"cli", "api"},
 )
 MOST_LAYERS = 12
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -30,6 +30,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # quantization, a repair, a diff and a format what needs torch or numba, a download or card the hub's client;
 # workers, separate programs, import vLLM, lm-eval and what of vexport they are asked for.
 LATE = {
+    "api": ("vexport",),
     "calibration": ("datasets", "huggingface_hub", "pyarrow", "transformers"),
     "cli": ("vexport",),
     "quantize": ("vexport",),

@@ -8,10 +8,10 @@ from vexport.cli.options import Answer, format_option
 
 
 @command("list", no_args_is_help=True)
-@click.argument("what", type=click.Choice(("schemes", "observers", "checks", "architectures")))
+@click.argument("what", type=click.Choice(("schemes", "observers", "calibration", "checks", "architectures")))
 @format_option(("text", "json"))
 def list_command(what: str, answer: Answer) -> None:
-    """List schemes, observers, checks or architectures.
+    """List schemes, observers, calibration data, checks or architectures.
 
     \b
     Examples:

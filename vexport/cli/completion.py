@@ -29,13 +29,15 @@ def complete_observer(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Observers that begin so, with what they do."""
+    from vexport.plugins import OBSERVERS as PLUGINS
+    from vexport.plugins import plugins
     from vexport.types.observer_names import OBSERVERS
 
     return [
         CompletionItem(name, help=observer.summary)
         for name, observer in OBSERVERS.items()
         if name.startswith(incomplete)
-    ]
+    ] + [CompletionItem(name) for name in plugins(PLUGINS) if name.startswith(incomplete)]
 
 
 def complete_topic(

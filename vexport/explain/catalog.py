@@ -10,9 +10,12 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
+from vexport.checkpoint.data_name import DEFAULT
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import Scheme, all_schemes
+from vexport.plugins import CALIBRATION, package_of, plugins
+from vexport.plugins import OBSERVERS as PLUGIN_OBSERVERS
 from vexport.types.observer_names import OBSERVERS
 
 Rows = Sequence[Mapping[str, str]]
@@ -63,6 +66,18 @@ def observers() -> Rows:
     return [
         {"observer": name, "class": known.kind, "what it does": known.summary}
         for name, known in OBSERVERS.items()
+    ] + [
+        {"observer": name, "class": point.attr, "what it does": f"of the package {package_of(point)}"}
+        for name, point in plugins(PLUGIN_OBSERVERS).items()
+    ]
+
+
+def calibration() -> Rows:
+    """Text that has a name: vexport's own, and that of other packages."""
+    own = {"data": DEFAULT, "from": "vexport", "what it is": "conversations, prose in 20 languages, Python"}
+    return [own] + [
+        {"data": name, "from": package_of(point), "what it is": point.value}
+        for name, point in plugins(CALIBRATION).items()
     ]
 
 
@@ -126,6 +141,7 @@ def _args(args: QuantArgs | None) -> str:
 CATALOGS: Mapping[str, Callable[[], Rows]] = {
     "schemes": schemes,
     "observers": observers,
+    "calibration": calibration,
     "checks": checks,
     "architectures": architectures,
 }

@@ -1,7 +1,7 @@
 """The observer: it sees tensors, keeps a range and answers with quantization parameters."""
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, TypedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar, TypedDict, TypeVar
 
 import torch
 from torch import distributed
@@ -16,8 +16,10 @@ from vexport.observers.qparams import global_scale_of, scale_and_zero_point
 from vexport.observers.search import extremes_of, range_of, ranges_of_rows
 from vexport.observers.tiles import Tiles, tiles_of, tiles_of_observations
 from vexport.observers.tokens import tokens_in
+from vexport.plugins import OBSERVERS, load_plugin, plugins
 
 Range = tuple[torch.Tensor, torch.Tensor]
+ObserverT = TypeVar("ObserverT", bound="Observer")
 
 
 class QParamsDict(TypedDict):
@@ -68,11 +70,29 @@ class Observer(torch.nn.Module):
     ) -> "Observer":
         """A new observer by its registry name; ValueError lists the names."""
         known = {kind.registry_name: kind for kind in named_observers()}
+        if name not in known and name in plugins(OBSERVERS):
+            known[name] = _plugin(name)
         if name not in known:
             raise ValueError(
                 f"observer {name!r}: got an unknown name, need one of {', '.join(sorted(known))}"
             )
         return known[name](base_name, args, **observer_kwargs)
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[type[ObserverT]], type[ObserverT]]:
+        """A decorator that gives an observer class its name, as llm-compressor's does.
+
+        ValueError where another class has it.
+        """
+
+        def decorate(kind: type[ObserverT]) -> type[ObserverT]:
+            known = {each.registry_name: each for each in named_observers()}
+            if known.get(name, kind) is not kind:
+                raise ValueError(f"observer {name!r}: got a second class of that name, need one; rename it")
+            kind.registry_name = name
+            return kind
+
+        return decorate
 
     def configure(self, given: dict[str, OptionValue]) -> None:
         """Read the keywords; a subclass with more of them overrides this."""
@@ -273,6 +293,14 @@ class Observer(torch.nn.Module):
     def _deposit(self) -> None:
         if self._shared is not None and self.low is not None and self.high is not None:
             self._shared.deposit(self._seat, self.low, self.high)
+
+
+def _plugin(name: str) -> type[Observer]:
+    """The observer class of an entry point, which takes its name unless it has its own."""
+    kind = load_plugin(OBSERVERS, name)
+    if not isinstance(kind, type) or not issubclass(kind, Observer):
+        raise ValueError(f"observer {name!r}: got {kind!r} from its entry point, need a subclass of Observer")
+    return kind if kind.registry_name == name else Observer.register(name)(kind)
 
 
 def named_observers(parent: type[Observer] = Observer) -> Iterator[type[Observer]]:

@@ -1,5 +1,6 @@
 """From the name of a source, a folder or a hub id, to its headers and its plan."""
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from vexport.formats.schemes import (
 )
 from vexport.plan.build import Settings, build_plan, hidden_rule_notes
 from vexport.plan.table import scheme_table
+from vexport.plugins import OBSERVERS as PLUGIN_OBSERVERS
+from vexport.plugins import plugins
 from vexport.scenario import GroupSize, Rule, Scenario, parse_group_size
 from vexport.types import OnProgress, Plan, SchemeTable, silent
 from vexport.types.observer_names import OBSERVERS
@@ -109,11 +112,18 @@ def table_of_schemes(
 
 def require_observers(names: Collection[str]) -> None:
     """InputError for a name that no observer has."""
+    known = (*OBSERVERS, *plugins(PLUGIN_OBSERVERS), *_registered())
     for name in names:
-        if name not in OBSERVERS:
+        if name not in known:
             raise InputError(
                 f"observer {name!r}",
                 got="an unknown name",
-                need=f"one of {', '.join(OBSERVERS)}",
-                fix=f"see `vexport list observers`{nearest(name, list(OBSERVERS))}",
+                need=f"one of {', '.join(dict.fromkeys(known))}",
+                fix=f"see `vexport list observers`{nearest(name, known)}",
             )
+
+
+def _registered() -> list[str]:
+    """Names of `Observer.register`: there are none unless a program has loaded the classes itself."""
+    module = sys.modules.get("vexport.observers.base")
+    return [] if module is None else [kind.registry_name for kind in module.named_observers()]
