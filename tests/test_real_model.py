@@ -1,15 +1,17 @@
 """Scripts that measure on a real model, run on the demo model and on documents made here."""
 
 import json
+import runpy
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "scenarios" / "demo"
+SCRIPTS, DEMO = ROOT / "scripts", ROOT / "scenarios" / "demo"
 SENTENCE = (
     "The tool of taruna is a lever, says :ref:`its page <tools>`; the ``tool`` of *another*\none is not said."
 )
@@ -18,9 +20,17 @@ CODE = "    tool = lever\n    the code of this page is long enough to be counted
 TITLE = "The title of a page, which is long enough to be counted as a paragraph as well as another\n====="
 
 
-def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def make_text(*arguments: Path) -> None:
+    """Run scripts/real_model/text.py in this process."""
+    script = str(SCRIPTS / "real_model" / "text.py")
+    with patch.object(sys, "argv", [script, *map(str, arguments)]):
+        runpy.run_path(script, run_name="__main__")
+
+
+def bench(*arguments: object) -> str:
+    """What scripts/bench/rounding.py prints."""
+    command = [sys.executable, str(SCRIPTS / "bench" / "rounding.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def write_sdist(folder: Path, package: str, name: str, *, documents: int) -> None:
@@ -37,8 +47,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     write_sdist(folder, "django", "docs/topics/{}.txt", documents=20)
     write_sdist(folder, "sympy", "doc/src/{}.rst", documents=4)
-    ran = run_script("real_model/text.py", DEMO / "model", folder, folder / "out")
-    assert ran.returncode == 0, ran.stderr
+    make_text(DEMO / "model", folder, folder / "out")
     return folder / "out"
 
 
@@ -54,18 +63,15 @@ def test_text_is_rows_of_prose(text: Path) -> None:
 
 def test_markup_code_and_titles_are_left_out() -> None:
     page = "\n\n".join([TITLE, SENTENCE, CODE])
-    command = [sys.executable, "-c", f"from text import paragraphs; print(*paragraphs({page!r}))"]
-    folder = ROOT / "scripts" / "real_model"
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == PLAIN
+    paragraphs = runpy.run_path(str(SCRIPTS / "real_model" / "text.py"))["paragraphs"]
+    assert list(paragraphs(page)) == [PLAIN]
 
 
 def test_too_little_text_writes_nothing(tmp_path: Path) -> None:
     write_sdist(tmp_path, "django", "docs/topics/{}.txt", documents=2)
     write_sdist(tmp_path, "sympy", "doc/src/{}.rst", documents=1)
-    ran = run_script("real_model/text.py", DEMO / "model", tmp_path, tmp_path / "deep" / "out")
-    assert ran.returncode == 1
-    assert "rows of 512 tokens, need 256" in ran.stderr
+    with pytest.raises(SystemExit, match="rows of 512 tokens, need 256"):
+        make_text(DEMO / "model", tmp_path, tmp_path / "deep" / "out")
     assert list((tmp_path / "deep").iterdir()) == []
 
 
@@ -75,14 +81,10 @@ def test_a_cell_of_the_bench_is_kept(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("\n".join([row] * 4), encoding="utf-8")
     options = ["--model", DEMO / "model", "--text", tmp_path, "--folder", tmp_path / "cells", "--rows", 4]
     chosen = ["--scheme", "W3A16_G64", "--method", "nearest", "--held-out", 2]
-    ran = run_script("bench/rounding.py", *options, *chosen, "--json")
-    assert ran.returncode == 0, ran.stderr
-    (cell,) = json.loads(ran.stdout)
+    (cell,) = json.loads(bench(*options, *chosen, "--json"))
     assert cell["kl"]["same"] == cell["kl"]["other"] > 0.001
     assert cell["nll"] != cell["source_nll"]
     kept = {file.name for file in (tmp_path / "cells" / "4" / "W3A16_G64-nearest").iterdir()}
     assert kept == {"made.json", "score.json"}
-    shown = run_script("bench/rounding.py", *options, "--show")
-    assert shown.stdout.splitlines()[2].startswith("| W3A16_G64 | nearest | ")
-    again = run_script("bench/rounding.py", *options, *chosen, "--json")
-    assert json.loads(again.stdout) == [cell]
+    assert bench(*options, "--show").splitlines()[2].startswith("| W3A16_G64 | nearest | ")
+    assert json.loads(bench(*options, *chosen, "--json")) == [cell]
