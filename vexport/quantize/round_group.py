@@ -1,6 +1,7 @@
 """One fusion group rounded: its layers' weights one below the other, for the input that they share."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,9 @@ from vexport.rounding.nearest import round_nearest
 from vexport.rounding.settings import Recipe
 from vexport.types import FusionGroup
 from vexport.types.rounding import GroupRounding
+
+# Rows of a group that its reported errors are measured on: those of all take as long as the rounding.
+MEASURED_ROWS = 256
 
 
 def round_group(
@@ -39,8 +43,8 @@ def round_group(
     wanted = source if factor is None else method.target(source, moments, recipe, factor)
     sizes = [len(weight) for weight in weights]
     scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)
-    nearest = round_nearest(wanted, grid)
-    rounded = nearest if factor is None else method.round(wanted, factor, grid)
+    rounded = round_nearest(wanted, grid) if factor is None else method.round(wanted, factor, grid)
+    nearest_error, error = _errors(source, wanted, rounded, grid, moments.hessian)
     made = {
         member.name: RoundedWeight(values=part.numpy(), scales=found)
         for member, part, found in zip(group.members, torch.split(rounded, sizes), scales, strict=True)
@@ -54,8 +58,8 @@ def round_group(
         damping=factor.damping if factor else 0.0,
         dead_columns=factor.dead if factor else 0,
         tokens=moments.tokens,
-        nearest_error=_relative_error(source, nearest, moments.hessian),
-        error=_relative_error(source, rounded, moments.hessian),
+        nearest_error=nearest_error,
+        error=error,
     )
 
 
@@ -80,7 +84,13 @@ def _scales_and_grid(
     return scales, stack(grids)
 
 
-def _relative_error(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor) -> float:
-    change = rounded - weight
-    signal = float((weight @ hessian * weight).sum())
-    return float((change @ hessian * change).sum()) / signal if signal else 0.0
+def _errors(
+    source: torch.Tensor, wanted: torch.Tensor, rounded: torch.Tensor, grid: Grid, hessian: torch.Tensor
+) -> tuple[float, float]:
+    """|X~ (Q - W)^T|^2 / |X~ W^T|^2 to nearest and as rounded, of rows evenly spread over the group's."""
+    rows = torch.linspace(0, len(source) - 1, min(len(source), MEASURED_ROWS)).to(torch.int64)
+    exact, own = source[rows], replace(grid, scale=grid.scale[rows.numpy()], zero=grid.zero[rows.numpy()])
+    signal = float((exact @ hessian * exact).sum())
+    changes = (round_nearest(wanted[rows], own) - exact, rounded[rows] - exact)
+    before, after = (float((change @ hessian * change).sum()) for change in changes)
+    return (before / signal, after / signal) if signal else (0.0, 0.0)
