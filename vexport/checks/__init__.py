@@ -57,6 +57,7 @@ FAMILIES = (
     "templates",
     "devices",
     "versions",
+    "known_bad",
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.config import ORDERED_UNTIL, REFUSED_ORDERING
+from vexport.checks.config import REFUSED_ORDERING
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout, impossible_size
 from vexport.checks.vllm.online import INPUT, OUTPUT
@@ -139,7 +139,8 @@ def _parameters(
     parameters = fused.members[module]
     shape = view.linear_shape(group, module, parameters)
     names = set(group.parameters(shape)) if shape is not None else {group.storage.weight}
-    if group.weights.actorder in REFUSED_ORDERING and view.target.vllm < ORDERED_UNTIL:
+    ordered = not view.facts.refuses_orderings
+    if group.weights.actorder in REFUSED_ORDERING and ordered:
         names.add("weight_g_idx")
     for parameter in sorted(names - parameters.keys()):
         if parameter == "input_scale" and any(parameter in other for other in fused.members.values()):

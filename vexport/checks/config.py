@@ -11,7 +11,6 @@ from vexport.formats.arguments import contradictions, described
 from vexport.formats.parsing import parse_args
 from vexport.types import Finding, Json
 from vexport.types.patterns import REGEX, expression
-from vexport.version import Version
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
@@ -22,7 +21,6 @@ SIDES = ("input_activations", "output_activations")
 OUTPUTS = "static INT8, which vLLM runs in a scheme that vexport does not judge (CompressedTensorsWNA8O8Int)"
 # Activation ordering that vLLM no longer runs (compressed_tensors.py, _quantization_scheme_map_from_config).
 REFUSED_ORDERING = ("group", "dynamic")
-ORDERED_UNTIL: Version = (0, 30)
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -96,7 +94,8 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
     routed = {name for name, fused in users if moe_layer(next(iter(fused.members))) is not None}
     for group in view.config_groups:
         key = f"config_groups.{group.name}"
-        if group.weights.actorder in REFUSED_ORDERING and view.target.vllm >= ORDERED_UNTIL:
+        refuses = view.facts.refuses_orderings
+        if group.weights.actorder in REFUSED_ORDERING and refuses:
             got = f"actorder {group.weights.actorder}"
             yield _finding(view, key, "no activation ordering, or actorder weight", got, "quantize again")
         refusal = group.refusal if group.name in used else next(contradictions(group), None)

@@ -16,6 +16,7 @@ from vexport.plan.linears import Names, names_of
 from vexport.plan.ranks import heads_of
 from vexport.plan.shapes import unsupported_on
 from vexport.types import Finding, FusionGroup, LinearPlan, TensorInfo
+from vexport.version import PINNED
 
 NAME = "devices"
 DESCRIPTION = "heads, groups and blocks fit the ranks (--tp), schemes run as stored on the GPUs (--sm)"
@@ -110,16 +111,17 @@ def _capabilities(
     weights = group.weights.num_bits
     groups = f" in groups of {group.weights.group}" if group.weights.group else ""
     layers = f"{INDEX.sub('*', fused_linears[0].name)} and all of {group.name} ({_layers(len(fused_linears))}"
-    refusing = [sm for sm in capabilities if support.refuses(sm)]
+    least = _least(view, group)
+    refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
     if refusing:
         yield error(
             NAME,
             f"{layers}, sm {_listed(refusing)})",
-            expected=f"{_needed(support)} for {precision(group)} ({group.format})",
+            expected=f"{_needed(support, least)} for {precision(group)} ({group.format})",
             got="a GPU on which vLLM refuses the scheme",
             fix="serve it elsewhere, or use another scheme",
         )
-    running = [sm for sm in capabilities if not support.refuses(sm)]
+    running = [sm for sm in capabilities if sm not in refusing]
     for bits in dict.fromkeys(support.bits(sm) for sm in running):
         if bits != input_bits(group):
             yield warning(
@@ -139,11 +141,19 @@ def _capabilities(
         )
 
 
-def _needed(support: GpuSupport) -> str:
+def _least(view: CheckpointView, group: ConfigGroup) -> int:
+    """The least capability of the scheme in the vLLM that was asked for; 0 where that is not known."""
+    facts = view.facts if view.target.vllm != PINNED else None
+    return facts.schemes.get(group.storage.vllm_scheme(group), 0) if facts else 0
+
+
+def _needed(support: GpuSupport, least: int) -> str:
     """The GPUs that run a scheme."""
     if support.below == 0:
         return "a CPU"
-    return f"SM {support.loads_from} " + (f"to below {support.below}" if support.below else "or above")
+    return f"SM {max(support.loads_from, least)} " + (
+        f"to below {support.below}" if support.below else "or above"
+    )
 
 
 def _layers(count: int) -> str:

@@ -72,8 +72,10 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
         yield _wrong(view, "architectures", "the name of the model class", "none, and an unknown model_type")
         return
     has_code = "auto_map" in view.index.config or name in (transformers_models(_kind(view)) or ())
-    if name not in table.architectures and not has_code:
-        expected = f"a class of vLLM {table.vllm} or of transformers"
+    newer = name in view.facts.added
+    if name not in table.architectures and not has_code and not newer:
+        vllm = view.facts.vllm
+        expected = f"a class of vLLM {vllm} or of transformers"
         yield _wrong(view, "architectures", expected, f"{name}, of neither")
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.arguments import of_attention
 from vexport.checks.vllm.view import (
-    TABLES_SINCE,
     CheckpointView,
     ConfigGroup,
     FusedLinear,
@@ -88,7 +87,7 @@ def _table_refusal(view: CheckpointView, fused: FusedLinear) -> str | None:
     hands to its VocabParallelEmbedding.
     """
     version, group = short_version(view.target.vllm), view.group_of(fused)
-    if view.target.vllm < TABLES_SINCE:
+    if not view.facts.quantizes_tables:
         return f"vLLM {version} quantizes no embeddings"
     if view.table_lookup is None:
         return f"{view.class_name} builds its table without a quantization config (vLLM {version})"

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from vexport.architectures.history import class_changes
-from vexport.checks.vllm.versions import DIFFERENCES, KNOWN, Difference, rules_of
+from vexport.architectures.versions import facts_of, nearest_version
+from vexport.checks.vllm.versions import DIFFERENCES, KNOWN, Difference
 from vexport.checks.vllm.view import CheckpointView
 from vexport.types import Finding
 from vexport.version import PINNED, Version, short_version
@@ -15,7 +15,7 @@ DESCRIPTION = "the vLLM version asked for (--vllm) has the schemes, widths and m
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on what the version that was asked for does differently from the pinned one."""
     asked = view.target.vllm
-    version = rules_of(asked)
+    version = nearest_version(asked)
     if asked != version:
         yield _unknown(asked, version)
     if version == PINNED:
@@ -25,41 +25,36 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         (group, fused) for fused in view.fused_linears if (group := view.group_of(fused)) is not None
     ]
     for difference in DIFFERENCES:
-        names = [fused.name for group, fused in fused_linears if difference.applies(group, fused)]
-        if names and version < difference.since:
-            yield _differs(difference, names, version)
+        named = [(group, fused.name) for group, fused in fused_linears if difference.applies(group, fused)]
+        lacking = [(group, name) for group, name in named if not difference.has(facts_of(version), group)]
+        if lacking:
+            names = [name for _, name in lacking]
+            yield _differs(difference, names, version, difference.since(lacking[0][0]))
 
 
 def _class(view: CheckpointView, version: Version) -> Iterator[Finding]:
-    name, changes = view.class_name, class_changes().get(short_version(version))
-    where = f"{view.config_path}: architectures"
-    if changes is None:
-        yield Finding(
-            check=NAME,
-            severity="info",
-            where=where,
-            expected=f"a table of the model classes of vLLM {short_version(version)}",
-            got=f"none: {name} is judged as in vLLM {short_version(PINNED)}",
-            fix="load it in that version: vexport load --dry --vllm-python",
-        )
-    elif name in changes.absent:
+    if view.class_name in facts_of(version).absent:
+        has = short_version(PINNED)
         yield Finding(
             check=NAME,
             severity="error",
-            where=where,
+            where=f"{view.config_path}: architectures",
             expected=f"a model class of vLLM {short_version(version)}",
-            got=f"{name}, which it does not have",
-            fix=f"serve it with vLLM {short_version(PINNED)}",
+            got=f"{view.class_name}, which it does not have",
+            fix=f"serve it with vLLM {has}",
         )
 
 
-def _differs(difference: Difference, names: Sequence[str], version: Version) -> Finding:
+def _differs(
+    difference: Difference, names: Sequence[str], version: Version, since: Version | None
+) -> Finding:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    first = f" (from {short_version(since)} on)" if since else ""
     return Finding(
         check=NAME,
         severity=difference.severity,
         where=f"{names[0]}{more}",
-        expected=f"a vLLM that has {difference.what} (from {short_version(difference.since)} on)",
+        expected=f"a vLLM that has {difference.what}{first}",
         got=f"vLLM {short_version(version)}, which {difference.otherwise}",
         fix="serve it with another version, or use another scheme",
     )

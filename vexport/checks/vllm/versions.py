@@ -1,35 +1,51 @@
 """What other versions of vLLM do differently with a checkpoint; all else here is true of `PINNED`.
 
-The differences were read in the source of each version's wheel, in
-vllm/model_executor/layers/quantization/compressed_tensors and the registry of model classes.
+Which version has what comes from the files that scripts/generate_versions.py reads from the wheels. Where a
+rule names its first version, that is no literal of the source: it was read in `source`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vexport.architectures.versions import VersionFacts, facts_of, known_versions
 from vexport.checks.vllm.view import ConfigGroup, FusedLinear
 from vexport.formats import MXFP4, PACKED
 from vexport.formats.arguments import GROUPED
 from vexport.formats.partition import EXPERT
 from vexport.types import Severity
-from vexport.version import PINNED, Version
+from vexport.version import Version
 
-# Every version whose source was read.
-KNOWN: Sequence[Version] = tuple((0, minor) for minor in range(20, PINNED[1] + 1))
+# Every version whose wheel was read.
+KNOWN: Sequence[Version] = known_versions()
 ODD_WIDTHS = (3, 5, 6, 7)
 NARROW_WIDTHS = (2, *ODD_WIDTHS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What vLLM does from version `since` on, and what it did otherwise before."""
+    """What vLLM does where a version `has` it, and what it does otherwise."""
 
     what: str
     applies: Callable[[ConfigGroup, FusedLinear], bool]
     otherwise: str
     severity: Severity = "error"
-    since: Version
+    has: Callable[[VersionFacts, ConfigGroup], bool]
     source: str
+
+    def since(self, group: ConfigGroup) -> Version | None:
+        """The first known version that has it for a group."""
+        return next((version for version in KNOWN if self.has(facts_of(version), group)), None)
+
+
+def from_version(first: Version) -> Callable[[VersionFacts, ConfigGroup], bool]:
+    """What no literal of the source tells, from a version on."""
+    return lambda facts, group: known_version(facts) >= first
+
+
+def known_version(facts: VersionFacts) -> Version:
+    """Major and minor number."""
+    major, minor, *_ = facts.vllm.split(".")
+    return int(major), int(minor)
 
 
 def _is_packed(group: ConfigGroup) -> bool:
@@ -54,14 +70,16 @@ DIFFERENCES: Sequence[Difference] = (
         what="packed integers of 3, 5, 6 and 7 bits, whose values cross the borders of words",
         applies=lambda group, fused: _is_packed(group) and group.weights.num_bits in ODD_WIDTHS,
         otherwise="refuses the width, or reads words of whole values",
-        since=(0, 25),
+        has=from_version((0, 25)),
         source="schemes/compressed_tensors_wNa16.py, WNA16_SUPPORTED_TYPES_MAP",
     ),
     Difference(
         what="packed integers of 2 bits",
         applies=lambda group, fused: _is_packed(group) and group.weights.num_bits == 2,
         otherwise="refuses the width",
-        since=(0, 23),
+        has=lambda facts, group: (
+            group.weights.num_bits in facts.widths or "CompressedTensorsWNA8O8Int" in facts.schemes
+        ),
         source="compressed_tensors.py, _is_wNa8o8_int",
     ),
     Difference(
@@ -70,14 +88,14 @@ DIFFERENCES: Sequence[Difference] = (
             _is_packed(group) and not group.weights.symmetric and group.weights.num_bits in NARROW_WIDTHS
         ),
         otherwise="refuses asymmetric weights of that width",
-        since=(0, 31),
+        has=lambda facts, group: group.weights.num_bits in facts.asymmetric_widths,
         source="schemes/compressed_tensors_wNa16.py, WNA16_ZP_SUPPORTED_TYPES_MAP",
     ),
     Difference(
         what="packed integers with integer inputs (W4A8)",
         applies=lambda group, fused: _is_packed(group) and _inputs(group) in (("int", 8), ("int", 4)),
         otherwise="finds no scheme for them",
-        since=(0, 26),
+        has=lambda facts, group: "CompressedTensorsWNA8Int" in facts.schemes,
         source="schemes/compressed_tensors_wNa8.py and _wNa4.py",
     ),
     Difference(
@@ -86,7 +104,7 @@ DIFFERENCES: Sequence[Difference] = (
             _is_packed(group) and not group.weights.symmetric and _inputs(group) in (("int", 8), ("int", 4))
         ),
         otherwise="has no parameter for zero points",
-        since=(0, 31),
+        has=from_version((0, 31)),
         source="schemes/compressed_tensors_wNa8.py",
     ),
     Difference(
@@ -97,7 +115,7 @@ DIFFERENCES: Sequence[Difference] = (
             and (group.weights.num_bits not in (4, 8) or not group.weights.symmetric)
         ),
         otherwise="refuses them: only symmetric int4 and int8",
-        since=(0, 29),
+        has=from_version((0, 29)),
         source="compressed_tensors_moe/compressed_tensors_moe_wna16.py",
     ),
     Difference(
@@ -106,7 +124,7 @@ DIFFERENCES: Sequence[Difference] = (
             group.weights.actorder is not None and group.weights.strategy not in GROUPED
         ),
         otherwise="pins compressed-tensors 0.15.0.1, whose validator refuses it without groups",
-        since=(0, 23),
+        has=lambda facts, group: not facts.orderings_need_groups,
         source="validate_model_after in compressed_tensors/quantization/quant_args.py",
     ),
     Difference(
@@ -114,7 +132,7 @@ DIFFERENCES: Sequence[Difference] = (
         applies=lambda group, fused: _is_mxfp4(group) and _inputs(group) == ("float", 8),
         otherwise="takes them for MXFP4 inputs: FP4 activations where it has FP4 kernels",
         severity="warning",
-        since=(0, 32),
+        has=lambda facts, group: "CompressedTensorsW4A8Mxfp4" in facts.schemes,
         source="schemes/compressed_tensors_w4a8_mxfp4.py",
     ),
     Difference(
@@ -122,12 +140,7 @@ DIFFERENCES: Sequence[Difference] = (
         applies=lambda group, fused: _is_mxfp4(group) and _inputs(group) == ("float", 4),
         otherwise="runs MXFP4 weights with 16-bit activations on every GPU",
         severity="warning",
-        since=(0, 22),
+        has=lambda facts, group: "CompressedTensorsW4A4Mxfp4" in facts.schemes,
         source="schemes/compressed_tensors_w4a4_mxfp4.py",
     ),
 )
-
-
-def rules_of(version: Version) -> Version:
-    """The known version whose rules are used for one: itself, or the nearest before it, or the oldest."""
-    return max((known for known in KNOWN if known <= version), default=KNOWN[0])

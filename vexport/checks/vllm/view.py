@@ -7,6 +7,7 @@ from functools import cached_property
 from vexport.architectures import Architecture, FusedModules, TableLookup, architecture_table, resolve
 from vexport.architectures.fusion import fuse, moe_layer
 from vexport.architectures.history import ClassChanges, class_changes
+from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import KEY, StoredQuantization, find_quantization
@@ -23,10 +24,8 @@ from vexport.formats.parsing import parse_args as parse_args
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 from vexport.types.patterns import Patterns
-from vexport.version import PINNED, Version, short_version
+from vexport.version import PINNED, short_version
 
-# The first vLLM that quantizes tables of embeddings (get_quant_method in its compressed_tensors.py).
-TABLES_SINCE: Version = (0, 23)
 # Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
 QUANTIZED_PARAMETERS = frozenset(
     {
@@ -97,12 +96,19 @@ class CheckpointView:
     def architecture(self) -> Architecture:
         """What vLLM does with this class; one that fuses nothing for a class that is not in the table."""
         if self.target.vllm != PINNED:
-            older = class_changes().get(short_version(self.target.vllm), ClassChanges())
-            if self.class_name in older.classes:
-                return older.classes[self.class_name]
+            other = class_changes().get(short_version(nearest_version(self.target.vllm)), ClassChanges())
+            if self.class_name in other.classes:
+                return other.classes[self.class_name]
         if self.class_name not in architecture_table().architectures:
             return Architecture()
-        return resolve(self.class_name, self.index.config)[0]
+        pinned = resolve(self.class_name, self.index.config)[0]
+        changed = self.facts.classes.get(self.class_name)
+        return pinned if changed is None else with_facts(pinned, changed)
+
+    @cached_property
+    def facts(self) -> VersionFacts:
+        """What the vLLM that was asked for has, or the nearest one that is known."""
+        return facts_of(nearest_version(self.target.vllm))
 
     @cached_property
     def class_name(self) -> str:
@@ -110,7 +116,7 @@ class CheckpointView:
         models/registry.py), else what its model type stands for; may be empty."""
         names = self.index.config.get("architectures")
         if isinstance(names, list) and names:
-            classes = architecture_table().architectures
+            classes = {*architecture_table().architectures, *self.facts.added}
             return str(next((name for name in names if str(name) in classes), names[0]))
         return architecture_table().text_models.get(str(self.index.config.get("model_type")), "")
 
@@ -228,11 +234,12 @@ class CheckpointView:
     @cached_property
     def table_lookup(self) -> TableLookup | None:
         """How vLLM looks for the config group of the table of tokens; by name where the class is unknown."""
-        if self.target.vllm < TABLES_SINCE:
+        if not self.facts.quantizes_tables:
             return None
         if self.class_name not in architecture_table().architectures:
             return "name"
-        return resolve(self.class_name, self.index.config)[0].embedding
+        changed = self.facts.classes.get(self.class_name)
+        return changed.embedding if changed else resolve(self.class_name, self.index.config)[0].embedding
 
     def _lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
         """The names by which vLLM looks for the group: its parts', also where it is stored as one."""

@@ -1,0 +1,234 @@
+"""Write vexport/architectures/versions/<version>.json: what one vLLM has and takes, read from its wheel.
+
+    PYTHONPATH=. .venv/bin/python scripts/generate_versions.py 0.33.0 [0.31.0 ...] [--cache FOLDER]
+
+The wheels of that vLLM, of `PINNED` and of the compressed-tensors that it requires are fetched into a cache
+and read as text. What is read are literals: schemes and their least capabilities, widths, the order of
+kernels, names of methods and formats, patterns of the KV cache's scales, and of the model classes what they
+fuse and whether they quantize their tables of tokens, as far as `PINNED` has them otherwise.
+"""
+
+import argparse
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from wheels import CACHE, MODELS, Wheel
+
+from vexport.architectures import architecture_table
+
+FOLDER = Path(__file__).parent.parent / "vexport" / "architectures" / "versions"
+QUANTIZATION = "vllm/model_executor/layers/quantization"
+CT = f"{QUANTIZATION}/compressed_tensors"
+KERNELS = "vllm/model_executor/kernels/linear/__init__.py"
+ARGUMENTS = "compressed_tensors/quantization/quant_args.py"
+FORMATS = "compressed_tensors/config/base.py"
+REGISTRIES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+PLATFORMS = ("CPU", "CUDA")
+TABLE = "VocabParallelEmbedding"
+Entry = dict[str, object]
+
+
+def main() -> None:
+    """Read each version and compare its classes with the pinned one's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("versions", nargs="+")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where the wheels are kept")
+    given = parser.parse_args()
+    given.cache.mkdir(parents=True, exist_ok=True)
+    pinned = model_classes(Wheel("vllm", architecture_table().vllm, given.cache))
+    for version in given.versions:
+        wheel = Wheel("vllm", version, given.cache)
+        classes, minor = model_classes(wheel), version.rpartition(".")[0]
+        changed = {name: entry for name, entry in classes.items() if name in pinned and entry != pinned[name]}
+        entry: Entry = {"vllm": version, **facts(wheel, given.cache)}
+        entry["absent"] = sorted(pinned.keys() - classes.keys())
+        entry["added"] = {name: classes[name] for name in sorted(classes.keys() - pinned.keys())}
+        entry["classes"] = changed
+        (FOLDER / f"{minor}.json").write_text(text_of(entry))
+        print(f"{minor}: {len(classes)} classes, {len(changed)} unlike {architecture_table().vllm}'s")
+
+
+def text_of(entry: Mapping[str, object]) -> str:
+    """A line for each key, and for each class."""
+    parts = []
+    for key, value in entry.items():
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in items(value))
+        parts.append(f" {json.dumps(key)}: " + (f"{{\n{rows}\n }}" if rows else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def items(value: object) -> Iterator[tuple[str, object]]:
+    """The entries of an object."""
+    yield from value.items() if isinstance(value, dict) else ()
+
+
+def facts(wheel: Wheel, cache: Path) -> Entry:
+    """What does not depend on a model class."""
+    required = re.search(r"compressed-tensors==([\w.]+)", wheel.metadata)
+    assert required is not None
+    other = Wheel("compressed-tensors", required[1], cache)
+    config = wheel.text(f"{CT}/compressed_tensors.py")
+    return {
+        "compressed_tensors": required[1],
+        "formats": enumeration(other, FORMATS, "CompressionFormat"),
+        "orderings_need_groups": "actorder is not None and strategy not in" in other.text(ARGUMENTS),
+        "refuses_orderings": "activation ordering" in config,
+        "quantizes_tables": f"isinstance(layer, {TABLE})" in config,
+        "schemes": schemes(wheel),
+        **widths(wheel),
+        "kernels": kernels(wheel),
+        "methods": methods(wheel),
+        "cache_scales": cache_scales(wheel),
+    }
+
+
+def enumeration(wheel: Wheel, file: str, name: str) -> list[str]:
+    """The values of an enumeration."""
+    lines = [line for line in wheel.classes(file)[name].body if isinstance(line, ast.Assign)]
+    return [ast.literal_eval(line.value) for line in lines]
+
+
+def schemes(wheel: Wheel) -> dict[str, int]:
+    """The least capability of each scheme of linear layers."""
+    found = {}
+    for file in wheel.below(f"{CT}/schemes/"):
+        for name in wheel.classes(file):
+            if (least := returned(wheel, file, name)) is not None:
+                found[name] = least
+    return dict(sorted(found.items()))
+
+
+def returned(wheel: Wheel, file: str, name: str) -> int | None:
+    """The number that a class's get_min_capability returns, or that of the first base that has one."""
+    node = wheel.classes(file)[name]
+    for part in ast.walk(node):
+        if isinstance(part, ast.FunctionDef) and part.name == "get_min_capability":
+            numbers = [
+                each.value.value
+                for each in ast.walk(part)
+                if isinstance(each, ast.Return) and isinstance(each.value, ast.Constant)
+            ]
+            return next((number for number in numbers if isinstance(number, int)), None)
+    for base in node.bases:
+        place = wheel.imports(file).get(ast.unparse(base), (file, ast.unparse(base)))
+        if place[1] in wheel.classes(place[0]) and place != (file, name):
+            return returned(wheel, *place)
+    return None
+
+
+def widths(wheel: Wheel) -> Entry:
+    """Bits of packed integers: with a symmetric range, and with zero points."""
+    tables = {
+        ast.unparse(node.targets[0]): [ast.literal_eval(key) for key in node.value.keys if key is not None]
+        for node in wheel.tree(f"{CT}/schemes/compressed_tensors_wNa16.py").body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    }
+    return {
+        "widths": tables["WNA16_SUPPORTED_TYPES_MAP"],
+        "asymmetric_widths": tables["WNA16_ZP_SUPPORTED_TYPES_MAP"],
+    }
+
+
+def kernels(wheel: Wheel) -> dict[str, dict[str, list[str]]]:
+    """The kernels of linear layers in the order in which they are tried, by table and platform."""
+    found = {}
+    for node in wheel.tree(KERNELS).body:
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)):
+            continue
+        name = ast.unparse(node.target)
+        if name.startswith("_POSSIBLE_"):
+            table = {
+                ast.unparse(key).rpartition(".")[2]: [ast.unparse(each) for each in value.elts]
+                for key, value in zip(node.value.keys, node.value.values, strict=True)
+                if key is not None and isinstance(value, ast.List)
+            }
+            found[name.strip("_")] = {platform: table.get(platform, []) for platform in PLATFORMS}
+    return found
+
+
+def methods(wheel: Wheel) -> list[str]:
+    """The names of methods of quantization."""
+    tree = wheel.tree(f"{QUANTIZATION}/__init__.py")
+    literal = next(
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "QuantizationMethods"
+    )
+    return [each.value for each in ast.walk(literal) if isinstance(each, ast.Constant)]  # type: ignore[misc]
+
+
+def cache_scales(wheel: Wheel) -> list[str]:
+    """The patterns by which names of the KV cache's scales are found, sorted."""
+    files = (f"{QUANTIZATION}/base_config.py", "vllm/model_executor/model_loader/weight_utils.py")
+    texts = {
+        node.value
+        for file in files
+        for node in ast.walk(wheel.tree(file))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith("$")
+    }
+    return sorted(text for text in texts if text.startswith(("\\.", "(?<")))
+
+
+def model_classes(wheel: Wheel) -> dict[str, Entry]:
+    """What each registered class fuses, and how it builds its table of tokens."""
+    found = {}
+    for name, (module, defined) in sorted(registered(wheel).items()):
+        file = wheel.file_of(module if "." in module else f".{module}", f"{MODELS}/registry.py")
+        place = wheel.resolve(file, defined)
+        if place is not None:
+            read: Entry = {"fused": packed(wheel, *place), "embedding": embedding(wheel, *place)}
+            found[name] = {key: value for key, value in read.items() if value}
+    return found
+
+
+def registered(wheel: Wheel) -> dict[str, tuple[str, str]]:
+    """The module and the class of each architecture that a config can name."""
+    found: dict[str, tuple[str, str]] = {}
+    for node in wheel.tree(f"{MODELS}/registry.py").body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and target.id in REGISTRIES and isinstance(value, ast.Dict):
+            found |= ast.literal_eval(ast.Expression(value))
+    return found
+
+
+def packed(wheel: Wheel, file: str, name: str) -> Mapping[str, list[str]]:
+    """A class's packed_modules_mapping; empty where it is computed."""
+    found = wheel.attribute(file, name, "packed_modules_mapping")
+    return evaluated(wheel, *found) if found else {}
+
+
+def evaluated(wheel: Wheel, file: str, value: ast.expr) -> Mapping[str, list[str]]:
+    """A literal, another class's mapping, or one joined to another."""
+    if isinstance(value, ast.BinOp):
+        return {**evaluated(wheel, file, value.left), **evaluated(wheel, file, value.right)}
+    if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
+        place = wheel.resolve(file, value.value.id)
+        return packed(wheel, *place) if place else {}
+    try:
+        found = ast.literal_eval(value)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def embedding(wheel: Wheel, file: str, name: str) -> str | None:
+    """As `embedding` of generate_architectures.py."""
+    given = [
+        {word.arg for word in call.keywords if ast.unparse(word.value) != "None"}
+        for place in wheel.reachable(file, name)
+        for call in ast.walk(wheel.classes(place[0])[place[1]])
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == TABLE
+    ]
+    if not any("quant_config" in names for names in given):
+        return None
+    return "name" if any({"quant_config", "prefix"} <= names for names in given) else "class"
+
+
+if __name__ == "__main__":
+    main()

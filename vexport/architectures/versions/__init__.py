@@ -1,0 +1,79 @@
+"""What each vLLM has and takes, one generated file a version (scripts/generate_versions.py)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+
+from pydantic import TypeAdapter
+
+from vexport.architectures.table import Architecture, TableLookup
+from vexport.version import Version, short_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassFacts:
+    """A model class: its packed_modules_mapping, and how it finds the config group of its table of tokens."""
+
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    embedding: TableLookup | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionFacts:
+    """One vLLM, read from its wheel and from that of the compressed-tensors which it requires.
+
+    `schemes` are the classes of linear layers with the least compute capability of each, `widths` the bits of
+    packed integers, `kernels` are in the order in which they are tried, by what is multiplied and platform.
+    `absent`, `added` and `classes` are the model classes against those of `PINNED`.
+    """
+
+    vllm: str
+    compressed_tensors: str
+    formats: tuple[str, ...]
+    orderings_need_groups: bool
+    refuses_orderings: bool
+    quantizes_tables: bool
+    schemes: Mapping[str, int]
+    widths: tuple[int, ...]
+    asymmetric_widths: tuple[int, ...]
+    kernels: Mapping[str, Mapping[str, tuple[str, ...]]]
+    methods: tuple[str, ...]
+    cache_scales: tuple[str, ...]
+    absent: frozenset[str]
+    added: Mapping[str, ClassFacts]
+    classes: Mapping[str, ClassFacts]
+
+
+def with_facts(pinned: Architecture, changed: ClassFacts) -> Architecture:
+    """A class of `PINNED` as another version fuses its layers."""
+    kept = {name: parts for name, parts in pinned.fused.items() if name not in pinned.resolved}
+    merged = {name: tuple(parts) for name, parts in changed.fused.items() if len(parts) > 1}
+    return replace(
+        pinned, fused={**kept, **merged}, resolved=tuple(changed.fused), embedding=changed.embedding
+    )
+
+
+@cache
+def known_versions() -> tuple[Version, ...]:
+    """Every version that has a file, oldest first."""
+    names = (entry.name for entry in files(__name__).iterdir() if entry.name.endswith(".json"))
+    return tuple(sorted(_version(name.removesuffix(".json")) for name in names))
+
+
+def nearest_version(version: Version) -> Version:
+    """The known version whose rules are used for one: itself, the nearest before it, or the oldest."""
+    known = known_versions()
+    return max((each for each in known if each <= version), default=known[0])
+
+
+@cache
+def facts_of(version: Version) -> VersionFacts:
+    """The facts of a known version."""
+    text = files(__name__).joinpath(f"{short_version(version)}.json").read_text(encoding="utf-8")
+    return TypeAdapter(VersionFacts).validate_json(text)
+
+
+def _version(name: str) -> Version:
+    major, _, minor = name.partition(".")
+    return int(major), int(minor)
