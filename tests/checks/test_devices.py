@@ -156,3 +156,5 @@ def test_what_is_not_known_of_a_version_is_said(good: Callable[[str], Path]) -> 
     assert findings(good("W8A8"), "--vllm", "0.24") == []
     (older,) = findings(good("W8A8"), "--vllm", "0.19")
     assert older["got"] == "unknown: checked by the rules of 0.20"
+    ran = vexport("check", good("W8A8"), "--vllm", "newest")
+    assert (ran.code, "is not a version like 0.30" in ran.errors[0]) == (2, True)
