@@ -56,11 +56,13 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise _broken(file, str(error)) from None
     try:
         tensors = [_tensor(file, name, entry, 8 + length) for name, entry in _entries(data)]
+        by_name = {tensor.name: tensor for tensor in tensors}  # of a name twice the last one counts
+        for tensor in by_name.values():
+            _require_size(tensor)
     except RecursionError:
         raise _broken(file, "the header error: values too deep in each other") from None
     except (ValueError, KeyError, TypeError) as error:
         raise _broken(file, f"the header error {error}") from None
-    by_name = {tensor.name: tensor for tensor in tensors}  # of a name twice the last one counts
     tensors = sorted(by_name.values(), key=lambda tensor: (tensor.start, tensor.end))
     _require_contiguous(file, tensors, 8 + length, size)
     return {tensor.name: tensor for tensor in tensors}
@@ -169,11 +171,15 @@ def _tensor(file: Path, name: str, entry: dict[str, Json], base: int) -> TensorI
         raise ValueError(f"{name}: shape or offsets are no lists")
     sides = tuple(side for side in shape if type(side) is int and 0 <= side < _MAX_SIZE)
     start, end = offsets
-    if len(sides) != len(shape) or type(start) is not int or type(end) is not int or not 0 <= start <= end:
+    if len(sides) != len(shape) or type(start) is not int or type(end) is not int or min(start, end) < 0:
         raise ValueError(f"{name}: shape or offsets hold something else than sizes")
-    if (end - start) * 8 != _elements(name, sides) * BITS[dtype]:
-        raise ValueError(f"{name}: {end - start} bytes for shape {list(sides)} in {dtype}")
     return TensorInfo(name=name, dtype=dtype, shape=sides, file=file, start=base + start, end=base + end)
+
+
+def _require_size(tensor: TensorInfo) -> None:
+    size = tensor.end - tensor.start
+    if size < 0 or size * 8 != _elements(tensor.name, tensor.shape) * BITS[tensor.dtype]:
+        raise ValueError(f"{tensor.name}: {size} bytes for shape {list(tensor.shape)} in {tensor.dtype}")
 
 
 def _elements(name: str, shape: tuple[int, ...]) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
+from vexport.checkpoint.truncated import changed, explain_bus_errors
 from vexport.types import TensorInfo, WeightPart
 
 # How the elements of a weight are seen: 16-bit floats as their bits, which numpy has no arithmetic for.
@@ -37,10 +38,18 @@ class Reader:
         self.close()
 
     def raw(self, tensor: TensorInfo) -> memoryview:
-        """The bytes of a tensor, without a copy; valid while the reader is open."""
+        """The bytes of a tensor, without a copy; valid while the reader is open.
+
+        InputError where its file has become shorter since its header was read.
+        """
         if tensor.start == tensor.end:
             return memoryview(b"")
-        return memoryview(self._map(tensor.file))[tensor.start : tensor.end]
+        mapped = self._map(tensor.file)
+        if tensor.end > len(mapped):
+            raise changed(
+                tensor.file, f"{len(mapped):,} bytes where its header described {tensor.end:,} or more"
+            )
+        return memoryview(mapped)[tensor.start : tensor.end]
 
     def array(self, tensor: TensorInfo) -> npt.NDArray[np.generic]:
         """The values of a tensor in its shape; BF16 and 8-bit floats as float32."""
@@ -88,6 +97,7 @@ class Reader:
     def _map(self, file: Path) -> mmap.mmap:
         with self._opening:
             if file not in self._maps:
+                explain_bus_errors()
                 with file.open("rb") as stream:
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             return self._maps[file]

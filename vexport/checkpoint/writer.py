@@ -1,9 +1,9 @@
 """Writes safetensors shards front to back while the next bytes are made; a broken-off one is continued."""
 
-import bisect
 import errno
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME
+from vexport.checkpoint.progress import Progress, progress_file
+from vexport.checkpoint.truncated import changed
 from vexport.files import write_text
 from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorSpec
 
@@ -90,9 +92,9 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 class ShardWriter:
     """Appends the chunks of one shard in its own thread, a few behind the one who makes them.
 
-    The file's length says how far an earlier, broken-off writer came: `done` units are there and stay,
-    what lies behind the last whole one is cut off. An error in the thread, or in a chunk, is raised by the
-    next `write` or at the end.
+    `done` units of an earlier, broken-off writer are there and stay: those that its record names and whose
+    bytes are as it says (`Progress`). An error in the thread, or in a chunk, is raised by the next `write` or
+    at the end.
     """
 
     def __init__(self, folder: Path, shard: Shard, *, ahead: int) -> None:
@@ -100,13 +102,16 @@ class ShardWriter:
         self._ends = list(accumulate((unit.num_bytes for unit in shard.units), initial=len(header)))
         path = folder / shard.name
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
-        length = self._file.seek(0, os.SEEK_END)
-        if length < len(header):
-            self._file.seek(0)
-            length = self._file.write(header)
-        self.done = bisect.bisect_right(self._ends, length) - 1
-        if length > self._ends[self.done]:
-            self._file.truncate(self._file.seek(self._ends[self.done]))
+        self._progress = Progress(progress_file(path))
+        sources = [unit.source if isinstance(unit.source, TensorInfo) else None for unit in shard.units]
+        self.done = self._progress.verified(self._file.fileno(), header, sources, self._ends)
+        self._next, self._checksum = self.done, 0
+        if self.done == 0:
+            self._file.truncate(0)
+            self._file.write(header)
+        if self._file.seek(0, os.SEEK_END) > self._ends[self.done]:
+            self._file.truncate(self._ends[self.done])
+        self._file.seek(self._ends[self.done])
         self._error: BaseException | None = None
         self._chunks: Queue[Chunk | None] = Queue(maxsize=ahead)
         self._thread = Thread(target=self._append_all)
@@ -122,6 +127,7 @@ class ShardWriter:
         self._thread.join()
         length = self._file.tell()
         self._file.close()
+        self._progress.close()
         if kind is None and self._error is not None:
             raise self._error
         assert kind is not None or length == self._ends[-1], f"{length} bytes, not {self._ends[-1]}"
@@ -137,16 +143,24 @@ class ShardWriter:
             if self._error is None:
                 try:
                     self._append(chunk)
+                except OSError as error:
+                    error.filename = error.filename or self._file.name  # what a write reports has none
+                    self._error = error
                 except BaseException as error:
                     self._error = error
 
     def _append(self, chunk: Chunk) -> None:
         if isinstance(chunk, TensorInfo):
             copy_bytes(chunk, self._file.fileno())
-            return
-        data = np.ascontiguousarray(chunk()).reshape(-1).view(np.uint8).data
-        while data:
-            data = data[self._file.write(data) :]
+        else:
+            data = np.ascontiguousarray(chunk()).reshape(-1).view(np.uint8).data
+            self._checksum = zlib.crc32(data, self._checksum)
+            while data:
+                data = data[self._file.write(data) :]
+        position = self._file.tell()
+        while self._next < len(self._ends) - 1 and position >= self._ends[self._next + 1]:
+            self._progress.add(self._checksum)
+            self._next, self._checksum = self._next + 1, 0
 
 
 def copy_bytes(tensor: TensorInfo, target: int) -> None:
@@ -156,11 +170,14 @@ def copy_bytes(tensor: TensorInfo, target: int) -> None:
         while position < tensor.end:
             count = min(COPY_BYTES, tensor.end - position)
             try:
-                position += os.copy_file_range(source.fileno(), target, count, position)
+                copied = os.copy_file_range(source.fileno(), target, count, position)
             except OSError as error:
                 if error.errno not in NO_COPY:
                     raise
-                position += os.write(target, os.pread(source.fileno(), count, position))
+                copied = os.write(target, os.pread(source.fileno(), count, position))
+            if not copied:
+                raise changed(tensor.file, f"its end at byte {position:,}, within {tensor.name}")
+            position += copied
 
 
 def header_bytes(tensors: Sequence[TensorSpec]) -> bytes:

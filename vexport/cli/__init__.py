@@ -1,5 +1,5 @@
-"""The command line: one file a theme; `entry.main` is the console script."""
+"""The command line: one file a theme; `interrupts.main` is the console script, `entry` has the commands."""
 
-from vexport.cli.entry import main
+from vexport.cli.interrupts import main
 
 __all__ = ["main"]

@@ -5,24 +5,25 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from signal import SIGINT
 
 import click
 
 from vexport.cli.colour import wants_colour
 from vexport.cli.commands import COMMANDS
 from vexport.cli.help import WIDEST, OrderedGroup
+from vexport.cli.interrupts import CODES, INTERRUPTED
 from vexport.errors import InputErrors, VexportError, file_problem
 from vexport.errors.escaping import clip, visible
 from vexport.errors.extras import unforeseen
 from vexport.version import __version__
 
-INTERRUPTED = 130
 # Bounds of what goes to stderr: names and values come from files and may be of any size.
 MAX_CHARACTERS = 600
 MAX_LINES = 50
 EPILOG = """
 Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
-fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted.
+fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted, 143 terminated.
 
 Environment: VEXPORT_FORMAT, VEXPORT_TP, VEXPORT_SM, VEXPORT_VLLM and VEXPORT_VLLM_PYTHON set the options of
 these names wherever a command has them; the command line wins. NO_COLOR and FORCE_COLOR are obeyed.
@@ -31,16 +32,16 @@ Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fi
 """
 
 
-def main() -> None:
-    """Run a command; every outcome becomes an exit code and one line an error."""
+def run_command() -> int:
+    """Run a command; every outcome becomes an exit code, which is returned, and one line an error."""
     if "--debug" in sys.argv:
         logging.getLogger("vexport").addHandler(logging.StreamHandler())
         logging.getLogger("vexport").setLevel(logging.DEBUG)
     try:
         result = cli.main(prog_name="vexport", standalone_mode=False)
         code = result if isinstance(result, int) else 0
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        code = _say(["Interrupted. Run the same command again to resume"], INTERRUPTED)
+    except (click.exceptions.Abort, KeyboardInterrupt) as stop:
+        code = _stopped(stop)
     except click.exceptions.NoArgsIsHelpError as error:
         # Nothing was asked: the help, and the code of a usage error, lest `vexport $EMPTY` pass in CI.
         click.echo(error.format_message())
@@ -57,13 +58,18 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except OSError as error:
-        problem = file_problem(error)
-        code = _say([str(problem)], problem.exit_code)
     except Exception as error:
-        problem = unforeseen(error, "vexport")
+        problem = file_problem(error) if isinstance(error, OSError) else unforeseen(error, "vexport")
         code = _say([str(problem)], problem.exit_code)
-    sys.exit(code)
+    return code
+
+
+def _stopped(stop: BaseException) -> int:
+    """Interrupted; or an EOFError of some file, which click takes for the end of a person's input."""
+    if isinstance(stop.__cause__, EOFError):
+        problem = unforeseen(stop.__cause__, "vexport")
+        return _say([str(problem)], problem.exit_code)
+    return _say([INTERRUPTED], CODES[SIGINT])
 
 
 def _say(messages: Sequence[str], code: int) -> int:

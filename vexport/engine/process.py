@@ -13,8 +13,10 @@ from vexport.engine.shared_memory import remove_segments, segments_of
 from vexport.types import OnProgress
 
 PROGRESS_FD = "VEXPORT_PROGRESS_FD"
+# What the names of the folders begin with in which requests and results are passed.
+SESSION_FOLDER = "vexport-session-"
 _POLL_SECONDS = 0.2
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 1.0
 
 
 def run_group(

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
-from vexport.engine.process import run_group
+from vexport.engine.process import SESSION_FOLDER, run_group
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
 from vexport.errors.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
@@ -119,7 +119,7 @@ def run_worker(
     """
     require_vllm(vllm_python)
     python = vllm_python or Path(sys.executable)
-    with tempfile.TemporaryDirectory(prefix="vexport-session-") as folder:
+    with tempfile.TemporaryDirectory(prefix=SESSION_FOLDER) as folder:
         scratch = Path(folder)
         request_file, result_file = scratch / "request.json", scratch / "result.json"
         write_text(request_file, to_json(request))

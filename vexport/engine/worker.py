@@ -6,6 +6,7 @@ calls this one knows them. The result file is written whole or not at all; a wor
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from pydantic import JsonValue, ValidationError
 from vexport.engine.cpu import cpu_defaults, prepare_cpu
 from vexport.engine.failures import one_line
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
+from vexport.engine.process import SESSION_FOLDER
 from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
 from vexport.scenario.serve import EngineArguments
@@ -178,11 +180,17 @@ def _write(descriptor: int, line: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Our stdin is a pipe that the parent holds: when it closes, the whole process group ends."""
+    """Our stdin is a pipe that the parent holds: when it closes, the whole process group ends.
+
+    A parent that was killed has left the folder of the session: it goes too.
+    """
+    folder = Path(sys.argv[1]).parent if len(sys.argv) > 1 else Path()
 
     def watch() -> None:
         while os.read(0, 1):
             pass
+        if folder.name.startswith(SESSION_FOLDER) and os.getppid() == 1:
+            shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -6,9 +6,13 @@ when that file changes.
 
 import hashlib
 import os
+import sys
+from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numba
+from numba.core.caching import FunctionCache
 
 PACKAGE = Path(__file__).resolve().parent.parent
 KERNEL_ROOMS = ("numerics", "formats/packing", "observers/kernels", "rounding")
@@ -39,6 +43,36 @@ def cache_folder() -> Path | None:
         if os.access(kept, os.W_OK):
             return kept
     return None
+
+
+class KernelCache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache of one kernel; damaged files, as a full disk or a power cut leaves them, are replaced."""
+
+    def _load_overload(self, signature: object, context: object) -> object:
+        try:
+            return super()._load_overload(signature, context)
+        except Exception as error:  # pickle raises anything on damaged bytes
+            self._renew(error)
+            return None
+
+    def _save_overload(self, signature: object, data: object) -> None:
+        try:
+            super()._save_overload(signature, data)
+        except (OSError, EOFError, UnpicklingError) as error:  # the kernel runs all the same
+            self._renew(error)
+
+    def _renew(self, error: Exception) -> None:
+        _tell(str(self.cache_path), f"{type(error).__name__}: {error}")
+        try:
+            self.flush()
+        except OSError:
+            self.disable()
+
+
+@cache
+def _tell(folder: str, reason: str) -> None:
+    """A note on stderr, once a folder and reason."""
+    print(f"note: damaged files in the kernel cache {folder} ({reason}); compiling again", file=sys.stderr)
 
 
 def use_cache() -> None:

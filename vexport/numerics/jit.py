@@ -9,7 +9,7 @@ from numba.core.base import BaseContext
 from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 
-from vexport.numerics.cache import use_cache
+from vexport.numerics.cache import KernelCache, use_cache
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -28,15 +28,20 @@ def compiled(
     `inline` makes it part of its callers, so that their loops are turned into vector code. A division by
     zero gives infinity or NaN: a check would keep loops scalar.
     """
-    decorate = njit(
-        cache=True,
-        nogil=True,
-        error_model="numpy",
-        parallel=parallel,
-        forceinline=inline,
-        fastmath=set(fastmath),
-    )
-    return cast(Callable[[Function], Function], decorate)
+
+    def decorate(function: Function) -> Function:
+        kernel = njit(
+            cache=True,
+            nogil=True,
+            error_model="numpy",
+            parallel=parallel,
+            forceinline=inline,
+            fastmath=set(fastmath),
+        )(function)
+        kernel._cache = KernelCache(function)
+        return cast(Function, kernel)
+
+    return decorate
 
 
 def _generate_wide_vectors(

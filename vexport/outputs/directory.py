@@ -6,6 +6,7 @@ call finds until OUT is whole; and for a moment `old`, the folder that it replac
 any time, or the next call puts `old` back.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -58,7 +59,7 @@ def resumable_directory(
     *,
     input_digest: str,
     overwrite: bool,
-    keep: str = "*.safetensors",
+    keep: str = "*.safetensors*",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Path]:
     """Yield a folder that becomes `path` when the block ends without error.
@@ -101,8 +102,10 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
         refuse_existing(path, overwrite=overwrite)
         yield work, record
         _sign(work / NEW)
+        _sync(work / NEW)
         refuse_existing(path, overwrite=overwrite)
         _swap(path, work)
+        _sync_entry(path.parent)
         shutil.rmtree(work / OLD, ignore_errors=True)
         _remove_working_folder(work)
 
@@ -162,6 +165,25 @@ def _foreign(entry: Path, path: Path) -> InputError:
         need="its own folder for unfinished work",
         fix=f"look into {work} and remove it, or choose another path",
     )
+
+
+def _sync(folder: Path) -> None:
+    """Have the disk hold all files of a folder, so that a power cut after the rename finds them whole."""
+    for entry in (*folder.rglob("*"), folder):
+        _sync_entry(entry)
+
+
+def _sync_entry(path: Path) -> None:
+    """Sync a file or folder; file systems that cannot (some FUSE) are taken at their word."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            error.filename = str(path)
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _settle(path: Path, work: Path) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.truncated import changed
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
@@ -134,6 +135,8 @@ def write_checkpoint(
             shard_bytes=job.shard_bytes,
             on_progress=on_progress,
         )
+        if input_digest(index, plan, calibration, shard_bytes=job.shard_bytes) != digest:
+            raise changed(index.root, "files of another size or time than when the work began")
     return rounding
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.progress import progress_file
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
@@ -119,6 +120,8 @@ def quantize(
     write_index(folder, shards)
     _copy_side_files(index, folder)
     write_config(index, plan, folder)
+    for shard in shards:
+        progress_file(folder / shard.name).unlink()
 
 
 def _copy_side_files(index: SourceIndex, folder: Path) -> None:
@@ -292,7 +295,7 @@ def each_warning_once() -> Iterator[None]:
 
 def input_digest(index: SourceIndex, plan: Plan, calibration: Calibration | None, *, shard_bytes: int) -> str:
     """A digest of all that the written bytes depend on; of the source's files, sizes and times."""
-    files = sorted({tensor.file for tensor in index.tensors.values()})
+    files = sorted({*(tensor.file for tensor in index.tensors.values()), *index.side_files})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = (__version__, states, index.config, plan, calibration, shard_bytes)
     return digest_bytes(repr(parts).encode())

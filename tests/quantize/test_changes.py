@@ -1,0 +1,126 @@
+"""The world changes while a checkpoint is written: nothing wrong is published, what changed is told."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.quantize.test_streaming import digests, write_model
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
+from vexport.errors import InputError
+from vexport.plan.source import rules_for
+from vexport.quantize.job import QuantizeJob, quantize_source
+
+READ_AFTER_CUT = """
+import sys
+from pathlib import Path
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
+
+index = read_index(Path(sys.argv[1]))
+tensor = max(index.tensors.values(), key=lambda tensor: tensor.end)
+with Reader() as reader:
+    data = reader.raw(tensor)
+    tensor.file.open("r+b").truncate(4096)
+    print(sum(data))
+"""
+
+
+def job(source: Path, out: Path, interrupt_after: int = 0, change: Path | None = None) -> QuantizeJob:
+    """W8A8 in several shards; broken off, or with a file of the source touched, in the middle."""
+
+    def on_progress(stage: str, done: int, total: int) -> None:
+        if stage == "quantize (bytes)" and done >= total // 2:
+            if change is not None:
+                change.write_bytes(change.read_bytes())
+            if interrupt_after:
+                raise KeyboardInterrupt
+
+    rules = rules_for("W8A8", observer="memoryless_minmax", ignore=())
+    return QuantizeJob(
+        source=str(source), out=out, rules=rules, on_progress=on_progress, shard_bytes=1_000_000
+    )
+
+
+def test_a_source_that_is_replaced_meanwhile_is_not_published(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", hidden=256, layers=2)
+    file = next(source.glob("*.safetensors"))
+    with pytest.raises(InputError, match="stays the same"):
+        quantize_source(job(source, tmp_path / "out", change=file))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_file_cut_before_it_is_mapped_is_named(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", hidden=64, layers=1)
+    index = read_index(source)
+    tensor = max(index.tensors.values(), key=lambda tensor: tensor.end)
+    os.truncate(tensor.file, tensor.end - 1)
+    with Reader() as reader, pytest.raises(InputError, match="stays the same") as caught:
+        reader.raw(tensor)
+    assert str(tensor.file) in str(caught.value)
+
+
+def test_a_file_cut_while_it_is_mapped_ends_in_one_line(tmp_path: Path) -> None:
+    """SIGBUS, which would end the process silently."""
+    source = write_model(tmp_path / "source", hidden=256, layers=1)
+    ran = subprocess.run(
+        [sys.executable, "-c", READ_AFTER_CUT, source], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(f"error: {source}/model")
+    assert "cut while it was read" in line
+
+
+@pytest.mark.parametrize("place", ["the first unit", "the last unit", "the record"])
+def test_a_shard_of_the_right_length_and_wrong_bytes_is_written_again(tmp_path: Path, place: str) -> None:
+    source = write_model(tmp_path / "source", hidden=256, layers=2)
+    quantize_source(job(source, tmp_path / "whole"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_source(job(source, tmp_path / "out", interrupt_after=1))
+    new = tmp_path / ".out.partial" / "new"
+    shard = min(new.glob("model-*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    at = {"the first unit": 3000, "the last unit": len(data) - 9}.get(place)
+    if at is None:
+        shard.with_name(f"{shard.name}.progress").write_bytes(b"00000000\n" * 3)
+    else:
+        data[at] ^= 0x55
+        shard.write_bytes(data)
+    quantize_source(job(source, tmp_path / "out"))
+    whole, out = digests(tmp_path / "whole"), digests(tmp_path / "out")
+    assert whole == out
+    assert not list((tmp_path / "out").glob("*.progress"))
+
+
+def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> None:
+    """Empty, garbage, cut: numba's own errors, or none, in the place of an answer."""
+    code = (
+        "import sys, numpy as np\n"
+        "from vexport.numerics.jit import compiled\n"
+        "from vexport.numerics.codes import largest_magnitude\n"
+        "print(largest_magnitude(np.arange(4, dtype=np.float32), 0))\n"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def run() -> tuple[int, str, str]:
+        ran = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+        )
+        return ran.returncode, ran.stdout, ran.stderr
+
+    first = run()
+    assert first[0] == 0
+    for ending, damage in (("nbi", b""), ("nbi", b"garbage"), ("nbc", b"\0" * 300)):
+        files = list((tmp_path / "cache").rglob(f"*.{ending}"))
+        assert files
+        for file in files:
+            file.write_bytes(damage)
+        code_, out, err = run()
+        assert (code_, out) == first[:2]
+        assert str(tmp_path / "cache") in err
+        assert "Traceback" not in err
+    assert run()[2] == ""

@@ -1,0 +1,58 @@
+"""Files that change while they are read: an error that names them, also where the kernel sends SIGBUS."""
+
+import ctypes
+import os
+import signal
+from functools import cache
+from pathlib import Path
+
+from vexport.errors import InputError
+
+_MAPS = Path("/proc/self/maps")
+_SHARD = ".safetensors"
+
+
+def changed(file: Path, got: str) -> InputError:
+    """The error for a file that is not what it was when its header was read."""
+    return InputError(
+        str(file),
+        got=got,
+        need="a file that stays the same while it is read",
+        fix="run again when nothing else writes to it; nothing was published",
+    )
+
+
+@cache
+def explain_bus_errors() -> None:
+    """Make the end of a process that reads a mapped file beyond its new end one line and exit code 2.
+
+    The signal comes in the middle of a read, in any thread, and returns to the same read: Python's own
+    handlers, which run later, never would. Nothing is done where there is no /proc to name the file.
+    """
+    if _MAPS.exists():
+        ctypes.CDLL(None).signal(signal.SIGBUS, _HANDLER)
+
+
+def _on_bus_error(number: int) -> None:
+    files = [str(file) for file in truncated_files()]
+    error = changed(Path(", ".join(files) or "a file that is read"), "one that was cut while it was read")
+    os.write(2, f"error: {error}\n".encode())
+    os._exit(InputError.exit_code)
+
+
+def truncated_files() -> list[Path]:
+    """The shards that this process maps and that have become shorter than what it maps of them."""
+    shorter: dict[Path, None] = {}
+    for line in _MAPS.read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) < 6 or not fields[5].endswith(_SHARD):
+            continue
+        start, stop = (int(part, 16) for part in fields[0].split("-"))
+        path, end = Path(fields[5]), int(fields[2], 16) + stop - start
+        size = path.stat().st_size if path.exists() else 0
+        if size <= end - os.sysconf("SC_PAGESIZE"):
+            shorter[path] = None
+    return list(shorter)
+
+
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error)
