@@ -29,7 +29,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # what a write reports has none
+        if error.errno is not None:  # what a write reports has no name
+            error.filename = error.filename or str(path)
         raise
     finally:
         with suppress(OSError):

@@ -27,7 +27,7 @@ from vexport.checkpoint.writer import ShardWriter, WriteUnit, copy_bytes, header
 from vexport.outputs import resumable_directory
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.types import TensorInfo, TensorSpec, WeightPart
+from vexport.types import FusionGroup, TensorInfo, TensorSpec, WeightPart
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096}
 
@@ -207,7 +207,7 @@ def test_parts_of_a_stored_tensor(part: WeightPart | None, dtype: torch.dtype, t
 
 
 def test_a_broken_shard_is_cut_to_its_last_whole_block(tmp_path: Path) -> None:
-    source = TensorInfo(name="x", dtype="U8", shape=(100,), file=tmp_path / "x", start=0, end=100)
+    source = FusionGroup(name="x", scheme="W8A8", observer="", members=())
     blocks = [
         WriteUnit(source=source, tensors=(TensorSpec(name=f"x{i}", dtype="U8", shape=(100,)),))
         for i in range(4)

@@ -144,7 +144,8 @@ class ShardWriter:
                 try:
                     self._append(chunk)
                 except OSError as error:
-                    error.filename = error.filename or self._file.name  # what a write reports has none
+                    if error.errno is not None:  # what a write reports has no name
+                        error.filename = error.filename or self._file.name
                     self._error = error
                 except BaseException as error:
                     self._error = error
