@@ -4,17 +4,20 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vexport.evaluation.statistics import documents_for_power
 from vexport.files import to_json
 from vexport.formats.gpus import generation
 from vexport.formats.schemes import get_scheme
+from vexport.plan.estimates import FORWARD_FLOPS
 from vexport.plan.linears import NUMBER
 from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.document import columns, facts, row
 from vexport.reports.formatting import count, duration, percent, plural, ratio, size
 from vexport.scenario import Evaluate
+from vexport.scenario.suites import SUITES
 from vexport.types import Finding, FusionGroup, Outlook, Plan, SchemeTable
 
 # Lines of text; a plan as JSON has everything.
@@ -108,9 +111,27 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         *(("note", note) for note in _findings(plan.notes)),
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
         ("documents", documents_needed(evaluate)) if evaluate and evaluate.margin > 0 else None,
+        *_labelled("suite", suite_lines(evaluate, plan.parameters)),
         ("next", outlook.next_command) if outlook.next_command else None,
     )
     return doc.Document(title=plan.source, parts=(doc.Paragraph(title), rows), wide=True)
+
+
+def suite_lines(settings: Evaluate | None, parameters: int) -> list[str]:
+    """The documents of a suite's tasks, and about how long two CPU cores take for them."""
+    if settings is None or settings.suite is None:
+        return []
+    suite = replace(SUITES[settings.suite], limit=None)
+    limit = int(settings.limit) if settings.limit and settings.limit >= 1 else None
+    asked = {task: min(task.documents, limit or task.documents) for task in suite.tasks}
+    tokens = sum(number * (task.prompt_tokens + task.new_tokens) for task, number in asked.items())
+    listed = ", ".join(f"{task.name} {count(number)}" for task, number in asked.items())
+    seconds = 2 * 2.0 * parameters * tokens / FORWARD_FLOPS
+    return [
+        f"{settings.suite} ({suite.about}): {count(sum(asked.values()))} documents for each of two models",
+        f"  {listed}",
+        f"  about {duration(seconds)} on two CPU cores; a GPU takes minutes",
+    ]
 
 
 def documents_needed(settings: Evaluate) -> str:

@@ -11,8 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, field_vali
 from vexport.checkpoint.data_name import DEFAULT, parse_data
 from vexport.errors import nearest
 from vexport.formats.schemes import KEEP, fold_name, is_scheme, scheme_name, scheme_names
+from vexport.scenario.located import located_errors
 from vexport.scenario.scheme_keys import GroupSize, with_named_scheme
 from vexport.scenario.serve import Serve
+from vexport.scenario.suites import SUITES, SuiteName
 from vexport.types import (
     GENERATION_KEYS,
     BatchSize,
@@ -205,11 +207,11 @@ def default_calibration() -> Calibration:
 class Evaluate(_Strict):
     """What decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
 
-    `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the metric
-    that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists). With
-    `stopping: early` the checkpoint is read no further than the answer needs. `kl_limit` bounds the mean KL
-    to the baseline and `nll_limit` the rise of the NLL, in nats a token, over `kl_prompts` prompts at most:
-    beyond them is a warning.
+    `suite` names a list of tasks with margin and limit in their place. `baseline` is the checkpoint to
+    compare with, the source where it is not given. `gate` names the metric that decides, `metric` or
+    `metric,filter`, for a task or a group (`"*"`: wherever it exists). With `stopping: early` the checkpoint
+    is read no further than the answer needs. `kl_limit` bounds the mean KL to the baseline and `nll_limit`
+    the rise of the NLL, in nats a token, over `kl_prompts` prompts at most: beyond them is a warning.
 
     How the models are asked has lm-eval's own names and meanings, for both models alike. Without
     `apply_chat_template` (true, false or a template's name) a template is applied where the models have one;
@@ -218,6 +220,7 @@ class Evaluate(_Strict):
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    suite: SuiteName | None = None
     include_path: tuple[Path, ...] = ()
     num_fewshot: Annotated[int, Ge(0)] | None = None
     apply_chat_template: bool | str | None = None
@@ -238,6 +241,19 @@ class Evaluate(_Strict):
     kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
     nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
     kl_prompts: Annotated[int, Gt(0)] = DEFAULT_KL_PROMPTS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_suite(cls, content: object) -> object:
+        """The tasks, margin and limit of a suite, where they are not given."""
+        name = content.get("suite") if isinstance(content, dict) else None
+        if not isinstance(content, dict) or not isinstance(name, str) or name not in SUITES:
+            return content
+        suite = SUITES[name]
+        tasks, given = tuple(task.name for task in suite.tasks), content.get("tasks")
+        if given and (not isinstance(given, list | tuple) or tuple(given) != tasks):
+            raise located_errors([(("tasks",), given, "a suite, or tasks", "remove one of the two")])
+        return {"margin": suite.margin, "limit": suite.limit, **content, "tasks": tasks}
 
     @field_validator("include_path", mode="before")
     @classmethod
