@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.fusion import moe_layer
+from vexport.architectures.text_config import text_config
 from vexport.checks.vllm.arguments import of_attention, parse_group
 from vexport.checks.vllm.methods import METHOD, findings, other_method
 from vexport.checks.vllm.view import CheckpointView, error, warning
@@ -19,6 +20,8 @@ FORMAT_NAMES = frozenset({"dense", "mixed-precision", "naive-quantized", *(each.
 # With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it passes over.
 SIDES = ("input_activations", "output_activations")
 OUTPUTS = "static INT8, which vLLM runs in a scheme that vexport does not judge (CompressedTensorsWNA8O8Int)"
+# Keys of config.json for the routed experts of a layer.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Activation ordering that vLLM no longer runs (compressed_tensors.py, _quantization_scheme_map_from_config).
 REFUSED_ORDERING = ("group", "dynamic")
 
@@ -53,6 +56,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _unreadable(view, groups)
     yield from _sparsity(view, config)
     yield from _ignore(view, config)
+    yield from _pruned_experts(view, config)
     problems = tuple(_patterns(view))
     yield from problems or _groups(view)
 
@@ -102,6 +106,9 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
         if refusal is None and group.name in routed and not group.storage.runs_experts(group):
             refusal = f"a combination that it does not run for routed experts: {described(group)}"
             refusal += f", format {group.format}"
+        if refusal is not None and group.format not in view.facts.formats:
+            has = f"compressed-tensors {view.facts.compressed_tensors} of vLLM {view.facts.vllm}"
+            refusal = f"format {group.format}, which {has} does not have: {refusal}"
         if refusal is not None:
             yield _finding(
                 view,
@@ -123,6 +130,24 @@ def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Find
         )
         expected = "no sparsity, which vLLM no longer loads"
         yield _finding(view, "sparsity_config", expected, got, "export without sparsity compression")
+
+
+def _pruned_experts(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
+    """What compressed-tensors 0.20 says of layers with fewer experts; vLLM gives all layers as many."""
+    sparsity = config.get("moe_sparsity_config")
+    if not isinstance(sparsity, dict):
+        return
+    counts, text = sparsity.get("num_experts"), text_config(view.index.config)
+    usual = next((text[key] for key in EXPERT_COUNTS if key in text), None)
+    alike = isinstance(counts, list) and all(count == usual for count in counts)
+    expected = f"{usual} experts in every layer, and no constants in their place"
+    got = f"method {sparsity.get('method')}, num_experts {str(counts)[:80]}, which vLLM does not read"
+    if sparsity.get("method") == "prune" and alike:
+        where = f"{view.quantization_place}.moe_sparsity_config"
+        yield warning(NAME, where, expected=expected, got=got, fix="nothing: config.json has as many")
+    else:
+        fix = "prune all layers to one number of experts, and set it in config.json"
+        yield _finding(view, "moe_sparsity_config", expected, got, fix)
 
 
 def _patterns(view: CheckpointView) -> Iterator[Finding]:

@@ -1,0 +1,41 @@
+"""Configs as compressed-tensors 0.20 serializes them: without what is null, and of formats no vLLM reads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.models import problems
+from tests.mutations.edits import QUANTIZATION, WHOLE, config, spoiled
+from vexport.types import Json
+
+WRITTEN: dict[str, dict[str, Json]] = json.loads(
+    (Path(__file__).parent / "configs" / "compressed-tensors-0.20.json").read_text()
+)
+PRUNED: Json = {"method": "prune", "num_experts": [4, 3]}
+
+
+def rewritten(source: Path, folder: Path, name: str) -> Path:
+    """A checkpoint with the config of a preset."""
+    return spoiled(source, folder, config(WHOLE, quantization_config=WRITTEN[name]))
+
+
+@pytest.mark.parametrize("name", ["W8A8", "NVFP4", "W4A16", "FP8_DYNAMIC", "MXFP4", "MXFP8"])
+def test_absent_keys_are_read(good: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    assert problems(rewritten(good(name), tmp_path / "written", name)) == []
+
+
+@pytest.mark.parametrize("name", ["MXFP6A16", "MXFP6A8"])
+def test_six_bits_are_refused_by_name(good: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    found = problems(rewritten(good("MXFP8"), tmp_path / "written", name))
+    (refused,) = [one for one in found if one.check == "config"]
+    assert refused.got.startswith("format mxfp6-pack-quantized, which compressed-tensors 0.17.0 of vLLM")
+
+
+def test_pruned_experts_are_what_no_vllm_reads(good: Callable[[str], Path], tmp_path: Path) -> None:
+    change = config(QUANTIZATION, moe_sparsity_config=PRUNED)
+    found = problems(spoiled(good("W8A8"), tmp_path / "pruned", change))
+    assert [(one.check, one.severity) for one in found] == [("config", "error")]
+    null = config(QUANTIZATION, moe_sparsity_config=None)
+    assert problems(spoiled(good("W8A8"), tmp_path / "null", null)) == []
