@@ -17,6 +17,10 @@ from tests.models import save_llama, write_calibration
 from vexport.engine.reference import reference_logprobs
 from vexport.files import digest_file
 from vexport.numerics.metrics import kl_divergence
+from vexport.plan.source import rules_for
+from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.rounding.settings import REFIT
+from vexport.scenario import Calibration
 
 # Refit goes through all of what GPTQ does: where it is not named, that is enough.
 SCHEMES = {
@@ -102,6 +106,20 @@ def test_with_text_weights_are_refitted_and_the_answer_says_how(
     least = min(strength["divergence"] for strength in rounding["tried"])
     assert rounding["chosen"]["divergence"] == least
     assert all(layer["state_error"] > 0 for layer in rounding["layers"])
+
+
+def test_without_rows_held_out_a_quarter_is_taken(source: Path, text: Path, tmp_path: Path) -> None:
+    job = QuantizeJob(
+        source=str(source),
+        out=tmp_path / "out",
+        rules=rules_for("W4A16", observer=None, ignore=(), rounding="refit"),
+        calibration=Calibration(data=str(text), held_out=0),
+    )
+    _, _, rounding = quantize_source(job)
+    assert rounding is not None
+    assert rounding.tried == (rounding.chosen,)
+    assert (rounding.chosen.strength, rounding.chosen.divergence) == (REFIT.strength, None)
+    assert {group.strength for group in rounding.groups} == {REFIT.strength}
 
 
 def test_killed_between_two_layers_it_goes_on_to_the_same_bytes(

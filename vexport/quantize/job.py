@@ -95,8 +95,9 @@ def write_checkpoint(
     """
     search = _search() if needs_search(plan) else None
     digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
-    if job.calibration and job.calibration.held_out is not None:
-        digest = digest_bytes(f"{digest} {job.calibration.held_out}".encode())
+    # What is continued was begun with as many rows held out.
+    held_out = job.calibration.held_out if job.calibration else None
+    work = digest if held_out is None else digest_bytes(f"{digest} {held_out}".encode())
     text = recipe(
         index,
         plan,
@@ -112,7 +113,7 @@ def write_checkpoint(
         job.on_progress(f"quantize {text}", 1, 1)
 
     with (
-        resumable_directory(job.out, input_digest=digest, overwrite=job.overwrite, note=note) as folder,
+        resumable_directory(job.out, input_digest=work, overwrite=job.overwrite, note=note) as folder,
         watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
     ):
         write_recipe(text, folder)
