@@ -56,6 +56,8 @@ class Count(click.IntRange):
 
 PATH = click.Path(path_type=Path)
 POSITIVE = Count(1)
+# Of a number of bytes: beyond any disk.
+MOST_DIGITS = 18
 BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
@@ -70,7 +72,7 @@ class ByteSize(click.ParamType[int]):
             return value
         digits = value.upper().rstrip("GMKB")
         unit = BYTE_UNITS.get(value.upper().removeprefix(digits))
-        if not digits.isdecimal() or not int(digits) or unit is None:
+        if not digits.isdecimal() or len(digits) > MOST_DIGITS or not int(digits) or unit is None:
             self.fail(f"{value!r} is no size; write 5GB, 200MB or a number of bytes.", param, ctx)
         return int(digits) * unit
 

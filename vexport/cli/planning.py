@@ -130,11 +130,13 @@ class GroupSizeType(click.ParamType["GroupSize"]):
         """The number or the word; fails on others."""
         from vexport.scenario.scheme_keys import parse_group_size
 
-        number = int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
         try:
+            number = int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
             return parse_group_size(number) or "channel"
         except ValueError as error:
-            self.fail(f"{value!r} is no group size; need {error}.", param, ctx)
+            from vexport.errors.escaping import clip
+
+            self.fail(f"{clip(repr(value), 100)} is no group size; need {error}.", param, ctx)
 
 
 plan_options = stacked(

@@ -18,6 +18,9 @@ _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
 # A key's value: quoted text, a list or an object, or whatever comes before the next comma.
 _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]*)(?:,|$)""")
 
+# Beyond any task; of larger numbers a float no longer tells one from the next.
+MOST_DOCUMENTS = 2**53
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
@@ -93,7 +96,7 @@ def _documents(text: str) -> int | float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not number > 0 or number >= 1 and number != int(number):
+    if not 0 < number <= MOST_DOCUMENTS or number >= 1 and number != int(number):
         raise click.BadParameter(f"{text!r} is neither a number of documents nor a share below 1.")
     return number if number < 1 else int(number)
 

@@ -31,6 +31,7 @@ PAGES = (
     "ci",
     "scenario",
     "speed",
+    "robustness",
     "troubleshooting",
     "glossary",
 )

@@ -270,7 +270,7 @@ class Evaluate(_Strict):
     @field_validator("limit")
     @classmethod
     def _number_or_share(cls, value: int | float | None) -> int | float | None:
-        if value is not None and (value <= 0 or value >= 1 and value != int(value)):
+        if value is not None and (not 0 < value < 2**53 or value >= 1 and value != int(value)):
             raise ValueError("a number of documents from 1, or a share of them below 1")
         return value if value is None or value < 1 else int(value)
 
