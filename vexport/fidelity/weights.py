@@ -100,14 +100,15 @@ class WeightComparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     """Powers by part of some rows, each (rows, parts of a row): source, error, error of rounding, of the
-    error what shifts the part; product of source and stored. `whole` are the first three and the product of
-    whole rows, (4,): of answers they are not the sums of their parts."""
+    error what shifts the part; product of source and stored, of source and rounded. `whole` are the first
+    three and the product of whole rows, (4,): of answers they are not the sums of their parts."""
 
     signal: torch.Tensor
     noise: torch.Tensor
     rounding: torch.Tensor
     shift: torch.Tensor
     product: torch.Tensor
+    plain_product: torch.Tensor
     whole: torch.Tensor
 
 
@@ -134,7 +135,7 @@ def compare_weight(
     except ValueError:  # arguments or shapes that compressed-tensors refuses
         return None
     view.reader.release(layer.parameters.values())
-    return _judged(parts, _part_width(args, shape[1]))
+    return _judged(parts)
 
 
 class _Nearest:
@@ -199,6 +200,7 @@ def _compare(
         rounding=plain.square().sum(dim=2),
         shift=shift.square() * width / error.square().reshape(*shift.shape, -1).sum(dim=2).clamp_min(TINY),
         product=product,
+        plain_product=(exact * (exact + plain)).sum(dim=2),
         whole=torch.tensor([*powers, along], dtype=torch.float64),
     )
 
@@ -217,8 +219,8 @@ def _part_width(args: QuantArgs, columns: int) -> int:
     return next((width for width in (block_cols, PART_COLUMNS) if width and columns % width == 0), columns)
 
 
-def _judged(parts: Sequence[_Part], width: int) -> WeightComparison:
-    """What parts of `width` elements say together."""
+def _judged(parts: Sequence[_Part]) -> WeightComparison:
+    """What parts say together."""
     signal = torch.cat([part.signal for part in parts])
     noise = torch.cat([part.noise for part in parts])
     rounding = torch.cat([part.rounding for part in parts])
@@ -229,13 +231,12 @@ def _judged(parts: Sequence[_Part], width: int) -> WeightComparison:
     wrong = ~(noise <= WRONG_PART_NOISE * signal) & ~(noise <= WRONG_PART_FACTOR * rounding.mean())
     wrong &= ~((gain - 1).abs() <= WRONG_PART_GAIN)
     rows = wrong.any(dim=1).nonzero()
-    parts_power = float(signal.sum(dtype=torch.float64))
     return WeightComparison(
         snr_db=sqnr_db(power, error),
         rounding_db=sqnr_db(power, plain),
         gain=along / power if power else 1.0,
         spread=_spread(product, signal),
-        plain_spread=math.sqrt(float(rounding.sum()) / (width * parts_power)) if parts_power else 0.0,
+        plain_spread=_spread(torch.cat([part.plain_product for part in parts]), signal),
         shift=float((shift * noise).sum() / noise.sum().clamp_min(TINY)),
         parts=wrong.numel(),
         wrong_parts=int(wrong.sum()),

@@ -1,0 +1,55 @@
+"""What rounding takes by the plan: one matrix for each input of a layer, two where it refits."""
+
+from pathlib import Path
+
+from tests.calibration.models import expert_configs, save
+from tests.models import save_llama
+from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.plan import build_plan
+from vexport.plan.estimates import Samples, estimates
+from vexport.plan.rounding_memory import rounding_bytes
+from vexport.scenario import Rule
+from vexport.types import Plan
+from vexport.types.rounding import Rounding
+
+
+def plan_of(folder: Path, rounding: Rounding) -> tuple[SourceIndex, Plan]:
+    index = read_index(folder)
+    return index, build_plan(index, [Rule(match="Linear", scheme="MXFP4A16", rounding=rounding)])
+
+
+def added_by_refit(folder: Path) -> int:
+    """With too few rows to hold one out a refit is one recipe, as GPTQ is."""
+    refit, gptq = (
+        rounding_bytes(*plan_of(folder, rounding), rows=7, tokens=32) for rounding in ("refit", "gptq")
+    )
+    return refit - gptq
+
+
+def test_a_refit_has_second_moments_of_both_streams(tmp_path: Path) -> None:
+    """q/k/v, o, and gate/up have 256 inputs, down has 512, in float32."""
+    assert added_by_refit(save_llama(tmp_path / "llama")) == (3 * 256**2 + 512**2) * 4
+
+
+def test_experts_share_those_of_gate_and_up(tmp_path: Path) -> None:
+    """Of 64 inputs: q/k/v, o, and all gates and ups together; of 128: each of 8 down projections."""
+    folder = save(expert_configs()["mixtral"], tmp_path / "mixtral")
+    assert added_by_refit(folder) == (3 * 64**2 + 8 * 128**2) * 4
+
+
+def test_the_estimate_has_it(tmp_path: Path) -> None:
+    """Strengths that run next to each other have hidden states and moments each."""
+    folder = save_llama(tmp_path / "llama")
+    memory = [
+        estimate.memory_bytes
+        for rows in (7, 64)
+        for estimate in estimates(*plan_of(folder, "refit"), Samples(number=rows, tokens=4096))
+        if estimate.stage == "quantize"
+    ]
+    states = 4096 * 256 * 2
+    assert memory[1] - memory[0] > (64 * 7 - 7 * 2) * states
+    index, plan = plan_of(folder, "nearest")
+    assert [one.stage for one in estimates(index, plan, Samples(number=64, tokens=512))] == [
+        "quantize",
+        "check",
+    ]
