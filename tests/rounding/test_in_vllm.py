@@ -1,0 +1,57 @@
+"""Real vLLM loads what a refit wrote in every scheme, and answers as the dequantized weights do."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.command import vexport
+from tests.engine.fixtures import write_tokenizer
+from tests.models import save_llama, write_calibration
+from vexport.formats.schemes import scheme_names
+from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.scenario import Calibration, Rule
+from vexport.types.rounding import Rounding
+
+# What vLLM runs as one parameter has one scheme: so many of them fit into a layer.
+PARTS = ("self_attn[.](q|k|v)_proj", "self_attn[.]o_proj", "mlp[.](gate|up)_proj", "mlp[.]down_proj")
+SCHEMES = scheme_names()
+LAYERS = -(-len(SCHEMES) // len(PARTS))
+USED = (PARTS * LAYERS)[: len(SCHEMES)]
+
+
+def quantize(source: Path, rounding: Rounding) -> Path:
+    """Each scheme in a layer of its own, the rest as it is."""
+    places = [f"re:.*layers[.]{number}[.]{part}" for number, part in product(range(LAYERS), PARTS)]
+    rules = [
+        Rule(match=place, scheme=scheme, observer="memoryless_minmax", rounding=rounding)
+        for place, scheme in zip(places, SCHEMES, strict=False)
+    ]
+    out, data = source.with_name(rounding), write_calibration(source.with_name("text.jsonl"))
+    settings = Calibration(data=data)
+    rules.append(Rule(match="Linear", scheme="keep"))
+    quantize_source(QuantizeJob(source=str(source), out=out, rules=tuple(rules), calibration=settings))
+    return out
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_every_scheme_in_one_model(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "llama", num_hidden_layers=LAYERS, bos_token_id=1, eos_token_id=2)
+    write_tokenizer(source)
+    nearest = load_file(quantize(source, "nearest") / "model.safetensors")
+    refit = load_file(quantize(source, "refit") / "model.safetensors")
+    layers = [name.removesuffix("_scale") for name in nearest if name.endswith(".weight_scale")]
+    stored = [name if name in nearest else f"{name}_packed" for name in layers]
+    assert len(stored) == sum(3 if "q|k|v" in part else 2 if "gate" in part else 1 for part in USED)
+    assert [name for name in stored if torch.equal(nearest[name], refit[name])] == []
+    ran = vexport("load", tmp_path / "refit", "--format", "json", "--quiet")
+    assert ran.code == 0, ran.stdout + ran.stderr
+    (report,) = json.loads(ran.stdout)
+    # The limit follows the inputs: those of 4 bits round to other codes where a sum has another order.
+    assert report["logprobs"]["mean_kl"] < report["logprobs"]["limit"]
+    classes = {kernel.partition("(")[2] for kernel in report["engine"]["kernels"]} - {""}
+    assert len(classes) == 9, classes
