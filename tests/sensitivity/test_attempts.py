@@ -12,7 +12,7 @@ from vexport.types import Attempt, Promotion
 OWN = ("checkpoint/config.json", "plan.json", "check.json", "report.json", "eval/candidate/session.json")
 SHARED = ("calibration/statistics.json", "sensitivity.json", "eval/baseline/session.json")
 PROMOTION = Promotion(name="a", before="NVFP4", after="FP8_DYNAMIC", num_bytes=40, loss=0.5)
-SCENARIO = "name: a\nsource: b\nrules: [{match: Linear, scheme: NVFP4}]\n"
+SCENARIO = "name: a\nsource: b\nrules: [{match: Linear, scheme: W4A16}]\n"
 
 
 def attempt(number: int, promotions: tuple[Promotion, ...]) -> Attempt:

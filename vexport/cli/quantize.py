@@ -71,12 +71,20 @@ def quantize(
 
     rules, options = requested_rules(scheme, recipe, options)
     samples = calibration.settings
-    if samples is None and rules_need_calibration(rules, options.kv_cache):
+    is_default = samples is None and rules_need_calibration(rules, options.kv_cache)
+    if is_default:
         samples, rules = calibration.with_data(DEFAULT), rounded_to_nearest(rules)
-        if is_rank_zero():
+
+    def notes(plan: Plan) -> None:
+        if not is_rank_zero():
+            return
+        if is_default:
             note_default_calibration()
-    elif samples is None and is_rank_zero():
-        note_unused(CALIBRATION_OPTIONS, "without --calibration")
+        elif samples is not None:
+            note_unused_calibration(plan)
+        else:
+            note_unused(CALIBRATION_OPTIONS, "without --calibration")
+
     with progress_display(quiet=answer.quiet or not is_rank_zero()) as on_progress:
         job = QuantizeJob(
             source=with_revision(source, revision),
@@ -89,7 +97,6 @@ def quantize(
             shard_bytes=max_shard_size,
             on_progress=on_progress,
         )
-        notes = note_unused_calibration if job.calibration and is_rank_zero() else lambda plan: None
         plan, seen, rounding = quantize_source(job, notes)
     if is_rank_zero():
         _print(out, plan, seen, rounding, answer)

@@ -6,12 +6,13 @@ Also run by scripts/build_backend.py, so that it imports nothing but the standar
 from collections.abc import Iterator
 from pathlib import Path
 
-# In scenarios/. model-x8 is left out: of the scenarios here none uses it.
+# In scenarios/.
 PATTERNS = (
     "demo-*.yaml",
     "demo/README.md",
     "demo/calibration.jsonl",
     "demo/model/*",
+    "demo/model-x8/*",
     "demo/model-x16/*",
     "demo/tasks/*",
 )
