@@ -7,16 +7,13 @@ sentences comes next), each a YAML file and a JSONL file of documents, and SOURC
 documents that are not calibrated on, as text.py splits them. OUT is there whole or not at all.
 """
 
-import json
 import random
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from text import DJANGO, SYMPY, paragraphs, read_documents, split
+from text import DJANGO, SYMPY, new_folder, paragraphs, read_documents, split, write_rows
 
 DOCUMENTS = 1200
 WORDS = (15, 70)
@@ -90,22 +87,13 @@ def main() -> None:
     passages = [SENTENCE_END.split(text) for document in documents for text in paragraphs(document)]
     rng = random.Random(0)
     made = {"cloze": list(clozes(passages)), "continuation": list(continuations(passages, rng))}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with new_folder(out) as folder:
         for name, rows in made.items():
             if len(rows) < DOCUMENTS:
                 raise SystemExit(f"tasks: got {len(rows)} documents of {name}, need {DOCUMENTS}")
-            lines = [json.dumps(row) for row in rng.sample(rows, DOCUMENTS)]
-            (partial / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            (partial / f"{name}.yaml").write_text(
-                TASK.format(name=name, fields=FIELDS[name]), encoding="utf-8"
-            )
-        shutil.copy(Path(__file__).with_name("texts.txt"), partial / "SOURCES")
-        partial.chmod(0o755)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            write_rows(folder / f"{name}.jsonl", rng.sample(rows, DOCUMENTS))
+            text = TASK.format(name=name, fields=FIELDS[name])
+            (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -91,6 +92,25 @@ def split(documents: Mapping[str, str]) -> tuple[list[str], list[str]]:
     return shuffled[held_out:], shuffled[:held_out]
 
 
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder with the list of sources that becomes `out` when the block ends without error, or nothing."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield partial
+        shutil.copy(Path(__file__).with_name("texts.txt"), partial / "SOURCES")
+        partial.chmod(0o755)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_rows(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """A line of JSON for each row."""
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
 def main() -> None:
     """Read the sdists and write the rows."""
     model, sdists, out = (Path(word).absolute() for word in sys.argv[1:])
@@ -99,17 +119,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     calibration, same = split(read_documents(sdists, *DJANGO))
     texts = {CALIBRATION: calibration, SAME: same, OTHER: list(read_documents(sdists, *SYMPY).values())}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with new_folder(out) as folder:
         for name, documents in texts.items():
-            lines = [json.dumps({"input_ids": row}) for row in rows_of(documents, tokenizer, ROWS[name])]
-            (partial / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        shutil.copy(Path(__file__).with_name("texts.txt"), partial / "SOURCES")
-        partial.chmod(0o755)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            write_rows(
+                folder / f"{name}.jsonl",
+                [{"input_ids": row} for row in rows_of(documents, tokenizer, ROWS[name])],
+            )
 
 
 if __name__ == "__main__":
