@@ -244,7 +244,7 @@ def test_a_check_says_what_it_was_judged_for(good: Callable[[str], Path], tmp_pa
     assert report["ok"] is True
     unknown = vexport("check", path, "--vllm", "0.99")
     assert unknown.code == 0
-    assert "unknown: checked by the rules of 0.32" in unknown.stdout
+    assert "unknown: checked by the rules of 0.33" in unknown.stdout
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, tmp_path: Pa
 
 
 def test_many_signals_are_as_one(tmp_path: Path) -> None:
-    process = started("quantize", tmp_path, tmp_path / "out", "--scheme", "W8A8")
+    source = write_model(tmp_path / "source", hidden=1024, layers=4)
+    process = started("quantize", source, tmp_path / "out", "--scheme", "W8A8")
     await_handlers(process)
     for _ in range(5):
         process.send_signal(signal.SIGINT)

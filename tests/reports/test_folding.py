@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command import vexport
+from tests.engine.fixtures import write_tokenizer
 from tests.mutations.edits import Change, drop, element, put, spoiled
 from vexport.reports.folding import fold, folded_places
 from vexport.types import Finding, Json
@@ -97,12 +98,18 @@ SPOILED: Mapping[str, tuple[str, Change]] = {
 }
 
 
+def served(good: Path, folder: Path, change: Change) -> Path:
+    """A changed copy with a tokenizer, so that nothing else is found."""
+    write_tokenizer(spoiled(good, folder, change))
+    return folder
+
+
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_spoiled_checkpoint_reads_on_one_screen(
     what: str, good: Callable[[str], Path], tmp_path: Path
 ) -> None:
     scheme, edit = SPOILED[what]
-    broken = spoiled(good(scheme), tmp_path / "broken", edit)
+    broken = served(good(scheme), tmp_path / "broken", edit)
     ran = vexport("check", broken)
     everything = json.loads(vexport("check", broken, "--format", "json").stdout)[0]["findings"]
     assert ran.code == 1
@@ -120,7 +127,7 @@ def test_a_spoiled_checkpoint_reads_on_one_screen(
 
 
 def test_the_cause_comes_first_in_every_format(good: Callable[[str], Path], tmp_path: Path) -> None:
-    broken = spoiled(good("FP8_DYNAMIC"), tmp_path / "broken", SPOILED["bits"][1])
+    broken = served(good("FP8_DYNAMIC"), tmp_path / "broken", SPOILED["bits"][1])
     text = vexport("check", broken).stdout
     assert text.index("floats of 7 bits") < text.index("may follow from it") < text.index("weight_packed")
     number = len(json.loads(vexport("check", broken, "--format", "json").stdout)[0]["findings"])

@@ -157,7 +157,7 @@ plan_options = stacked(
         "--rounding",
         type=click.Choice(ROUNDINGS),
         help="How weights are rounded: each by itself, or by what calibration text shows of their inputs "
-        "[default: refit below 8 bits with --calibration, else nearest].",
+        "[default: refit below 8 bits where text is given, else nearest].",
     ),
     click.option(
         "--ignore",
