@@ -74,6 +74,9 @@ def test_many_signals_are_as_one(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.01)
     _, stderr = process.communicate(timeout=30)
+    if process.returncode == 0:  # it was quicker
+        assert (tmp_path / "out" / "config.json").is_file()
+        return
     assert process.returncode == 130
     assert lines_of_error(stderr) == ["error: Interrupted. Run the same command again to resume"]
 
