@@ -12,6 +12,7 @@ from vexport.calibration.rows import FORMS, Message, Row, read_row
 from vexport.calibration.sources import RawRow, raw_rows
 from vexport.checkpoint.data_name import DEFAULT
 from vexport.errors import InputError, raise_all
+from vexport.errors.escaping import first_line
 from vexport.files import digest_bytes
 from vexport.types import CalibrationData
 
@@ -219,14 +220,14 @@ class _Tokens:
         try:
             return self.tokenizer.encode(text[: CHARACTERS * most], add_special_tokens=begins)
         except Exception as error:
-            raise ValueError(f"a text that the tokenizer refuses ({_words(error)})") from None
+            raise ValueError(f"a text that the tokenizer refuses ({first_line(error)})") from None
 
     def _of_turns(self, turns: Sequence[Message]) -> Sequence[int]:
         """Through the chat template, a program of the checkpoint: what it raises is an error of the row."""
         try:
             return self.tokenizer.apply_chat_template(list(turns), tokenize=True, return_dict=False)
         except Exception as error:
-            raise ValueError(f"turns that the chat template refuses ({_words(error)})") from None
+            raise ValueError(f"turns that the chat template refuses ({first_line(error)})") from None
 
 
 def _cut(turns: Sequence[Message], characters: int) -> list[Message]:
@@ -252,7 +253,7 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:
         own_code = "trust_remote_code" in str(error)
         raise InputError(
             str(checkpoint),
-            got="a tokenizer with its own code" if own_code else f"no usable tokenizer ({_words(error)})",
+            got="a tokenizer with its own code" if own_code else f"no usable tokenizer ({first_line(error)})",
             need="the tokenizer of the model",
             fix="read that code, then add --trust-remote-code"
             if own_code
@@ -266,9 +267,3 @@ def _require_ids(ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError("a row without tokens")
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise ValueError(f"token id {max(ids)} outside the vocabulary of {vocab_size}")
-
-
-def _words(error: BaseException) -> str:
-    """The first line of what another library raised, printable and short."""
-    line = (str(error).splitlines() or [""])[0] or type(error).__name__
-    return "".join(one if one.isprintable() else "?" for one in line)[:200]

@@ -3,6 +3,7 @@
 import torch
 
 from vexport.errors import InputError
+from vexport.errors.escaping import first_line
 
 
 def default_device() -> str:
@@ -17,7 +18,7 @@ def require_device(name: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(
             f"device {name!r}",
-            got=f"no use of it ({str(error).splitlines()[0]})",
+            got=f"no use of it ({first_line(error)})",
             need="a device that this torch can use, as cpu or cuda:0",
             fix="name another, or install the torch for it",
         ) from None

@@ -14,6 +14,7 @@ from vexport.checkpoint.data_name import DEFAULT_FILE, DataName, data_files, par
 from vexport.checkpoint.hub.failures import diagnose, explain
 from vexport.checkpoint.hub.names import HubName
 from vexport.errors import InputError
+from vexport.errors.escaping import first_line
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
 from vexport.plugins import CALIBRATION, load_plugin
@@ -129,7 +130,7 @@ def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
         items = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         need = "a JSON list of objects, or JSON lines"
-        raise InputError(str(path), got=_first_line(error), need=need, fix="correct the file") from None
+        raise InputError(str(path), got=first_line(error), need=need, fix="correct the file") from None
     for number, item in enumerate(items, start=1):
         yield RawRow(place=f"{path}: item {number}", number=number, content=item)
 
@@ -172,7 +173,7 @@ def _of_parquet(path: Path) -> Iterator[RawRow]:
                     yield RawRow(place=f"{path}: row {number}", number=number, content=record)
     except (pyarrow.ArrowException, OSError) as error:
         need = "a parquet file"
-        raise InputError(str(path), got=_first_line(error), need=need, fix="check the file") from None
+        raise InputError(str(path), got=first_line(error), need=need, fix="check the file") from None
 
 
 def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
@@ -218,7 +219,7 @@ def _first_split(name: DataName, subset: str | None) -> str:
 def _unreadable(error: Exception, name: DataName) -> InputError:
     return InputError(
         f"dataset {name.hub}",
-        got=_first_line(error),
+        got=first_line(error),
         need="a data set that `datasets` can read, and a split and subset that it has",
         fix="name them: ORG/NAME:SPLIT:COLUMN, and calibration.subset in a scenario",
     )
@@ -240,7 +241,3 @@ def _of_plugin(name: str) -> Iterator[RawRow]:
         raise InputError(
             f"{CALIBRATION} {name}", got=f"{type(error).__name__}: {error}", need=need, fix=fix
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -27,6 +27,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
 from vexport.errors import InputError, raise_all
+from vexport.errors.escaping import first_line
 from vexport.types import TensorInfo
 
 # The value of a stored tensor.
@@ -170,7 +171,7 @@ class Weights:
         try:
             return recipe.values(partial(read_tensor, self._reader), self._model)
         except (ValueError, RuntimeError) as error:
-            raise _unfit(self._root, recipe, str(error).splitlines()[0]) from None
+            raise _unfit(self._root, recipe, first_line(error)) from None
 
     def _put(self, owner: torch.nn.Module, name: str, value: torch.Tensor) -> None:
         """Make a value the owner's parameter or buffer, in the dtype that transformers loads it in."""

@@ -36,3 +36,9 @@ def clip(text: str, limit: int) -> str:
 def _spelled(character: str) -> str:
     code = ord(character)
     return _NAMED.get(character, f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what another library raised, printable and short; the class where it says nothing."""
+    line = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return "".join(each if each.isprintable() else "?" for each in line)[:200]
