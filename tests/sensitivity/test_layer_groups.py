@@ -121,6 +121,7 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
                 SchemeLoss(
                     scheme=one.scheme,
                     observer=one.groups[0].observer,
+                    rounding=one.groups[0].rounding,
                     num_bytes=one.num_bytes,
                     estimate=loss,
                     measured=loss,
@@ -141,6 +142,10 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
     assert plan["notes"] == []
     by_scheme = {group["name"]: group["scheme"] for group in plan["groups"]}
     assert {name for name, scheme in by_scheme.items() if scheme == "FP8_DYNAMIC"} == {worst}
+    other = scenario(tmp_path, llama, "loss: 0.13")
+    other.write_text(other.read_text().replace("scheme: auto}", "scheme: auto, rounding: nearest}"))
+    ran = vexport("plan", other, "--run-dir", tmp_path / "run", "--format", "json")
+    assert [note["check"] for note in json.loads(ran.stdout)["notes"]] == ["auto"], "losses of a refit"
     ran = vexport("plan", scenario(tmp_path, llama, "bytes: 1000"), "--run-dir", tmp_path / "run")
     assert ran.code == 2
     assert "auto.bytes" in ran.errors[0]

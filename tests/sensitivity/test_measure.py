@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 
 from vexport.calibration import Samples, calibrate, read_samples
+from vexport.calibration.model import build_on_meta
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.engine.reference import reference_logprobs
 from vexport.formats.schemes import KEEP
@@ -132,7 +134,8 @@ def test_layers_of_a_group_have_estimates_of_their_own(measured: Sensitivity) ->
 
 @pytest.mark.parametrize("rounding", ["gptq", "refit"])
 def test_a_loss_is_that_of_the_rounding_that_is_written(rounding: Rounding, tmp_path: Path) -> None:
-    """With nothing quantized in front of it a refit of weights alone is GPTQ."""
+    """With nothing quantized in front of it a refit of weights alone is GPTQ. Losses that another rounding
+    has left in the file are not taken."""
     model, projection = DEMO / "model-x16", r"re:model\.layers\.0\.mlp\.down_proj"
     index, kept = read_index(model), Rule(match="Linear", scheme=KEEP)
     auto = (Rule(match=projection, scheme="auto", rounding=rounding), kept)
@@ -147,7 +150,7 @@ def test_a_loss_is_that_of_the_rounding_that_is_written(rounding: Rounding, tmp_
             calibrate(index, probe_plan(build_plan(index, rules_with((), {}, asked)), units), rows),
             rows,
             method="measure",
-            file=tmp_path / f"{asked[0].rounding}.json",
+            file=tmp_path / "trials.json",
             on_progress=lambda stage, done, total: None,
             trust_remote_code=False,
             device="cpu",
@@ -160,3 +163,14 @@ def test_a_loss_is_that_of_the_rounding_that_is_written(rounding: Rounding, tmp_
     loss = float((plain.exp() * (plain - quantized)).sum(-1).mean())
     assert found[rounding] == pytest.approx(loss, rel=TOLERANCE)
     assert found["nearest"] != pytest.approx(loss, rel=TOLERANCE)
+
+
+def test_torch_computes_with_the_threads_of_numba() -> None:
+    """From the start, not from the first kernel on: sums depend on the number."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(numba.get_num_threads() + 2)
+        build_on_meta(DEMO / "model", trust_remote_code=False)
+        assert torch.get_num_threads() == numba.get_num_threads()
+    finally:
+        torch.set_num_threads(before)

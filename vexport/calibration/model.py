@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numba
 import torch
 import transformers
 
@@ -17,7 +18,11 @@ def build_on_meta(
 
     It is of the class that the checkpoint names, a language model within a multimodal one too, or of the
     class that transformers has for text. InputError where it has none.
+
+    From here on torch computes with numba's number of threads. Numba gives it that number at its first
+    kernel, and sums depend on it: a call that is continued would compute other bytes until then.
     """
+    torch.set_num_threads(numba.get_num_threads())
     config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     own_code = trust_remote_code and hasattr(config, "auto_map")

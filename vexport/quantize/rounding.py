@@ -6,9 +6,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import numba
-import torch
-
 from vexport.calibration.data import Samples
 from vexport.calibration.hidden import hidden_states
 from vexport.checkpoint.index import SourceIndex
@@ -48,9 +45,6 @@ def round_weights(
         if held_out is None:
             held_out = len(samples.rows) // HELD_OUT_ONE_IN
         with Reader() as reader, ExitStack() as block:
-            # Numba gives torch its number of threads at the first kernel, and sums depend on that number: a
-            # call that is continued would have another one until then.
-            torch.set_num_threads(numba.get_num_threads())
             stream = RoundingStream(
                 index, plan, calibration, samples, reader, trust_remote_code=trust_remote_code, device=device
             )

@@ -55,18 +55,18 @@ def plan_mixed(
 
 
 def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> Sensitivity | None:
-    """What a run found of these very layer_groups in these schemes."""
+    """What a run found of these very layer groups in these schemes, rounded in these ways."""
     file = run_dir / FILE
     if not file.is_file():
         return None
     found = from_json(Sensitivity, file)
     sizes = {
-        (group.name, one.scheme, one.observer, one.num_bytes)
+        (group.name, one.scheme, one.observer, one.rounding, one.num_bytes)
         for group in found.groups
         for one in group.schemes
     }
     needed = {
-        (layer_group.name, one.scheme, one.groups[0].observer, one.num_bytes)
+        (layer_group.name, one.scheme, one.groups[0].observer, one.groups[0].rounding, one.num_bytes)
         for layer_group in layer_groups
         for one in layer_group.options
     }

@@ -11,7 +11,7 @@ from vexport.calibration.device import require_device
 from vexport.calibration.forward import make_batches
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.files import from_json, to_json, write_text
+from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.sensitivity.layer_groups import LayerGroup
 from vexport.sensitivity.stream import TrialStream
 from vexport.sensitivity.trials import Trial
@@ -45,8 +45,9 @@ class TrialLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLosses:
-    """All that was found so far."""
+    """All that was found so far, and a digest of what it was found from."""
 
+    inputs: str
     losses: tuple[TrialLoss, ...]
 
 
@@ -62,7 +63,8 @@ def measure(
     trust_remote_code: bool,
     device: str,
 ) -> Sensitivity:
-    """Run every layer group's options on the samples; what is in `file` from a call before is not run again.
+    """Run every layer group's options on the samples; what is in `file` from a call with the same arguments
+    is not run again.
 
     Raises InputError for a model that cannot run layer by layer, a layer group that text cannot reach and an
     unusable device.
@@ -82,7 +84,8 @@ def measure(
             trust_remote_code=trust_remote_code,
             device=device,
         )
-        runs = TrialRuns(stream, file, on_progress)
+        inputs = digest_bytes(repr((layer_groups, calibration, samples)).encode())
+        runs = TrialRuns(stream, file, inputs, on_progress)
         if method == "estimate":
             runs.run(trials, carry=False)
             runs.run(_worst_of_each_layer(trials, runs.losses), carry=True)
@@ -94,12 +97,14 @@ def measure(
 class TrialRuns:
     """Trials that are done, and running those that are not, part by part."""
 
-    def __init__(self, stream: TrialStream, file: Path, on_progress: OnProgress) -> None:
+    def __init__(self, stream: TrialStream, file: Path, inputs: str, on_progress: OnProgress) -> None:
         self._stream = stream
         self._file = file
+        self._inputs = inputs
         self._on_progress = on_progress
-        known = from_json(TrialLosses, file).losses if file.is_file() else ()
-        self.losses = {(one.unit, one.scheme): one for one in known}
+        known = from_json(TrialLosses, file) if file.is_file() else None
+        losses = known.losses if known is not None and known.inputs == inputs else ()
+        self.losses = {(one.unit, one.scheme): one for one in losses}
 
     def run(self, trials: Sequence[Trial], *, carry: bool) -> None:
         """Run those of which too little is known and write down each part."""
@@ -123,7 +128,8 @@ class TrialRuns:
                     layers=outcome.layers,
                     loss=outcome.loss,
                 )
-            write_text(self._file, to_json(TrialLosses(losses=tuple(self.losses.values()))))
+            found = TrialLosses(inputs=self._inputs, losses=tuple(self.losses.values()))
+            write_text(self._file, to_json(found))
 
     def _is_known(self, trial: Trial, carry: bool) -> bool:
         known = self.losses.get((trial.unit, trial.option.scheme))
@@ -208,6 +214,7 @@ def _scheme(layer_group: LayerGroup, scheme: str, losses: Losses, scales: Mappin
         estimate=price * one.error if one.error or one.loss is None else one.loss,
         measured=one.loss,
         layers=tuple(LayerLoss(name=name, estimate=price * error) for name, error in one.layers.items()),
+        rounding=option.groups[0].rounding,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vexport.types.findings import Finding
+from vexport.types.rounding import Rounding
 from vexport.types.values import Outcome
 
 # What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole
@@ -35,6 +36,7 @@ class SchemeLoss:
     estimate: float
     measured: float | None
     layers: tuple[LayerLoss, ...] = ()
+    rounding: Rounding = "nearest"
 
     @property
     def loss(self) -> float:
