@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.command import vexport
-from tests.models import quantize, save_llama, write_calibration
+from tests.models import dequantized, quantize, save_llama, write_calibration
 from tests.mutations.edits import Tensors, spoiled, tensors
 
 LAYER = "model.layers.{}.{}"
@@ -110,3 +111,54 @@ def test_each_of_these_is_found_and_nothing_else(
     code, found = check(wrong, source, text if answers else None)
     assert code == 1
     assert found.keys() == SPOILED.keys(), found
+
+
+MASSIVE_TOKEN, MASSIVE_COLUMN, FAR_ROW = 7, 5, 9
+HARD = LAYER.format(0, "mlp.down_proj")
+
+
+@pytest.fixture(scope="module")
+def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model whose rows of text begin with a massive activation in one column, and their text.
+
+    GPTQ drives the row with a large weight there to -8 dB, as in layers 11 and 28 of SmolLM2-135M.
+    """
+    folder = tmp_path_factory.mktemp("hard")
+    model = save_llama(folder / "llama", num_hidden_layers=1)
+    values = load_file(model / "model.safetensors")
+    values["model.embed_tokens.weight"][:, 0] = 0
+    values["model.embed_tokens.weight"][MASSIVE_TOKEN] *= 0.1
+    values["model.embed_tokens.weight"][MASSIVE_TOKEN, 0] = 8
+    for projection in ("gate", "up"):
+        row = values[LAYER.format(0, f"mlp.{projection}_proj.weight")][MASSIVE_COLUMN]
+        row.zero_()
+        row[0] = 2
+    values[f"{HARD}.weight"][FAR_ROW, MASSIVE_COLUMN] = 1
+    save_file(values, model / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.randint(8, 64, (8, 23), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [json.dumps({"input_ids": [MASSIVE_TOKEN, *row]}) for row in ids]
+    (folder / "text.jsonl").write_text("\n".join(rows))
+    return model, folder / "text.jsonl"
+
+
+def test_a_row_that_gptq_drives_far_is_no_fault(hard: tuple[Path, Path], tmp_path: Path) -> None:
+    source, text = hard
+    options = ("--rounding", "gptq", "--observer", "memoryless_minmax", "--calibration", text)
+    made = quantize(source, tmp_path / "gptq", "W4A16", *options)
+    exact = load_file(source / "model.safetensors")[f"{HARD}.weight"][FAR_ROW].float()
+    error = dequantized(made, HARD)[FAR_ROW].float() - exact
+    assert error.square().sum() > 4 * exact.square().sum()
+    assert check(made, source, None) == (0, {})
+    assert check(made, source, text) == (0, {})
+
+    def of_another_row(words: torch.Tensor) -> torch.Tensor:
+        words[100] = words[101].flip(0)
+        return words
+
+    wrong = spoiled(
+        made, tmp_path / "wrong", tensors(lambda all_: change("packed", of_another_row)(all_, HARD))
+    )
+    code, found = check(wrong, source, None)
+    assert code == 1
+    assert list(found) == [HARD]
+    assert "from row 100" in found[HARD]

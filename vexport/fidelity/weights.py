@@ -6,7 +6,7 @@ one of zero points shifts whole parts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from vexport.checks.vllm.layers import Layer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
+from vexport.fidelity.shared_error import ErrorsOf, unlike_the_others
 from vexport.fidelity.source_tensors import Pieces
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.dequantize import row_chunks, rows_of
@@ -33,9 +34,11 @@ MOST_GAIN_ERROR, MOST_REFIT_GAIN_ERROR = 0.05, 0.12
 REFITTED_DB = 3.0
 # A part (one scale's elements) is wrong where its error has a quarter of its power, is far above what
 # rounding leaves in the layer's parts, and goes along the weight: a scale off by a half does, and
-# so does what has nothing to do with the weight. GPTQ's own error, in which a part can drown, does not.
+# so does what has nothing to do with the weight. GPTQ's own error, in which a part can drown, does not. Where
+# most rows have more noise in the same columns, so may a part, but for what has lost three quarters.
 WRONG_PART_NOISE = 0.25
 WRONG_PART_FACTOR = 50.0
+MOST_COARSE_NOISE = 0.75
 WRONG_PART_GAIN = 0.35
 PART_COLUMNS = 128
 # The factors by which parts are larger differ by what rounding leaves in them, if scales are the parts' own;
@@ -124,18 +127,26 @@ def compare_weight(
     if group is None or stored is None or view.linear_shape(group, layer.name, layer.parameters) != shape:
         return None
     args = replace(group.weights, observer_kwargs={}, observer=None)
+
+    def chunks() -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        for rows in row_chunks(*shape):
+            yield rows, _rows(pieces, rows), weight_of(group, rows_of(stored, args, rows))
+
+    def errors_of(rows: torch.Tensor) -> torch.Tensor:
+        found = []
+        for chunk, source, weight in chunks():
+            own = rows[(rows >= chunk.start) & (rows < chunk.stop)] - chunk.start
+            found.append(weight[own].to(torch.float32) - source[own])
+        return torch.cat(found)
+
     try:
         nearest = _Nearest(args, pieces)
-        parts = [
-            _compare(
-                _rows(pieces, rows), weight_of(group, rows_of(stored, args, rows)), nearest, rows, inputs
-            )
-            for rows in row_chunks(*shape)
-        ]
+        parts = [_compare(source, weight, nearest, rows, inputs) for rows, source, weight in chunks()]
+        comparison = _judged(parts, errors_of, shape[1])
     except ValueError:  # arguments or shapes that compressed-tensors refuses
         return None
     view.reader.release(layer.parameters.values())
-    return _judged(parts)
+    return comparison
 
 
 class _Nearest:
@@ -219,8 +230,8 @@ def _part_width(args: QuantArgs, columns: int) -> int:
     return next((width for width in (block_cols, PART_COLUMNS) if width and columns % width == 0), columns)
 
 
-def _judged(parts: Sequence[_Part]) -> WeightComparison:
-    """What parts say together."""
+def _judged(parts: Sequence[_Part], errors_of: ErrorsOf, columns: int) -> WeightComparison:
+    """What parts say together; rows in which GPTQ explains the parts are not wrong."""
     signal = torch.cat([part.signal for part in parts])
     noise = torch.cat([part.noise for part in parts])
     rounding = torch.cat([part.rounding for part in parts])
@@ -228,8 +239,9 @@ def _judged(parts: Sequence[_Part]) -> WeightComparison:
     shift = torch.cat([part.shift for part in parts])
     power, error, plain, along = torch.stack([part.whole for part in parts]).sum(dim=0).tolist()
     gain = product / signal.clamp_min(TINY)
-    wrong = ~(noise <= WRONG_PART_NOISE * signal) & ~(noise <= WRONG_PART_FACTOR * rounding.mean())
+    wrong = ~(noise <= WRONG_PART_NOISE * signal) & ~(noise <= _most_noise(signal, noise, rounding))
     wrong &= ~((gain - 1).abs() <= WRONG_PART_GAIN)
+    wrong &= unlike_the_others(wrong.any(dim=1), errors_of, columns)[:, None]
     rows = wrong.any(dim=1).nonzero()
     return WeightComparison(
         snr_db=sqnr_db(power, error),
@@ -242,6 +254,18 @@ def _judged(parts: Sequence[_Part]) -> WeightComparison:
         wrong_parts=int(wrong.sum()),
         first_wrong_row=int(rows[0]) if rows.numel() else 0,
     )
+
+
+def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
+    """The noise up to which a part is sound: by what rounding leaves, or what most rows have in its columns.
+
+    A search that weighs errors by the inputs gives columns next to a very large one coarse scales.
+    """
+    usual = WRONG_PART_FACTOR * rounding.mean()
+    if len(noise) < FEWEST_PARTS:
+        return usual
+    of_columns = WRONG_PART_FACTOR * noise.median(dim=0).values
+    return torch.minimum(of_columns, MOST_COARSE_NOISE * signal).clamp_min(usual)
 
 
 def _spread(product: torch.Tensor, signal: torch.Tensor) -> float:
