@@ -48,6 +48,14 @@ class Samples:
         """SHA-256 of the token ids."""
         return digest_bytes(json.dumps(self.token_ids).encode())
 
+    def taken(self, positions: Sequence[int]) -> "Samples":
+        """The samples at these positions, in their order."""
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids[position] for position in positions),
+            rows=tuple(self.rows[position] for position in positions),
+        )
+
 
 def read_samples(
     data: CalibrationData, checkpoint: Path, *, vocab_size: int, trust_remote_code: bool = False

@@ -10,7 +10,7 @@ from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.index import SourceIndex
 from vexport.plan.linears import STACK
 from vexport.plan.needs import calibration_need, needs_rounding, needs_search
-from vexport.plan.rounding_memory import recipes_of, rounding_bytes
+from vexport.plan.rounding_memory import passes_of, rounding_bytes
 from vexport.types import Estimate, Plan
 
 # Start of a command, and nanoseconds a parameter by bits of a quantized weight: 1.1 B parameters in 0.9 to
@@ -78,19 +78,21 @@ def _quantize(plan: Plan) -> Estimate:
 def _rounded(index: SourceIndex, plan: Plan, samples: Samples, nearest: Estimate) -> Estimate:
     """Quantizing with weights that are rounded by the samples: all layers run once for the source, and twice
     for each recipe, before and after their weights are rounded."""
-    recipes = recipes_of(plan, samples.number)
     linears = [one for group in plan.groups if group.rounding != "nearest" for one in group.members]
     weights = sum(one.out_features * one.in_features for one in linears)
     sums = sum(one.in_features**2 for one in linears)
     rounding = sum(one.out_features * one.in_features**2 for one in linears)
-    forward = 2.0 * weights * samples.all_tokens * (1 + 2 * len(recipes))
-    operations = forward + 2.0 * len(recipes) * (sums * samples.all_tokens + rounding)
+    operations, most = 0.0, 0
+    for one in passes_of(plan, samples.number, samples.tokens):
+        tokens, recipes = one.rows * samples.tokens, len(one.recipes)
+        most = max(most, recipes)
+        operations += 2.0 * weights * tokens * (1 + 2 * recipes) + 2.0 * recipes * (sums * tokens + rounding)
     memory = rounding_bytes(index, plan, rows=samples.number, tokens=samples.tokens)
     return Estimate(
         stage="quantize",
         seconds=nearest.seconds + CALIBRATION_START_SECONDS + operations / FORWARD_FLOPS,
         memory_bytes=max(nearest.memory_bytes, ROUNDING_MEMORY + memory),
-        basis=f"{nearest.basis}, {len(recipes)} recipes of rounding in {samples.number:,} samples",
+        basis=f"{nearest.basis}, {most} recipes of rounding in {samples.number:,} samples",
     )
 
 

@@ -7,12 +7,13 @@ what one group needs to be rounded.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.plan.linears import STACK
-from vexport.rounding.settings import CANDIDATES, FEW_LAYERS, FULL, GPTQ, HELD_OUT_ONE_IN, REFIT, Recipe
+from vexport.rounding.settings import CANDIDATES, FEW_LAYERS, FULL, GPTQ, REFIT, Recipe, trial_rows
 from vexport.types import FusionGroup, Plan
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -27,19 +28,34 @@ LOGITS = 5
 QUANTIZED_COPIES = 2.0
 
 
-def recipes_of(plan: Plan, rows: int) -> tuple[Recipe, ...]:
-    """The recipes that run next to each other."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Rows of text that run through all layers, in the source's stream and in one of each recipe."""
+
+    recipes: tuple[Recipe, ...]
+    rows: int
+
+
+def passes_of(plan: Plan, rows: int, tokens: int) -> tuple[Pass, ...]:
+    """What runs one after another: strengths are tried on a part of much text, then all of it is used."""
+    groups = [group for group in plan.groups if group.rounding != "nearest"]
+    if not any(group.rounding == "refit" for group in groups):
+        return (Pass(recipes=(GPTQ,), rows=rows),)
+    columns = max(group.members[0].in_features for group in groups)
+    tried, held_out = trial_rows(rows, rows * tokens, columns, None)
+    if not held_out:
+        return (Pass(recipes=(REFIT,), rows=rows),)
     layers = {stack[1] for group in plan.groups if (stack := STACK.search(group.members[0].name))}
-    if not any(group.rounding == "refit" for group in plan.groups):
-        return (GPTQ,)
-    if not rows // HELD_OUT_ONE_IN:
-        return (REFIT,)
-    return (*CANDIDATES, *(FULL if len(layers) <= FEW_LAYERS else ()))
+    trial = Pass(recipes=(*CANDIDATES, *(FULL if len(layers) <= FEW_LAYERS else ())), rows=tried)
+    return (trial,) if tried == rows else (trial, Pass(recipes=(REFIT,), rows=rows))
 
 
 def rounding_bytes(index: SourceIndex, plan: Plan, *, rows: int, tokens: int) -> int:
     """The largest size of all that is named above, for rows of text of at most `tokens` tokens each."""
-    recipes = recipes_of(plan, rows)
+    return max(_pass_bytes(index, plan, one, tokens) for one in passes_of(plan, rows, tokens))
+
+
+def _pass_bytes(index: SourceIndex, plan: Plan, one: Pass, tokens: int) -> int:
     stored: dict[str, int] = {}
     around = 0
     for tensor in index.tensors.values():
@@ -49,18 +65,18 @@ def rounding_bytes(index: SourceIndex, plan: Plan, *, rows: int, tokens: int) ->
         else:
             around += tensor.num_bytes
     hidden = text_config(index.config).get("hidden_size")
-    states = rows * tokens * (hidden if isinstance(hidden, int) else 0) * BFLOAT16
+    states = one.rows * tokens * (hidden if isinstance(hidden, int) else 0) * BFLOAT16
     layer = max(stored.values(), default=0)
     rounded = [group for group in plan.groups if group.rounding != "nearest"]
     in_layer = round(
         (1 + QUANTIZED_COPIES) * layer
-        + max(_moments(rounded, recipes).values(), default=0)
+        + max(_moments(rounded, one.recipes).values(), default=0)
         + max((_group(group) for group in rounded), default=0)
     )
-    judged = len(recipes) > 1
+    judged = len(one.recipes) > 1
     vocabulary = text_config(index.config).get("vocab_size")
     logits = tokens * (vocabulary if isinstance(vocabulary, int) else 0) * FLOAT32 * LOGITS if judged else 0
-    return around + (1 + len(recipes)) * min(states, MOST_STATES) + max(in_layer, logits)
+    return around + (1 + len(one.recipes)) * min(states, MOST_STATES) + max(in_layer, logits)
 
 
 def _moments(groups: list[FusionGroup], recipes: tuple[Recipe, ...]) -> Mapping[str, int]:

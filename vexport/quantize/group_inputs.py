@@ -119,17 +119,19 @@ class GroupInputs:
         """
         here, exact = quantized.get(site.module), source.get(site.module)
         if isinstance(here, Entered):
-            assert isinstance(exact, Entered)
+            assert exact is None or isinstance(exact, Entered)
+            wanted = None if exact is None else exact.tokens
             if site.expert is None:
-                rounded = self._model.rounded_input(site.groups[0], here.tokens)
-                moments.add(rounded, exact.tokens)
+                moments.add(self._model.rounded_input(site.groups[0], here.tokens), wanted)
             else:
-                self._add_down(site, moments, here, exact, text)
+                self._add_down(site, moments, here, wanted, text)
         elif here is not None:
             assert not isinstance(exact, Entered)
             moments.add(self._model.rounded_input(site.groups[0], here), exact)
 
-    def _add_down(self, site: Site, moments: Moments, here: Entered, exact: Entered, text: int) -> None:
+    def _add_down(
+        self, site: Site, moments: Moments, here: Entered, exact: torch.Tensor | None, text: int
+    ) -> None:
         """An expert's own tokens, and all of the text, together as `SHARED_TOKENS_PER_COLUMN` a column."""
         module, expert, group = self._modules[site.module], site.expert, site.groups[0]
         arithmetic = arithmetic_of(module)
@@ -138,7 +140,10 @@ class GroupInputs:
         first = self._firsts.get((site.module, expert))
         tokens = here.tokens if first is None else self._model.rounded_input(first, here.tokens)
         between = self._model.rounded_input(group, arithmetic.between(module, expert, tokens))
-        wanted = arithmetic.between(module, expert, exact.tokens) if moments.cross is not None else None
+        wanted = None
+        if moments.cross is not None:
+            assert exact is not None
+            wanted = arithmetic.between(module, expert, exact)
         route = here.routes[expert]
         moments.add(between[route], None if wanted is None else wanted[route])
         share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, text))

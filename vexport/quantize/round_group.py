@@ -21,7 +21,7 @@ from vexport.types import FusionGroup
 from vexport.types.rounding import GroupRounding
 
 # Rows of a group that its reported errors are measured on: those of all take as long as the rounding.
-MEASURED_ROWS = 256
+MEASURED_ROWS = 64
 
 
 def round_group(

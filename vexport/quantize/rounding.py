@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 
 from vexport.calibration.data import Samples
 from vexport.calibration.hidden import hidden_states
+from vexport.calibration.layerwise import OnLayer
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.files import from_json, to_json, write_text
@@ -15,11 +17,13 @@ from vexport.formats.packing.base import Array
 from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.two_streams import Branch, RoundingStream
 from vexport.rounding.methods import METHODS
-from vexport.rounding.settings import HELD_OUT_ONE_IN, Recipe
-from vexport.types import Calibration, OnProgress, Plan
+from vexport.rounding.settings import Recipe, trial_rows
+from vexport.types import Calibration, FusionGroup, OnProgress, Plan
 from vexport.types.rounding import ROUNDINGS, RoundingReport, Strength
 
 CHOICE = "rounding.json"
+# What was found by trying strengths on a part of the text, and the folder of the layers that it took.
+TRIAL, TRIAL_LAYERS = "trial.json", "trial"
 
 
 def round_weights(
@@ -36,39 +40,72 @@ def round_weights(
 ) -> tuple[Mapping[str, Array], RoundingReport]:
     """The bytes that replace the weights, by tensor name, read as they are asked for; how they were rounded.
 
-    Finished layers lie in `folder`: a call that was broken off is continued by the next one. Where a refit is
-    asked for and there are rows to hold out, `held_out` or one in eight, several strengths run next to each
-    other and the one with the least KL over those rows is taken; plain GPTQ is among them.
+    Finished layers lie in `folder`: a call that was broken off is continued by the next one. Where a refit
+    is asked for and there are rows to hold out, `held_out` or a share of them, several strengths run next to
+    each other and the one with the least KL over those rows is taken; plain GPTQ is among them. Of much text
+    only a part is used to choose, and all of it to round.
     """
     if not (folder / CHOICE).is_file():
-        method = METHODS[max((group.rounding for group in plan.groups), key=ROUNDINGS.index)]
-        if held_out is None:
-            held_out = len(samples.rows) // HELD_OUT_ONE_IN
-        with Reader() as reader, ExitStack() as block:
+        with Reader() as reader:
             stream = RoundingStream(
-                index, plan, calibration, samples, reader, trust_remote_code=trust_remote_code, device=device
+                index, plan, calibration, reader, trust_remote_code=trust_remote_code, device=device
             )
-            recipes = method.recipes(layers=len(stream.layers), held_out=held_out)
-            if len(recipes) > 1:
-                stream.hold_out(held_out)
-            branches = [
-                Branch(
-                    recipe=recipe,
-                    hidden=block.enter_context(hidden_states()),
-                    done=RoundedLayers(folder, _name(recipe)),
-                )
-                for recipe in recipes
-            ]
-            source = block.enter_context(hidden_states())
-            stream.run(branches, source, partial(on_progress, "round weights (layers)"))
-        write_text(folder / CHOICE, to_json(_report(branches)))
+            report = _rounded(stream, samples, folder, held_out, on_progress)
+        write_text(folder / CHOICE, to_json(report))
     report = from_json(RoundingReport, folder / CHOICE)
-    recipe = Recipe(strength=report.chosen.strength, ridge=report.chosen.ridge)
-    return RoundedLayers(folder, _name(recipe)).tensors(), report
+    return _layers(folder, report.chosen).tensors(), report
 
 
-def _report(branches: Sequence[Branch]) -> RoundingReport:
-    """Of the branch with the least KL; of the first of equal ones, which is the one nearer to GPTQ."""
+def _rounded(
+    stream: RoundingStream, samples: Samples, folder: Path, held_out: int | None, on_progress: OnProgress
+) -> RoundingReport:
+    method = METHODS[max((group.rounding for group in stream.groups), key=ROUNDINGS.index)]
+    text, held_out = trial_text(samples, stream.groups, held_out)
+    recipes = method.recipes(layers=len(stream.layers), held_out=held_out)
+    on_layer = partial(on_progress, "round weights (layers)")
+    if len(recipes) == 1:
+        return _run(stream, samples, recipes, 0, folder, on_layer)
+    if text is samples:
+        return _run(stream, samples, recipes, held_out, folder, on_layer)
+    if not (folder / TRIAL).is_file():
+        on_trial = partial(on_progress, "try strengths (layers)")
+        trial = _run(stream, text, recipes, held_out, folder / TRIAL_LAYERS, on_trial)
+        write_text(folder / TRIAL, to_json(replace(trial, layers=())))
+    rmtree(folder / TRIAL_LAYERS, ignore_errors=True)
+    found = from_json(RoundingReport, folder / TRIAL)
+    chosen = Recipe(strength=found.chosen.strength, ridge=found.chosen.ridge)
+    return replace(found, layers=_run(stream, samples, (chosen,), 0, folder, on_layer).layers)
+
+
+def trial_text(samples: Samples, groups: Sequence[FusionGroup], held_out: int | None) -> tuple[Samples, int]:
+    """Rows to try strengths on, evenly spread over all, and how many of them, the last, to hold out."""
+    total, columns = len(samples.rows), max(group.members[0].in_features for group in groups)
+    tokens = sum(len(ids) for ids in samples.token_ids)
+    tried, held_out = trial_rows(total, tokens, columns, held_out)
+    if tried == total:
+        return samples, held_out
+    held = {number * tried // held_out for number in range(held_out)}
+    order = sorted(range(tried), key=lambda number: number in held)
+    return samples.taken([number * total // tried for number in order]), held_out
+
+
+def _run(
+    stream: RoundingStream,
+    samples: Samples,
+    recipes: Sequence[Recipe],
+    held_out: int,
+    folder: Path,
+    on_layer: OnLayer,
+) -> RoundingReport:
+    """The branch with the least KL; of equal ones the first, which is the one nearer to GPTQ."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as block:
+        branches = [
+            Branch(recipe=recipe, hidden=block.enter_context(hidden_states()), done=_layers(folder, recipe))
+            for recipe in recipes
+        ]
+        source = block.enter_context(hidden_states())
+        stream.run(samples, branches, source, on_layer, held_out=held_out)
     tried = {
         Strength(**asdict(branch.recipe), divergence=branch.divergence): branch.done for branch in branches
     }
@@ -76,5 +113,5 @@ def _report(branches: Sequence[Branch]) -> RoundingReport:
     return RoundingReport(chosen=chosen, tried=tuple(tried), layers=tried[chosen].how())
 
 
-def _name(recipe: Recipe) -> str:
-    return f"strength-{recipe.strength:g}-ridge-{recipe.ridge:g}"
+def _layers(folder: Path, recipe: Recipe | Strength) -> RoundedLayers:
+    return RoundedLayers(folder, f"strength-{recipe.strength:g}-ridge-{recipe.ridge:g}")

@@ -30,7 +30,7 @@ from vexport.quantize.rounded_layers import RoundedLayers, Stored
 from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
 from vexport.rounding.moments import Moments
-from vexport.rounding.settings import GPTQ, Recipe
+from vexport.rounding.settings import COMPARED_ROWS, GPTQ, Recipe
 from vexport.types import Calibration, FusionGroup, Plan
 from vexport.types.rounding import GroupRounding, LayerRounding
 
@@ -69,7 +69,6 @@ class RoundingStream:
         index: SourceIndex,
         plan: Plan,
         calibration: Calibration,
-        samples: Samples,
         reader: Reader,
         *,
         trust_remote_code: bool,
@@ -81,18 +80,27 @@ class RoundingStream:
         self.quantized = QuantizedModel(index, calibration, reader, self.model, self.weights, device=device)
         self.groups = plan.groups
         self.watches_cache = bool(plan.attention)
-        self.batches = make_batches(samples, 1)
         self.device = device
-        self.hold_out(0)
-
-    def hold_out(self, rows: int) -> None:
-        """Choose by the last rows, which no Moments see; at least one row is left to those."""
-        self.fitted = max(1, len(self.batches) - rows)
-        self.tokens = sum(batch.ids.numel() for batch in self.batches[: self.fitted])
 
     @torch.no_grad()
-    def run(self, branches: Sequence[Branch], source: HiddenStates, on_layer: OnLayer) -> None:
-        """Round layer after layer in every branch; each ends with its KL over the rows held out."""
+    def run(
+        self,
+        samples: Samples,
+        branches: Sequence[Branch],
+        source: HiddenStates,
+        on_layer: OnLayer,
+        *,
+        held_out: int = 0,
+    ) -> None:
+        """Round layer after layer in every branch; each ends with its KL over the rows held out.
+
+        Those are the last rows, which no Moments see; at least one row is left to these.
+        """
+        self.batches = make_batches(samples, 1)
+        self.fitted = max(1, len(self.batches) - held_out)
+        self.tokens = sum(batch.ids.numel() for batch in self.batches[: self.fitted])
+        refits = any(branch.recipe.strength for branch in branches)
+        self.compared = len(self.batches) if refits or held_out else min(COMPARED_ROWS, len(self.batches))
         self.weights.load_around(self.name)
         tie_head(self.model)
         self._load(0)
@@ -127,7 +135,8 @@ class RoundingStream:
         ]
         for position, call in enumerate(calls):
             with inputs.noted() as exact:
-                source[position] = call.run(layer, source[position].to(self.device))
+                if position < self.compared:
+                    source[position] = call.run(layer, source[position].to(self.device))
             for branch, moments in zip(branches, sums, strict=True):
                 if moments is not None and position < self.fitted:
                     states = branch.hidden[position].to(self.device)
@@ -164,6 +173,8 @@ class RoundingStream:
                 block.enter_context(watching_attention(layer, name, self.weights.stored_name, cached))
             for position, call in enumerate(calls):
                 branch.hidden[position] = call.run(layer, branch.hidden[position].to(self.device))
+                if position >= self.compared:
+                    continue
                 exact = source[position].to(torch.float32)
                 signal += float(exact.square().sum())
                 noise += float((branch.hidden[position].to(torch.float32) - exact).square().sum())
@@ -187,7 +198,8 @@ class RoundingStream:
                 moments = self._zeros(inputs, branch)
                 for position in range(self.fitted) if inputs.sites else ():
                     with inputs.noted() as exact:
-                        self._logits(captured, position, source[position])
+                        if position < self.compared:
+                            self._logits(captured, position, source[position])
                     with self.quantized.rounding_inputs(groups), inputs.noted() as seen:
                         self._logits(captured, position, branch.hidden[position])
                     self._add(inputs, seen, exact, moments)

@@ -44,11 +44,13 @@ def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
 
 
 def _inverse_factor(hessian: torch.Tensor) -> Floats | None:
-    lower, failed = torch.linalg.cholesky_ex(hessian)
+    """U, upper, with U^T U = H^-1: the inverse of the Cholesky factor R, upper, with R R^T = H."""
+    lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
     if failed:
         return None
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    if failed or not bool(torch.isfinite(upper).all()):
+    eye = torch.eye(len(hessian), device=hessian.device)
+    upper = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
+    if not bool(torch.isfinite(upper).all()):
         return None
     found: Floats = upper.contiguous().numpy()
     return found

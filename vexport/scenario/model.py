@@ -158,8 +158,8 @@ class Calibration(_Strict):
     rows. `pack` joins rows into samples of `seq_len` tokens; without it only plain text is joined.
 
     With `all_experts` the statistics of every expert see all tokens. `device` is torch's name of where the
-    layers run; without one it is a GPU where there is one. By `held_out` rows, one in eight where it is not
-    given, a refit's strength is chosen; 0 takes a quarter of the refit in a third of the time.
+    layers run; without one it is a GPU where there is one. By `held_out` rows, without it by
+    a share of them, a refit's strength is chosen; 0 takes a quarter of the refit without a trial.
     """
 
     data: Annotated[str, Field(min_length=1)]

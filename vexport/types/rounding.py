@@ -17,7 +17,7 @@ class GroupRounding:
     `fallback` says why they were rounded to nearest, although a rule asks for more. `strength` is how much
     of the refit was taken, `damping` what was added to H, as a share of its diagonal's mean. `nearest_error`
     and `error` are |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest and of these weights, over the
-    `tokens` of calibration that entered the `columns` of the weights, measured on 256 rows of many.
+    `tokens` of calibration that entered the `columns` of the weights, measured on 64 rows of many.
     """
 
     name: str
