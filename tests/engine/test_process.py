@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vexport.engine.process import run_group
+from vexport.engine.process import run_group, spawned
 from vexport.types import silent
 
 # A worker with a child of its own; the child writes its process id and sleeps, deaf to SIGTERM.
@@ -37,7 +37,7 @@ def gone(pid: int) -> bool:
 def test_progress_and_log_arrive(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     code = run_group(
-        [sys.executable, "-c", REPORTING],
+        spawned([sys.executable, "-c", REPORTING]),
         environment=os.environ,
         log=tmp_path / "logs" / "log",
         timeout=30,
@@ -52,7 +52,7 @@ def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with pytest.raises(TimeoutError):
         run_group(
-            [sys.executable, "-c", PARENT, str(note)],
+            spawned([sys.executable, "-c", PARENT, str(note)]),
             environment=os.environ,
             log=tmp_path / "log",
             timeout=2,
@@ -64,9 +64,10 @@ def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
 def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = (
-        "import os, signal, sys; from pathlib import Path; from vexport.engine.process import run_group;"
+        "import os, signal, sys; from pathlib import Path;"
+        "from vexport.engine.process import run_group, spawned;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell ignores it in the background
-        f"run_group([sys.executable, '-c', {PARENT!r}, {str(note)!r}], environment=os.environ,"
+        f"run_group(spawned([sys.executable, '-c', {PARENT!r}, {str(note)!r}]), environment=os.environ,"
         f"log=Path({str(tmp_path / 'log')!r}), timeout=100, on_progress=print)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)

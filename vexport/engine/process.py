@@ -6,8 +6,9 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Protocol
 
 from vexport.engine.shared_memory import remove_segments, segments_of
 from vexport.types import OnProgress
@@ -19,15 +20,54 @@ _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 1.0
 
 
+class Leader(Protocol):
+    """The first process of a group, as subprocess.Popen has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number, and that of its group."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Our end of its stdin."""
+
+    def poll(self) -> int | None:
+        """Its exit code if it has ended, negative for a signal."""
+
+    def wait(self) -> int:
+        """Its exit code, when it has ended."""
+
+
+# (environment, descriptor of the log, descriptor for progress): starts a process that leads its own group.
+Start = Callable[[Mapping[str, str], int, int], Leader]
+
+
+def spawned(command: Sequence[str]) -> Start:
+    """Starts `command` as a new process."""
+
+    def start(environment: Mapping[str, str], log: int, progress: int) -> Leader:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**environment, PROGRESS_FD: str(progress)},
+            pass_fds=(progress,),
+            start_new_session=True,
+        )
+
+    return start
+
+
 def run_group(
-    command: Sequence[str],
+    start: Start,
     *,
     environment: Mapping[str, str],
     log: Path,
     timeout: float,
     on_progress: OnProgress,
 ) -> int:
-    """Run `command` to its end and return its exit code, negative for a signal, as subprocess does.
+    """Run what `start` starts to its end; return its exit code, negative for a signal, as subprocess does.
 
     Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD go to
     `on_progress`. Its stdin is a pipe that closes when this process dies, however it dies.
@@ -47,15 +87,7 @@ def run_group(
     reader, writer = os.pipe()
     with log.open("wb") as sink, os.fdopen(reader, "rb", buffering=0) as pipe:
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env={**environment, PROGRESS_FD: str(writer)},
-                pass_fds=(writer,),
-                start_new_session=True,
-            )
+            process = start(environment, sink.fileno(), writer)
         finally:
             os.close(writer)
         try:
@@ -67,7 +99,7 @@ def run_group(
             remove_segments(segments)
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: Leader) -> None:
     """Ask the group to end, then kill what is left of it and see it gone."""
     if process.stdin is not None:
         process.stdin.close()
@@ -80,7 +112,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     _await_end(process)
 
 
-def _relay(process: subprocess.Popen[bytes], pipe: int, deadline: float, on_progress: OnProgress) -> None:
+def _relay(process: Leader, pipe: int, deadline: float, on_progress: OnProgress) -> None:
     """Pass progress on until the process has ended; a grandchild may hold the pipe open after that."""
     pending = b""
     with selectors.DefaultSelector() as selector:
@@ -102,14 +134,14 @@ def _relay(process: subprocess.Popen[bytes], pipe: int, deadline: float, on_prog
                 raise TimeoutError
 
 
-def _await_end(process: subprocess.Popen[bytes]) -> None:
+def _await_end(process: Leader) -> None:
     """Wait until no process of the group is left, but not for long."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while _alive(process) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _alive(process: subprocess.Popen[bytes]) -> bool:
+def _alive(process: Leader) -> bool:
     """Whether any process of the group is left."""
     process.poll()
     try:

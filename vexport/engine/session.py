@@ -5,14 +5,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from vexport.engine.failures import explain, failure_from_exit, log_tail
+from vexport.engine.forks import EAGER, forked, shared_imports
 from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
-from vexport.engine.process import SESSION_FOLDER, run_group
+from vexport.engine.process import SESSION_FOLDER, run_group, spawned
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
 from vexport.errors.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
@@ -84,8 +86,7 @@ def run_session(
     An unusable task is an InputError. No process of the session is left when this returns or raises.
     """
     where = f"vLLM on {request.checkpoint}"
-    # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
-    extra = {"TORCHDYNAMO_DISABLE": "1"} if request.enforce_eager else {}
+    eager = request.arguments.get("enforce_eager", request.enforce_eager)
     result = run_worker(
         worker,
         request,
@@ -94,8 +95,10 @@ def run_session(
         log=log,
         timeout=timeout,
         vllm_python=vllm_python,
-        extra=extra,
+        # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
+        extra=EAGER if eager else {},
         on_progress=on_progress,
+        may_fork=eager is not False,
     )
     return _accept(result, request, where, log)
 
@@ -111,11 +114,13 @@ def run_worker(
     vllm_python: Path | None,
     extra: Mapping[str, str],
     on_progress: OnProgress,
+    may_fork: bool = True,
 ) -> T:
     """Run `python -m module REQUEST RESULT` and return the result it wrote, one of our types.
 
-    Its environment is ours with `extra`. EngineFault, at `where`, if vLLM is missing, if the worker ends
-    without a result, or after `timeout` seconds.
+    Its environment is ours with `extra`. With `may_fork` it may be a fork of a process that has imported
+    vLLM (`vexport.engine.forks`), in which torch compiles nothing. EngineFault, at `where`, if vLLM is
+    missing, if the worker ends without a result, or after `timeout` seconds.
     """
     require_vllm(vllm_python)
     python = vllm_python or Path(sys.executable)
@@ -123,11 +128,14 @@ def run_worker(
         scratch = Path(folder)
         request_file, result_file = scratch / "request.json", scratch / "result.json"
         write_text(request_file, to_json(request))
-        command = [str(python), "-m", module, str(request_file), str(result_file)]
+        arguments = [str(request_file), str(result_file)]
+        start = spawned([str(python), "-m", module, *arguments])
         environment = _own_environment() if vllm_python is None else _foreign_environment(scratch)
+        if vllm_python is None and may_fork:
+            start = forked(module, arguments, start, timeout)
         try:
             code = run_group(
-                command,
+                start,
                 environment={**environment, **extra},
                 log=log,
                 timeout=timeout,
@@ -167,6 +175,13 @@ def session_error(problem: InputProblem) -> VexportError:
     kinds: tuple[type[VexportError], ...] = (CheckpointFailed, Inconclusive, EnvironmentFault)
     kind = next((kind for kind in kinds if kind.exit_code == problem.exit_code), InputError)
     return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)
+
+
+@contextmanager
+def engines_share_imports() -> Iterator[None]:
+    """Engines that are started inside, also by commands started inside, import vLLM once where they can."""
+    with shared_imports(_own_environment()):
+        yield
 
 
 def require_vllm(vllm_python: Path | None = None) -> None:

@@ -4,6 +4,7 @@ One engine start: load, greedy canaries, full-vocabulary log-probabilities, and 
 calls this one knows them. The result file is written whole or not at all; a worker that dies leaves none.
 """
 
+import importlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +36,25 @@ if TYPE_CHECKING:
 _PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _MOST_MESSAGE = 1000
 CPU = "cpu"
+_EVERY_SESSION = (
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vexport.engine.cpu_emulation.registration",
+    "vexport.engine.describe",
+    "vexport.engine.generate",
+)
 # (arguments of the engine, engine, request, progress): answers what the engine itself does not know.
 AnswerTasks = Callable[[EngineArguments, "LLM", SessionRequest, OnProgress], None]
+
+
+def preload() -> None:
+    """Import what every session imports, for a process that forks sessions."""
+    from vllm import LLM  # noqa: F401
+
+    for module in _EVERY_SESSION:
+        with suppress(ImportError):  # of another version of vLLM
+            importlib.import_module(module)
 
 
 def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:
@@ -189,7 +208,7 @@ def end_with_parent() -> None:
     def watch() -> None:
         while os.read(0, 1):
             pass
-        if folder.name.startswith(SESSION_FOLDER) and os.getppid() == 1:
+        if folder.name.startswith(SESSION_FOLDER):
             shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import require_source, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads
+from vexport.engine.session import engines_share_imports
 from vexport.evaluation.accepted import read_accepted
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate
@@ -74,6 +75,7 @@ class EvalJob:
         return _named({"--output": self.folder, "--accept": self.accept})
 
 
+@engines_share_imports()
 def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
     """Score a checkpoint and its baseline and decide; lm-eval's files and vLLM's logs go to the folder.
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments, require_heads
-from vexport.engine.session import EngineFault, require_vllm
+from vexport.engine.session import EngineFault, engines_share_imports, require_vllm
 from vexport.run.serving import EngineOptions, serve_model
 from vexport.scenario.serve import Serve
 from vexport.types import ENGINE_CHECK, EngineMode, Finding, LoadReport
 
 
+@engines_share_imports()
 def load_checkpoints(
     names: Sequence[str],
     pythons: Sequence[Path | None],

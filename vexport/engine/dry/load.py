@@ -67,6 +67,7 @@ def dry_loads(
         # The stand-ins for kernels that the CPU lacks would be in the way of the fake device.
         extra={"VEXPORT_CPU_EMULATION": "0"},
         on_progress=on_progress,
+        may_fork=False,
     )
     shutil.rmtree(folder, ignore_errors=True)
     return [
