@@ -1,9 +1,9 @@
 """Calibration on several ranks: the samples are split, the statistics are merged, all ranks agree."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from vexport.calibration.attention import CachedStates
 from vexport.calibration.data import Samples
 from vexport.calibration.watch import Watched
+from vexport.errors import VexportError
 from vexport.observers.ranks import count_over_ranks, reduction_device, sum_over_ranks
 
 T = TypeVar("T")
@@ -59,6 +60,61 @@ def gather(value: T) -> list[T]:
     return values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failed:
+    """An error of one rank, which is raised on all: exceptions with named arguments cannot be pickled."""
+
+    kind: type[VexportError]
+    where: str
+    got: str
+    need: str
+    fix: str
+
+    def error(self) -> VexportError:
+        return self.kind(self.where, got=self.got, need=self.need, fix=self.fix)
+
+
+def on_first(make: Callable[[], T]) -> T:
+    """What `make` gives on the first rank, which alone runs it; all raise its VexportError."""
+    rank, size = rank_and_size()
+    return make() if size == 1 else _value(_broadcast(_outcome(make) if rank == 0 else None, 0))
+
+
+def from_each(make: Callable[[], T]) -> list[T]:
+    """What `make` gives on each rank, in their order; all raise the first VexportError. All ranks call."""
+    _, size = rank_and_size()
+    if size == 1:
+        return [make()]
+    own = _outcome(make)
+    return [_value(one) for one in [_broadcast(own, source) for source in range(size)]]
+
+
+def _outcome(make: Callable[[], T]) -> T | _Failed:
+    try:
+        return make()
+    except VexportError as error:
+        kind, where = type(error), error.where
+        return _Failed(kind=kind, where=where, got=error.got, need=error.need, fix=error.fix)
+
+
+def _broadcast(value: T, source: int) -> T:
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def _value(outcome: T | _Failed | None) -> T:
+    if isinstance(outcome, _Failed):
+        raise outcome.error()
+    return outcome  # type: ignore[return-value]
+
+
+def in_row_order(found: Sequence[tuple[int, T]]) -> list[T]:
+    """What all ranks found of their rows, given with the numbers of those, in the order of the rows."""
+    everywhere = [item for one in gather(list(found)) for item in one]
+    return [value for _, value in sorted(everywhere, key=lambda item: item[0])]
+
+
 def sync(watched: Watched) -> None:
     """Give every rank the statistics of all ranks: minima and maxima exactly, moving averages as their mean.
 
@@ -74,12 +130,12 @@ def sync(watched: Watched) -> None:
     for gathered in watched.importance.values():
         gathered.total = sum_over_ranks(gathered.total.to(device))
         gathered.tokens = count_over_ranks(gathered.tokens)
-    _add_up(watched.routed)
+    add_up(watched.routed)
     if watched.cached is not None:
-        _add_up(watched.cached)
+        add_up(watched.cached)
 
 
-def _add_up(found: dict[str, Added]) -> None:
+def add_up(found: dict[str, Added]) -> None:
     """Replace what this rank found by the sum over all ranks, in the order in which names first come."""
     everywhere = [item for one in gather(dict(found)) for item in one.items()]
     found.clear()

@@ -1,10 +1,12 @@
 """One quantization: what is asked for, and its steps plan, calibrate, write."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.truncated import changed
@@ -70,7 +72,7 @@ def quantize_source(
     """Quantize a checkpoint; `on_plan` sees the plan before anything else is done.
 
     The answer is what was done, what the samples showed where they were run, and how the weights were rounded
-    by them. Under torchrun all ranks calibrate and the first one writes.
+    by them. Under torchrun all ranks calibrate and round, and the first one writes.
     """
     _require_separate(job, Path(job.source).expanduser())
     if is_rank_zero():
@@ -80,9 +82,27 @@ def quantize_source(
     require_accepted(plan)
     require_calibration(plan, job.calibration)
     on_plan(plan)
-    calibration = job.calibrate(index, plan)
-    rounding = write_checkpoint(job, index, plan, calibration) if is_rank_zero() else None
+    with _process_group():
+        calibration = job.calibrate(index, plan)
+        if is_rank_zero():
+            rounding = write_checkpoint(job, index, plan, calibration)
+        else:
+            with TemporaryDirectory(prefix="vexport-rank-") as folder:
+                _, rounding = _rounded(job, index, plan, calibration, Path(folder))
     return plan, calibration, rounding
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """Within the block torchrun's ranks form a process group; a process alone needs none, nor torch."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield
+        return
+    require_extra("torch", "several ranks")
+    from vexport.calibration.ranks import process_group
+
+    with process_group():
+        yield
 
 
 def write_checkpoint(
@@ -123,13 +143,13 @@ def write_checkpoint(
             job.on_progress(stage, done, total)
 
         finished, rounding = _rounded(job, index, plan, calibration, aside_folder(folder))
+        seen = calibration
         if rounding is not None and calibration is not None:
-            ranges = {**calibration.kv_ranges, **rounding.cached}
-            calibration = replace(calibration, kv_ranges=ranges)
+            seen = replace(calibration, kv_ranges={**calibration.kv_ranges, **rounding.cached})
         quantize(
             index,
             plan,
-            calibration,
+            seen,
             folder,
             search=search,
             finished=finished,

@@ -1,6 +1,6 @@
 """All groups of some sites rounded, each H factorized once for the groups that share it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from vexport.checkpoint.tensors import read_weight
 from vexport.formats.packing.base import RoundedWeight
@@ -18,7 +18,7 @@ GroupWeights = Mapping[str, RoundedWeight]
 
 
 def zero_moments(
-    inputs: GroupInputs, recipe_of: Callable[[FusionGroup, Site], Recipe], device: str
+    sites: Sequence[Site], recipe_of: Callable[[FusionGroup, Site], Recipe], device: str
 ) -> dict[str, Moments]:
     """Of no tokens yet, by the name of each site."""
     return {
@@ -27,7 +27,7 @@ def zero_moments(
             cross=any(recipe_of(group, site).strength > 0 for group in site.groups),
             device=device,
         )
-        for site in inputs.sites
+        for site in sites
     }
 
 
@@ -37,7 +37,7 @@ def round_sites(
     sums: Mapping[str, Moments],
     recipe_of: Callable[[FusionGroup, Site], Recipe],
 ) -> tuple[dict[str, GroupWeights], dict[str, GroupRounding]]:
-    """The rounded weights of groups and how each was rounded, by the group's name.
+    """The rounded weights of the groups that `sums` are for, and how each was rounded, by the group's name.
 
     Groups whose input was not seen have no weights: they are rounded to nearest, and it is said why. Raises
     InputError where a weight is not finite.
@@ -46,6 +46,8 @@ def round_sites(
     for name, reason in inputs.unreachable.items():
         how[name] = GroupRounding(name=name, fallback=reason)
     for site in inputs.sites:
+        if site.name not in sums:
+            continue
         moments, factors = sums[site.name], dict[float, Factor | None]()
         for group in site.groups:
             if not moments.tokens:

@@ -10,6 +10,7 @@ from shutil import rmtree
 from vexport.calibration.data import Samples
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import OnLayer
+from vexport.calibration.ranks import on_first
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.files import from_json, to_json, write_text
@@ -43,16 +44,17 @@ def round_weights(
     Finished layers lie in `folder`: a call that was broken off is continued by the next one. Where a refit
     is asked for and there are rows to hold out, `held_out` or a share of them, several strengths run next to
     each other and the one with the least KL over those rows is taken; plain GPTQ is among them. Of much text
-    only a part is used to choose, and all of it to round.
+    only a part is used to choose, and all of it to round. Torchrun's ranks call it together, each with its
+    own `folder`, of which the first rank's alone is read and has the bytes.
     """
-    if not (folder / CHOICE).is_file():
+    if not on_first((folder / CHOICE).is_file):
         with Reader() as reader:
             stream = RoundingStream(
                 index, plan, calibration, reader, trust_remote_code=trust_remote_code, device=device
             )
             report = _rounded(stream, samples, folder, held_out, on_progress)
         write_text(folder / CHOICE, to_json(report))
-    report = from_json(RoundingReport, folder / CHOICE)
+    report = on_first(lambda: from_json(RoundingReport, folder / CHOICE))
     return _layers(folder, report.chosen).tensors(), report
 
 
@@ -67,12 +69,12 @@ def _rounded(
         return _run(stream, samples, recipes, 0, folder, on_layer)
     if text is samples:
         return _run(stream, samples, recipes, held_out, folder, on_layer)
-    if not (folder / TRIAL).is_file():
+    if not on_first((folder / TRIAL).is_file):
         on_trial = partial(on_progress, "try strengths (layers)")
         trial = _run(stream, text, recipes, held_out, folder / TRIAL_LAYERS, on_trial)
         write_text(folder / TRIAL, to_json(replace(trial, layers=())))
     rmtree(folder / TRIAL_LAYERS, ignore_errors=True)
-    found = from_json(RoundingReport, folder / TRIAL)
+    found = on_first(lambda: from_json(RoundingReport, folder / TRIAL))
     chosen = Recipe(strength=found.chosen.strength, ridge=found.chosen.ridge)
     return replace(found, layers=_run(stream, samples, (chosen,), 0, folder, on_layer).layers)
 

@@ -5,9 +5,9 @@ the text; their weights are rounded for that, and the quantized layer, its input
 makes the next layer's input. Where several recipes are tried, each has its own stream.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,21 +18,19 @@ from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
+from vexport.calibration.ranks import add_up, in_row_order, on_first, rank_and_size
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.formats.packing.base import Array
 from vexport.numerics.metrics import kl_divergence
 from vexport.quantize.applied import QuantizedLayer, QuantizedModel
-from vexport.quantize.group_inputs import GroupInputs, Noted, Site
-from vexport.quantize.round_sites import round_sites, zero_moments
+from vexport.quantize.group_inputs import GroupInputs
+from vexport.quantize.ranked_sums import RankedSums, own_rows
+from vexport.quantize.round_by_owners import recipe_of, round_by_owners
 from vexport.quantize.rounded_layers import RoundedLayers, Stored
-from vexport.quantize.stream import quantized_group
-from vexport.quantize.weight_scales import search_scales
-from vexport.rounding.moments import Moments
-from vexport.rounding.settings import COMPARED_ROWS, GPTQ, Recipe
+from vexport.rounding.settings import COMPARED_ROWS, Recipe
 from vexport.types import Calibration, FusionGroup, Plan
-from vexport.types.rounding import GroupRounding, LayerRounding
+from vexport.types.rounding import LayerRounding
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,18 +45,6 @@ class Branch:
     done: RoundedLayers
     outside: list[QuantizedLayer] = field(default_factory=list)
     divergence: float | None = None
-
-
-def recipe_of(group: FusionGroup, site: Site, recipe: Recipe) -> Recipe:
-    """The recipe of a branch, for groups that are refitted and that get the same tokens in both streams."""
-    return recipe if group.rounding == "refit" and site.is_aligned else GPTQ
-
-
-def _for_tokens(recipe: Recipe, group: FusionGroup, tokens: int) -> Recipe:
-    """The recipe with a ridge that grows where fewer tokens than columns show a refitted group's inputs."""
-    if group.rounding != "refit":
-        return recipe
-    return replace(recipe, ridge=recipe.ridge * max(1.0, group.members[0].in_features / tokens))
 
 
 class RoundingStream:
@@ -104,7 +90,8 @@ class RoundingStream:
         self.weights.load_around(self.name)
         tie_head(self.model)
         self._load(0)
-        ids = [batch.ids.to(self.device) for batch in self.batches]
+        self.rows = own_rows(len(self.batches))
+        ids = [self.batches[row].ids.to(self.device) for row in self.rows]
         captured = capture_layer_calls(self.model, self.name, self.layers, ids, source)
         for branch in branches:
             for position in range(len(source)):
@@ -128,30 +115,60 @@ class RoundingStream:
     ) -> None:
         layer, groups = self.layers[number], self._groups_of(number)
         inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
-        found = [branch.done.get(number) for branch in branches]
-        sums = [
-            None if done is not None else self._zeros(inputs, branch)
-            for branch, done in zip(branches, found, strict=True)
-        ]
-        for position, call in enumerate(calls):
-            with inputs.noted() as exact:
-                if position < self.compared:
-                    source[position] = call.run(layer, source[position].to(self.device))
-            for branch, moments in zip(branches, sums, strict=True):
-                if moments is not None and position < self.fitted:
-                    states = branch.hidden[position].to(self.device)
-                    with self.quantized.rounding_inputs(groups), inputs.noted() as seen:
-                        call.run(layer, states)
-                    self._add(inputs, seen, exact, moments)
-        for branch, moments, done in zip(branches, sums, found, strict=True):
-            if moments is None:
-                assert done is not None
+        found = on_first(lambda: [branch.done.get(number) for branch in branches])
+        sums = self._sums(inputs, branches, [place for place, done in enumerate(found) if done is None])
+
+        def follow(position: int) -> None:
+            source[position] = calls[position].run(layer, source[position].to(self.device))
+
+        def run(position: int, states: torch.Tensor) -> None:
+            calls[position].run(layer, states.to(self.device))
+
+        self._take_in(groups, inputs, sums, branches, follow, run, followed=self.compared)
+        for place, (branch, done) in enumerate(zip(branches, found, strict=True)):
+            if done is not None:
                 self._advance(number, calls, groups, done, branch, source)
             else:
-                stored, how = self._round(groups, branch.recipe, inputs, moments)
+                stored, how = round_by_owners(self.quantized, groups, inputs, sums, place, branch.recipe)
                 error, cached = self._advance(number, calls, groups, stored, branch, source)
                 ranges = {name: states.ranges() for name, states in cached.items()}
-                branch.done.put(number, stored, LayerRounding(groups=how, state_error=error, cached=ranges))
+                self._put(branch, number, stored, LayerRounding(groups=how, state_error=error, cached=ranges))
+
+    def _take_in(
+        self,
+        groups: Sequence[FusionGroup],
+        inputs: GroupInputs,
+        sums: RankedSums,
+        branches: Sequence[Branch],
+        follow: Callable[[int], None],
+        run: Callable[[int, torch.Tensor], None],
+        *,
+        followed: int,
+    ) -> None:
+        """Run this rank's rows through layers before they are rounded: what enters is added up.
+
+        `follow` runs a row, by its position among this rank's, in the source's stream, the first `followed`
+        of all rows; `run` runs it in a branch's.
+        """
+        rank, size = rank_and_size()
+        for first in range(0, len(self.batches), size):
+            position, row = first // size, first + rank
+            with inputs.noted() as exact:
+                if row < followed:
+                    follow(position)
+            if first >= self.fitted:
+                continue
+            sums.note_source(exact if row < self.fitted else None)
+            for place in sums.own:
+                with self.quantized.rounding_inputs(groups), inputs.noted() as seen:
+                    if row < self.fitted:
+                        run(position, branches[place].hidden[position])
+                sums.add(place, seen if row < self.fitted else None)
+
+    def _put(self, branch: Branch, number: int, stored: Stored, how: LayerRounding) -> None:
+        """Keep a finished layer: on the first rank, which alone has the folder."""
+        if rank_and_size()[0] == 0:
+            branch.done.put(number, stored, how)
 
     def _advance(
         self,
@@ -164,7 +181,8 @@ class RoundingStream:
     ) -> tuple[float, Mapping[str, CachedStates]]:
         """Run a branch's stream through its quantized layer: |h~ - h|^2 / |h|^2 of what comes out, and what
         it would cache."""
-        layer, cached, signal, noise = self.layers[number], dict[str, CachedStates](), 0.0, 0.0
+        layer, cached = self.layers[number], dict[str, CachedStates]()
+        errors: list[tuple[int, tuple[float, float]]] = []
         quantized = [one for group in groups for one in self.quantized.layers_of(group, stored)]
         with ExitStack() as block:
             block.enter_context(self.quantized.applied(quantized))
@@ -173,12 +191,15 @@ class RoundingStream:
                 block.enter_context(watching_attention(layer, name, self.weights.stored_name, cached))
             for position, call in enumerate(calls):
                 branch.hidden[position] = call.run(layer, branch.hidden[position].to(self.device))
-                if position >= self.compared:
+                if self.rows[position] >= self.compared:
                     continue
                 exact = source[position].to(torch.float32)
-                signal += float(exact.square().sum())
-                noise += float((branch.hidden[position].to(torch.float32) - exact).square().sum())
-        return noise / signal if signal else 0.0, cached
+                noise = (branch.hidden[position].to(torch.float32) - exact).square().sum()
+                errors.append((self.rows[position], (float(exact.square().sum()), float(noise))))
+        add_up(cached)
+        every = in_row_order(errors)
+        signal = sum(one for one, _ in every)
+        return sum(one for _, one in every) / signal if signal else 0.0, cached
 
     def _groups_of(self, number: int) -> list[FusionGroup]:
         """The groups of a decoder layer."""
@@ -192,19 +213,22 @@ class RoundingStream:
         number, inside = len(self.layers), {group.name for group in self._inside()}
         groups = [group for group in self.groups if group.name not in inside]
         inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
-        for branch in branches if groups else ():
-            stored = branch.done.get(number)
+        found = on_first(lambda: [branch.done.get(number) for branch in branches])
+        sums = self._sums(inputs, branches, [place for place, done in enumerate(found) if done is None])
+
+        def follow(position: int) -> None:
+            self._logits(captured, position, source[position])
+
+        def run(position: int, states: torch.Tensor) -> None:
+            self._logits(captured, position, states)
+
+        if inputs.sites:
+            followed = min(self.compared, self.fitted)
+            self._take_in(groups, inputs, sums, branches, follow, run, followed=followed)
+        for place, (branch, stored) in enumerate(zip(branches, found, strict=True) if groups else ()):
             if stored is None:
-                moments = self._zeros(inputs, branch)
-                for position in range(self.fitted) if inputs.sites else ():
-                    with inputs.noted() as exact:
-                        if position < self.compared:
-                            self._logits(captured, position, source[position])
-                    with self.quantized.rounding_inputs(groups), inputs.noted() as seen:
-                        self._logits(captured, position, branch.hidden[position])
-                    self._add(inputs, seen, exact, moments)
-                stored, how = self._round(groups, branch.recipe, inputs, moments)
-                branch.done.put(number, stored, LayerRounding(groups=how, state_error=0.0))
+                stored, how = round_by_owners(self.quantized, groups, inputs, sums, place, branch.recipe)
+                self._put(branch, number, stored, LayerRounding(groups=how, state_error=0.0))
             branch.outside = [
                 one
                 for group in groups
@@ -215,58 +239,45 @@ class RoundingStream:
     def _inside(self) -> list[FusionGroup]:
         return [group for number in range(len(self.layers)) for group in self._groups_of(number)]
 
-    def _zeros(self, inputs: GroupInputs, branch: Branch) -> dict[str, Moments]:
-        return zero_moments(inputs, lambda group, site: recipe_of(group, site, branch.recipe), self.device)
-
-    def _add(self, inputs: GroupInputs, seen: Noted, exact: Noted, sums: Mapping[str, Moments]) -> None:
-        """Take in a batch of the quantized stream, through layers before their weights are rounded."""
-        for site in inputs.sites:
-            inputs.add(site, sums[site.name], seen, exact, text=self.tokens)
-
-    def _round(
-        self, groups: Sequence[FusionGroup], recipe: Recipe, inputs: GroupInputs, sums: Mapping[str, Moments]
-    ) -> tuple[Stored, tuple[GroupRounding, ...]]:
-        """The bytes that replace the weights of groups, and how each was rounded."""
-        model, stored = self.quantized, dict[str, Array]()
-        made, how = round_sites(
-            model,
+    def _sums(self, inputs: GroupInputs, branches: Sequence[Branch], places: Sequence[int]) -> RankedSums:
+        return RankedSums(
             inputs,
-            sums,
-            lambda group, site: _for_tokens(recipe_of(group, site, recipe), group, sums[site.name].tokens),
+            places,
+            lambda place, group, site: recipe_of(group, site, branches[place].recipe),
+            text=self.tokens,
+            device=self.device,
         )
-        for group in groups:
-            stored |= quantized_group(
-                group,
-                model.index,
-                model.calibration,
-                model.reader,
-                search=search_scales,
-                rounded=made.pop(group.name, {}),
-            )
-        return stored, tuple(how.values())
 
     def _judge(self, captured: Captured, branches: Sequence[Branch], source: HiddenStates) -> None:
         """The mean KL(source || branch), nats per token, over the rows that no Moments have seen."""
-        held_out = range(self.fitted, len(self.batches))
-        totals = [0.0] * len(branches)
-        tokens = 0
-        for position in held_out:
-            expected = self._logprobs(captured, position, source[position])
-            tokens += len(expected)
-            for number, branch in enumerate(branches):
-                with self.quantized.applied(branch.outside):
-                    measured = self._logprobs(captured, position, branch.hidden[position])
-                totals[number] += float(kl_divergence(expected, measured).sum())
-        for branch, total in zip(branches, totals, strict=True):
-            branch.divergence = total / tokens if tokens else None
+        own = list[tuple[int, tuple[int, list[float]]]]()
+        for position, row in enumerate(self.rows):
+            if row >= self.fitted:
+                expected = self._logprobs(captured, position, source[position])
+                own.append((row, (len(expected), self._divergences(captured, position, branches, expected))))
+        found = in_row_order(own)
+        tokens = sum(number for number, _ in found)
+        for place, branch in enumerate(branches):
+            branch.divergence = sum(each[place] for _, each in found) / tokens if tokens else None
+
+    def _divergences(
+        self, captured: Captured, position: int, branches: Sequence[Branch], expected: torch.Tensor
+    ) -> list[float]:
+        """The sums of KL of each branch over the tokens of a row."""
+        found = []
+        for branch in branches:
+            with self.quantized.applied(branch.outside):
+                measured = self._logprobs(captured, position, branch.hidden[position])
+            found.append(float(kl_divergence(expected, measured).sum()))
+        return found
 
     def _logprobs(self, captured: Captured, position: int, states: torch.Tensor) -> torch.Tensor:
         logits = self._logits(captured, position, states)
         return torch.log_softmax(logits.to(torch.float32), dim=-1).flatten(0, -2)
 
     def _logits(self, captured: Captured, position: int, states: torch.Tensor) -> torch.Tensor:
-        """What the model makes of the hidden states of a batch behind the last decoder layer."""
-        ids = self.batches[position].ids.to(self.device)
+        """What the model makes of the hidden states of this rank's row behind the last decoder layer."""
+        ids = self.batches[self.rows[position]].ids.to(self.device)
         with replayed_layers(self.layers, states.to(self.device), captured.rest):
             logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits

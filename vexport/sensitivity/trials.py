@@ -32,7 +32,7 @@ class TrialInputs:
         groups = [group for group in trial.option.groups if group.rounding != "nearest"]
         self.inputs = GroupInputs(model, groups)
         self._model, self._tokens = model, tokens
-        self._sums = zero_moments(self.inputs, _recipe_of, device)
+        self._sums = zero_moments(self.inputs.sites, _recipe_of, device)
 
     def add(self, noted: Noted) -> None:
         """Take in a batch that went through the layers."""
