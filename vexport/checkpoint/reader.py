@@ -51,6 +51,11 @@ class Reader:
             )
         return memoryview(mapped)[tensor.start : tensor.end]
 
+    def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:
+        """Every `step`-th row of a tensor of two dimensions, as bytes."""
+        stored = np.frombuffer(self.raw(tensor), np.uint8)
+        return stored.reshape(tensor.shape[0], -1)[::step]
+
     def array(self, tensor: TensorInfo) -> npt.NDArray[np.generic]:
         """The values of a tensor in its shape; BF16 and 8-bit floats as float32."""
         return to_numpy(self.raw(tensor), tensor.dtype).reshape(tensor.shape)

@@ -13,6 +13,7 @@ from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.methods import other_method
 from vexport.checks.vllm.target import ANY, Target
+from vexport.checks.vllm.translated import in_our_terms
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
@@ -30,6 +31,8 @@ ACTIVATIONS = "activations"
 OBSERVED = "static scales fit what the source computes on a text (--source and --calibration)"
 # What is looked at whatever the method of quantization.
 OF_ANY_METHOD = ("shards", "config")
+# What looks at numbers: of other methods in compressed-tensors' terms.
+OF_NUMBERS = ("values", "fusion")
 Against = Callable[[CheckpointView], Iterator[Finding]]
 
 
@@ -106,9 +109,10 @@ def findings_on(view: CheckpointView, against: Against | None = None) -> Iterato
     judged = other_method(view) is None
     for name, check in CHECKS.items():
         if judged or name in OF_ANY_METHOD:
-            yield from _or_internal_error(name, check.run, view)
+            run = in_our_terms(check.run) if name in OF_NUMBERS else check.run
+            yield from _or_internal_error(name, run, view)
     if judged and against is not None:
-        yield from _or_internal_error(SOURCE, against, view)
+        yield from _or_internal_error(SOURCE, in_our_terms(against), view)
 
 
 def _or_internal_error(family: str, run: Against, view: CheckpointView) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from vexport.checks.vllm.decoder import Layout, impossible_size
 from vexport.checks.vllm.online import INPUT, OUTPUT
 from vexport.checks.vllm.view import (
     QUANTIZED_PARAMETERS,
+    WITH_OTHERS,
     CheckpointView,
     FusedLinear,
     error,
@@ -22,6 +23,7 @@ from vexport.checks.vllm.view import (
 from vexport.types import Finding
 
 NAME = "completeness"
+WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
 DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
 LAYERS = "layers"
 EXPERTS = ".experts."
@@ -68,7 +70,7 @@ def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     yield from _untied_head(view)
     for name in sorted(names - layout.parameters.keys()):
         module, _, parameter = name.rpartition(".")
-        if UNREAD.search(name) or module in modules and parameter in (*QUANTIZED_PARAMETERS, "weight"):
+        if UNREAD.search(name) or module in modules and parameter in WEIGHTS:
             continue
         if parameter == "weight" and _is_read_matrix(view, module, modules):
             continue
@@ -147,6 +149,8 @@ def _parameters(
             yield _covered(f"{module}.{parameter}", fused)
         elif parameter == "weight_shape":
             yield _unread_shape(f"{module}.{parameter}")
+        elif parameter in group.storage.unread:
+            yield _unread(f"{module}.{parameter}")
         else:
             yield error(
                 NAME,
@@ -155,7 +159,7 @@ def _parameters(
                 got="no such tensor: vLLM would read uninitialized memory",
                 fix="export the checkpoint again",
             )
-    expected = names | {"bias"}
+    expected = names | {"bias"} | group.storage.unread
     for parameter in sorted(parameters.keys() - expected) if shape is not None else ():
         yield error(
             NAME,
@@ -186,6 +190,12 @@ def _unread_shape(where: str) -> Finding:
         got="no such tensor: transformers cannot load the layer; vLLM does not read it",
         fix="export the checkpoint again",
     )
+
+
+def _unread(where: str) -> Finding:
+    """A parameter that vLLM makes and no kernel of it reads."""
+    expected, got = "the tensor, which other loaders read", "no such tensor: vLLM does not read it"
+    return warning(NAME, where, expected=expected, got=got, fix="export the checkpoint again")
 
 
 def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
@@ -229,7 +239,7 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
 def _parameter(name: str) -> str:
     """A tensor's name, for all of a quantized weight's tensors that of the weight: schemes may differ."""
     module, dot, parameter = name.rpartition(".")
-    return f"{module}{dot}weight" if parameter in QUANTIZED_PARAMETERS else name
+    return f"{module}{dot}weight" if parameter in WEIGHTS else name
 
 
 def _siblings(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:

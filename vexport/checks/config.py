@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.checks.vllm.arguments import of_attention, parse_group
-from vexport.checks.vllm.methods import METHOD, findings, other_method
+from vexport.checks.vllm.methods import findings, other_method
+from vexport.checks.vllm.producers import METHOD
+from vexport.checks.vllm.quant_methods import QuantMethod
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
 from vexport.formats.arguments import contradictions, described
@@ -39,6 +41,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if other is not None:
         yield from findings(view, other, NAME)
         return
+    if view.method is not None:
+        yield from _other_method(view, view.method)
+        return
     method = config.get("quant_method")
     if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
         fix = f"set quant_method to {METHOD}"
@@ -59,6 +64,18 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _pruned_experts(view, config)
     problems = tuple(_patterns(view))
     yield from problems or _groups(view)
+
+
+def _other_method(view: CheckpointView, method: QuantMethod) -> Iterator[Finding]:
+    """What vLLM refuses of another method's config, or reads otherwise than it is meant."""
+    for problem in method.problems:
+        yield _finding(view, problem.where, problem.expected, problem.got, problem.fix)
+    used = [view.group_of(fused) for fused in view.fused_linears if fused.is_quantized]
+    for name, refusal in dict.fromkeys((group.name, group.refusal) for group in used if group is not None):
+        if refusal is not None:
+            expected = f"arguments that vLLM runs ({method.source})"
+            fix = "`vexport convert` to compressed-tensors, or quantize again"
+            yield _finding(view, "", expected, f"{name}: {refusal}", fix)
 
 
 def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.known_bad import KnownBad, known_bad
+from vexport.checks.kv_cache import cache_scheme
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, warning
 from vexport.types import Finding
 from vexport.version import short_version
@@ -31,7 +32,7 @@ def _fits(view: CheckpointView, report: KnownBad) -> bool:
     """Whether all that a report names is asked for and in the checkpoint."""
     if report.sm and not {*report.sm} & {*view.target.sm}:
         return False
-    if report.kv_cache and (view.quantization or {}).get("kv_cache_scheme") is None:
+    if report.kv_cache and cache_scheme(view) is None:
         return False
     if not view.class_name.startswith(report.classes):
         return False

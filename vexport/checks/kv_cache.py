@@ -30,13 +30,15 @@ ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "symmetric": (True,),
     "strategy": STRATEGIES,
 }
+# What other methods can announce.
+ANNOUNCED: Mapping[str, Json] = {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "tensor"}
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on kv_cache_scheme and its scales."""
-    scheme = (view.quantization or {}).get("kv_cache_scheme")
+    scheme = cache_scheme(view)
     if scheme is None:
-        yield from _unannounced(view)
+        yield from _unannounced(view) if view.method is None else ()
         return
     if not isinstance(scheme, dict) or any(scheme.get(key) not in right for key, right in ACCEPTED.items()):
         yield error(
@@ -49,7 +51,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     for module, parameter, tensor in cache_scales(view):
         if tensor is None:
-            yield error(
+            yield (error if view.method is None else warning)(
                 NAME,
                 f"{module}.{parameter}",
                 expected="the scale of the fp8 KV cache",
@@ -76,8 +78,16 @@ def _unannounced(view: CheckpointView) -> Iterator[Finding]:
 
 def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
     """Every attention module with k_scale and v_scale, and the tensor that vLLM takes for it."""
-    if (view.quantization or {}).get("kv_cache_scheme") is not None:
+    if cache_scheme(view) is not None:
         yield from _places(view)
+
+
+def cache_scheme(view: CheckpointView) -> Json:
+    """The scheme that the config announces; of other methods, for which vLLM's 1.0 may be meant, what is
+    announced is always the same."""
+    if view.method is None:
+        return (view.quantization or {}).get("kv_cache_scheme")
+    return {**ANNOUNCED} if view.method.kv_cache else None
 
 
 def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:

@@ -8,6 +8,7 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.tensors.casts import is_lossless_cast, rounded
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout
+from vexport.checks.vllm.quant_methods import MethodGroup
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
 from vexport.formats.base import Parameter
 from vexport.formats.partition import EXPERT, Partition, is_head
@@ -18,8 +19,9 @@ NAME = "shapes"
 DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
 
 # Rounded to 16 bits they move all weights or inputs of a layer alike, by .4 %: far less than FP4 does.
-GLOBAL_SCALES, SIXTEEN_BITS = (".weight_global_scale", ".input_global_scale"), ("F16", "BF16")
-LAYER_SCALES = frozenset({"weight_scale", "input_scale"})
+GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
+SIXTEEN_BITS = ("F16", "BF16")
+LAYER_SCALES = frozenset({"weight_scale", "input_scale", "weight_scale_inv", "scales"})
 CACHE_SCALES = (".k_scale", ".v_scale")
 
 
@@ -32,6 +34,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             yield from _fit_together(view, group, fused)
             yield from _whole_blocks(view, group, fused)
             yield from _quantized(view, group, fused, right)
+            yield from _unusable(view, group, fused)
     yield from _rounded_scales(view)
     if view.layout is not None:
         yield from _unquantized(view, view.layout)
@@ -41,6 +44,8 @@ def _quantized(
     view: CheckpointView, group: ConfigGroup, fused: FusedLinear, right: frozenset[str]
 ) -> Iterator[Finding]:
     cut = _cut(view, fused)
+    if group.storage.transposed and cut is not None:
+        cut = 1 - cut
     for module, parameters in fused.members.items():
         shape = view.linear_shape(group, module, parameters)
         expected = group.parameters(shape) if shape is not None else {}
@@ -51,6 +56,21 @@ def _quantized(
         for parameter in (name for name in expected if name in parameters):
             yield from _dtype(view, group, parameters[parameter], expected[parameter])
             yield from _shape(group, parameters[parameter], expected[parameter], cut, narrowing=narrowing)
+
+
+def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
+    """What another method stores and vLLM passes over."""
+    if not isinstance(group, MethodGroup):
+        return
+    for module, parameters in fused.members.items():
+        for problem in group.stored_as.unusable(group, parameters, view.reader):
+            yield (error if problem.severity == "error" else warning)(
+                NAME,
+                f"{module}.{problem.where}",
+                expected=problem.expected,
+                got=problem.got,
+                fix=problem.fix,
+            )
 
 
 def _right_somewhere(view: CheckpointView) -> frozenset[str]:

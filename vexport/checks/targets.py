@@ -33,9 +33,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             yield error(
                 NAME,
                 fused.name,
-                expected=f"all or none of {_names(fused)} in ignore, because vLLM runs them as one layer",
+                expected=f"all or none of {_names(fused)} in {_list(view)}: vLLM runs them as one layer",
                 got=f"only {', '.join(ignored)}",
-                fix="list all of them in ignore, or none",
+                fix=f"list all of them in {_list(view)}, or none",
             )
             continue
         table = is_embedding(fused.name) and fused.is_quantized
@@ -134,13 +134,15 @@ def _agreement(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
             yield error(
                 NAME,
                 module,
-                expected="a target that matches this quantized layer",
+                expected="a target that matches this quantized layer"
+                if view.method is None
+                else f"a layer that vLLM quantizes ({view.method.source}), as it is stored",
                 got=f"{', '.join(stored)} and no target"
                 if not head
                 else "a quantized output head and no separate target",
                 fix='add "re:.*lm_head" to the targets'
-                if head
-                else "add it to targets or remove it from ignore",
+                if head and view.method is None
+                else f"add it to targets or remove it from {_list(view)}",
             )
         if group is not None and not stored:
             yield error(
@@ -148,8 +150,13 @@ def _agreement(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
                 module,
                 expected=f"quantized tensors ({group.format}), as {group.name} targets this layer",
                 got="an unquantized weight",
-                fix="add the layer to ignore, or export it quantized",
+                fix=f"add the layer to {_list(view)}, or export it quantized",
             )
+
+
+def _list(view: CheckpointView) -> str:
+    """The key of the config that keeps layers."""
+    return view.method.skip_key if view.method is not None else "ignore"
 
 
 def _names(fused: FusedLinear) -> str:

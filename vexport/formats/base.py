@@ -96,6 +96,9 @@ class Format(Protocol):
     name: str
     weight: str
     codes_per_byte: int = 1
+    # Whether stored tensors have a layer's inputs first; tensors that vLLM loads or drops, and never uses.
+    transposed: bool = False
+    unread: frozenset[str] = frozenset()
     # Whether scales are exponents of two in bytes (e8m0), and not numbers.
     exponent_scales: bool = False
     # The largest input that a static input scale of one stands for.

@@ -38,7 +38,7 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
         "format": _format(formats),
         "global_compression_ratio": None,
         "ignore": list(plan.ignore),
-        "kv_cache_scheme": _args(KV_CACHES[plan.kv_cache]) if plan.kv_cache else None,
+        "kv_cache_scheme": arguments_json(KV_CACHES[plan.kv_cache]) if plan.kv_cache else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }
@@ -95,13 +95,14 @@ def _config_group(name: str, observer: str, targets: list[str]) -> dict[str, Jso
     scheme = get_scheme(name)
     return {
         "targets": list(targets),
-        "weights": _args(replace(scheme.args.weights, observer=observer)),
-        "input_activations": _args(scheme.args.input_activations),
+        "weights": arguments_json(replace(scheme.args.weights, observer=observer)),
+        "input_activations": arguments_json(scheme.args.input_activations),
         "output_activations": None,
         "format": scheme.format.name,
     }
 
 
-def _args(args: QuantArgs | None) -> Json:
+def arguments_json(args: QuantArgs | None) -> Json:
+    """Arguments as config.json has them."""
     dumped: Json = TypeAdapter(QuantArgs | None).dump_python(args, mode="json")
     return dumped

@@ -120,5 +120,4 @@ def _full(largest: npt.NDArray[np.integer[Any]], end: int) -> float | None:
 def _rows(view: CheckpointView, tensor: TensorInfo) -> npt.NDArray[np.uint8]:
     """Some rows of a tensor, as bytes; of tensors with as many rows the same ones."""
     rows = min(max(ROWS_OF_ALL // len(view.fused_linears), FEWEST_ROWS), MOST_ROWS)
-    stored = np.frombuffer(view.reader.raw(tensor), np.uint8).reshape(tensor.shape[0], -1)
-    return stored[:: max(tensor.shape[0] // rows, 1)]
+    return view.reader.some_rows(tensor, max(tensor.shape[0] // rows, 1))

@@ -19,8 +19,11 @@ from vexport.checks.vllm.decoder import Layout, layout_of
 from vexport.checks.vllm.matching import Targets, group_for, group_for_table, ignored, targets_of
 from vexport.checks.vllm.matching import matches_any as matches_any
 from vexport.checks.vllm.online import OnlineTransform, online_transforms
+from vexport.checks.vllm.producers import method_name
+from vexport.checks.vllm.quant_methods import METHODS, MethodGroup, QuantMethod
 from vexport.checks.vllm.target import ANY, Target
 from vexport.formats.parsing import parse_args as parse_args
+from vexport.formats.partition import is_head
 from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 from vexport.types.patterns import Patterns
@@ -38,8 +41,15 @@ QUANTIZED_PARAMETERS = frozenset(
         "input_scale",
         "input_zero_point",
         "input_global_scale",
+        # of other methods
+        "qweight",
+        "qzeros",
+        "weight_scale_inv",
+        "weight_scale_2",
     }
 )
+# What only a layer with others of those has.
+WITH_OTHERS = frozenset({"scales", "g_idx"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +101,16 @@ class CheckpointView:
         """What names the quantization config in messages."""
         stored = self.stored_quantization
         return stored.place if stored else f"{self.config_path}: {KEY}"
+
+    @cached_property
+    def method(self) -> QuantMethod | None:
+        """The quantization method, where it is another than compressed-tensors and judged."""
+        config = self.quantization
+        read = METHODS.get(method_name(config) or "") if config is not None else None
+        if read is None or config is None:
+            return None
+        stored = (tensor for tensor in self.index.tensors.values() if tensor.dtype not in FLOATING)
+        return read(config, {tensor.name.rpartition(".")[0] for tensor in stored})
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -150,6 +170,8 @@ class CheckpointView:
     @cached_property
     def config_groups(self) -> tuple[ConfigGroup, ...]:
         """The config groups that can be read, in order."""
+        if self.method is not None:
+            return tuple(self.method.groups)
         groups = (self.quantization or {}).get("config_groups")
         parsed = [
             parse_group(name, raw, self.format) for name, raw in _items(groups) if not of_attention(raw)
@@ -211,8 +233,11 @@ class CheckpointView:
         return self._ignored[key]
 
     def _find_ignored(self, fused: FusedLinear) -> list[str]:
-        parts = self._lookup_names(fused)
-        members = list(ignored(fused.name, parts, self.ignore, self.architecture))
+        parts, method = self._lookup_names(fused), self.method
+        if method is not None:
+            members = [name for name in parts if self._group_by_method(method, fused, name) is None]
+        else:
+            members = list(ignored(fused.name, parts, self.ignore, self.architecture))
         if parts == tuple(fused.members):
             return members
         return list(fused.members) if len(members) == len(parts) else []
@@ -227,9 +252,18 @@ class CheckpointView:
     def _find_group(self, fused: FusedLinear) -> ConfigGroup | None:
         if self._is_built_plain(fused) or len(self.ignored(fused)) == len(fused.members):
             return None
+        if self.method is not None:
+            return self._group_by_method(self.method, fused, self._lookup_names(fused)[0])
         if is_embedding(fused.name) and self.table_lookup != "name":
             return group_for_table(self.targets) if self.table_lookup == "class" else None
         return group_for(fused.name, self._lookup_names(fused), self.targets, self.architecture)
+
+    @staticmethod
+    def _group_by_method(method: QuantMethod, fused: FusedLinear, name: str) -> MethodGroup | None:
+        if is_embedding(fused.name) or is_head(fused.name) and not method.quantizes_head:
+            return None
+        experts = moe_layer(name)
+        return method.group_of(experts or fused.name, experts or name)
 
     @cached_property
     def table_lookup(self) -> TableLookup | None:
@@ -258,7 +292,7 @@ def linear_modules(index: SourceIndex) -> dict[str, dict[str, TensorInfo]]:
     modules: dict[str, dict[str, TensorInfo]] = {}
     for tensor in index.tensors.values():
         module, _, parameter = tensor.name.rpartition(".")
-        if parameter in QUANTIZED_PARAMETERS or parameter in ("weight", "bias"):
+        if parameter in QUANTIZED_PARAMETERS | WITH_OTHERS or parameter in ("weight", "bias"):
             modules.setdefault(module, {})[parameter] = tensor
     return {name: parameters for name, parameters in modules.items() if _is_linear(name, parameters)}
 

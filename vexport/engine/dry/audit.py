@@ -24,6 +24,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 # Never read (weight_shape), or unused placeholders of the KV cache.
 _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
+# What vLLM drops before it loads (get_checkpoint_weight_mapper in quantization/base_config.py).
+_DROPPED = ".g_idx"
 _MOST_NAMES = 4
 
 
@@ -174,6 +176,8 @@ def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterat
     tensor = source.tensor
     shape = list(tensor.shape)
     read = ranks * sum(source.read.values()) // tensor.element_size()
+    if name.endswith(_DROPPED):
+        return
     if tensor.numel() and not source.read:
         got = f"{_short(tensor.dtype)} {shape}"
         yield Fault(kind="unused", where=name, layer=layer, got=got, expected="")

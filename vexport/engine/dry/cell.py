@@ -133,8 +133,13 @@ def _optional(model: torch.nn.Module) -> Iterator[str]:
         weight_only = getattr(method, "use_a16", False)
         for parameter, _ in module.named_parameters(recurse=False):
             unread = parameter.endswith(_NEVER_READ) or (weight_only and "input_global_scale" in parameter)
-            if scales or unread:
+            if scales or unread or _is_unread_gptq(method, parameter):
                 yield f"{name}.{parameter}"
+
+
+def _is_unread_gptq(method: object, parameter: str) -> bool:
+    """Zero points, which symmetric GPTQ does not use, and biases of experts, which it drops where none is."""
+    return type(method).__name__.startswith("AutoGPTQ") and parameter.endswith(("qzeros", "_bias"))
 
 
 def _outcome(error: Exception) -> Outcome:

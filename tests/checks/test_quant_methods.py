@@ -1,0 +1,414 @@
+"""Checkpoints of other quantization methods: sound ones have no error, spoiled ones have, in their names."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.architectures.families import save_family
+from tests.checks.quant_methods import CHECKPOINTS, awq_packed, write
+from tests.command import vexport
+from tests.models import problems
+from tests.mutations.edits import (
+    QUANTIZATION,
+    Change,
+    Tensors,
+    config,
+    drop,
+    put,
+    rename,
+    spoiled,
+    swap,
+    tensors,
+)
+from vexport.checks.vllm.producers import PRODUCERS
+from vexport.checks.vllm.quant_methods import METHODS
+from vexport.types import Finding, Json
+
+LAYER = "model.layers.1"
+GATE = f"{LAYER}.mlp.gate_proj"
+DOWN, Q, K, V = f"{LAYER}.mlp.down_proj", *(f"{LAYER}.self_attn.{each}_proj" for each in "qkv")
+Written = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Written:
+    """The micro Llama quantized by a method; read it, never write to it."""
+    root = tmp_path_factory.mktemp("methods")
+
+    def make(name: str) -> Path:
+        return root / name if (root / name).exists() else write(name, llama, root / name)
+
+    return make
+
+
+def scaled(name: str, factor: float) -> Change:
+    return put(name, lambda value: (value.float() * factor).to(value.dtype))
+
+
+def filled(name: str, number: float) -> Change:
+    """The first element of a tensor, whatever its dtype."""
+
+    def change(value: torch.Tensor) -> torch.Tensor:
+        flat = value.float().reshape(-1).clone()
+        flat[0] = number
+        return flat.reshape(value.shape).to(value.dtype)
+
+    return put(name, change)
+
+
+def inverted(name: str) -> Change:
+    return put(name, lambda value: 1 / value)
+
+
+def cast(name: str, dtype: torch.dtype) -> Change:
+    return put(name, lambda value: value.to(dtype))
+
+
+def transposed(name: str) -> Change:
+    return put(name, lambda value: value.T)
+
+
+def quantization(**changes: Json) -> Change:
+    return config(QUANTIZATION, **changes)
+
+
+def unquantized(module: str, shape: tuple[int, int]) -> Change:
+    """A layer in bfloat16 in the place of a quantized one."""
+
+    def change(values: Tensors) -> None:
+        for name in [name for name in values if name.startswith(f"{module}.")]:
+            del values[name]
+        values[f"{module}.weight"] = torch.full(shape, 0.01, dtype=torch.bfloat16)
+
+    return tensors(change)
+
+
+# What is done, the family that finds it, and where.
+SPOILED: Mapping[str, Mapping[str, tuple[Change, str, str]]] = {
+    "gptq": {
+        "other bits": (quantization(bits=8), "shapes", "qweight"),
+        "other groups": (quantization(group_size=128), "shapes", "scales"),
+        "groups of 16": (quantization(group_size=16), "config", "quantization_config"),
+        "columns in order of activation": (quantization(desc_act=True), "config", "desc_act"),
+        "zero points that vLLM refuses": (quantization(sym=False), "config", "quantization_config"),
+        "no number of bits": (config(QUANTIZATION, bits=None), "config", "bits"),
+        "no scales": (drop(f"{DOWN}.scales"), "completeness", f"{DOWN}.scales"),
+        "no codes": (drop(f"{DOWN}.qweight"), "completeness", f"{DOWN}.qweight"),
+        "a scale that is NaN": (filled(f"{DOWN}.scales", float("nan")), "values", f"{DOWN}.scales"),
+        "scales that are far too large": (scaled(f"{DOWN}.scales", 3000), "values", f"{DOWN}.scales"),
+        "columns in another order": (
+            put(f"{DOWN}.g_idx", lambda value: value.flip(0)),
+            "shapes",
+            f"{DOWN}.g_idx",
+        ),
+        "zero points that vLLM drops": (
+            put(f"{DOWN}.qzeros", lambda value: value ^ 3),
+            "shapes",
+            f"{DOWN}.qzeros",
+        ),
+        "codes of the inputs last": (transposed(f"{DOWN}.qweight"), "shapes", f"{DOWN}.qweight"),
+        "codes of another dtype": (cast(f"{DOWN}.qweight", torch.float32), "shapes", f"{DOWN}.qweight"),
+        "a part that is not quantized": (unquantized(K, (128, 256)), "targets", "qkv_proj"),
+        "a rule that keeps what is quantized": (
+            quantization(dynamic={"-:.*layers.1.mlp.down": {}}),
+            "targets",
+            DOWN,
+        ),
+        "a layer's norm gone": (drop(f"{LAYER}.input_layernorm.weight"), "completeness", "input_layernorm"),
+        "codes all zero": (put(f"{DOWN}.qweight", torch.zeros_like), "values", DOWN),
+    },
+    "awq": {
+        "other bits": (quantization(bits=8), "config", "quantization_config"),
+        "other groups": (quantization(group_size=128), "shapes", "scales"),
+        "another layout": (quantization(version="gemv"), "config", "version"),
+        "no groups": (config(QUANTIZATION, group_size="all"), "config", "group_size"),
+        "no zero points": (drop(f"{DOWN}.qzeros"), "completeness", f"{DOWN}.qzeros"),
+        "no scales": (drop(f"{DOWN}.scales"), "completeness", f"{DOWN}.scales"),
+        "an infinite scale": (filled(f"{DOWN}.scales", float("inf")), "values", f"{DOWN}.scales"),
+        "scales that are zero": (put(f"{DOWN}.scales", torch.zeros_like), "values", f"{DOWN}.scales"),
+        "packed along the inputs": (
+            put(f"{DOWN}.qweight", lambda value: awq_packed(torch.zeros(256, 512))),
+            "shapes",
+            f"{DOWN}.qweight",
+        ),
+        "zero points the other way": (transposed(f"{DOWN}.qzeros"), "shapes", f"{DOWN}.qzeros"),
+        "a list that keeps what is quantized": (
+            quantization(modules_to_not_convert=["layers.1.mlp.down_proj"]),
+            "targets",
+            DOWN,
+        ),
+        "a list that keeps a part": (
+            quantization(modules_to_not_convert=["layers.1.self_attn.k_proj"]),
+            "targets",
+            "qkv_proj",
+        ),
+        "a part that is not quantized": (unquantized(V, (128, 256)), "targets", "qkv_proj"),
+        "codes all zero": (put(f"{DOWN}.qweight", torch.zeros_like), "values", DOWN),
+    },
+    "fp8-block": {
+        "other blocks": (quantization(weight_block_size=[64, 64]), "shapes", "weight_scale_inv"),
+        "half a block": (quantization(weight_block_size=[128]), "config", "weight_block_size"),
+        "static inputs": (quantization(activation_scheme="static"), "config", "activation_scheme"),
+        "no word of inputs": (config(QUANTIZATION, activation_scheme="none"), "config", "activation_scheme"),
+        "experts in FP4": (quantization(store_dtype="mxfp4"), "config", "store_dtype"),
+        "no scales": (drop(f"{DOWN}.weight_scale_inv"), "completeness", f"{DOWN}.weight_scale_inv"),
+        "scales by compressed-tensors' name": (
+            rename(f"{DOWN}.weight_scale_inv", f"{DOWN}.weight_scale"),
+            "completeness",
+            f"{DOWN}.weight_scale_inv",
+        ),
+        "scales upside down": (inverted(f"{DOWN}.weight_scale_inv"), "values", f"{DOWN}.weight_scale_inv"),
+        "a negative scale": (filled(f"{DOWN}.weight_scale_inv", -1.0), "values", f"{DOWN}.weight_scale_inv"),
+        "a weight that is NaN": (filled(f"{DOWN}.weight", float("nan")), "values", f"{DOWN}.weight"),
+        "scales the other way": (
+            transposed(f"{DOWN}.weight_scale_inv"),
+            "shapes",
+            f"{DOWN}.weight_scale_inv",
+        ),
+        "a weight as bytes": (
+            put(f"{DOWN}.weight", lambda value: value.view(torch.uint8)),
+            "shapes",
+            f"{DOWN}.weight",
+        ),
+        "a layer that is not quantized": (unquantized(DOWN, (256, 512)), "targets", DOWN),
+        "a list that keeps what is quantized": (quantization(modules_to_not_convert=[DOWN]), "targets", DOWN),
+        "a list that keeps a part": (quantization(modules_to_not_convert=[K]), "targets", "qkv_proj"),
+    },
+    "fp8-static": {
+        "no scale of inputs": (drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
+        "inputs of one layer scaled otherwise": (scaled(f"{K}.input_scale", 3), "fusion", "input_scale"),
+        "no scale": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
+        "a scale upside down": (inverted(f"{DOWN}.weight_scale"), "values", f"{DOWN}.weight_scale"),
+        "a scale that is zero": (filled(f"{DOWN}.weight_scale", 0.0), "values", f"{DOWN}.weight_scale"),
+        "a scale for each row": (
+            put(f"{DOWN}.weight_scale", lambda value: value.repeat(256)),
+            "shapes",
+            f"{DOWN}.weight_scale",
+        ),
+        "in blocks": (
+            quantization(weight_block_size=[128, 128], activation_scheme="dynamic"),
+            "completeness",
+            "weight_scale_inv",
+        ),
+        "dynamic inputs": (quantization(activation_scheme="dynamic"), "completeness", "input_scale"),
+        "a weight in e5m2": (
+            put(f"{DOWN}.weight", lambda value: value.float().to(torch.float8_e5m2)),
+            "shapes",
+            f"{DOWN}.weight",
+        ),
+        "a scale of inputs that is NaN": (
+            filled(f"{DOWN}.input_scale", float("nan")),
+            "values",
+            f"{DOWN}.input_scale",
+        ),
+    },
+    "modelopt-fp8": {
+        "no scale of inputs": (drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
+        "another algorithm": (quantization(quant_algo="FP9"), "config", "quant_algo"),
+        "another algorithm's scales": (
+            quantization(quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
+            "shapes",
+            "weight_scale",
+        ),
+        "a head that is not kept": (quantization(ignore=[]), "targets", "lm_head"),
+        "a pattern that keeps what is quantized": (
+            quantization(ignore=["lm_head", "*layers.1.mlp*"]),
+            "targets",
+            DOWN,
+        ),
+        "a scale upside down": (inverted(f"{DOWN}.weight_scale"), "values", f"{DOWN}.weight_scale"),
+        "inputs of one layer scaled otherwise": (scaled(f"{V}.input_scale", 0.1), "fusion", "input_scale"),
+        "a layer that is not quantized": (unquantized(DOWN, (256, 512)), "targets", DOWN),
+        "a weight too short": (put(f"{DOWN}.weight", lambda value: value[:200]), "shapes", f"{DOWN}.weight"),
+        "a scale of inputs far too large": (
+            scaled(f"{DOWN}.input_scale", 1e6),
+            "values",
+            f"{DOWN}.input_scale",
+        ),
+    },
+    "modelopt-nvfp4": {
+        "no second scale": (drop(f"{DOWN}.weight_scale_2"), "completeness", f"{DOWN}.weight_scale_2"),
+        "a second scale upside down": (
+            inverted(f"{DOWN}.weight_scale_2"),
+            "values",
+            f"{DOWN}.weight_scale_2",
+        ),
+        "a second scale of another layer": (scaled(f"{K}.weight_scale_2", 2), "fusion", "weight_scale_2"),
+        "a second scale that is zero": (
+            filled(f"{DOWN}.weight_scale_2", 0.0),
+            "values",
+            f"{DOWN}.weight_scale_2",
+        ),
+        "inputs of one layer scaled otherwise": (scaled(f"{Q}.input_scale", 2), "fusion", "input_scale"),
+        "no scale of inputs": (drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
+        "scales as bytes": (
+            put(f"{DOWN}.weight_scale", lambda value: value.view(torch.uint8)),
+            "shapes",
+            f"{DOWN}.weight_scale",
+        ),
+        "a scale that is NaN": (
+            filled(f"{DOWN}.weight_scale", float("nan")),
+            "values",
+            f"{DOWN}.weight_scale",
+        ),
+        "groups of 32": (quantization(group_size=32), "config", "group_size"),
+        "no algorithm": (quantization(quant_algo=None), "config", "quant_algo"),
+        "a head that is not kept": (quantization(ignore=["other"]), "targets", "lm_head"),
+        "one byte a code": (
+            put(f"{GATE}.weight", lambda value: value.repeat(1, 2)),
+            "shapes",
+            f"{GATE}.weight",
+        ),
+        "a scale of keys that is zero": (filled(f"{K}.k_scale", 0.0), "kv_cache", "k_scale"),
+        "weights only, without a list": (quantization(quant_algo="W4A8_NVFP4_FP8"), "config", "quant_algo"),
+    },
+}
+CASES = [(method, name) for method, changes in SPOILED.items() for name in changes]
+
+
+def found(root: Path, *, severity: str = "error") -> list[Finding]:
+    return [each for each in problems(root) if each.severity == severity]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_sound_checkpoint_has_no_finding(written: Written, name: str) -> None:
+    assert problems(written(name)) == []
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_a_spoiled_checkpoint_is_found(written: Written, tmp_path: Path, method: str, name: str) -> None:
+    change, family, where = SPOILED[method][name]
+    findings = found(spoiled(written(method), tmp_path / "spoiled", change))
+    assert any(each.check == family and where in each.where for each in findings), findings
+    assert not any("weight_packed" in each.where or each.check == "internal" for each in findings), findings
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A micro Qwen3 MoE; read it, never write to it."""
+    return save_family(
+        "qwen3-moe",
+        tmp_path_factory.mktemp("experts") / "model",
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
+
+
+def routed(name: str, source: Path, folder: Path) -> Path:
+    """The model with experts by a method, whose list names what its producers keep."""
+    gates: list[Json] = [f"model.layers.{number}.mlp.gate" for number in range(2)]
+    lists: Mapping[str, dict[str, Json]] = {
+        "fp8-block": {"modules_to_not_convert": gates},
+        "modelopt-nvfp4": {"ignore": ["lm_head", *gates]},
+    }
+    return write(name, source, folder, **lists.get(name, {}))
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8-block", "modelopt-nvfp4"])
+def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, name: str) -> None:
+    sound = routed(name, experts, tmp_path / "sound")
+    assert problems(sound) == []
+    expert = f"{LAYER}.mlp.experts.1.gate_proj"
+    scale = {"gptq": "scales", "awq": "scales", "fp8-block": "weight_scale_inv"}.get(name, "weight_scale_2")
+    (finding,) = found(spoiled(sound, tmp_path / "spoiled", drop(f"{expert}.{scale}")))
+    assert (finding.check, finding.where) == ("completeness", f"{expert}.{scale}")
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8-block", "fp8-static", "modelopt-nvfp4"])
+def test_weights_are_compared_with_the_source(
+    written: Written, llama: Path, tmp_path: Path, name: str
+) -> None:
+    up, gate = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.gate_proj"
+    codes = "qweight" if name in ("gptq", "awq") else "weight"
+    wrong = spoiled(written(name), tmp_path / "wrong", swap(f"{up}.{codes}", f"{gate}.{codes}"))
+    ran = vexport("check", written(name), wrong, "--source", llama, "--format", "json", "--quiet")
+    right, swapped = json.loads(ran.stdout)
+    assert (ran.code, right["ok"], swapped["ok"]) == (1, True, False)
+    errors = {each["where"] for each in swapped["findings"] if each["severity"] == "error"}
+    assert errors == {up, gate}
+
+
+def test_what_harms_nothing_is_a_warning(written: Written, tmp_path: Path) -> None:
+    """vLLM reads neither zero points of symmetric codes nor the order of columns, other loaders do."""
+    mislabelled = spoiled(written("gptq"), tmp_path / "v2", quantization(checkpoint_format="gptq_v2"))
+    assert {each.severity for each in problems(mislabelled)} == {"warning"}
+    assert "gptq stores them" in problems(mislabelled)[0].got
+    without = spoiled(written("gptq"), tmp_path / "less", drop(f"{DOWN}.qzeros", f"{DOWN}.g_idx"))
+    (finding,) = problems(without)
+    assert (finding.severity, finding.where) == ("warning", f"{DOWN}.qzeros")
+
+
+def test_the_older_file_of_modelopt_is_judged(written: Written, tmp_path: Path) -> None:
+    def move(folder: Path) -> None:
+        whole = json.loads((folder / "config.json").read_text())
+        inner = {
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head"],
+        }
+        del whole["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(whole))
+        older = {"producer": {"name": "modelopt"}, "quantization": inner}
+        (folder / "hf_quant_config.json").write_text(json.dumps(older))
+
+    older = spoiled(written("modelopt-nvfp4"), tmp_path / "older", move)
+    assert problems(older) == []
+    file = older / "hf_quant_config.json"
+    content = json.loads(file.read_text())
+    del content["quantization"]["group_size"]
+    file.write_text(json.dumps(content))
+    (finding,) = found(older)
+    assert (finding.check, "no group_size" in finding.got) == ("config", True)
+
+
+def test_each_method_is_one_of_a_producer() -> None:
+    assert {*METHODS} <= {*PRODUCERS}
+
+
+# What of the spoiled ones a load without values sees, with what it says of each.
+REFUSED = {
+    "gptq": (
+        "groups of 16",
+        "columns in order of activation",
+        "zero points that vLLM refuses",
+        "no scales",
+        "no number of bits",
+        "a part that is not quantized",
+    ),
+    "awq": ("other bits", "no zero points", "zero points the other way", "a list that keeps a part"),
+    "fp8-block": (
+        "static inputs",
+        "half a block",
+        "no scales",
+        "a layer that is not quantized",
+        "a list that keeps what is quantized",
+    ),
+    "fp8-static": ("no scale of inputs", "a weight in e5m2"),
+    "modelopt-fp8": ("another algorithm", "a head that is not kept", "a weight too short"),
+    "modelopt-nvfp4": ("no second scale", "scales as bytes", "no algorithm", "one byte a code"),
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_loads_the_sound_and_refuses_the_spoiled(
+    written: Written, experts: Path, tmp_path: Path
+) -> None:
+    """On an SM 90, by vLLM's own classes and loaders."""
+    sound = [*map(written, CHECKPOINTS)]
+    sound += [
+        routed(name, experts, tmp_path / name) for name in ("gptq", "awq", "fp8-block", "modelopt-nvfp4")
+    ]
+    broken = [
+        spoiled(written(method), tmp_path / f"{method}-{number}", SPOILED[method][name][0])
+        for method, names in REFUSED.items()
+        for number, name in enumerate(names)
+    ]
+    ran = vexport("load", "--dry", *sound, *broken, "--sm", "90", "--format", "json", "--quiet")
+    answers = {answer["checkpoint"]: answer for answer in json.loads(ran.stdout)}
+    assert {path for path in map(str, sound) if answers[path]["findings"]} == set()
+    assert {path for path in map(str, broken) if answers[path]["ok"]} == set()

@@ -1,0 +1,66 @@
+"""The quantization methods that configs name: who writes them, and which one a config is of."""
+
+from collections.abc import Mapping
+
+from vexport.types import Json
+
+METHOD = "compressed-tensors"
+# What a config of another method may have and one of compressed-tensors never has.
+FOREIGN_KEYS = ("quant_algo", "quantization", "packing_format", "global_quant_config", "producer")
+MODELOPT = "NVIDIA ModelOpt"
+_AUTOAWQ = "convert it with compressed-tensors' AutoAWQConverter"
+_MODELOPT = "convert NVFP4 with compressed-tensors' ModelOptNvfp4Converter"
+FROM_SOURCE = "quantize from the source (`vexport quantize`)"
+# The methods by their names in configs: who writes them, and how a checkpoint in compressed-tensors is had.
+PRODUCERS: Mapping[str, tuple[str, str]] = {
+    "auto-round": ("AutoRound", "export it again with AutoRound's format llm_compressor"),
+    "auto_awq": ("AutoAWQ", _AUTOAWQ),
+    "auto_gptq": ("AutoGPTQ", FROM_SOURCE),
+    "awq": ("AutoAWQ, AutoRound or GPTQModel", _AUTOAWQ),
+    "bitsandbytes": ("bitsandbytes", FROM_SOURCE),
+    "fbgemm_fp8": ("FBGEMM", FROM_SOURCE),
+    "fp8": ("a model that is published in FP8, such as DeepSeek's", FROM_SOURCE),
+    "fp_quant": ("FP-Quant", FROM_SOURCE),
+    "gguf": ("llama.cpp", FROM_SOURCE),
+    "gptq": ("GPTQModel, AutoGPTQ or AutoRound", FROM_SOURCE),
+    "inc": ("Intel Neural Compressor", "export it again with AutoRound's format llm_compressor"),
+    "modelopt": (MODELOPT, _MODELOPT),
+    "modelopt_fp4": (MODELOPT, _MODELOPT),
+    "modelopt_mixed": (MODELOPT, FROM_SOURCE),
+    "modelopt_mxfp8": (MODELOPT, FROM_SOURCE),
+    "mxfp4": ("OpenAI's gpt-oss", FROM_SOURCE),
+    "mxfp8": ("a model that is published in MXFP8", FROM_SOURCE),
+    "quark": ("AMD Quark", FROM_SOURCE),
+    "torchao": ("TorchAO", FROM_SOURCE),
+}
+# Those that `PINNED` has not (QuantizationMethods in model_executor/layers/quantization/__init__.py, and
+# what `override_quantization_method` of its classes takes for one of them).
+UNKNOWN_TO_VLLM = frozenset({"bitsandbytes", "gguf"})
+
+
+def method_name(config: Mapping[str, Json]) -> str | None:
+    """The name of the method, where a config is plainly not one of compressed-tensors.
+
+    A config with compressed-tensors' keys is its own, whatever method it names: that is a mistake.
+    """
+    if is_ours(config):
+        return None
+    method = config.get("quant_method")
+    if not isinstance(method, str):
+        return "modelopt" if _is_modelopt(config) else None
+    name = method.lower().replace("_", "-")
+    listed = next((producer for producer in PRODUCERS if producer.replace("_", "-") == name), None)
+    return listed or (None if name == METHOD else method)
+
+
+def is_ours(config: Mapping[str, Json]) -> bool:
+    """Whether the keys of a config are compressed-tensors': groups with a format, and nobody else's."""
+    groups = isinstance(config.get("config_groups"), dict) and isinstance(config.get("format"), str)
+    return groups and not any(key in config for key in FOREIGN_KEYS)
+
+
+def _is_modelopt(config: Mapping[str, Json]) -> bool:
+    """Whether ModelOpt wrote a config without a method (_normalize_quantization_config)."""
+    producer = config.get("producer")
+    named = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    return named or isinstance(config.get("quantization"), dict)

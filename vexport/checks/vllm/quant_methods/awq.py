@@ -1,0 +1,139 @@
+"""`awq`: integers of 4 bits with zero points, packed along the outputs in AutoAWQ's order.
+
+Source: vllm/model_executor/layers/quantization/auto_awq.py.
+"""
+
+from collections.abc import Mapping, Set
+from functools import partial
+
+import numpy as np
+
+from vexport.checkpoint.derived import Derived
+from vexport.checkpoint.reader import Reader
+from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, QuantMethod, Translation
+from vexport.checks.vllm.quant_methods.gptq import (
+    PACKED_NAMES,
+    Array,
+    bits_of,
+    integer_group,
+    packed,
+    shape_tensor,
+    transposed_scales,
+    transposed_words,
+    unpacked,
+)
+from vexport.checks.vllm.quant_methods.names import contains_listed
+from vexport.formats.arguments import Arguments
+from vexport.formats.base import GpuSupport, Parameter
+from vexport.formats.integer import PackedIntegers
+from vexport.numerics.constants import INT32_BITS
+from vexport.types import Json, TensorInfo
+
+SOURCE = "auto_awq.py"
+BITS = 4
+CODES = INT32_BITS // BITS
+# The place in a word of each of its eight codes (_REVERSE_AWQ_PACK_ORDER).
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+LAYOUT = "gemm"
+
+
+class Awq(MethodFormat, PackedIntegers):
+    """qweight (in, out/8), qzeros (groups, out/8), scales (groups, out)."""
+
+    name = "awq"
+    weight = "qweight"
+    names = PACKED_NAMES
+    transposed = True
+
+    def refusal(self, args: Arguments) -> str | None:
+        bits = args.weights.num_bits
+        return None if bits == BITS else f"{bits} bits: vLLM runs {BITS}"
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "AutoAWQLinearMethod"
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        return transposed_words(args, shape, packed_by="out")
+
+    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+        codes = stored.get(self.weight)
+        if codes is None or len(codes.shape) != 2:
+            return None
+        return codes.shape[1] * CODES, codes.shape[0]
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        return GpuSupport(input_bits={75: 16}, stored_bits=16)
+
+    def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
+        """Codes and zero points in words along the inputs and outputs, in the plain order."""
+        shape = self.shape(args, stored)
+        assert shape is not None
+        codes, zeros = stored["qweight"], stored["qzeros"]
+        return {
+            "weight_packed": Derived(
+                dtype="I32",
+                shape=(shape[0], shape[1] // CODES),
+                sources=(codes,),
+                rows=partial(_repacked, codes),
+            ),
+            "weight_scale": transposed_scales(stored["scales"]),
+            "weight_zero_point": Derived(
+                dtype="I32",
+                shape=(zeros.shape[1], zeros.shape[0]),
+                sources=(zeros,),
+                rows=partial(_zero_points, zeros),
+            ),
+            "weight_shape": shape_tensor(shape, codes),
+        } | {name: stored[name] for name in ("bias",) if name in stored}
+
+
+def _repacked(codes: TensorInfo, reader: Reader, rows: slice) -> Array:
+    """Some rows (outputs) of the weight, in words along the inputs."""
+    chosen = np.arange(codes.shape[1] * CODES)[rows]
+    words, places = np.divmod(chosen, CODES)
+    shifts = (np.asarray(PLACES)[places] * BITS).astype(np.uint32)
+    values = (bits_of(reader, codes)[:, words].astype(np.uint32) >> shifts) & np.uint32(15)
+    return packed(values, BITS).T
+
+
+def _zero_points(zeros: TensorInfo, reader: Reader, rows: slice) -> Array:
+    return packed(unpacked(bits_of(reader, zeros), BITS, PLACES).T, BITS)[rows]
+
+
+def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
+    """The method as vLLM reads it: without a list, layers that are stored unquantized are kept."""
+    config = Config(values, SOURCE)
+    bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")
+    if config.required("zero_point") is False:
+        expected = "true: without zero points vLLM's kernels differ in what they take for the middle"
+        config.wrong("zero_point", expected, "false", "quantize with zero points, or by another method")
+    for key, value in (("bits", bits), ("group_size", size)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            config.wrong(key, "a number", repr(value))
+    version = str(values.get("version", LAYOUT)).lower()
+    if version != LAYOUT:
+        expected = f"{LAYOUT}: vLLM reads every checkpoint as packed by AutoAWQ's WQLinear_GEMM"
+        config.wrong("version", expected, version, "export it again as gemm")
+    kept = config.names("modules_to_not_convert")
+    group = integer_group(
+        "awq",
+        Awq(),
+        bits=bits if isinstance(bits, int) and 0 < bits <= 8 else BITS,
+        size=size if isinstance(size, int) else -1,
+        symmetric=False,
+    )
+
+    def group_of(layer: str, name: str) -> MethodGroup | None:
+        if not kept:
+            return group if layer.endswith(".experts") or name in quantized else None
+        return None if contains_listed(layer, kept) or contains_listed(name, kept) else group
+
+    return QuantMethod(
+        name="awq",
+        source=SOURCE,
+        skip_key="modules_to_not_convert",
+        groups=(group,),
+        group_of=group_of,
+        quantizes_head=values.get("lm_head") is True,
+        problems=tuple(config.problems),
+    )

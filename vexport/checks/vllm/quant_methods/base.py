@@ -1,0 +1,149 @@
+"""What a quantization method answers: how vLLM reads its config, and what its layers are in
+compressed-tensors' terms.
+
+Names and layouts of stored tensors are a `Format`, so that completeness, shapes and devices are judged as for
+compressed-tensors. What looks at numbers (values, fusion, the comparison with the source) sees each layer
+translated: most tensors by another name, some computed from the stored ones.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vexport.checkpoint.derived import Derived, renamed
+from vexport.checkpoint.reader import Reader
+from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.formats.arguments import Arguments
+from vexport.formats.base import Format, Parameter
+from vexport.types import Json, Severity, TensorInfo
+
+# What a layer's tensors are in compressed-tensors: the same bytes under another name, or computed ones.
+Translation = Mapping[str, TensorInfo | Derived]
+Kept = Literal["all", "some", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that is wrong at a key of the quantization config, or with a layer's tensor."""
+
+    where: str
+    expected: str
+    got: str
+    fix: str
+    severity: Severity = "error"
+
+
+class MethodFormat(Format):
+    """The storage of a layer by another method; `names` are its names for compressed-tensors' tensors.
+
+    Comes before the compressed-tensors format that it resembles, whose answers it renames.
+    """
+
+    names: Mapping[str, str] = {}
+    # Those of compressed-tensors' that are the reciprocals of what is stored.
+    reciprocals: frozenset[str] = frozenset()
+
+    def matches(self, args: Arguments, stored_as: str) -> bool:
+        """vLLM picks it by the method, never for a config group."""
+        return False
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        renamed_parameters = super().parameters(args, shape)  # type: ignore[safe-super]
+        return {self.names.get(name, name): form for name, form in renamed_parameters.items()}
+
+    def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
+        """A layer's tensors by compressed-tensors' names; `stored` are as `parameters` says."""
+        ours = {name: own for own, name in self.names.items()}
+        shape = self.shape(args, stored)
+        assert shape is not None
+        wanted = super().parameters(args, shape)  # type: ignore[safe-super]
+        return {
+            own: renamed(tensor, own, wanted[own].shape if own in wanted else None)
+            for name, tensor in stored.items()
+            if (own := ours.get(name, name)) and name not in self.unread
+        }
+
+    def unusable(
+        self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
+    ) -> Iterator[Problem]:
+        """What vLLM passes over in a layer's tensors and should not, or other loaders read otherwise."""
+        yield from ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodGroup(ConfigGroup):
+    """How a method quantizes some layers: its storage, and what that is in compressed-tensors."""
+
+    stored_as: MethodFormat
+    translated_format: str
+
+    @property
+    def storage(self) -> Format:
+        return self.stored_as
+
+    @property
+    def refusal(self) -> str | None:
+        return self.stored_as.refusal(self)
+
+    @property
+    def translated(self) -> ConfigGroup:
+        """The same group in compressed-tensors."""
+        return ConfigGroup(
+            name=self.name,
+            targets=self.targets,
+            weights=self.weights,
+            input_activations=self.input_activations,
+            format=self.translated_format,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantMethod:
+    """A quantization config of another method as vLLM reads it.
+
+    `group_of` answers for vLLM's name of a layer and the name of one of its members, both those of the routed
+    experts of a layer: None where vLLM keeps it. `skip_key` names the list that keeps layers;
+    `quantizes_head` says whether the output head is quantized where that list does not name it; `source` is
+    vLLM's file.
+    """
+
+    name: str
+    source: str
+    skip_key: str
+    groups: Sequence[MethodGroup]
+    group_of: Callable[[str, str], MethodGroup | None]
+    quantizes_head: bool = False
+    kv_cache: bool = False
+    problems: Sequence[Problem] = field(default_factory=tuple)
+
+
+class Config:
+    """A quantization config that is read key by key; what is wrong with it is collected in `problems`."""
+
+    def __init__(self, values: Mapping[str, Json], source: str) -> None:
+        self.values = values
+        self.problems: list[Problem] = []
+        self._source = source
+
+    def required(self, *keys: str) -> Json:
+        """The value of the first key that is there (get_from_keys); a problem where that is none."""
+        key = next((key for key in keys if key in self.values), None)
+        value = self.values[key] if key is not None else None
+        if value is None:
+            got = "no such key" if key is None else "null"
+            self.wrong(keys[0], f"the key, without which vLLM does not start ({self._source})", got)
+        return value
+
+    def names(self, *keys: str) -> tuple[str, ...]:
+        """The first list of names that is not empty."""
+        for key in keys:
+            value = self.values.get(key)
+            if value and (not isinstance(value, list) or not all(isinstance(each, str) for each in value)):
+                self.wrong(key, "a list of names", repr(value))
+            elif isinstance(value, list) and value:
+                return tuple(map(str, value))
+        return ()
+
+    def wrong(self, key: str, expected: str, got: str, fix: str = "correct it, or export again") -> None:
+        """Note a problem."""
+        self.problems.append(Problem(where=key, expected=expected, got=got, fix=fix))

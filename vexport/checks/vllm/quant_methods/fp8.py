@@ -1,0 +1,86 @@
+"""`fp8`: weights in e4m3 with a scale for each block (DeepSeek, Qwen) or one for all.
+
+Source: vllm/model_executor/layers/quantization/fp8.py.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+
+from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, QuantMethod
+from vexport.checks.vllm.quant_methods.names import is_listed
+from vexport.formats import FP8
+from vexport.formats.arguments import Arguments
+from vexport.formats.fp8 import Fp8
+from vexport.formats.schemes import get_scheme
+from vexport.types import Json
+
+SOURCE = "fp8.py"
+SCHEMES = ("static", "dynamic")
+BLOCK = (128, 128)
+
+
+class NativeFp8(MethodFormat, Fp8):
+    """One scale for the tensor: weight_scale, and input_scale where inputs are static."""
+
+    name = "fp8"
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "Fp8LinearMethod"
+
+
+class NativeFp8Block(NativeFp8):
+    """A scale for each block, weight_scale_inv, which is multiplied in spite of its name."""
+
+    names = {"weight_scale": "weight_scale_inv"}
+
+
+def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
+    """The method as vLLM reads it; the output head is never quantized."""
+    config = Config(values, SOURCE)
+    scheme, block = config.required("activation_scheme"), values.get("weight_block_size")
+    if scheme not in (*SCHEMES, None):
+        config.wrong("activation_scheme", " or ".join(SCHEMES), repr(scheme))
+    if block is not None and not _is_block(block):
+        config.wrong("weight_block_size", "two numbers of rows and columns, or none", repr(block))
+    elif block is not None and scheme == "static":
+        config.wrong("activation_scheme", "dynamic, with weights in blocks", "static")
+    if values.get("store_dtype") is not None:
+        expected = "experts in FP8: vLLM reads others as MXFP4, which vexport does not judge"
+        config.wrong("store_dtype", expected, repr(values["store_dtype"]), "ask vLLM with `vexport load`")
+    kept = config.names("ignored_layers", "modules_to_not_convert")
+    group = _group(block, static=scheme == "static")
+    return QuantMethod(
+        name="fp8",
+        source=SOURCE,
+        skip_key="modules_to_not_convert" if "modules_to_not_convert" in values else "ignored_layers",
+        groups=(group,),
+        group_of=lambda layer, name: None if layer in kept or is_listed(name, kept) else group,
+        problems=tuple(config.problems),
+    )
+
+
+def _is_block(block: Json) -> bool:
+    sides = block if isinstance(block, list) else []
+    return len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
+
+
+def _group(block: Json, *, static: bool) -> MethodGroup:
+    """Inputs are quantized by token, by block, or by a static scale."""
+    args = get_scheme("FP8_DYNAMIC" if block is None else "FP8_BLOCK").args
+    weights, inputs = args.weights, args.input_activations
+    if isinstance(block, list) and _is_block(block) and inputs is not None:
+        rows, columns = int(str(block[0])), int(str(block[1]))
+        weights = replace(weights, block_structure=(rows, columns))
+        inputs = replace(inputs, group_size=columns)
+    elif block is None:
+        weights = get_scheme("FP8").args.weights
+        inputs = get_scheme("FP8").args.input_activations if static else inputs
+    return MethodGroup(
+        name="fp8",
+        targets=("Linear",),
+        weights=weights,
+        input_activations=inputs,
+        format="fp8",
+        stored_as=NativeFp8() if block is None else NativeFp8Block(),
+        translated_format=FP8.name,
+    )

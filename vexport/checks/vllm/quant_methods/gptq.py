@@ -1,0 +1,322 @@
+"""`gptq`: integers packed along the inputs, scales and zero points of groups of them.
+
+Source: vllm/model_executor/layers/quantization/auto_gptq.py and utils/gptq_utils.py, which run symmetric
+codes only and look neither at zero points nor at g_idx.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from vexport.checkpoint.derived import Derived
+from vexport.checkpoint.reader import Reader
+from vexport.checks.vllm.quant_methods.base import (
+    Config,
+    MethodFormat,
+    MethodGroup,
+    Problem,
+    QuantMethod,
+    Translation,
+)
+from vexport.checks.vllm.quant_methods.names import contains_listed
+from vexport.formats import PACKED
+from vexport.formats.arguments import Arguments, QuantArgs
+from vexport.formats.base import FLOAT_SCALES, GpuSupport, Parameter
+from vexport.formats.integer import PackedIntegers
+from vexport.formats.parameters import exact, words
+from vexport.numerics.constants import INT32_BITS
+from vexport.types import Json, TensorInfo
+
+Array = npt.NDArray[np.generic]
+SOURCE = "auto_gptq.py"
+BITS, MARLIN_GROUPS = (4, 8), (-1, 32, 64, 128)
+# Groups of this name have zero points that are stored one less than they are (AutoGPTQ's first format).
+V1, V2 = "gptq", "gptq_v2"
+PACKED_NAMES = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
+
+
+class Gptq(MethodFormat, PackedIntegers):
+    """qweight (in*bits/32, out), scales (groups, out), qzeros (groups, out*bits/32), g_idx (in,)."""
+
+    name = V1
+    weight = "qweight"
+    names = PACKED_NAMES
+    unread = frozenset({"qzeros", "g_idx"})
+    transposed = True
+    # What is added to a stored zero point.
+    zero_offset = 1
+
+    def refusal(self, args: Arguments) -> str | None:
+        weights = args.weights
+        if not weights.symmetric or weights.num_bits not in BITS:
+            return (
+                f"{weights.num_bits} bits, sym {str(weights.symmetric).lower()}: vLLM runs symmetric 4 and 8"
+            )
+        if (weights.group or -1) not in MARLIN_GROUPS:
+            return f"group_size {weights.group}: vLLM runs {', '.join(map(str, MARLIN_GROUPS))}"
+        return None
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "AutoGPTQLinearMethod"
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        return transposed_words(args, shape, packed_by="in")
+
+    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+        codes = stored.get(self.weight)
+        if codes is None or len(codes.shape) != 2:
+            return None
+        return codes.shape[1], codes.shape[0] * INT32_BITS // args.weights.num_bits
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """Marlin and others, with inputs as they are (verify_marlin_supported)."""
+        return GpuSupport(input_bits={75: 16}, stored_bits=16)
+
+    def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
+        """Words of codes and scales transposed; zero points too, where the weight is not symmetric."""
+        shape = self.shape(args, stored)
+        assert shape is not None
+        codes, scales = stored["qweight"], stored["scales"]
+        tensors: dict[str, TensorInfo | Derived] = {
+            "weight_packed": Derived(
+                dtype="I32",
+                shape=(codes.shape[1], codes.shape[0]),
+                sources=(codes,),
+                rows=partial(_transposed, codes),
+            ),
+            "weight_scale": transposed_scales(scales),
+            "weight_shape": shape_tensor(shape, codes),
+        }
+        if not args.weights.symmetric:
+            zeros = stored["qzeros"]
+            tensors["weight_zero_point"] = Derived(
+                dtype="I32",
+                shape=(zeros.shape[1], zeros.shape[0]),
+                sources=(zeros,),
+                rows=partial(self._zero_points, zeros, args.weights.num_bits),
+            )
+        return tensors | {name: stored[name] for name in ("bias",) if name in stored}
+
+    def _zero_points(self, zeros: TensorInfo, bits: int, reader: Reader, rows: slice) -> Array:
+        """Zero points as they are used, in words along the outputs."""
+        values = unpacked(bits_of(reader, zeros), bits) + self.zero_offset
+        return packed(values.T.astype(np.int64), bits)[rows]
+
+    def unusable(
+        self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
+    ) -> Iterator[Problem]:
+        yield from self._order(args, stored, reader)
+        zeros, bits = stored.get("qzeros"), args.weights.num_bits
+        if zeros is None or zeros.dtype != "I32" or not zeros.num_bytes or len(zeros.shape) != 2:
+            return
+        values = unpacked(bits_of(reader, zeros), bits)
+        middle = 1 << (bits - 1)
+        least, most = int(values.min()), int(values.max())
+        if not args.weights.symmetric or least == most == middle - self.zero_offset:
+            return
+        if least == most and least in (middle - 1, middle):
+            other = V2 if self.zero_offset else V1
+            yield Problem(
+                where="qzeros",
+                expected=f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})",
+                got=f"{least}, as {other} stores them; vLLM does not read them, other loaders are off by one",
+                fix=f"set checkpoint_format to {other}",
+                severity="warning",
+            )
+        else:
+            yield Problem(
+                where="qzeros",
+                expected=f"{middle - self.zero_offset} in all zero points, as sym true says",
+                got=f"{least} to {most}, which vLLM does not read: it takes {middle} for all",
+                fix="quantize with sym, or `vexport convert` the checkpoint with its own zero points",
+            )
+
+    def _order(self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader) -> Iterator[Problem]:
+        """Groups that are not runs of columns."""
+        order, codes = stored.get("g_idx"), stored.get("qweight")
+        size = args.weights.group
+        if order is None or codes is None or size is None or not order.num_bytes:
+            return
+        groups = reader.array(order).reshape(-1)
+        if not np.array_equal(groups, np.arange(groups.size) // size):
+            yield Problem(
+                where="g_idx",
+                expected=f"groups of {size} columns that follow each other",
+                got="another order of columns (desc_act), which vLLM drops: it would take other scales",
+                fix="quantize without desc_act, or with static groups",
+            )
+
+
+class GptqV2(Gptq):
+    """The same with zero points as they are."""
+
+    name = V2
+    zero_offset = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """An entry of `dynamic`: layers by a pattern from their start, with their own group or none."""
+
+    pattern: re.Pattern[str]
+    group: MethodGroup | None
+
+
+def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
+    """The method as vLLM reads it: what is quantized follows from the tensors where no list says it."""
+    config = Config(values, SOURCE)
+    base = {key: config.required(key) for key in ("bits", "group_size", "desc_act", "sym")}
+    group = _group(config, base)
+    listed = tuple(_flat(values.get("modules_in_block_to_quantize"))) or tuple(sorted(quantized))
+    rules = tuple(_rules(config, base))
+
+    def group_of(layer: str, name: str) -> MethodGroup | None:
+        if not layer.endswith(".experts") and not contains_listed(name, listed):
+            return None
+        return next((rule.group for rule in rules if rule.pattern.match(layer)), group)
+
+    return QuantMethod(
+        name="gptq",
+        source=SOURCE,
+        skip_key="dynamic",
+        groups=(group, *(rule.group for rule in rules if rule.group)),
+        group_of=group_of,
+        quantizes_head=values.get("lm_head") is True,
+        problems=tuple(config.problems),
+    )
+
+
+def _group(config: Config, values: Mapping[str, Json], name: str = "gptq") -> MethodGroup:
+    bits, size = values.get("bits"), values.get("group_size")
+    for key, value in (("bits", bits), ("group_size", size)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            config.wrong(key, "a number", repr(value))
+    grouped = isinstance(size, int) and size > 0
+    if values.get("desc_act") is True and grouped:
+        fix = "quantize without desc_act, or with static groups"
+        config.wrong("desc_act", "false: vLLM orders no columns by activation (gptq_utils.py)", "true", fix)
+    stored_as = GptqV2() if config.values.get("checkpoint_format") == V2 else Gptq()
+    return integer_group(
+        name,
+        stored_as,
+        bits=bits if isinstance(bits, int) and 0 < bits <= 8 else 4,
+        size=size if isinstance(size, int) else -1,
+        symmetric=values.get("sym") is not False,
+    )
+
+
+def integer_group(
+    name: str, stored_as: MethodFormat, *, bits: int, size: int, symmetric: bool
+) -> MethodGroup:
+    """Weight-only integers in groups, or with a scale for each row."""
+    weights = QuantArgs(
+        num_bits=bits,
+        type="int",
+        symmetric=symmetric,
+        strategy="group" if size > 0 else "channel",
+        group_size=size if size > 0 else None,
+        observer="minmax",
+    )
+    return MethodGroup(
+        name=name,
+        targets=("Linear",),
+        weights=weights,
+        input_activations=None,
+        format=stored_as.name,
+        stored_as=stored_as,
+        translated_format=PACKED.name,
+    )
+
+
+def _rules(config: Config, base: Mapping[str, Json]) -> Iterator[Rule]:
+    """GPTQModel's overrides: `-:` keeps layers, `+:` or nothing gives them their own arguments."""
+    dynamic = config.values.get("dynamic")
+    for number, (pattern, changes) in enumerate(dynamic.items() if isinstance(dynamic, dict) else ()):
+        try:
+            compiled = re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
+        except re.error as error:
+            config.wrong(f"dynamic.{pattern}", "a regular expression", str(error))
+            continue
+        kept = pattern.startswith("-:") or not isinstance(changes, dict)
+        own = None if kept or not isinstance(changes, dict) else {**base, **changes}
+        yield Rule(
+            pattern=compiled, group=None if own is None else _group(config, own, f"gptq dynamic {number}")
+        )
+
+
+def _flat(listed: Json) -> Iterator[str]:
+    for each in listed if isinstance(listed, list) else ():
+        yield from _flat(each) if isinstance(each, list) else (str(each),)
+
+
+def transposed_words(args: Arguments, shape: tuple[int, int], *, packed_by: str) -> Mapping[str, Parameter]:
+    """qweight, qzeros and scales of a layer (out, in), inputs first; codes packed along one side."""
+    out_features, in_features = shape
+    bits, groups = args.weights.num_bits, in_features // (args.weights.group or in_features or 1)
+    codes = (
+        (words(in_features, bits), out_features)
+        if packed_by == "in"
+        else (in_features, words(out_features, bits))
+    )
+    return {
+        "qweight": exact("I32", codes, along=(0, 1)),
+        "qzeros": exact("I32", (groups, words(out_features, bits)), along=(0, 1)),
+        "scales": Parameter(
+            dtypes=FLOAT_SCALES,
+            shape=(groups, out_features),
+            dtype="BF16",
+            along=(0, 1) if groups > 1 else (1,),
+            in_model_dtype=True,
+        ),
+    }
+
+
+def transposed_scales(scales: TensorInfo) -> Derived:
+    """Scales (out, groups)."""
+    return Derived(
+        dtype=scales.dtype,
+        shape=(scales.shape[1], scales.shape[0]),
+        sources=(scales,),
+        rows=partial(_transposed, scales),
+    )
+
+
+def shape_tensor(shape: tuple[int, int], near: TensorInfo) -> Derived:
+    """`weight_shape`, by which compressed-tensors unpacks."""
+    values = np.asarray(shape, np.int64)
+    return Derived(dtype="I64", shape=(2,), sources=(near,), rows=lambda reader, rows: values[rows])
+
+
+def _transposed(tensor: TensorInfo, reader: Reader, rows: slice) -> Array:
+    """Columns of a stored tensor as rows, of any dtype, as bits."""
+    return bits_of(reader, tensor).T[rows]
+
+
+def bits_of(reader: Reader, tensor: TensorInfo) -> Array:
+    """A tensor's elements as unsigned numbers of their size."""
+    size = tensor.num_bytes // max(tensor.num_elements, 1)
+    bits: Array = np.frombuffer(reader.raw(tensor), f"<u{size}").reshape(tensor.shape)
+    return bits
+
+
+def unpacked(stored: Array, bits: int, order: Sequence[int] | None = None) -> npt.NDArray[np.uint8]:
+    """The codes in the words of each row; `order` gives the place in a word of each of its codes."""
+    count = INT32_BITS // bits
+    places = np.arange(count) if order is None else np.asarray(order)
+    whole = stored.astype(np.uint32, copy=False)[:, :, None] >> (places * bits).astype(np.uint32)
+    codes: npt.NDArray[np.uint8] = (whole & np.uint32((1 << bits) - 1)).astype(np.uint8)
+    return codes.reshape(stored.shape[0], -1)
+
+
+def packed(codes: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint32]:
+    """Words along the first dimension, the first code in the lowest bits."""
+    count = INT32_BITS // bits
+    parts = codes.astype(np.uint32).reshape(-1, count, codes.shape[1])
+    result = np.zeros((parts.shape[0], codes.shape[1]), np.uint32)
+    for place in range(count):
+        result |= parts[:, place] << np.uint32(place * bits)
+    return result

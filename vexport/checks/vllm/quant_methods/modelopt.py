@@ -1,0 +1,230 @@
+"""`modelopt`: FP8, NVFP4 and MXFP8 as NVIDIA ModelOpt stores them, also by layer.
+
+Source: vllm/model_executor/layers/quantization/modelopt.py.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from fnmatch import fnmatch
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vexport.checkpoint.derived import Derived
+from vexport.checkpoint.reader import Reader
+from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, QuantMethod, Translation
+from vexport.checks.vllm.quant_methods.names import contains_listed, is_listed
+from vexport.formats import FP8, MXFP8, NVFP4
+from vexport.formats.arguments import Arguments
+from vexport.formats.base import Format, GpuSupport, Parameter
+from vexport.formats.fp8 import Fp8
+from vexport.formats.mxfp import Mxfp8
+from vexport.formats.nvfp4 import Nvfp4
+from vexport.formats.schemes import get_scheme
+from vexport.numerics.constants import NVFP4_GROUP
+from vexport.types import Json, TensorInfo
+
+if TYPE_CHECKING:
+    from vexport.checks.vllm.quant_methods.gptq import Array
+
+SOURCE = "modelopt.py"
+NVFP4_ALGOS = ("NVFP4", "W4A16_NVFP4")
+MIXED = "MIXED_PRECISION"
+# Parts of names that are never quantized, whatever the list says.
+VISION = ("vision_tower", "vision_model", "vit_large_projector")
+# Keys without which the older file does not load in NVFP4.
+NVFP4_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
+
+
+class ModelOptFp8(MethodFormat, Fp8):
+    """weight, weight_scale and, per tensor, input_scale."""
+
+    name = "modelopt"
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "ModelOptLinearMethod"
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """Scales per channel are (out,), of blocks (rows, 1, columns, 1)."""
+        found = dict(super().parameters(args, shape))
+        scale = found["weight_scale"]
+        if args.weights.strategy == "channel":
+            found["weight_scale"] = replace(scale, shape=scale.shape[:1], along=(0,))
+        elif args.weights.strategy == "block":
+            rows, columns = scale.shape
+            found["weight_scale"] = replace(scale, shape=(rows, 1, columns, 1), along=(0,))
+        return found
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """The method refuses SM 75 (ModelOptFp8Config.get_min_capability)."""
+        support = super().gpu_support(args)
+        return replace(support, input_bits={max(80, sm): bits for sm, bits in support.input_bits.items()})
+
+
+class ModelOptNvfp4(MethodFormat, Nvfp4):
+    """weight (two codes a byte), weight_scale, weight_scale_2 = absmax/(448*6), input_scale likewise."""
+
+    name = "modelopt"
+    weight = "weight"
+    names = {
+        "weight_packed": "weight",
+        "weight_global_scale": "weight_scale_2",
+        "input_global_scale": "input_scale",
+    }
+    reciprocals = frozenset({"weight_global_scale", "input_global_scale"})
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "ModelOptLinearMethod"
+
+    def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
+        """Global scales are the reciprocals of what ModelOpt stores."""
+        tensors = dict(super().translated(args, stored))
+        for name in self.reciprocals & tensors.keys():
+            tensor = stored[self.names[name]]
+            tensors[name] = Derived(
+                dtype="F32", shape=(1,), sources=(tensor,), rows=partial(_reciprocal, tensor)
+            )
+        return tensors
+
+
+class WeightOnlyNvfp4(ModelOptNvfp4):
+    """W4A16_NVFP4: vLLM drops an input_scale of older exports."""
+
+    unread = frozenset({"input_scale"})
+
+
+class ModelOptMxfp8(MethodFormat, Mxfp8):
+    """weight and weight_scale as compressed-tensors has them."""
+
+    name = "modelopt"
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "ModelOptLinearMethod"
+
+
+# By ModelOpt's name of the algorithm: how it is stored, the preset that has its arguments, and its format.
+ALGOS: Mapping[str, tuple[MethodFormat, str, Format]] = {
+    "FP8": (ModelOptFp8(), "FP8", FP8),
+    "FP8_PER_CHANNEL_PER_TOKEN": (ModelOptFp8(), "FP8_DYNAMIC", FP8),
+    "FP8_PB_WO": (ModelOptFp8(), "FP8_BLOCK", FP8),
+    "NVFP4": (ModelOptNvfp4(), "NVFP4", NVFP4),
+    "W4A16_NVFP4": (WeightOnlyNvfp4(), "NVFP4A16", NVFP4),
+    "MXFP8": (ModelOptMxfp8(), "MXFP8", MXFP8),
+}
+
+
+def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
+    """1/x in float32, of its neighbours that whose own reciprocal, which vLLM computes with, is x."""
+    stored = reader.floats(tensor).reshape(-1).astype(np.float32)
+    one = np.float32(1)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        inverse = one / stored
+        for other in (np.nextafter(inverse, np.float32(0)), np.nextafter(inverse, np.float32(np.inf))):
+            inverse = np.where((one / inverse != stored) & (one / other == stored), other, inverse)
+    return inverse[rows]
+
+
+def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
+    """The method as vLLM reads it, from config.json or the older hf_quant_config.json."""
+    config = Config(values, SOURCE)
+    older = values.get("quantization")
+    inner: Mapping[str, Json] = older if isinstance(older, dict) else values
+    keys = "quantization." if isinstance(older, dict) else ""
+    algo = str(inner.get("quant_algo") or "").upper()
+    if algo not in (*ALGOS, MIXED):
+        expected = f"one of {', '.join((*ALGOS, MIXED))}, which vLLM runs"
+        config.wrong(f"{keys}quant_algo", expected, repr(inner.get("quant_algo")))
+    missing = [key for key in NVFP4_KEYS if key not in inner] if keys and algo in NVFP4_ALGOS else []
+    if missing:
+        config.wrong(keys.rstrip("."), f"{', '.join(NVFP4_KEYS)} of NVFP4", f"no {', '.join(missing)}")
+    size = inner.get("group_size")
+    if algo in NVFP4_ALGOS and size not in (None, NVFP4_GROUP):
+        config.wrong(f"{keys}group_size", f"{NVFP4_GROUP}, the groups of vLLM's kernels", repr(size))
+    if algo == "NVFP4" and _is_weight_only(values):
+        algo = "W4A16_NVFP4"
+    skip_key = "exclude_modules" if keys else "ignore"
+    listed = inner.get(skip_key, [])
+    if not isinstance(listed, list):
+        config.wrong(f"{keys}{skip_key}", "a list of names", repr(listed))
+    kept = tuple(map(str, listed)) if isinstance(listed, list) else ()
+    groups = {algo: _group(algo)} if algo in ALGOS else {}
+    layers = _layers(config, inner, keys) if algo == MIXED else {}
+    groups |= {each: _group(each) for each in layers.values()}
+
+    def group_of(layer: str, name: str) -> MethodGroup | None:
+        if is_excluded(layer, name, kept):
+            return None
+        return groups.get(_algo_of(layer, name, layers) if algo == MIXED else algo)
+
+    return QuantMethod(
+        name="modelopt",
+        source=SOURCE,
+        skip_key=f"{keys}{skip_key}",
+        groups=tuple(groups.values()),
+        group_of=group_of,
+        quantizes_head=True,
+        kv_cache=_has_fp8_cache(inner, older=bool(keys)),
+        problems=tuple(config.problems),
+    )
+
+
+def is_excluded(layer: str, name: str, kept: tuple[str, ...]) -> bool:
+    """Whether a layer is listed by its names, a part of vLLM's name, or a wildcard (is_layer_excluded)."""
+    if layer in kept or is_listed(name, kept) or contains_listed(layer, kept):
+        return True
+    wild = any(fnmatch(layer, entry) for entry in kept)
+    return wild or contains_listed(layer, VISION)
+
+
+def _group(algo: str) -> MethodGroup:
+    stored_as, preset, translated = ALGOS[algo]
+    args = get_scheme(preset).args
+    return MethodGroup(
+        name=algo,
+        targets=("Linear",),
+        weights=args.weights,
+        input_activations=args.input_activations,
+        format=f"modelopt {algo}",
+        stored_as=stored_as,
+        translated_format=translated.name,
+    )
+
+
+def _is_weight_only(values: Mapping[str, Json]) -> bool:
+    """Whether config groups say that no inputs are quantized (ModelOptNvFp4Config._from_config)."""
+    groups = values.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return False
+    return all(
+        isinstance(group, dict) and group.get("input_activations") is None for group in groups.values()
+    )
+
+
+def _has_fp8_cache(inner: Mapping[str, Json], *, older: bool) -> bool:
+    if older:
+        return str(inner.get("kv_cache_quant_algo")).upper() == "FP8"
+    scheme = inner.get("kv_cache_scheme")
+    return isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+
+
+def _layers(config: Config, inner: Mapping[str, Json], keys: str) -> dict[str, str]:
+    """The algorithm of each layer of a mixed checkpoint."""
+    listed, algos = inner.get("quantized_layers"), dict[str, str]()
+    if not isinstance(listed, dict) or not listed:
+        config.wrong(f"{keys}quantized_layers", f"the layers of {MIXED}", repr(listed))
+        return algos
+    for name, recipe in listed.items():
+        algo = str(recipe.get("quant_algo")).upper() if isinstance(recipe, dict) else "none"
+        if algo in ALGOS:
+            algos[name] = algo
+        else:
+            expected = f"one of {', '.join(ALGOS)}"
+            config.wrong(f"{keys}quantized_layers.{name}", expected, algo, "ask vLLM with `vexport load`")
+    return algos
+
+
+def _algo_of(layer: str, name: str, layers: Mapping[str, str]) -> str:
+    """By vLLM's name, the member's, or for experts that of what is below them (_resolve_quant_algo)."""
+    below = (algo for entry, algo in layers.items() if entry.startswith(f"{layer}."))
+    return layers.get(layer) or layers.get(name) or next(below, "")
