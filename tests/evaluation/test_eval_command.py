@@ -35,6 +35,26 @@ def test_options_that_do_not_fit_are_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--baseline", "b"), "Give --task NAME_OR_YAML, or --text DATA"),
+        (("--baseline", "b", "--task", "t", "--text", "x.txt"), "Give --task NAME_OR_YAML, or --text DATA"),
+        (("--baseline", "b", "--task", "t", "--text-rows", "9"), "--text-rows and --text-tokens need --text"),
+        (("--baseline", "b", "--text", "x.txt", "--stopping", "early"), "--stopping early needs tasks"),
+        (("--against", "a.json", "--text", "x.txt"), "--text needs --baseline SOURCE alone"),
+        (
+            ("--baseline", "b", "--accept", "a.json", "--text", "x.txt"),
+            "--text needs --baseline SOURCE alone",
+        ),
+    ],
+)
+def test_text_and_tasks_that_do_not_fit_are_refused(options: tuple[str, ...], message: str) -> None:
+    done = vexport("eval", "model", *options)
+    assert done.code == 2
+    assert message in done.stderr
+
+
 def test_the_help_names_the_limits_of_a_scenario() -> None:
     shown = " ".join(vexport("eval", "--help").stdout.split())
     assert f"in nats a token [default: {DEFAULT_KL_LIMIT:g}]" in shown

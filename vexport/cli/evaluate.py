@@ -11,7 +11,7 @@ from vexport.cli.completion import complete_task
 from vexport.cli.effects import note_unused
 from vexport.cli.engine import Interpreter, Session, interpreter_option, serve_options, session_options
 from vexport.cli.help import RenamedOption
-from vexport.cli.options import PATH, Answer, format_option
+from vexport.cli.options import PATH, POSITIVE, Answer, format_option
 from vexport.cli.prompting import PromptOptions, prompting_options
 from vexport.cli.verdicts import DriftOptions, VerdictOptions, drift_options, verdict_options
 from vexport.types import Verdict
@@ -47,6 +47,30 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What both models are asked: tasks, or text that they read."""
+
+    tasks: tuple[str, ...]
+    text: str | None
+    text_rows: int | None
+    text_tokens: int | None
+
+    def require_consistent(self, stopping: Stopping, comparison: Comparison) -> None:
+        """UsageError where options of `eval` do not go together."""
+        if bool(self.tasks) == bool(self.text):
+            raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
+        if self.text is None:
+            if self.text_rows or self.text_tokens:
+                raise click.UsageError("--text-rows and --text-tokens need --text.")
+            return
+        if stopping == "early":
+            raise click.UsageError("--stopping early needs tasks: text is read as a whole.")
+        if comparison.baseline is None or comparison.accept:
+            raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
+        note_unused(("margin", "gate"), "with --text: --kl-limit and --nll-limit decide")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """Where lm-eval's files go."""
 
@@ -70,11 +94,17 @@ class Results:
     "--task",
     "tasks",
     multiple=True,
-    required=True,
     metavar="NAME_OR_YAML",
     shell_complete=complete_task,
     help="lm-eval task; repeatable.",
 )
+@click.option(
+    "--text",
+    metavar="DATA",
+    help="Held-out text whose log-probabilities decide in the place of tasks, named like calibration data.",
+)
+@click.option("--text-rows", type=POSITIVE, metavar="N", help="Rows of the text [default: 32].")
+@click.option("--text-tokens", type=POSITIVE, metavar="N", help="Tokens of a row [default: 512].")
 @verdict_options
 @drift_options
 @click.option(
@@ -105,7 +135,7 @@ class Results:
 def evaluate(
     checkpoint: str,
     comparison: Comparison,
-    tasks: tuple[str, ...],
+    subject: Subject,
     verdict: VerdictOptions,
     drift: DriftOptions,
     stopping: Stopping,
@@ -127,12 +157,14 @@ def evaluate(
       vexport eval OUT --baseline MODEL --task gsm8k --margin 0.02
       vexport eval OUT --task gsm8k --accept accepted.json
       vexport eval NEXT --task gsm8k --against accepted.json
+      vexport eval OUT --baseline MODEL --text held-out.jsonl
     """
     from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
 
     prompts.require_consistent()
     comparison.require_consistent(stopping, drift)
+    subject.require_consistent(stopping, comparison)
     serve = session.serve(tp)
     require_engine((interpreter.vllm_python,))
     from vexport.evaluation.accepted import require_writable
@@ -143,7 +175,7 @@ def evaluate(
     with progress_display(quiet=answer.quiet) as on_progress:
         job = EvalJob(
             checkpoint=checkpoint,
-            settings=_settings(tasks, comparison.baseline, verdict, drift, stopping, prompts),
+            settings=_settings(subject, comparison.baseline, verdict, drift, stopping, prompts),
             folder=results.output_dir or Path("runs") / f"eval-{Path(checkpoint).name}",
             options=interpreter.options(serve, on_progress),
             overwrite=results.overwrite,
@@ -155,7 +187,7 @@ def evaluate(
 
 
 def _settings(
-    tasks: tuple[str, ...],
+    subject: Subject,
     baseline: str | None,
     verdict: VerdictOptions,
     drift: DriftOptions,
@@ -163,11 +195,21 @@ def _settings(
     prompts: PromptOptions,
 ) -> "Evaluate":
     """The options as what a scenario says under `evaluate`; InputErrors for values out of bounds."""
-    from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT, Evaluate, problems_at
+    from vexport.scenario import (
+        DEFAULT_KL_LIMIT,
+        DEFAULT_NLL_LIMIT,
+        DEFAULT_TEXT_ROWS,
+        DEFAULT_TEXT_TOKENS,
+        Evaluate,
+        problems_at,
+    )
 
     with problems_at("eval"):
         return Evaluate(
-            tasks=tasks,
+            tasks=subject.tasks,
+            text=subject.text,
+            text_rows=subject.text_rows or DEFAULT_TEXT_ROWS,
+            text_tokens=subject.text_tokens or DEFAULT_TEXT_TOKENS,
             baseline=baseline,
             margin=verdict.margin,
             alpha=verdict.alpha,

@@ -66,12 +66,13 @@ drift_options = stacked(
         "--kl-limit",
         type=click.FloatRange(0, min_open=True),
         metavar="NATS",
-        help="Warn where the mean KL to the baseline is more, in nats a token [default: 0.1].",
+        help="Warn, with --text fail, where the mean KL to the baseline is more, "
+        "in nats a token [default: 0.1].",
     ),
     click.option(
         "--nll-limit",
         type=click.FloatRange(0, min_open=True),
         metavar="NATS",
-        help="Warn where the NLL rises by more, in nats a token [default: 0.05].",
+        help="Warn, with --text fail, where the NLL rises by more, in nats a token [default: 0.05].",
     ),
 )

@@ -32,6 +32,8 @@ def prepare_cpu(arguments: EngineArguments) -> None:
     There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores.
     The engine's core runs in this process, and with it a single rank, unless cores are named for that one,
     which takes a process: every further process imports vLLM, 10 s each.
+    The core's process would compute on one thread (utils/torch_utils.py, set_torch_threads_for_runtime)
+    unless OMP_NUM_THREADS says otherwise: it is what computes here.
     """
     if arguments.get("enforce_eager"):
         # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
@@ -42,7 +44,8 @@ def prepare_cpu(arguments: EngineArguments) -> None:
     if ranks > 1 or binding in ("auto", "nobind"):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if ranks > _nodes() and binding == "auto":
-        os.environ[_BINDING] = "nobind"
+        os.environ[_BINDING] = binding = "nobind"
+    if ranks == 1 or binding == "nobind":
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 

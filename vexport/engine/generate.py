@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
 Report = Callable[[str, int, int], None]
+_ROWS_AT_ONCE = 16
 
 
 def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[Canary, ...]:
@@ -102,6 +103,32 @@ def write_logprobs(llm: "LLM", prompts: Sequence[Sequence[int]], path: Path, rep
     with atomic_path(path) as temporary:
         save_file(tensors, temporary)
     report("logprobs", len(prompts), len(prompts))
+
+
+def write_text_scores(llm: "LLM", rows: Sequence[Sequence[int]], path: Path, report: Report) -> None:
+    """Write what each token of the rows but the first costs, and the token that was likeliest in its place.
+
+    `path` becomes a safetensors file with `nll.0` (float32, nats) and `likeliest.0` (int64), both of shape
+    (len(row) - 1,), and so on for each row.
+    """
+    from vllm import SamplingParams, TokensPrompt
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    tensors: dict[str, torch.Tensor] = {}
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        report("text", start, len(rows))
+        some = rows[start : start + _ROWS_AT_ONCE]
+        prompts = [TokensPrompt(prompt_token_ids=list(row)) for row in some]
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        for number, (row, output) in enumerate(zip(some, outputs, strict=True), start):
+            found = [position for position in output.prompt_logprobs or () if position is not None]
+            costs = [-position[token].logprob for token, position in zip(row[1:], found, strict=True)]
+            best = [max(position, key=lambda token: position[token].logprob) for position in found]
+            tensors[f"nll.{number}"] = torch.tensor(costs, dtype=torch.float32)
+            tensors[f"likeliest.{number}"] = torch.tensor(best, dtype=torch.int64)
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary)
+    report("text", len(rows), len(rows))
 
 
 def dense(flat: "FlatLogprobs") -> torch.Tensor:

@@ -29,7 +29,8 @@ class SessionRequest:
     `arguments` are further ones of vLLM.
 
     `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
-    written there (see `worker`). `tasks` are lm-eval task names or YAML files; with any, `output` is the
+    written there (see `worker`). `text` are rows of token ids; what each token costs and the likeliest one go
+    to `text_file`. `tasks` are lm-eval task names or YAML files; with any, `output` is the
     folder for lm-eval's own result and sample files, and `lm_eval` says how they are asked. `limit` bounds
     the documents of each task, below 1 to a share of them. With
     `stopping_file` (a `vexport.evaluation.stopping.Stopping`) the evaluation ends when it is decided; with
@@ -49,6 +50,8 @@ class SessionRequest:
     canary_tokens: int = CANARY_TOKENS
     logprob_prompts: tuple[tuple[int, ...], ...] = ()
     logprobs_file: Path | None = None
+    text: tuple[tuple[int, ...], ...] = ()
+    text_file: Path | None = None
     tasks: tuple[str, ...] = ()
     include_paths: tuple[Path, ...] = ()
     lm_eval: LmEvalSettings = LmEvalSettings()
@@ -109,6 +112,7 @@ class SessionResult:
     engine: EngineInfo | None = None
     canaries: tuple[Canary, ...] = ()
     logprobs_file: Path | None = None
+    text_file: Path | None = None
     tasks: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     failure: EngineFailure | None = None

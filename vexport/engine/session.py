@@ -37,6 +37,8 @@ _FIXED_ENVIRONMENT = {
 }
 # Ours unless the caller chose otherwise. The KV cache is in whole GiB.
 _DEFAULT_ENVIRONMENT = {
+    # Threads that wait for each other sleep soon: on shared cores those that spin keep the others waiting.
+    "GOMP_SPINCOUNT": "10000",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }

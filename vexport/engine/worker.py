@@ -23,6 +23,7 @@ from pydantic import JsonValue, ValidationError
 
 from vexport.engine.cpu import cpu_defaults, prepare_cpu
 from vexport.engine.failures import one_line
+from vexport.engine.kept import KeptParts
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
 from vexport.engine.process import SESSION_FOLDER
 from vexport.errors import InputError, VexportError
@@ -105,23 +106,32 @@ def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks |
 
 
 def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnProgress) -> SessionResult:
+    """Everything but the tasks; not what an interrupted session was told already."""
     from vexport.engine.describe import describe
-    from vexport.engine.generate import run_canaries, write_logprobs
+    from vexport.engine.generate import run_canaries, write_logprobs, write_text_scores
 
-    seconds = dict(result.seconds)
-    result = replace(
-        result, engine=describe(llm, request.arguments, start_seconds=seconds["load"]), seconds=seconds
-    )
+    start = result.seconds["load"]
+    result = replace(result, engine=describe(llm, request.arguments, start_seconds=start))
+    kept = KeptParts(request, result)
     if request.canaries:
-        start = time.monotonic()
-        result = replace(result, canaries=run_canaries(llm, request, report))
-        seconds["canaries"] = time.monotonic() - start
-    if request.logprob_prompts and request.logprobs_file is not None:
-        start = time.monotonic()
-        write_logprobs(llm, request.logprob_prompts, request.logprobs_file, report)
-        result = replace(result, logprobs_file=request.logprobs_file)
-        seconds["logprobs"] = time.monotonic() - start
-    return result
+        if not kept.canaries:
+            start = time.monotonic()
+            canaries = run_canaries(llm, request, report)
+            kept.keep({"canaries": time.monotonic() - start}, canaries=canaries)
+        result = replace(result, canaries=kept.canaries)
+    if request.logprob_prompts and (file := request.logprobs_file) is not None:
+        if not kept.has(file):
+            start = time.monotonic()
+            write_logprobs(llm, request.logprob_prompts, file, report)
+            kept.keep({"logprobs": time.monotonic() - start}, file=file)
+        result = replace(result, logprobs_file=file)
+    if request.text and (file := request.text_file) is not None:
+        if not kept.has(file):
+            start = time.monotonic()
+            write_text_scores(llm, request.text, file, report)
+            kept.keep({"text": time.monotonic() - start}, file=file)
+        result = replace(result, text_file=file)
+    return replace(result, seconds={**result.seconds, **kept.seconds})
 
 
 def _load(arguments: EngineArguments, platform: str) -> "LLM":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from vexport.engine.prompts import Prompts
@@ -71,6 +71,12 @@ def measure_drift(baseline: Scored, candidate: Scored, *, limits: Limits) -> Dri
     )
 
 
+def mean_kls(baseline: Scored, candidate: Scored) -> list[float] | None:
+    """The mean KL of each prompt; None where one is not finite. Both were given the same tokens."""
+    kls = [float(kl_divergence(old, new).mean()) for _, old, new in _rows(baseline, candidate)]
+    return kls if all(map(math.isfinite, kls)) else None
+
+
 def drift_warnings(drift: Drift) -> tuple[str, ...]:
     """A sentence for each limit that is exceeded."""
     rise = drift.candidate_nll - drift.baseline_nll
@@ -88,10 +94,13 @@ def drift_warnings(drift: Drift) -> tuple[str, ...]:
 
 def _rows(baseline: Scored, candidate: Scored) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The predicted tokens (positions,) and both models' matrices (positions, vocabulary), by prompt."""
-    old, new = load_file(baseline.logprobs_file), load_file(candidate.logprobs_file)
-    for number, prompt in enumerate(baseline.prompts.tokens):
-        name = f"prompt.{number}"
-        yield torch.tensor(prompt[1:]), old[name], new[name]
+    with (
+        safe_open(baseline.logprobs_file, framework="pt") as old,
+        safe_open(candidate.logprobs_file, framework="pt") as new,
+    ):
+        for number, prompt in enumerate(baseline.prompts.tokens):
+            name = f"prompt.{number}"
+            yield torch.tensor(prompt[1:]), old.get_tensor(name), new.get_tensor(name)
 
 
 def _texts(side: Scored) -> Iterator[tuple[str, list[str]]]:

@@ -13,7 +13,7 @@ def scheme_points(reports: Sequence[Report]) -> tuple[SchemePoint, ...]:
 
 def _point(number: int, report: Report) -> SchemePoint:
     plan, drift = report.plan, report.drift
-    loss = _loss(report.verdict) if report.verdict else None
+    loss = _loss(report.verdict) if report.verdict and report.verdict.tasks else None
     return SchemePoint(
         digest=drift.digest if drift else "",
         number=number,

@@ -1,15 +1,16 @@
 """The documents of tasks: fetched before any engine starts, and what to say where they cannot be had."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.checkpoint.hub.failures import diagnose
-from vexport.checkpoint.hub.names import HubName
+from vexport.checkpoint.hub.failures import diagnose, downloaded, is_network_error
+from vexport.checkpoint.hub.names import OFFLINE_DATA, HubName, offline_variable
 from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import run_worker, session_error
+from vexport.errors import EnvironmentFault, InputError, VexportError, raise_all
 from vexport.evaluation.tasks import is_local_dataset, reads_hub
 from vexport.types import PROGRESS_DETAIL, OnProgress
 
@@ -21,9 +22,9 @@ STAGE = "task data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """What the worker answers: nothing, or why a task's data cannot be had."""
+    """What the worker answers: why the data of tasks cannot be had, each data set once."""
 
-    problem: InputProblem | None = None
+    problems: tuple[InputProblem, ...] = ()
 
 
 def fetch_task_data(
@@ -48,8 +49,35 @@ def fetch_task_data(
         extra={},
         on_progress=on_progress,
     )
-    if fetched.problem is not None:
-        raise session_error(fetched.problem)
+    errors = [session_error(problem) for problem in fetched.problems]
+    raise_all([error for error in errors if isinstance(error, InputError)])
+    if len(errors) > 1:
+        raise _joined(errors)
+    for error in errors:
+        raise error
+
+
+def _joined(errors: Sequence[VexportError]) -> EnvironmentFault:
+    """The faults of several data sets as one, with what to do about each of them."""
+    first, *others = errors
+    return EnvironmentFault(
+        f"{len(errors)} data sets of the tasks: {', '.join(error.where for error in errors)}",
+        got=first.got,
+        need=first.need,
+        fix="; ".join([first.fix, *(error.fix.rpartition(": ")[2] for error in others)]),
+    )
+
+
+def _read_copy(
+    task: "ConfigurableTask", copy: str, kwargs: Mapping[str, object] | None, read: Callable[..., None]
+) -> None:
+    """Read what `hf download` has brought: `datasets` itself finds only what it has read before."""
+    name = task.DATASET_PATH
+    task.DATASET_PATH = copy
+    try:
+        read(task, {key: value for key, value in (kwargs or {}).items() if key != "revision"})
+    finally:
+        task.DATASET_PATH = name
 
 
 @contextmanager
@@ -70,6 +98,10 @@ def explained_downloads(on_progress: OnProgress, done: int, total: int) -> Itera
             name = HubName(id=dataset, revision=str(revision) if revision else None)
             if is_local_dataset(dataset, dataset_kwargs):
                 raise
+            is_cut_off = offline_variable(OFFLINE_DATA) or is_network_error(error)
+            if is_cut_off and (copy := downloaded(name, "dataset")) is not None:
+                _read_copy(self, copy, dataset_kwargs, original)
+                return
             if (cause := diagnose(error, name, "dataset")) is not None:
                 raise cause from error
             raise

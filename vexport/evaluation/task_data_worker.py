@@ -5,9 +5,10 @@ It builds the tasks once; imports lm-eval and datasets, but no vLLM.
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from vexport.engine.messages import SessionRequest
+from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.worker import end_with_parent, input_problem, reporter
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.evaluation.lm_eval_runner import load_tasks, task_manager
@@ -26,25 +27,29 @@ def main(arguments: list[str]) -> int:
     """Read the request, fetch, write the result; 0 whenever there is a result to read."""
     request_file, result_file = (Path(argument) for argument in arguments)
     end_with_parent()
+    problems: dict[InputProblem, None] = {}
     try:
-        fetch(from_json(SessionRequest, request_file), reporter())
-        result = Fetched()
+        for error in fetch(from_json(SessionRequest, request_file), reporter()):
+            problems[input_problem(error)] = None
     except VexportError as error:
-        result = Fetched(problem=input_problem(error))
-    write_text(result_file, to_json(result))
+        problems[input_problem(error)] = None
+    write_text(result_file, to_json(Fetched(problems=tuple(problems))))
     return 0
 
 
-def fetch(request: SessionRequest, report: OnProgress) -> None:
-    """Build every task once, which downloads its documents. Raises as `fetch_task_data`."""
+def fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:
+    """Build every task once, which downloads its documents; yield why those of a task cannot be had."""
     if importlib.util.find_spec("lm_eval") is None:
         fix = "install it there with `pip install lm-eval`"
         raise EnvironmentFault(sys.executable, got="no module lm_eval", need="lm-eval", fix=fix)
     report(STAGE, 0, len(request.tasks))
     manager = task_manager(request)
     for number, task in enumerate(request.tasks):
-        with explained_downloads(report, number, len(request.tasks)):
-            load_tasks(request, manager, [task])
+        try:
+            with explained_downloads(report, number, len(request.tasks)):
+                load_tasks(request, manager, [task])
+        except VexportError as error:
+            yield error
     report(STAGE, len(request.tasks), len(request.tasks))
 
 

@@ -9,6 +9,7 @@ from vexport.reports.charts.plane import looks_charts
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
 from vexport.reports.formatting import count, p_value, percent, percent_interval
 from vexport.reports.gates import verdict_gates
+from vexport.reports.held_out import text_section, text_tiles
 from vexport.reports.reading import levels_line, p_values_line, reading_lines
 from vexport.reports.sentences import (
     method_line,
@@ -48,6 +49,8 @@ def verdict_document(verdict: Verdict) -> doc.Document:
 
 def accuracy_section(verdict: Verdict) -> doc.Section:
     """The tasks, what is shown next to their gates, and what weakens the answer."""
+    if verdict.text is not None:
+        return text_section(verdict, verdict.text)
     level = f"{100 * (1 - verdict.alpha):.4g}%"
     lead = (
         f"Quantized minus baseline on the same documents. The bar spans the {level} bounds that decide: a "
@@ -125,7 +128,9 @@ def _reading(verdict: Verdict) -> doc.Details:
 
 
 def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
-    """The worst task, and the answers that flipped."""
+    """The worst task, and the answers that flipped; or what the text says."""
+    if verdict is not None and verdict.text is not None:
+        return text_tiles(verdict.text)
     return _worst_tile(verdict), _flips_tile(verdict)
 
 

@@ -10,6 +10,7 @@ from vexport.reports.accuracy import task_table
 from vexport.reports.coverage import coverage_lines
 from vexport.reports.document import Code, Listing, Paragraph, Part, Section, parts, row
 from vexport.reports.formatting import plural
+from vexport.reports.held_out import text_table
 from vexport.reports.markdown import render_parts, safe
 from vexport.reports.rounding import fallback_lines, rounding_lines
 from vexport.reports.sentences import (
@@ -123,6 +124,8 @@ def _use(report: Report) -> Code:
 
 
 def _accuracy(verdict: Verdict) -> Section:
+    if verdict.text is not None:
+        return Section("Accuracy", (text_table(verdict, verdict.text),))
     level = f"{100 * (1 - 2 * verdict.alpha):.4g}%"
     note = f"Both models in vLLM on the same documents; in brackets two-sided intervals of {level}."
     return Section("Accuracy", (Paragraph(note), task_table(verdict)))

@@ -13,6 +13,8 @@ from vexport.reports.sentences import (
     report_sentence,
     scale_of,
     task_title,
+    text_message,
+    text_title,
 )
 from vexport.types import (
     CheckReport,
@@ -60,10 +62,9 @@ def report_gates(report: Report) -> tuple[Gate, ...]:
 
 
 def verdict_gates(verdict: Verdict) -> tuple[Gate, ...]:
-    """Every task and the answer."""
-    tasks = (task_gate(task, verdict.margin) for task in verdict.tasks)
+    """Every task, or every measure of the text, and the answer."""
     message = f"{outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
-    return (*tasks, Gate(name="overall", status=verdict.outcome, message=message))
+    return (*_accuracy_gates(verdict), Gate(name="overall", status=verdict.outcome, message=message))
 
 
 def checkpoint_gate(name: str, report: CheckReport | DryLoadReport | LoadReport) -> Gate:
@@ -155,4 +156,12 @@ def _load_gate(name: str, report: LoadReport) -> Gate:
 def _evaluation_gates(report: Report) -> tuple[Gate, ...]:
     if report.verdict is None:
         return (Gate(name="evaluate", status="SKIPPED", message=_NOT_RUN),)
-    return tuple(task_gate(task, report.verdict.margin) for task in report.verdict.tasks)
+    return _accuracy_gates(report.verdict)
+
+
+def _accuracy_gates(verdict: Verdict) -> tuple[Gate, ...]:
+    limits = verdict.text.limits if verdict.text else ()
+    return (
+        *(task_gate(task, verdict.margin) for task in verdict.tasks),
+        *(Gate(name=text_title(one), status=one.outcome, message=text_message(one)) for one in limits),
+    )

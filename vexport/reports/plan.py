@@ -110,7 +110,9 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("", f"(on two idle CPU cores, files in memory{faster})"),
         *(("note", note) for note in _findings(plan.notes)),
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
-        ("documents", documents_needed(evaluate)) if evaluate and evaluate.margin > 0 else None,
+        ("documents", documents_needed(evaluate))
+        if evaluate and evaluate.tasks and evaluate.margin > 0
+        else None,
         *_labelled("suite", suite_lines(evaluate, plan.parameters)),
         ("next", outlook.next_command) if outlook.next_command else None,
     )

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from vexport.reports.formatting import Scale, bits_per_weight, percent, ratio, size, small
+from vexport.reports.formatting import Scale, bits_per_weight, count, percent, ratio, size, small
 from vexport.types import (
     Attribution,
     Comparison,
@@ -14,6 +14,7 @@ from vexport.types import (
     Prompting,
     Report,
     TaskVerdict,
+    TextLimit,
     Verdict,
 )
 
@@ -53,7 +54,8 @@ def next_step(report: Report) -> tuple[str, str]:
     if report.outcome == "INCONCLUSIVE":
         return (
             "",
-            "Evaluate more documents or tasks (evaluate.tasks, evaluate.limit), or accept a larger loss.",
+            "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows), or accept a larger "
+            "loss.",
         )
     if report.verdict is not None:
         return "", (
@@ -190,10 +192,35 @@ def prompting_line(prompting: Prompting) -> str:
     parts = [f"chat template: applied (sha {template[:8]})" if template else "chat template: not applied"]
     turns = " as multiturn" if prompting.fewshot_as_multiturn else ""
     by_count: dict[int, list[str]] = {}
-    for task, count in prompting.num_fewshot.items():
-        by_count.setdefault(count, []).append(task)
-    for count, tasks in sorted(by_count.items()):
+    for task, shots in prompting.num_fewshot.items():
+        by_count.setdefault(shots, []).append(task)
+    for shots, tasks in sorted(by_count.items()):
         named = f" ({', '.join(tasks)})" if len(by_count) > 1 and len(tasks) <= MAX_BESIDE else ""
-        parts.append(f"{count}-shot{turns if count else ''}{named}")
+        parts.append(f"{shots}-shot{turns if shots else ''}{named}")
     parts += [f"system instruction (sha {system[:8]})"] if system else []
     return ", ".join([*parts, *(f"{name} {value}" for name, value in prompting.generation.items())])
+
+
+def text_message(limit: TextLimit) -> str:
+    """One measure as a gate's sentence."""
+    message = f"{nats(limit, limit.value)} nats per token ({nats_interval(limit)}), limit {limit.limit:g}"
+    if limit.rows_needed is not None:
+        message += f"; about {count(limit.rows_needed)} rows would settle it"
+    return message
+
+
+def text_title(limit: TextLimit) -> str:
+    """The measure with what it is of."""
+    return f"text ({limit.measure})"
+
+
+def nats(limit: TextLimit, value: float) -> str:
+    """A KL as it is, a rise with its sign."""
+    return small(value) if limit.measure == "KL to the baseline" else f"{value:+.3g}"
+
+
+def nats_interval(limit: TextLimit) -> str:
+    """The bounds that decide."""
+    if limit.low is None or limit.high is None:
+        return "no interval: one row"
+    return f"{nats(limit, limit.low)} to {nats(limit, limit.high)}"

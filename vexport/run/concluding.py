@@ -12,7 +12,7 @@ from vexport.reports import render
 from vexport.reports.gates import checkpoint_gate
 from vexport.run.attempts import read_attempts
 from vexport.run.directory import LAYERS, REPORT_FILE, rounding_of
-from vexport.run.judging import cause_of, drift_between, verdict_on, warnings_of
+from vexport.run.judging import cause_of, drift_between, verdict_on, verdict_on_text, warnings_of
 from vexport.run.naming import commit_of, portable, source_name
 from vexport.run.promoting import attempts_with
 from vexport.run.serving import BASELINE, CANDIDATE
@@ -49,6 +49,7 @@ from vexport.types import (
 )
 from vexport.version import __version__
 
+SEEN_TEXT = "the text that decides is the calibration data: give text that the checkpoint was not made with"
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 # The page comes last: it links to what is there.
 RENDERED = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
@@ -61,15 +62,20 @@ def measure_drift(run: Run) -> Drift | None:
 
 
 def is_evaluated(run: Run) -> bool:
-    """Whether both models answered tasks."""
+    """Whether both models answered tasks, or read the text that decides."""
     loaded = run.get(LOADED)
     return loaded is not None and loaded.ok and run.scenario.evaluate is not None
 
 
 def judge(run: Run) -> Verdict:
-    """The paired comparison of both models' answers."""
+    """The paired comparison of both models' answers, or of what they make of the text."""
     settings, folder = run.scenario.evaluate, run.folder / "eval"
     assert settings is not None
+    if settings.text is not None:
+        verdict = verdict_on_text(run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE), settings)
+        calibration = run.scenario.calibration
+        is_seen = calibration is not None and calibration.data == settings.text
+        return replace(verdict, warnings=(SEEN_TEXT,)) if is_seen else verdict
     verdict = verdict_on(folder / BASELINE, folder / CANDIDATE, settings)
     return replace(verdict, warnings=(*verdict.warnings, *warnings_of(run.get(DRIFT))))
 

@@ -11,10 +11,19 @@ from vexport.engine.session import engines_share_imports
 from vexport.evaluation.accepted import read_accepted
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate
-from vexport.run.judging import cause_of, drift_between, is_in_doubt, verdict_on, warnings_of
+from vexport.run.held_out import FILE
+from vexport.run.judging import (
+    cause_of,
+    drift_between,
+    is_in_doubt,
+    verdict_on,
+    verdict_on_text,
+    warnings_of,
+)
 from vexport.run.serving import (
     BASELINE,
     CANDIDATE,
+    PLAIN,
     EngineOptions,
     Questions,
     Served,
@@ -66,7 +75,8 @@ class EvalJob:
     @property
     def is_unfinished(self) -> bool:
         """Whether the folder is that of an interrupted evaluation, whose answers are not asked again."""
-        ended = any((self.folder / CANDIDATE).glob("results_*.json"))
+        results = (self.folder / CANDIDATE).glob("results_*.json")
+        ended = any(results) or (self.folder / CANDIDATE / FILE).is_file()
         return (self.folder / RESULTS.mark).is_file() and not ended and not self.overwrite
 
     @property
@@ -87,7 +97,7 @@ def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
     models = {role: resolve_source(name, job.options.on_progress) for role, name in job.names.items()}
     _require_fitting(models.values(), job.options)
     require_separate(job.outputs, _named(models))
-    lm_eval = lm_eval_settings(job.settings, models)
+    lm_eval = lm_eval_settings(job.settings, models) if job.settings.tasks else PLAIN
     if job.is_unfinished:
         for role in models:
             clear_session(job.folder / role)
@@ -105,7 +115,10 @@ def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
         require_served(role, served[role].result)
     if job.known is None:
         return None
-    verdict = verdict_on(job.known, job.folder / CANDIDATE, job.settings)
+    if job.settings.text is not None:
+        verdict = verdict_on_text(served[BASELINE], served[CANDIDATE], job.settings)
+    else:
+        verdict = verdict_on(job.known, job.folder / CANDIDATE, job.settings)
     return verdict if job.against else _with_signals(verdict, served[BASELINE], served[CANDIDATE], job)
 
 
@@ -134,7 +147,8 @@ def _require_fitting(models: Iterable[Path], options: EngineOptions) -> None:
 def _with_signals(verdict: Verdict, baseline: Served, candidate: Served, job: EvalJob) -> Verdict:
     """The verdict with what the log-probabilities tell, and the cause where something is wrong."""
     drift = drift_between(baseline, candidate, job.settings)
-    warned = replace(verdict, warnings=(*verdict.warnings, *warnings_of(drift)), drift=drift)
+    warnings = () if verdict.text else warnings_of(drift)  # what has decided is no warning
+    warned = replace(verdict, warnings=(*verdict.warnings, *warnings), drift=drift)
     if not is_in_doubt(verdict, drift, baseline, candidate):
         return warned
     cause = cause_of(baseline, candidate, job.settings, verdict.outcome, job.options)

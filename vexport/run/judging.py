@@ -5,7 +5,9 @@ from pathlib import Path
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, Scored, drift_warnings, measure_drift
 from vexport.evaluation.harness import differences
+from vexport.evaluation.held_out import TextLimits, decide_on_text
 from vexport.evaluation.verdict import decide
+from vexport.run.naming import portable
 from vexport.run.serving import EngineOptions, Served
 from vexport.scenario import Evaluate
 from vexport.types import Attribution, Drift, Outcome, Verdict
@@ -40,6 +42,17 @@ def verdict_on(baseline: Path, candidate: Path, settings: Evaluate) -> Verdict:
         gate=settings.gate,
         early=settings.stopping == "early",
     )
+
+
+def verdict_on_text(baseline: Served, candidate: Served, settings: Evaluate) -> Verdict:
+    """The comparison of what both models make of held-out text; CheckpointFailed where it cannot be."""
+    old, new = baseline.read_text, candidate.read_text
+    assert settings.text is not None
+    assert old is not None
+    assert new is not None
+    device = candidate.result.engine.device if candidate.result.engine else ""
+    limits = TextLimits(kl=settings.kl_limit, nll=settings.nll_limit, alpha=settings.alpha)
+    return decide_on_text(portable(settings.text), old, new, limits, device=device)
 
 
 def warnings_of(drift: Drift | None) -> tuple[str, ...]:

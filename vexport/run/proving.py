@@ -9,7 +9,7 @@ from vexport.engine.dry.checkpoints import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
 from vexport.evaluation.journal import FILE as ANSWERS
 from vexport.evaluation.prompting import lm_eval_settings
-from vexport.run.directory import MARK, Digests, checkpoint_digest, path_digest, value_digest
+from vexport.run.directory import MARK, Digests, checkpoint_digest, data_digest, path_digest, value_digest
 from vexport.run.making import checkpoint_inputs
 from vexport.run.serving import (
     BASELINE,
@@ -23,6 +23,7 @@ from vexport.run.serving import (
     serve_model,
 )
 from vexport.run.state import CHECKED, DRY_LOADED, QUESTIONS, SERVED_BASELINE, SERVED_CANDIDATE, Run
+from vexport.scenario import Calibration
 from vexport.types import DryLoadReport, LmEvalSettings, LoadReport
 
 # Settings of the evaluation that a session does not depend on: those that warn, those that decide.
@@ -37,7 +38,7 @@ def settle_questions(run: Run) -> LmEvalSettings:
     where the models cannot be asked alike.
     """
     settings = run.scenario.evaluate
-    if settings is None:
+    if settings is None or not settings.tasks:
         return PLAIN
     if not (run.folder / str(SERVED_CANDIDATE.file)).is_file():
         fetch_tasks(settings, run.options)
@@ -168,6 +169,8 @@ def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
         files += [file for folder in settings.include_path for file in sorted(folder.rglob("*"))]
     templates = chat_templates(run.baseline) if run.result(QUESTIONS).apply_chat_template else None
     digests = [path_digest(path) for path in files if path.is_file()]
+    if settings is not None and settings.text is not None:
+        digests.append(data_digest(Calibration(data=settings.text)))
     return {
         "evaluation": value_digest([evaluation, templates, *digests]),
         "serve section": value_digest(run.scenario.serve.arguments(is_baseline=is_baseline)),

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vexport.checkpoint.data_name import require_data
+from vexport.engine.kept import FILE as KEPT
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
@@ -13,6 +15,7 @@ from vexport.engine.session import WORKER, run_session
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
+from vexport.evaluation.held_out import ReadText, Rows
 from vexport.evaluation.journal import FILE as ANSWERS
 from vexport.evaluation.journal import are_answers_to
 from vexport.evaluation.repeat import read_repeated, require_deterministic
@@ -22,6 +25,8 @@ from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import atomic_path, digest_bytes, to_json, write_text
 from vexport.outputs import NamedPath
 from vexport.run.directory import checkpoint_digest
+from vexport.run.held_out import FILE as TEXT_SCORES
+from vexport.run.held_out import KL_TOKENS, read_rows, with_text
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import Serve
 from vexport.types import LmEvalSettings, LoadReport, OnProgress
@@ -29,8 +34,10 @@ from vexport.types import LmEvalSettings, LoadReport, OnProgress
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
 TASKS_WORKER = "vexport.evaluation.worker"
+LOGPROBS = "logprobs.safetensors"
 BASELINE = "baseline"
 CANDIDATE = "candidate"
+_TOLD = frozenset({ANSWERS, KEPT, LOGPROBS, TEXT_SCORES})
 PLAIN = LmEvalSettings()
 
 
@@ -46,10 +53,11 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A finished session with the prompts that it answered."""
+    """A finished session with the prompts that it answered, and the rows of text that it read."""
 
     result: SessionResult
     prompts: Prompts
+    rows: Rows = ()
 
     @property
     def scored(self) -> Scored | None:
@@ -58,6 +66,12 @@ class Served:
         if file is None:
             return None
         return Scored(checkpoint=self.result.checkpoint, prompts=self.prompts, logprobs_file=file)
+
+    @property
+    def read_text(self) -> ReadText | None:
+        """What the session's model makes of the text, where it read one."""
+        scored, file = self.scored, self.result.text_file
+        return ReadText(scored=scored, rows=self.rows, file=file) if scored and file else None
 
     def report(self, baseline: "Served | None" = None) -> LoadReport:
         """Judge the session; builds the reference model in this process."""
@@ -88,7 +102,7 @@ PROMPTS_ALONE = Questions()
 def serve_model(
     role: str, checkpoint: Path, folder: Path, options: EngineOptions, questions: Questions = PROMPTS_ALONE
 ) -> Served:
-    """Start vLLM once: prompts, log-probabilities and the tasks of lm-eval, if there are any.
+    """Start vLLM once: prompts, log-probabilities, and the tasks of lm-eval or the text, if there are any.
 
     lm-eval's files, the log and the log-probabilities go to `folder`. Raises EnvironmentFault as
     `run_session` and for an engine that is not deterministic, InputError for unusable tasks; a checkpoint
@@ -98,29 +112,33 @@ def serve_model(
     settings = questions.evaluate
     count = settings.kl_prompts if settings else CONTINUED
     prompts = fixed_prompts(checkpoint, texts=questions.texts, count=count)
-    request = _request(role, checkpoint, folder, options, questions, prompts)
+    trust, longest = options.trust_remote_code, options.serve.max_model_len
+    rows = read_rows(settings, checkpoint, longest, trust_remote_code=trust) if settings else ()
+    if rows:
+        prompts = replace(prompts, tokens=tuple(row[:KL_TOKENS] for row in rows))
+    request = with_text(_request(role, checkpoint, folder, options, questions, prompts), rows, folder)
     _take_answers(request, folder, questions.earlier)
     result = run_session(
         request,
-        worker=WORKER if settings is None else TASKS_WORKER,
+        worker=TASKS_WORKER if request.tasks else WORKER,
         log=folder / "vllm.log",
         timeout=options.serve.timeout,
         vllm_python=options.vllm_python,
         on_progress=lambda stage, done, total: options.on_progress(f"{role}: {stage}", done, total),
     )
-    if settings is not None and result.engine is not None:
+    if settings is not None and request.tasks and result.engine is not None:
         write_fingerprint(folder, engine_fingerprint(checkpoint, result.engine))
         if (repeated := read_repeated(folder)) is not None:
             require_deterministic(folder, repeated, settings.alpha)
-    return Served(result=result, prompts=prompts)
+    return Served(result=result, prompts=prompts, rows=rows)
 
 
 def clear_session(folder: Path) -> None:
-    """Remove what an unfinished session left in its folder, but for the answers that it was given."""
+    """Remove what an unfinished session left in its folder, but for what it was told by the engine."""
     for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.is_dir():
             shutil.rmtree(entry)
-        elif entry.name != ANSWERS:
+        elif entry.name not in _TOLD:
             entry.unlink()
 
 
@@ -128,7 +146,7 @@ def _request(
     role: str, checkpoint: Path, folder: Path, options: EngineOptions, questions: Questions, prompts: Prompts
 ) -> SessionRequest:
     """The session that asks a model everything."""
-    request = load_request(checkpoint, prompts, logprobs_file=folder / "logprobs.safetensors")
+    request = load_request(checkpoint, prompts, logprobs_file=folder / LOGPROBS)
     request = replace(
         request,
         name=role,
@@ -140,6 +158,8 @@ def _request(
     settings = questions.evaluate
     if settings is None:
         return request
+    if not settings.tasks:
+        return _identified(request)
     request = _with_tasks(request, settings, options, folder, repeat=questions.repeat)
     request = replace(request, lm_eval=questions.lm_eval)
     if settings.stopping == "early" and questions.baseline is not None:
@@ -212,13 +232,16 @@ def _stopping_early(
 
 
 def task_files(settings: Evaluate, label: str) -> list[NamedPath]:
-    """The tasks that are files and the folders of tasks, under the label of what gave them."""
-    files = [path for task in settings.tasks if (path := Path(task)).is_file()]
+    """The tasks and texts that are files and the folders of tasks, under the label of what gave them."""
+    named = (*settings.tasks, *((settings.text,) if settings.text else ()))
+    files = [path for task in named if (path := Path(task).expanduser()).exists()]
     return [NamedPath(label=label, path=path) for path in (*files, *settings.include_path)]
 
 
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
-    """InputError, for all tasks at once, where one cannot be used; nothing is kept."""
+    """InputError, for all tasks at once, where one cannot be used, or the text; nothing is kept."""
+    if settings.text is not None:
+        require_data(settings.text)
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as folder:
         resolve_tasks(
             settings.tasks,
@@ -230,6 +253,8 @@ def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
 
 def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
     """Bring the tasks' documents into the cache before an engine starts; raises as `fetch_task_data`."""
+    if not settings.tasks:
+        return
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
         folder = Path(name)
         tasks = resolve_tasks(

@@ -38,6 +38,9 @@ DEFAULT_ALPHA = 0.05
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_KL_PROMPTS = 16
+# Of held-out text that decides. On one row the tokens depend on each other: rows count, not tokens.
+DEFAULT_TEXT_ROWS = 32
+DEFAULT_TEXT_TOKENS = 512
 # The scheme of a rule that leaves the choice to measured losses and a budget.
 AUTO = "auto"
 
@@ -207,11 +210,13 @@ def default_calibration() -> Calibration:
 class Evaluate(_Strict):
     """What decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
 
-    `suite` names a list of tasks with margin and limit in their place. `baseline` is the checkpoint to
-    compare with, the source where it is not given. `gate` names the metric that decides, `metric` or
-    `metric,filter`, for a task or a group (`"*"`: wherever it exists). With `stopping: early` the checkpoint
-    is read no further than the answer needs. `kl_limit` bounds the mean KL to the baseline and `nll_limit`
-    the rise of the NLL, in nats a token, over `kl_prompts` prompts at most: beyond them is a warning.
+    `suite` names a list of tasks with margin and limit in their place. In the place of tasks, `text`, named
+    like calibration data, decides by the log-probabilities of its first `text_rows` rows of `text_tokens`
+    tokens. `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the
+    metric that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists). With
+    `stopping: early` the checkpoint is read no further than the answer needs. `kl_limit` bounds the mean KL
+    to the baseline and `nll_limit` the rise of the NLL, in nats a token, over the text or `kl_prompts`
+    prompts at most: beyond them text fails, and where tasks decide is a warning.
 
     How the models are asked has lm-eval's own names and meanings, for both models alike. Without
     `apply_chat_template` (true, false or a template's name) a template is applied where the models have one;
@@ -219,8 +224,11 @@ class Evaluate(_Strict):
     `include_path` names folders with more tasks. `limit` takes the first documents, below 1 a share of them.
     """
 
-    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    tasks: tuple[str, ...] = ()
     suite: SuiteName | None = None
+    text: Annotated[str, Field(min_length=1)] | None = None
+    text_rows: Annotated[int, Gt(0)] = DEFAULT_TEXT_ROWS
+    text_tokens: Annotated[int, Gt(1)] = DEFAULT_TEXT_TOKENS
     include_path: tuple[Path, ...] = ()
     num_fewshot: Annotated[int, Ge(0)] | None = None
     apply_chat_template: bool | str | None = None
@@ -288,6 +296,15 @@ class Evaluate(_Strict):
         if wrong := [f"{key}{hint}" for key, hint in hints.items() if hint]:
             raise ValueError(f"arguments that vLLM knows, not {', '.join(wrong)}")
         return value
+
+    @model_validator(mode="after")
+    def _tasks_or_text(self) -> Self:
+        if bool(self.tasks) == bool(self.text):
+            need, fix = "tasks, a suite, or text whose log-probabilities decide", "give one of them"
+            raise located_errors([(("tasks",), list(self.tasks), need, fix)])
+        if self.text and self.stopping == "early":
+            raise ValueError("`stopping: early` with tasks: text is read as a whole")
+        return self
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:

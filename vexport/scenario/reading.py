@@ -123,6 +123,9 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
             absolute(task) if task.endswith((".yaml", ".yml")) else task for task in scenario.evaluate.tasks
         )
         folders = tuple(Path(absolute(path)) for path in scenario.evaluate.include_path)
-        update = {"tasks": tasks, "baseline": baseline, "include_path": folders}
+        text = scenario.evaluate.text
+        if text is not None and ((folder / text).exists() or parse_data(text).kind == "path"):
+            text = absolute(text)
+        update = {"tasks": tasks, "text": text, "baseline": baseline, "include_path": folders}
         changes["evaluate"] = scenario.evaluate.model_copy(update=update)
     return scenario.model_copy(update=changes)

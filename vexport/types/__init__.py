@@ -3,7 +3,16 @@
 No module imported here loads torch: `vexport --help` and `vexport check` start at once.
 """
 
-from vexport.types.accuracy import Comparison, Flip, Look, Score, TaskVerdict, Verdict
+from vexport.types.accuracy import (
+    Comparison,
+    Flip,
+    Look,
+    Score,
+    TaskVerdict,
+    TextLimit,
+    TextVerdict,
+    Verdict,
+)
 from vexport.types.calibration import Calibration, ExpertCoverage, HeadRanges, InputRange, KeyValueRanges
 from vexport.types.calibration_data import CalibrationData
 from vexport.types.findings import CheckReport, Finding, Severity
@@ -115,6 +124,8 @@ __all__ = [
     "Sensitivity",
     "Severity",
     "TaskVerdict",
+    "TextLimit",
+    "TextVerdict",
     "TensorInfo",
     "TensorSpec",
     "TokenDrift",

@@ -98,6 +98,46 @@ class TaskVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextLimit:
+    """One measure of held-out text against its limit, in nats a token.
+
+    (`low`, `high`) are the bounds that decide: `high` at 1 - alpha, `low` at 1 - alpha / 2, since either of
+    two measures may fail; None of one row. `rows_needed` would settle an INCONCLUSIVE, None where no number
+    would.
+    """
+
+    measure: Literal["KL to the baseline", "rise of the NLL"]
+    value: float
+    low: float | None
+    high: float | None
+    limit: float
+    outcome: Outcome
+    rows_needed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextVerdict:
+    """Both models' log-probabilities of held-out text, where that decides instead of tasks.
+
+    The NLLs are means over `tokens`, and `top1_agreement` is the share of them with the same likeliest token
+    (two-sided 1 - 2*alpha interval over rows); the KL is over the `positions` whose whole vocabulary was
+    compared, the first of each row. `limits` is empty where the text is too short to decide.
+    """
+
+    data: str
+    digest: str
+    rows: int
+    tokens: int
+    positions: int
+    baseline_nll: float
+    candidate_nll: float
+    top1_agreement: float
+    top1_low: float | None
+    top1_high: float | None
+    limits: tuple[TextLimit, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """What an evaluation that may stop early knew of a task, or group, after `read` of `of` documents.
 
@@ -121,7 +161,8 @@ class Verdict:
     `prompting` says how the documents were asked, None in reports that were written before it was recorded.
     `looks` has every look of an evaluation that stopped early, in order. `drift` and `attribution` are what
     `vexport eval` measured apart from the tasks; a run has its own in its report. `device` ran the candidate
-    (`CPU, emulated`), empty where its results do not tell.
+    (`CPU, emulated`), empty where its results do not tell. `text` decides where there are no tasks: `margin`
+    is then the limit of the NLL.
     """
 
     outcome: Outcome
@@ -137,3 +178,4 @@ class Verdict:
     looks: tuple[Look, ...] = ()
     drift: Drift | None = None
     attribution: Attribution | None = None
+    text: TextVerdict | None = None

@@ -79,8 +79,25 @@ def diagnose(error: BaseException, name: HubName, kind: Kind) -> VexportError | 
 def offline(name: HubName, kind: Kind, variable: str) -> VexportError:
     """The error where the user's environment keeps us from the hub and the cache has no copy."""
     got = f"{variable} in the environment, and no whole copy in the cache"
-    fix = f"unset {variable.partition('=')[0]}, or download it before with `hf download`"
+    fix = f"unset {variable.partition('=')[0]}, or download it before: {download_command(name, kind)}"
     return EnvironmentFault(f"{kind} {name}", got=got, need="the hub, or a copy", fix=fix)
+
+
+def download_command(name: HubName, kind: Kind) -> str:
+    """What brings all its files into the cache, on a machine that reaches the hub."""
+    of = " --repo-type dataset" if kind == "dataset" else ""
+    at = f" --revision {name.revision}" if name.revision else ""
+    return f"`hf download{of} {name.id}{at}`"
+
+
+def downloaded(name: HubName, kind: Kind) -> str | None:
+    """The folder of the cache that such a download has filled; None where there is none."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name.id, repo_type=kind, revision=name.revision, local_files_only=True)
+    except Exception:
+        return None
 
 
 def _gated(name: HubName, kind: Kind, where: str) -> VexportError:
@@ -143,6 +160,11 @@ def _unreachable(error: BaseException, where: str, *, known: bool) -> VexportErr
     endpoint = _endpoint()
     got = f"no connection to {endpoint}" if known else "no answer that can be used from the hub"
     fix = "check the network, the proxy and HF_ENDPOINT, or name a local folder"
+    if where.startswith("dataset "):
+        command = download_command(
+            HubName.parse(where.removeprefix("dataset ")) or HubName(id=where), "dataset"
+        )
+        fix = f"check the network, the proxy and HF_ENDPOINT, or download it before: {command}"
     return EnvironmentFault(where, got=f"{got} ({_first_line(error)})", need="the hub", fix=fix)
 
 

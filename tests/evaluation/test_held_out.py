@@ -1,0 +1,130 @@
+"""Held-out text that decides: its bounds, its outcomes, and what a report says of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from vexport.engine.prompts import Prompts
+from vexport.errors import CheckpointFailed
+from vexport.evaluation.drift import Scored
+from vexport.evaluation.held_out import ReadText, Rows, TextLimits, decide_on_text, judge_limit, mean_bounds
+from vexport.reports import render_verdict
+
+LIMITS = TextLimits(kl=0.1, nll=0.05, alpha=0.05)
+VOCABULARY, TOKENS, KL_TOKENS = 50, 40, 10
+
+
+def read(folder: Path, rows: Rows, logits: torch.Tensor) -> ReadText:
+    """Files as a session leaves them; `logits` are (rows, TOKENS - 1, VOCABULARY)."""
+    folder.mkdir()
+    tables = functional.log_softmax(logits, -1)
+    costs, best, first = {}, {}, {}
+    for number, (row, table) in enumerate(zip(rows, tables, strict=True)):
+        costs[f"nll.{number}"] = -table[torch.arange(TOKENS - 1), torch.tensor(row[1:])]
+        best[f"likeliest.{number}"] = table.argmax(-1)
+        first[f"prompt.{number}"] = table[: KL_TOKENS - 1].contiguous()
+    save_file(costs | best, folder / "text.safetensors")
+    save_file(first, folder / "logprobs.safetensors")
+    prompts = Prompts(natural=True, texts=(), tokens=tuple(row[:KL_TOKENS] for row in rows))
+    scored = Scored(checkpoint=folder, prompts=prompts, logprobs_file=folder / "logprobs.safetensors")
+    return ReadText(scored=scored, rows=rows, file=folder / "text.safetensors")
+
+
+def models(folder: Path, count: int, noise: float) -> tuple[ReadText, ReadText]:
+    """A baseline that knows its text well, and a candidate whose logits have this much noise."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (count, TOKENS), generator=generator)
+    rows = tuple(tuple(row) for row in tokens.tolist())
+    logits = torch.randn(count, TOKENS - 1, VOCABULARY, generator=generator)
+    logits.scatter_add_(2, tokens[:, 1:, None], torch.full((count, TOKENS - 1, 1), 3.0))
+    other = logits + noise * torch.randn(logits.shape, generator=generator)
+    return read(folder / "a", rows, logits), read(folder / "b", rows, other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "noise", "outcome"),
+    [
+        (32, 0.05, "PASS"),
+        (32, 1.0, "FAIL"),
+        (12, 0.45, "INCONCLUSIVE"),
+        (5, 0.05, "INCONCLUSIVE"),
+        (1, 0.05, "INCONCLUSIVE"),
+    ],
+)
+def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> None:
+    old, new = models(tmp_path, rows, noise)
+    verdict = decide_on_text("held-out.txt", old, new, LIMITS, device="CPU")
+    assert (verdict.outcome, verdict.tasks) == (outcome, ())
+    text = verdict.text
+    assert text is not None
+    assert (text.rows, text.tokens, text.positions) == (rows, rows * (TOKENS - 1), rows * (KL_TOKENS - 1))
+    first, second = text.limits
+    assert first.measure == "KL to the baseline"
+    assert second.value == pytest.approx(text.candidate_nll - text.baseline_nll, abs=1e-5)
+    if rows < 8:
+        assert "too short" in verdict.reason
+        assert {limit.rows_needed for limit in text.limits} == {8}
+    if outcome == "FAIL":
+        assert verdict.reason.startswith("KL to the baseline")
+        assert "limit 0.1" in verdict.reason
+    answer = json.loads(render_verdict(verdict, "json"))
+    assert ([limit["outcome"] for limit in answer["text"]["limits"]].count("PASS") == 2) == (
+        outcome == "PASS"
+    )
+    printed = render_verdict(verdict, "text")
+    assert outcome in printed
+    assert "KL to the baseline" in printed
+    junit = render_verdict(verdict, "junit")
+    assert junit.count("<testcase") == 3
+    assert ("<failure" in junit) == (outcome != "PASS")
+    assert "text (rise of the NLL)" in junit
+
+
+def test_the_kl_is_torchs(tmp_path: Path) -> None:
+    old, new = models(tmp_path, 9, 0.3)
+    text = decide_on_text("held-out.txt", old, new, LIMITS).text
+    assert text is not None
+    tables = [torch.cat([*_tables(side).values()]).double() for side in (old, new)]
+    kl = functional.kl_div(tables[1], tables[0], log_target=True, reduction="batchmean")
+    assert text.limits[0].value == pytest.approx(float(kl), rel=1e-5)
+
+
+def _tables(side: ReadText) -> dict[str, torch.Tensor]:
+    tables: dict[str, torch.Tensor] = load_file(side.scored.logprobs_file)
+    return tables
+
+
+def test_other_tokens_are_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    old, new = models(tmp_path, 9, 0.1)
+    moved = ReadText(scored=new.scored, rows=(*new.rows[:4], new.rows[0], *new.rows[5:]), file=new.file)
+    with pytest.raises(CheckpointFailed, match="row 5 of the text"):
+        decide_on_text("held-out.txt", old, moved, LIMITS)
+
+
+def test_numbers_that_are_not_finite_are_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    old, new = models(tmp_path, 9, 0.1)
+    tables = _tables(new)
+    tables["prompt.3"][2, 1] = float("nan")
+    save_file(tables, new.scored.logprobs_file)
+    with pytest.raises(CheckpointFailed, match="not finite"):
+        decide_on_text("held-out.txt", old, new, LIMITS)
+
+
+def test_a_wrong_pass_of_skewed_rows_is_about_as_rare_as_asked() -> None:
+    """Rows of lognormal KLs whose true mean is the limit: PASS would be wrong."""
+    rng = np.random.default_rng(1)
+    draws = rng.lognormal(-2.3 - 0.18, 0.6, (150, 24))
+    limit = float(np.exp(-2.3))
+    outcomes = [judge_limit("KL to the baseline", draw, limit, 0.05).outcome for draw in draws]
+    assert outcomes.count("PASS") / len(draws) < 0.11
+    assert outcomes.count("FAIL") / len(draws) < 0.06
+
+
+def test_bounds_of_equal_rows_are_their_value() -> None:
+    assert mean_bounds(np.full(9, 0.25), 0.05) == (0.25, 0.25)
+    assert mean_bounds(np.array([0.25]), 0.05) is None

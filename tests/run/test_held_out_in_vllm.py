@@ -1,0 +1,53 @@
+"""Held-out text decides in the real vLLM: a scenario without tasks, and `vexport eval --text`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.command import vexport
+
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
+TEXT = DEMO / "calibration.jsonl"
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def scenario(folder: Path, **limits: float) -> Path:
+    content = {
+        "name": "text",
+        "source": str(DEMO / "model"),
+        "rules": [{"match": "Linear", "scheme": "FP8_DYNAMIC"}],
+        "evaluate": {"text": str(TEXT), "text_rows": 12, "text_tokens": 64, **limits},
+    }
+    path = folder / "text.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_text_decides_in_the_place_of_tasks(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ran = vexport("run", scenario(tmp_path), "--run-dir", folder, "--quiet")
+    assert ran.code == 0, ran.stderr
+    report = json.loads((folder / "report.json").read_text())
+    text = report["verdict"]["text"]
+    assert (text["rows"], text["tokens"], text["positions"]) == (12, 12 * 63, 12 * 63)
+    assert [limit["outcome"] for limit in text["limits"]] == ["PASS", "PASS"]
+    assert 0 < text["limits"][0]["value"] == pytest.approx(report["drift"]["mean_kl"], rel=1e-6)
+    assert text["baseline_nll"] == pytest.approx(report["drift"]["baseline_nll"], abs=1e-3)
+    assert 0.5 < text["top1_agreement"] <= 1
+    assert not list(folder.rglob("results_*.json"))
+    for name in ("report.html", "report.md", "model-card.md", "junit.xml"):
+        assert "KL to the baseline" in (folder / name).read_text()
+    again = vexport("run", scenario(tmp_path, kl_limit=1e-6), "--run-dir", folder, "--quiet")
+    assert again.code == 1, "other limits, the same sessions"
+    assert "KL to the baseline" in again.stdout
+
+    checkpoint = folder / "checkpoint"
+    options = ("--baseline", DEMO / "model", "--text", TEXT, "--text-rows", 4, "--text-tokens", 64)
+    ran = vexport("eval", checkpoint, *options, "--output-dir", tmp_path / "e", "--format", "json", "--quiet")
+    assert ran.code == 3, ran.stderr
+    verdict = json.loads(ran.stdout)
+    assert verdict["outcome"] == "INCONCLUSIVE"
+    assert "too short: 4 rows" in verdict["reason"]
+    assert {limit["rows_needed"] for limit in verdict["text"]["limits"]} == {8}

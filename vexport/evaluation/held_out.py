@@ -1,0 +1,192 @@
+"""PASS, FAIL or INCONCLUSIVE from the log-probabilities of held-out text, where there are no tasks.
+
+Rows are the sample: tokens of one row depend on each other. PASS needs the mean KL to the baseline and the
+rise of the NLL below their limits, each with an upper bound at 1 - alpha (an intersection-union test, as for
+tasks); FAIL one of them above, with a lower bound at 1 - alpha / 2 (Bonferroni).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+from scipy import stats
+
+from vexport.errors import CheckpointFailed
+from vexport.evaluation.drift import Scored, mean_kls
+from vexport.evaluation.statistics import RESAMPLES, Interval, Scores, documents_to_settle
+from vexport.files import digest_bytes
+from vexport.types import Outcome, TextLimit, TextVerdict, Verdict
+
+LEAST_ROWS = 8
+"""Of fewer, an interval of the mean says little of rows that were not seen."""
+METHOD = (
+    "log-probabilities of held-out text in vLLM; bounds over rows, the wider of Student's and BCa bootstrap"
+)
+_DIGITS = 16
+_KL, _NLL = "KL to the baseline", "rise of the NLL"
+
+Rows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadText:
+    """A model that read the text: its log-probabilities of the rows' first tokens, and `file`, what each
+    token cost (vexport.engine.generate.write_text_scores).
+    """
+
+    scored: Scored
+    rows: Rows
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextLimits:
+    """In nats a token, with the risk of a wrong PASS and of a wrong FAIL."""
+
+    kl: float
+    nll: float
+    alpha: float
+
+
+def decide_on_text(
+    data: str, baseline: ReadText, candidate: ReadText, limits: TextLimits, *, device: str = ""
+) -> Verdict:
+    """Compare two models on the rows of `data`.
+
+    CheckpointFailed where the candidate reads the text as other tokens, or its numbers are not finite.
+    """
+    _require_equal_tokens(baseline, candidate)
+    kls = mean_kls(baseline.scored, candidate.scored)
+    old, new = load_file(baseline.file), load_file(candidate.file)
+    numbers = range(len(baseline.rows))
+    costs = [(old[f"nll.{n}"].double().numpy(), new[f"nll.{n}"].double().numpy()) for n in numbers]
+    same = [(old[f"likeliest.{n}"] == new[f"likeliest.{n}"]).double().mean().item() for n in numbers]
+    rises = np.array([float((after - before).mean()) for before, after in costs])
+    if kls is None or not np.isfinite(rises).all():
+        raise _failed(candidate, "log-probabilities that are not finite", "numbers")
+    agreement = np.array(same)
+    certain = mean_bounds(agreement, limits.alpha)
+    text = TextVerdict(
+        data=data,
+        digest=digest_bytes(repr(baseline.rows).encode())[:_DIGITS],
+        rows=len(costs),
+        tokens=sum(len(before) for before, _ in costs),
+        positions=sum(len(row) - 1 for row in baseline.scored.prompts.tokens),
+        baseline_nll=float(np.concatenate([before for before, _ in costs]).mean()),
+        candidate_nll=float(np.concatenate([after for _, after in costs]).mean()),
+        top1_agreement=float(agreement.mean()),
+        top1_low=max(0.0, certain.low) if certain else None,
+        top1_high=min(1.0, certain.high) if certain else None,
+        limits=(
+            judge_limit(_KL, np.array(kls), limits.kl, limits.alpha),
+            judge_limit(_NLL, rises, limits.nll, limits.alpha),
+        ),
+    )
+    outcome = _outcome([limit.outcome for limit in text.limits])
+    return Verdict(
+        outcome=outcome,
+        reason=text_reason(outcome, text),
+        margin=limits.nll,
+        alpha=limits.alpha,
+        method=METHOD,
+        tasks=(),
+        device=device,
+        text=text,
+    )
+
+
+def judge_limit(measure: str, values: Scores, limit: float, alpha: float) -> TextLimit:
+    """One measure, shape (rows,), against its limit; fewer than LEAST_ROWS rows settle nothing."""
+    assert measure in (_KL, _NLL)
+    mean = float(values.mean())
+    below, above = mean_bounds(values, alpha / 2), mean_bounds(values, alpha)
+    low, high = below.low if below else None, above.high if above else None
+    outcome: Outcome = "INCONCLUSIVE"
+    needed = None
+    if low is None or high is None or len(values) < LEAST_ROWS:
+        needed = LEAST_ROWS
+    elif high < limit:
+        outcome = "PASS"
+    elif low > limit:
+        outcome = "FAIL"
+    else:
+        spread = float(values.std(ddof=1)) / math.sqrt(len(values))
+        statistic = (limit - mean) / spread if spread else 0.0
+        needed = documents_to_settle(len(values), statistic, alpha if statistic > 0 else alpha / 2)
+    return TextLimit(
+        measure="KL to the baseline" if measure == _KL else "rise of the NLL",
+        value=mean,
+        low=low,
+        high=high,
+        limit=limit,
+        outcome=outcome,
+        rows_needed=needed,
+    )
+
+
+def mean_bounds(values: Scores, alpha: float) -> Interval | None:
+    """One-sided bounds of a mean over rows, shape (rows,): the wider of Student's and the BCa bootstrap's.
+
+    Student's is too narrow above a mean of skewed values, as KLs are, the bootstrap for few of them. Of one
+    row there are none.
+    """
+    if len(values) < 2:
+        return None
+    mean = float(values.mean())
+    if np.ptp(values) == 0:
+        return Interval(mean, mean)
+    reach = float(stats.t.isf(alpha, len(values) - 1) * values.std(ddof=1)) / math.sqrt(len(values))
+    resampled = stats.bootstrap(
+        (values,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        confidence_level=1 - 2 * alpha,
+        method="BCa",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return Interval(min(mean - reach, float(resampled.low)), max(mean + reach, float(resampled.high)))
+
+
+def text_reason(outcome: Outcome, text: TextVerdict) -> str:
+    """Why the text has this outcome; no full stop."""
+    over = f"over {text.tokens:,} tokens of held-out text"
+    if text.rows < LEAST_ROWS:
+        return f"the text is too short: {text.rows} rows of it, at least {LEAST_ROWS} decide"
+    if outcome == "PASS":
+        shown = (
+            f"{one.measure} {one.value:.3g} (at most {one.high:.3g}, limit {one.limit:g})"
+            for one in text.limits
+        )
+        return f"{' and '.join(shown)} nats a token {over}"
+    worst = [one for one in text.limits if one.outcome == outcome]
+    bound = "at least {0.low:.3g}" if outcome == "FAIL" else "between {0.low:.3g} and {0.high:.3g}"
+    shown = (f"{one.measure} {one.value:.3g} ({bound.format(one)}), limit {one.limit:g}" for one in worst)
+    sentence = f"{'; '.join(shown)} nats a token {over}"
+    return sentence if outcome == "FAIL" else f"{sentence} is not settled; {_remedy(worst)}"
+
+
+def _remedy(limits: Sequence[TextLimit]) -> str:
+    needed = [limit.rows_needed for limit in limits if limit.rows_needed is not None]
+    if len(needed) < len(limits):
+        return "at this value no number of rows would settle it"
+    return f"about {max(needed):,} rows would settle it"
+
+
+def _outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    if "FAIL" in outcomes:
+        return "FAIL"
+    return "INCONCLUSIVE" if "INCONCLUSIVE" in outcomes else "PASS"
+
+
+def _require_equal_tokens(baseline: ReadText, candidate: ReadText) -> None:
+    for row, (old, new) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
+        if old != new:
+            raise _failed(candidate, f"other tokens in row {row} of the text", "the baseline's tokenizer")
+
+
+def _failed(candidate: ReadText, got: str, need: str) -> CheckpointFailed:
+    where = f"candidate {candidate.scored.checkpoint}"
+    return CheckpointFailed(where, got=got, need=need, fix="look at `vexport check`, or export it again")
