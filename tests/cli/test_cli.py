@@ -18,6 +18,7 @@ COMMANDS = {
     "plan",
     "quantize",
     "check",
+    "convert",
     "repair",
     "load",
     "eval",

@@ -52,6 +52,7 @@ CALLS: Mapping[str, Sequence[Call]] = {
         ((QUANTIZED, "--source", PLAIN), "quantize"),
         ((QUANTIZED, "--source", PLAIN, "--calibration", DEMO / "calibration.jsonl"), "quantize"),
     ],
+    "convert": [((QUANTIZED, "converted"), "quantize")],
     "repair": [
         (("damaged-config", "repaired"), WORKS),
         (("damaged-values", "unrepaired"), "quantize"),

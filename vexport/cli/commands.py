@@ -4,6 +4,7 @@ import click
 
 from vexport.cli.catalog import explain_command, list_command
 from vexport.cli.check import check
+from vexport.cli.convert import convert
 from vexport.cli.demo import demo
 from vexport.cli.evaluate import evaluate
 from vexport.cli.load import load
@@ -23,6 +24,7 @@ COMMANDS: tuple[click.Command, ...] = (
     run,
     report,
     verdict_command,
+    convert,
     repair,
     diff_command,
     list_command,

@@ -8,26 +8,25 @@ METHOD = "compressed-tensors"
 # What a config of another method may have and one of compressed-tensors never has.
 FOREIGN_KEYS = ("quant_algo", "quantization", "packing_format", "global_quant_config", "producer")
 MODELOPT = "NVIDIA ModelOpt"
-_AUTOAWQ = "convert it with compressed-tensors' AutoAWQConverter"
-_MODELOPT = "convert NVFP4 with compressed-tensors' ModelOptNvfp4Converter"
+_CONVERT = "`vexport convert` writes it in compressed-tensors"
 FROM_SOURCE = "quantize from the source (`vexport quantize`)"
 # The methods by their names in configs: who writes them, and how a checkpoint in compressed-tensors is had.
 PRODUCERS: Mapping[str, tuple[str, str]] = {
     "auto-round": ("AutoRound", "export it again with AutoRound's format llm_compressor"),
-    "auto_awq": ("AutoAWQ", _AUTOAWQ),
-    "auto_gptq": ("AutoGPTQ", FROM_SOURCE),
-    "awq": ("AutoAWQ, AutoRound or GPTQModel", _AUTOAWQ),
+    "auto_awq": ("AutoAWQ", _CONVERT),
+    "auto_gptq": ("AutoGPTQ", _CONVERT),
+    "awq": ("AutoAWQ, AutoRound or GPTQModel", _CONVERT),
     "bitsandbytes": ("bitsandbytes", FROM_SOURCE),
     "fbgemm_fp8": ("FBGEMM", FROM_SOURCE),
-    "fp8": ("a model that is published in FP8, such as DeepSeek's", FROM_SOURCE),
+    "fp8": ("a model that is published in FP8, such as DeepSeek's", _CONVERT),
     "fp_quant": ("FP-Quant", FROM_SOURCE),
     "gguf": ("llama.cpp", FROM_SOURCE),
-    "gptq": ("GPTQModel, AutoGPTQ or AutoRound", FROM_SOURCE),
+    "gptq": ("GPTQModel, AutoGPTQ or AutoRound", _CONVERT),
     "inc": ("Intel Neural Compressor", "export it again with AutoRound's format llm_compressor"),
-    "modelopt": (MODELOPT, _MODELOPT),
-    "modelopt_fp4": (MODELOPT, _MODELOPT),
-    "modelopt_mixed": (MODELOPT, FROM_SOURCE),
-    "modelopt_mxfp8": (MODELOPT, FROM_SOURCE),
+    "modelopt": (MODELOPT, _CONVERT),
+    "modelopt_fp4": (MODELOPT, _CONVERT),
+    "modelopt_mixed": (MODELOPT, _CONVERT),
+    "modelopt_mxfp8": (MODELOPT, _CONVERT),
     "mxfp4": ("OpenAI's gpt-oss", FROM_SOURCE),
     "mxfp8": ("a model that is published in MXFP8", FROM_SOURCE),
     "quark": ("AMD Quark", FROM_SOURCE),

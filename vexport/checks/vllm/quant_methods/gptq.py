@@ -116,7 +116,10 @@ class Gptq(MethodFormat, PackedIntegers):
         values = unpacked(bits_of(reader, zeros), bits)
         middle = 1 << (bits - 1)
         least, most = int(values.min()), int(values.max())
-        if not args.weights.symmetric or least == most == middle - self.zero_offset:
+        if not args.weights.symmetric:
+            yield from self._overflow(most, bits)
+            return
+        if least == most == middle - self.zero_offset:
             return
         if least == most and least in (middle - 1, middle):
             other = V2 if self.zero_offset else V1
@@ -134,6 +137,13 @@ class Gptq(MethodFormat, PackedIntegers):
                 got=f"{least} to {most}, which vLLM does not read: it takes {middle} for all",
                 fix="quantize with sym, or `vexport convert` the checkpoint with its own zero points",
             )
+
+    def _overflow(self, most: int, bits: int) -> Iterator[Problem]:
+        """Zero points of 0 and of a power of two, which the first format cannot tell apart."""
+        if most + self.zero_offset >= 1 << bits:
+            fix = "store it as gptq_v2, with GPTQModel"
+            expected = f"zero points of {bits} bits"
+            yield Problem(where="qzeros", expected=expected, got=f"{most} + {self.zero_offset}", fix=fix)
 
     def _order(self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader) -> Iterator[Problem]:
         """Groups that are not runs of columns."""
