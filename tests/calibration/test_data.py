@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,20 @@ def test_what_a_chat_template_raises_is_an_error_of_the_row(tmp_path: Path, temp
     with pytest.raises(InputError, match="the chat template refuses") as caught:
         read(written(tmp_path / "rows.jsonl", {"messages": TURNS}), tmp_path / "model")
     assert "\x1b" not in str(caught.value)
+
+
+def test_a_chat_template_that_does_not_end_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vexport.calibration.data.SECONDS", 0.3)
+    shutil.copytree(DEMO, tmp_path / "model")
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(loop)
+    rows = written(tmp_path / "rows.jsonl", *[{"messages": TURNS}] * 9)
+    with pytest.raises(InputError, match=r"chat template: got not finished after 0.3 s") as caught:
+        read(rows, tmp_path / "model")
+    assert "rows as text" in str(caught.value)
+    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("content", ["[1]", "[" * 50_000, '{"tokenizer_class": 5}'])

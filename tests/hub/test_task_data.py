@@ -52,6 +52,34 @@ def test_the_cause_of_a_failed_download_is_named(
     assert message in ran.stdout, ran.stderr
 
 
+DOWNLOAD = "from huggingface_hub import snapshot_download as get; get('acme/sums', repo_type='dataset')"
+
+
+@pytest.mark.vllm  # it is not started, but looked for
+@pytest.mark.slow
+def test_offline_all_missing_data_sets_are_named_at_once_and_what_was_downloaded_is_read(
+    machine: Machine, llama: Path
+) -> None:
+    task = (machine.folder / "task.yaml").read_text()
+    for name in ("tools", "cities"):
+        other = task.replace("acme/sums", f"acme/{name}").replace("hub_sums", name)
+        (machine.folder / f"{name}.yaml").write_text(other)
+    tasks = ("--task", "task.yaml", "--task", "tools.yaml", "--task", "cities.yaml")
+    evaluate = ("eval", llama, "--baseline", llama, *tasks)
+    ran = machine.run(*evaluate, HF_HUB_OFFLINE="1")
+    assert ran.code == 4, ran.stderr
+    assert (
+        "3 data sets of the tasks: dataset acme/sums, dataset acme/tools, dataset acme/cities" in ran.stderr
+    )
+    for name in ("sums", "tools", "cities"):
+        assert f"`hf download --repo-type dataset acme/{name}`" in ran.stderr
+    assert machine.python("-c", DOWNLOAD).code == 0
+    ran = machine.run(*evaluate, HF_HUB_OFFLINE="1")
+    assert ran.code == 4, ran.stderr
+    assert "2 data sets of the tasks: dataset acme/tools, dataset acme/cities" in ran.stderr
+    assert "acme/sums`" not in ran.stderr
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_an_engine_evaluates_on_data_of_the_hub_and_a_local_model_asks_for_nothing(

@@ -6,7 +6,8 @@ import pytest
 
 from tests.command import vexport
 from vexport.errors import InputError
-from vexport.scenario.llmcompressor import Recipe, read_recipe
+from vexport.rounding.settings import GPTQ
+from vexport.scenario.llmcompressor import GPTQ_DAMPING, Recipe, read_recipe
 
 SIMPLE = """
 default_stage:
@@ -81,6 +82,11 @@ def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> 
     assert "W4A16_ASYM_G64" in ran.stdout
     assert "KV cache" in ran.stdout
     assert "dampening_frac" in ran.stderr
+
+
+def test_the_usual_damping_is_ours(tmp_path: Path) -> None:
+    assert GPTQ.ridge == GPTQ_DAMPING
+    assert recipe(tmp_path, GROUPS.replace("0.05", "0.01")).notes == ()
 
 
 def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
+from vexport.calibration.bounded import SECONDS, bounded
 from vexport.calibration.rows import FORMS, Message, Row, read_row
 from vexport.calibration.sources import RawRow, raw_rows
 from vexport.checkpoint.data_name import DEFAULT
@@ -231,9 +232,20 @@ class _Tokens:
             raise ValueError(f"a text that the tokenizer refuses ({first_line(error)})") from None
 
     def _of_turns(self, turns: Sequence[Message]) -> Sequence[int]:
-        """Through the chat template, a program of the checkpoint: what it raises is an error of the row."""
+        """Through the chat template, a program of the checkpoint: what it raises is an error of the row.
+
+        InputError where it does not end: every row would take as long.
+        """
         try:
-            return self.tokenizer.apply_chat_template(list(turns), tokenize=True, return_dict=False)
+            with bounded(SECONDS):
+                return self.tokenizer.apply_chat_template(list(turns), tokenize=True, return_dict=False)
+        except TimeoutError as error:
+            raise InputError(
+                f"{self._checkpoint}: chat template",
+                got=str(error),
+                need="a template that ends",
+                fix="correct it, or give calibration rows as text",
+            ) from None
         except Exception as error:
             raise ValueError(f"turns that the chat template refuses ({first_line(error)})") from None
 

@@ -38,6 +38,8 @@ _WITHOUT_EFFECT: tuple[str, ...] = (
 )
 _WITHOUT_EFFECT += ("start", "end", "group", "bypass_divisibility_checks")
 _OF_GPTQ = ("dampening_frac", "actorder")
+# llm-compressor's default and ours (vexport.rounding.settings; a test holds them equal).
+GPTQ_DAMPING = 0.01
 _STATIC_ORDERS = (None, "static", "weight")
 # Its default for inputs gives the ranges of ours.
 _INPUT_OBSERVERS = (None, "minmax", "static_minmax", "memoryless_minmax")
@@ -245,5 +247,8 @@ def _kv_cache(modifier: _Modifier, problems: list[InputError]) -> KvCache | None
 
 def _notes(modifier: _Modifier) -> Iterator[str]:
     damping = modifier.keys.get("dampening_frac")
-    if damping is not None:
-        yield f"{modifier.where}.dampening_frac {damping} is not taken over: vexport's GPTQ has its own"
+    if damping is not None and damping != GPTQ_DAMPING:
+        yield (
+            f"{modifier.where}.dampening_frac {damping} is not taken over: vexport damps by {GPTQ_DAMPING}, "
+            "and ten times as much where that does not suffice"
+        )
