@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from vexport.cli import main
+from vexport.cli.interrupts import run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,5 @@ def vexport(*arguments: object) -> Ran:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else 0
+        code = run()
     return Ran(code=code, stdout=out.getvalue(), stderr=err.getvalue())

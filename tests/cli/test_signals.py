@@ -1,106 +1,168 @@
-"""SIGINT, SIGTERM and SIGHUP at any moment: one line, the right exit code, soon, and nothing left."""
+"""SIGINT, SIGTERM and SIGHUP at any moment of every command: one line, an exit code, soon, nothing left."""
 
 import os
 import random
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.cli.striking import CODES, FINISHED, RESUME, Struck, strike
+from tests.packaging.environment import ROOT
+from tests.packaging.test_commands import CALLS, folder
 from tests.quantize.test_streaming import write_model
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
+__all__ = ["folder"]
 # Three, and what a busy machine adds.
 SOON = 6.0
+# Calls that start a vLLM: the signal comes before its engine stands.
+MODEL, TASK = ROOT / "scenarios" / "demo" / "model", ROOT / "scenarios" / "demo" / "tasks" / "addition.yaml"
+EVAL = ("eval", MODEL, "--baseline", MODEL, "--task", TASK, "--limit", "20")
+ENGINE = ("run", "load", "eval")
 
 
-def started(*arguments: object) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "vexport", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+def assert_interrupted(struck: Struck, number: signal.Signals) -> None:
+    """One line and the code of the signal, or the command was quicker than the signal."""
+    assert struck.left == []
+    if struck.errors or struck.code in CODES.values():
+        assert (struck.code, struck.errors) in [(CODES[number], [line]) for line in (RESUME, FINISHED)], (
+            struck
+        )
+        assert struck.seconds < SOON
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [(name, arguments) for name, calls in CALLS.items() for arguments, _ in calls if name not in ENGINE],
+)
+def test_a_signal_ends_every_command(
+    name: str, arguments: Sequence[object], folder: Path, tmp_path: Path
+) -> None:
+    """While it imports, or in the middle, by turns; every command has a call by another test."""
+    moments = random.Random(f"{name} {arguments}")
+    number, latest = moments.choice(list(CODES)), moments.choice((0.0, 0.2, 0.8))
+    temporary = tmp_path / "temporary"
+    struck = strike(
+        (name, *arguments), number, moments.uniform(0, latest), folder=folder, temporary=temporary
     )
-
-
-def await_handlers(process: "subprocess.Popen[str]") -> None:
-    """Until then it is Python that starts, and none of vexport's code."""
-    status = Path(f"/proc/{process.pid}/status")
-    while process.poll() is None:
-        (caught,) = (line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
-        if int(caught.split()[1], 16) >> (signal.SIGHUP - 1) & 1:
-            return
-        time.sleep(0.002)
-
-
-def lines_of_error(stderr: str) -> list[str]:
-    return [line for line in stderr.splitlines() if line.startswith("error") or "Traceback" in line]
+    assert_interrupted(struck, number)
 
 
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
-    """While imports run, before the first byte, in the middle; the same command then completes."""
+    """Before the first byte, in the middle; the same command then completes."""
     source = write_model(tmp_path / "source", hidden=1024, layers=4)
     command = ("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet")
     moments = random.Random(int(number))
     for delay in (0.0, moments.uniform(0, 0.3), moments.uniform(0.3, 1.5)):
-        process = started(*command)
-        await_handlers(process)
-        time.sleep(delay)
-        sent = time.perf_counter()
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=30)
-        if process.returncode == 0:  # it was quicker
-            break
-        assert process.returncode == CODES[number], stderr
-        assert time.perf_counter() - sent < SOON
-        assert lines_of_error(stderr) == ["error: Interrupted. Run the same command again to resume"]
-    else:
-        process = started(*command)
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+        struck = strike(command, number, delay, folder=tmp_path, temporary=tmp_path / "temporary")
+        assert_interrupted(struck, number)
+    if not (tmp_path / "out").exists():
+        again = [sys.executable, "-m", "vexport", *map(str, command)]
+        assert subprocess.run(again, capture_output=True, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "temporary"]
 
 
 def test_many_signals_are_as_one(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=1024, layers=4)
-    process = started("quantize", source, tmp_path / "out", "--scheme", "W8A8")
-    await_handlers(process)
-    for _ in range(5):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.01)
-    _, stderr = process.communicate(timeout=30)
-    if process.returncode == 0:  # it was quicker
-        assert (tmp_path / "out" / "config.json").is_file()
-        return
-    assert process.returncode == 130
-    assert lines_of_error(stderr) == ["error: Interrupted. Run the same command again to resume"]
+    command = ("quantize", source, tmp_path / "out", "--scheme", "W8A8")
+    struck = strike(command, signal.SIGINT, 0, folder=tmp_path, temporary=tmp_path / "temporary", times=5)
+    assert_interrupted(struck, signal.SIGINT)
+    assert (struck.code, struck.errors) == (130, [RESUME])
 
 
-def test_a_command_that_hears_nothing_ends_all_the_same() -> None:
-    """Python code waits for what runs in C, or may be deaf: the process is ended."""
-    code = (
-        "import ctypes\n"
-        "from vexport.cli.interrupts import Interrupts\n"
-        "with Interrupts():\n"
-        "    libc = ctypes.CDLL(None)\n"
-        "    try:\n"
-        "        print('ready', flush=True)\n"
-        "        while True:\n"
-        "            libc.usleep(999_999)\n"
-        "    except KeyboardInterrupt:\n"
-        "        while True:\n"
-        "            libc.usleep(999_999)\n"
+# What Python does with an exception there is to print and forget it.
+DEAF = {
+    "destructor": "class Busy:\n    def __del__(self):\n        work()\nBusy()",
+    "callback": "import ctypes\nctypes.CFUNCTYPE(None)(work)()",
+    "import": "try:\n    work()\nexcept BaseException:\n    pass",
+}
+
+
+@pytest.mark.parametrize("code", DEAF.values(), ids=DEAF)
+def test_an_exception_that_is_lost_comes_again(code: str) -> None:
+    """Sooner than the process is ended by force, and without Python's report of it."""
+    ran = _with_handlers(
+        "import time\n"
+        "def work():\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(60)\n"
+        f"{code}\n"
+        "for _ in range(600):\n"
+        "    time.sleep(0.1)\n",
+        signal.SIGTERM,
+    )
+    assert ran == (143, RESUME)
+
+
+def test_what_hears_nothing_ends_all_the_same() -> None:
+    """Python code waits for what runs in C, or cleans up without an end: the process is ended."""
+    ran = _with_handlers(
+        "import ctypes, time\n"
+        "print('ready', flush=True)\n"
+        "try:\n"
+        "    time.sleep(60)\n"
+        "finally:\n"
+        "    ctypes.PyDLL(None).sleep(1)\n"
+        "    while True:\n"
+        "        ctypes.CDLL(None).usleep(999_999)\n",
+        signal.SIGTERM,
+    )
+    assert ran == (143, RESUME)
+
+
+def _with_handlers(code: str, number: signal.Signals) -> tuple[int, str]:
+    """The exit code and the stderr of code that a signal meets when it has said `ready`."""
+    body = "\n".join(f"    {line}" for line in code.splitlines())
+    main = (
+        "import sys\n"
+        "from vexport.cli import interrupts, entry\n"
+        f"def command(interrupted):\n{body}\n"
+        "entry.run_command = command\n"
+        "interrupts.main()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", main], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, number)
     _, stderr = process.communicate(timeout=SOON + 4)
-    assert (process.returncode, stderr.count("Interrupted")) == (143, 1)
+    return process.returncode, stderr.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("load", MODEL), ("load", "--dry", MODEL), EVAL], ids=["load", "dry", "eval"]
+)
+def test_a_signal_while_vllm_is_imported(arguments: Sequence[object], tmp_path: Path) -> None:
+    """The worker, what it has started and its folders go too."""
+    moments = random.Random(str(arguments))
+    number = moments.choice(list(CODES))
+    struck = strike(
+        arguments, number, moments.uniform(1, 4), folder=tmp_path, temporary=tmp_path / "temporary"
+    )
+    assert_interrupted(struck, number)
+    assert struck.errors == [RESUME]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "stage", "number"),
+    [
+        (("load", MODEL), "load model: canaries", signal.SIGHUP),
+        (EVAL, "baseline: addition", signal.SIGINT),
+    ],
+)
+def test_a_signal_while_vllm_works(
+    arguments: Sequence[object], stage: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    struck = strike(
+        arguments, number, 0.02, folder=tmp_path, temporary=tmp_path / "temporary", until=f"{stage} ..."
+    )
+    assert_interrupted(struck, number)
+    assert struck.errors == [RESUME]

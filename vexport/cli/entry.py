@@ -4,15 +4,13 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from signal import SIGINT
+from collections.abc import Callable, Sequence
 
 import click
 
 from vexport.cli.colour import wants_colour
 from vexport.cli.commands import COMMANDS
 from vexport.cli.help import WIDEST, OrderedGroup
-from vexport.cli.interrupts import CODES, INTERRUPTED
 from vexport.errors import InputErrors, VexportError, file_problem
 from vexport.errors.escaping import clip, visible
 from vexport.errors.extras import unforeseen
@@ -32,50 +30,62 @@ Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fi
 """
 
 
-def run_command() -> int:
-    """Run a command; every outcome becomes an exit code, which is returned, and one line an error."""
+def run_command(interrupted: Callable[[], bool]) -> int | None:
+    """Run a command; every outcome becomes an exit code, which is returned, and one line an error.
+
+    None without a line where a person or, as `interrupted` says, a signal ended it.
+    """
     if "--debug" in sys.argv:
         logging.getLogger("vexport").addHandler(logging.StreamHandler())
         logging.getLogger("vexport").setLevel(logging.DEBUG)
     try:
         result = cli.main(prog_name="vexport", standalone_mode=False)
-        code = result if isinstance(result, int) else 0
-    except (click.exceptions.Abort, KeyboardInterrupt) as stop:
-        code = _stopped(stop)
-    except click.exceptions.NoArgsIsHelpError as error:
+        return result if isinstance(result, int) else 0
+    except BaseException as error:
+        if interrupted() or isinstance(error, KeyboardInterrupt):
+            _trace()
+            return None
+        if isinstance(error, click.exceptions.Abort) and not isinstance(error.__cause__, EOFError):
+            return None
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> int:
+    """The exit code of what a command raised, with its lines on stderr."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
         # Nothing was asked: the help, and the code of a usage error, lest `vexport $EMPTY` pass in CI.
         click.echo(error.format_message())
-        code = error.exit_code
-    except click.UsageError as error:
+        return error.exit_code
+    if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "vexport"
         message = " ".join(error.format_message().split())
         message = message if message.endswith((".", "?")) else f"{message}."
-        code = _say([f"{command}: {message} See `{command} --help`."], error.exit_code)
-    except InputErrors as errors:
-        code = _say([str(problem) for problem in errors.problems], errors.exit_code)
-    except VexportError as error:
-        code = _say([str(error)], error.exit_code)
-    except BrokenPipeError:
+        return _say([f"{command}: {message} See `{command} --help`."], error.exit_code)
+    if isinstance(error, InputErrors):
+        return _say([str(problem) for problem in error.problems], error.exit_code)
+    if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except Exception as error:
-        problem = file_problem(error) if isinstance(error, OSError) else unforeseen(error, "vexport")
-        code = _say([str(problem)], problem.exit_code)
-    return code
+        return 0
+    problem = _problem(error)
+    return _say([str(problem)], problem.exit_code)
 
 
-def _stopped(stop: BaseException) -> int:
-    """Interrupted; or an EOFError of some file, which click takes for the end of a person's input."""
-    if isinstance(stop.__cause__, EOFError):
-        problem = unforeseen(stop.__cause__, "vexport")
-        return _say([str(problem)], problem.exit_code)
-    return _say([INTERRUPTED], CODES[SIGINT])
+def _problem(error: BaseException) -> VexportError:
+    """What was raised as one of our errors."""
+    if isinstance(error, VexportError):
+        return error
+    if isinstance(error, OSError):
+        return file_problem(error)
+    if isinstance(error, click.exceptions.Abort) and isinstance(error.__cause__, EOFError):
+        error = error.__cause__  # of some file: click takes it for the end of a person's input
+    if isinstance(error, Exception):
+        return unforeseen(error, "vexport")
+    raise error
 
 
 def _say(messages: Sequence[str], code: int) -> int:
     """Each message as one line on stderr: bounded, and with nothing in it that a terminal would obey."""
-    if "--debug" in sys.argv:
-        traceback.print_exc()
+    _trace()
     colour = wants_colour(sys.stderr)
     label = click.style("error:", fg="red", bold=True) if colour else "error:"
     for message in messages[:MAX_LINES]:
@@ -83,6 +93,11 @@ def _say(messages: Sequence[str], code: int) -> int:
     if len(messages) > MAX_LINES:
         click.echo(f"{label} {len(messages) - MAX_LINES:,} more problems like these", err=True, color=colour)
     return code
+
+
+def _trace() -> None:
+    if "--debug" in sys.argv:
+        traceback.print_exc()
 
 
 @click.group(

@@ -1,13 +1,11 @@
 """Whether vLLM takes the arguments that were given for it, asked before anything long begins."""
 
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vexport.architectures.text_config import text_config
 from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest
-from vexport.engine.session import run_worker, session_error
+from vexport.engine.session import log_folder, run_worker, session_error
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
 from vexport.plan.ranks import Heads
@@ -27,19 +25,18 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
     largest = max(serves, key=lambda serve: serve.devices)
     if not largest.given.keys() - _CERTAIN:
         return
-    folder = Path(tempfile.mkdtemp(prefix="vexport-arguments-"))
-    answer = run_worker(
-        "vexport.engine.arguments_worker",
-        ArgumentsRequest(arguments=largest.given, devices=largest.devices),
-        ArgumentsAnswer,
-        where="vLLM's arguments",
-        log=folder / "vllm.log",
-        timeout=largest.timeout,
-        vllm_python=vllm_python,
-        extra={},
-        on_progress=silent,
-    )
-    shutil.rmtree(folder, ignore_errors=True)
+    with log_folder("vexport-arguments-") as folder:
+        answer = run_worker(
+            "vexport.engine.arguments_worker",
+            ArgumentsRequest(arguments=largest.given, devices=largest.devices),
+            ArgumentsAnswer,
+            where="vLLM's arguments",
+            log=folder / "vllm.log",
+            timeout=largest.timeout,
+            vllm_python=vllm_python,
+            extra={},
+            on_progress=silent,
+        )
     errors = [session_error(problem) for problem in answer.problems]
     raise_all([error for error in errors if isinstance(error, InputError)])
     for error in errors:

@@ -1,5 +1,6 @@
 """Reads a worker's log and exit code: whose fault, and in which of vLLM's words."""
 
+import os
 import re
 import traceback
 from dataclasses import replace
@@ -9,6 +10,9 @@ from vexport.engine.messages import EngineFailure, FailureKind
 from vexport.errors.extras import is_mismatch
 
 TAIL_LINES = 40
+# Of a log of any size, the end is read; of a line of any length, the beginning.
+_READ_BYTES = 4 << 20
+_LONGEST_LINE = 4000
 # What the allocators of torch and CUDA, the kernel and vLLM's own memory planning say.
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|Cannot allocate memory"
@@ -94,10 +98,13 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
 
 
 def _lines(log: Path) -> list[str]:
-    """The log without the process and logger prefixes that vLLM puts before each line."""
+    """The end of the log without the process and logger prefixes that vLLM puts before each line."""
     if not log.is_file():
         return []
-    return [_strip(line) for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    with log.open("rb") as stream:
+        stream.seek(-min(log.stat().st_size, _READ_BYTES), os.SEEK_END)
+        text = stream.read(_READ_BYTES).decode(errors="replace")
+    return [_strip(line[:_LONGEST_LINE]) for line in text.splitlines()]
 
 
 def _strip(line: str) -> str:

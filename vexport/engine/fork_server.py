@@ -12,6 +12,7 @@ import selectors
 import shutil
 import socket
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ _MOST_BYTES = 1 << 20
 _DESCRIPTORS = 3
 # What may differ from our own environment: nothing that vLLM or a library of its reads when it is imported.
 _FREE_PREFIXES = ("VEXPORT_", "VLLM_CPU_", "PYTEST_", "_")
-_FREE = {"PWD", "OLDPWD", "SHLVL"}
+_FREE = {"PWD", "OLDPWD", "SHLVL", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,7 @@ class _Server:
         os.environ.clear()
         os.environ.update({**job.environment, PROGRESS_FD: str(os.dup(progress))})
         os.chdir(job.folder)
+        tempfile.tempdir = None  # TMPDIR is another one
         connection.send(str(os.getpid()).encode())
         connection.close()
         self._close()

@@ -24,7 +24,6 @@ ADDRESS = "VEXPORT_ENGINE_SERVER"
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 _NUMBER_BYTES = 32
 _UNKNOWN_EXIT = -9
-_SECONDS_TO_END = 5.0
 
 
 class Fork:
@@ -151,11 +150,8 @@ def _listen(address: str) -> socket.socket:
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    """It ends when its stdin closes, unless it is in the midst of an import."""
+    """It has nothing to put in order, and may be in the midst of an import."""
     assert server.stdin is not None
     server.stdin.close()
-    try:
-        server.wait(_SECONDS_TO_END)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+    server.kill()
+    server.wait()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import secrets
 import selectors
 import signal
 import subprocess
@@ -11,13 +13,16 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from vexport.engine.shared_memory import remove_segments, segments_of
+from vexport.engine.strays import MARK, OWNER, end_strays
 from vexport.types import OnProgress
 
 PROGRESS_FD = "VEXPORT_PROGRESS_FD"
-# What the names of the folders begin with in which requests and results are passed.
+# The folders that a session makes: of requests and results, of logs.
 SESSION_FOLDER = "vexport-session-"
+TEMPORARY = re.compile(r"vexport-(session|load|dry|arguments|tasks)-[a-z0-9_]{8}")
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 1.0
+_LONGEST_LINE = 1 << 16
 
 
 class Leader(Protocol):
@@ -71,9 +76,10 @@ def run_group(
 
     Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD go to
     `on_progress`. Its stdin is a pipe that closes when this process dies, however it dies.
-    The whole group is gone when this returns or raises, and its shared memory. TimeoutError after `timeout`
-    seconds.
+    The whole group is gone when this returns or raises, what left the group too, and its shared memory.
+    TimeoutError after `timeout` seconds.
     """
+    mark = secrets.token_hex(8)
     segments: set[str] = set()
     stages: set[str] = set()
 
@@ -87,7 +93,7 @@ def run_group(
     reader, writer = os.pipe()
     with log.open("wb") as sink, os.fdopen(reader, "rb", buffering=0) as pipe:
         try:
-            process = start(environment, sink.fileno(), writer)
+            process = start({**environment, MARK: mark, OWNER: str(os.getpid())}, sink.fileno(), writer)
         finally:
             os.close(writer)
         try:
@@ -96,6 +102,7 @@ def run_group(
         finally:
             segments |= segments_of(process.pid)
             end_group(process)
+            end_strays(mark)
             remove_segments(segments)
 
 
@@ -123,7 +130,10 @@ def _relay(process: Leader, pipe: int, deadline: float, on_progress: OnProgress)
                 chunk = os.read(pipe, 65536)
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
-                    on_progress(*json.loads(line))
+                    if (progress := _progress(line)) is not None:
+                        on_progress(*progress)
+                if len(pending) > _LONGEST_LINE:
+                    pending = b""
                 if chunk:
                     continue
                 if not ended:
@@ -132,6 +142,16 @@ def _relay(process: Leader, pipe: int, deadline: float, on_progress: OnProgress)
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError
+
+
+def _progress(line: bytes) -> tuple[str, int, int] | None:
+    """What a line tells; None where it is not what a worker writes."""
+    try:
+        stage, done, total = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    whole = type(stage) is str and type(done) is int and type(total) is int
+    return (stage, done, total) if whole else None
 
 
 def _await_end(process: Leader) -> None:

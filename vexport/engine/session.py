@@ -1,7 +1,9 @@
 """Runs one model in the real vLLM, in a separate process, and says what came of it."""
 
+import getpass
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,6 +44,10 @@ _DEFAULT_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
+# A socket's path has 108 bytes: vLLM's have 37 below the folder for temporary files.
+_LONGEST_FOLDER = 60
+# Of asking an interpreter whether it has vLLM.
+_PROBE_SECONDS = 60.0
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
 _FIXES = {
     "refused": "re-export the checkpoint",
@@ -68,6 +74,21 @@ class EngineFault(EnvironmentFault):
             need="an engine that runs to the end",
             fix=f"{_FIXES[failure.kind]}{place}",
         )
+
+
+@contextmanager
+def log_folder(prefix: str) -> Iterator[Path]:
+    """A folder for the log of a session, which stays only where an EngineFault names the log."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    keep = False
+    try:
+        yield folder
+    except EngineFault as fault:
+        keep = fault.log is not None
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_session(
@@ -138,7 +159,7 @@ def run_worker(
         try:
             code = run_group(
                 start,
-                environment={**environment, **extra},
+                environment={**environment, **_temporary_files(scratch), **extra},
                 log=log,
                 timeout=timeout,
                 on_progress=on_progress,
@@ -149,7 +170,28 @@ def run_worker(
             raise EngineFault(where, failure, log) from None
         if not result_file.is_file():
             raise EngineFault(where, failure_from_exit(log, code), log)
-        return from_json(kind, result_file)
+        try:
+            return from_json(kind, result_file)
+        except InputError as error:
+            message = f"the worker wrote a result that cannot be read ({error.got})"
+            failure = EngineFailure(kind="crashed", message=message, log_tail=log_tail(log))
+            raise EngineFault(where, failure, log) from None
+
+
+def _temporary_files(scratch: Path) -> Mapping[str, str]:
+    """Where a worker has them: they go with the session, also those that a killed process leaves.
+
+    Each engine leaves sockets. What torch compiles is kept where it would be without this.
+    """
+    if len(str(scratch)) > _LONGEST_FOLDER:
+        return {}
+    folder = scratch / "tmp"
+    folder.mkdir()
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    return {
+        "TMPDIR": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
+    }
 
 
 def _accept(result: SessionResult, request: SessionRequest, where: str, log: Path) -> SessionResult:
@@ -209,9 +251,14 @@ def _missing(python: Path) -> EngineFailure | None:
     """Why `python` cannot run vLLM: it does not start, or has no such module."""
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        done = subprocess.run([str(python), "-c", probe], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [str(python), "-c", probe], capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS
+        )
     except OSError as error:
         return EngineFailure(kind="missing", message=f"{python}: {error.strerror}", log_tail="")
+    except subprocess.TimeoutExpired:
+        message = f"{python} did not say within {_PROBE_SECONDS:g} s whether it has vLLM"
+        return EngineFailure(kind="missing", message=message, log_tail="")
     if done.returncode != 0:
         return EngineFailure(kind="missing", message=f"{python} has no module vllm", log_tail=done.stderr)
     return None

@@ -25,7 +25,8 @@ from vexport.engine.cpu import cpu_defaults, prepare_cpu
 from vexport.engine.failures import one_line
 from vexport.engine.kept import KeptParts
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
-from vexport.engine.process import SESSION_FOLDER
+from vexport.engine.process import TEMPORARY
+from vexport.engine.strays import MARK, OWNER, end_strays, has_ended
 from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
 from vexport.scenario.serve import EngineArguments
@@ -209,17 +210,22 @@ def _write(descriptor: int, line: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Our stdin is a pipe that the parent holds: when it closes, the whole process group ends.
+    """Our stdin is a pipe that its owner holds: when it closes, the whole process group ends.
 
-    A parent that was killed has left the folder of the session: it goes too.
+    An owner that was killed has left the folders of the session and of its log: they go too, and what left
+    the group.
     """
-    folder = Path(sys.argv[1]).parent if len(sys.argv) > 1 else Path()
+    session = Path(sys.argv[1]).resolve().parent if len(sys.argv) > 1 else Path()
+    log = Path(f"/proc/{os.getpid()}/fd/1").resolve().parent
 
     def watch() -> None:
         while os.read(0, 1):
             pass
-        if folder.name.startswith(SESSION_FOLDER):
-            shutil.rmtree(folder, ignore_errors=True)
+        if has_ended(os.environ.get(OWNER, "")):
+            end_strays(os.environ.get(MARK, ""), spare=os.getpgid(0))
+            for folder in (session, log):
+                if folder.parent == session.parent and TEMPORARY.fullmatch(folder.name):
+                    shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -1,7 +1,5 @@
 """Every checkpoint in every vLLM and mode that was asked for: one real engine after the other."""
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments, require_heads
-from vexport.engine.session import EngineFault, engines_share_imports, require_vllm
+from vexport.engine.session import EngineFault, engines_share_imports, log_folder, require_vllm
 from vexport.run.serving import EngineOptions, serve_model
 from vexport.scenario.serve import Serve
 from vexport.types import ENGINE_CHECK, EngineMode, Finding, LoadReport
@@ -58,14 +56,12 @@ def _require_fit(root: Path, serves: Sequence[Serve]) -> None:
 
 def _load(name: str, root: Path, mode: EngineMode, options: EngineOptions) -> LoadReport:
     """Load and judge one checkpoint. The log of a session that died is kept, and named."""
-    folder = Path(tempfile.mkdtemp(prefix="vexport-load-"))
     serve = options.serve.model_copy(update={"enforce_eager": mode == "eager"})
     try:
-        report = serve_model(f"load {root.name}", root, folder, replace(options, serve=serve)).report()
+        with log_folder("vexport-load-") as folder:
+            report = serve_model(f"load {root.name}", root, folder, replace(options, serve=serve)).report()
     except EngineFault as fault:
         report = _died(fault)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
     python = str(options.vllm_python or "")
     return replace(report, checkpoint=name, mode=mode, tp=serve.ranks, vllm_python=python)
 

@@ -1,13 +1,11 @@
 """Loads checkpoints dry: starts the worker, gives it the cells, judges what it saw."""
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from vexport.engine.dry.judge import Require, judge
 from vexport.engine.dry.messages import Cell, DryRequest, DryResult
-from vexport.engine.session import run_worker
+from vexport.engine.session import log_folder, run_worker
 from vexport.types import DryLoadReport, OnProgress, silent
 
 # Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ.
@@ -49,27 +47,26 @@ def dry_loads(
     Raises EngineFault where vLLM is missing, dies outside a cell, or takes more than `timeout` seconds.
     """
     cells = tuple(Cell(tp=size, sm=capability) for size in tp for capability in sm)
-    folder = Path(tempfile.mkdtemp(prefix="vexport-dry-"))
-    request = DryRequest(
-        checkpoints=tuple(checkpoint.absolute() for checkpoint in checkpoints),
-        cells=cells,
-        folder=folder,
-        trust_remote_code=trust_remote_code,
-    )
-    result = run_worker(
-        "vexport.engine.dry.worker",
-        request,
-        DryResult,
-        where="dry load in vLLM",
-        log=folder / "vllm.log",
-        timeout=timeout,
-        vllm_python=vllm_python,
-        # The stand-ins for kernels that the CPU lacks would be in the way of the fake device.
-        extra={"VEXPORT_CPU_EMULATION": "0"},
-        on_progress=on_progress,
-        may_fork=False,
-    )
-    shutil.rmtree(folder, ignore_errors=True)
+    with log_folder("vexport-dry-") as folder:
+        request = DryRequest(
+            checkpoints=tuple(checkpoint.absolute() for checkpoint in checkpoints),
+            cells=cells,
+            folder=folder,
+            trust_remote_code=trust_remote_code,
+        )
+        result = run_worker(
+            "vexport.engine.dry.worker",
+            request,
+            DryResult,
+            where="dry load in vLLM",
+            log=folder / "vllm.log",
+            timeout=timeout,
+            vllm_python=vllm_python,
+            # The stand-ins for kernels that the CPU lacks would be in the way of the fake device.
+            extra={"VEXPORT_CPU_EMULATION": "0"},
+            on_progress=on_progress,
+            may_fork=False,
+        )
     return [
         judge(str(checkpoint), result.vllm, found, require)
         for checkpoint, found in zip(checkpoints, result.checkpoints, strict=True)
