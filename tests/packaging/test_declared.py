@@ -76,3 +76,17 @@ def test_metadata_names_the_license_that_is_in_the_package() -> None:
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
     assert (PACKAGE / "py.typed").is_file()
+
+
+def test_every_pinned_package_has_hashes_and_a_license() -> None:
+    """But for torch, whose builds are in no package index, and what only other systems install."""
+    lines = (ROOT / "scripts" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if "--hash=sha256:" not in line] == ["torch==2.13.0+cpu"]
+    pins = {line.split()[0] for line in lines}
+    rows = [
+        line.split("\t")
+        for line in (ROOT / "scripts" / "licenses.tsv").read_text(encoding="utf-8").splitlines()
+    ]
+    assert {f"{name}=={version}" for name, version, _ in rows} == pins
+    unknown = {canonicalize_name(name) for name, _, license_ in rows if license_ == "not stated"}
+    assert not unknown & {canonicalize_name(one.name) for extra in EXTRAS.values() for one in declared(extra)}

@@ -1,17 +1,20 @@
 """What is built and installed as a release would be: every command runs, and the sdist tests itself."""
 
+import json
 import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.packaging.environment import ROOT, linked, run
+from tests.packaging.environment import ROOT, declared, linked, run
 from tests.packaging.test_commands import CALLS, DEMO, PLAIN, QUANTIZED, assert_ended, folder
 from vexport.scenario.shipped import demo_files
+from vexport.version import __version__
 
 __all__ = ["folder"]
 pytestmark = pytest.mark.slow
@@ -42,6 +45,25 @@ def test_every_command_of_the_wheel(installed: Path, folder: Path) -> None:
     plan = run(python, "plan", "vexport-demo/demo-nvfp4.yaml", folder=folder)
     assert plan.code == 0, plan.stderr
     assert sorted(demo_files(folder / "vexport-demo")) == sorted(demo_files(ROOT / "scenarios"))
+
+
+def test_the_wheel_has_a_bill_of_materials(installed: Path) -> None:
+    """It is recorded like every file, and names what the wheel asks for with its version and license."""
+    (file,) = (installed / "dist").glob("*.whl")
+    with zipfile.ZipFile(file) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/sboms/vexport.cdx.json"))
+        bill = json.loads(wheel.read(name))
+        record = wheel.read(f"{name.partition('/')[0]}/RECORD").decode()
+    assert f"{name},sha256=" in record
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    components = {component["bom-ref"]: component for component in bill["components"]}
+    ((itself,), needed) = (
+        {each["ref"] for each in bill["dependencies"]},
+        bill["dependencies"][0]["dependsOn"],
+    )
+    assert itself == bill["metadata"]["component"]["purl"] == f"pkg:pypi/vexport@{__version__}"
+    assert {components[ref]["name"] for ref in needed} >= {one.name for one in declared()} - {"PyYAML"}
+    assert all(components[ref]["licenses"] for ref in needed)
 
 
 def test_the_sdist_tests_itself(installed: Path, tmp_path: Path) -> None:
