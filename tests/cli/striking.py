@@ -1,9 +1,11 @@
 """Sends a signal to a command at a moment, and looks at what is left of it."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +44,6 @@ def strike(
     delay: float,
     *,
     folder: Path,
-    temporary: Path,
     until: str = "",
     times: int = 1,
 ) -> Struck:
@@ -50,7 +51,7 @@ def strike(
 
     With `until` after a line on stderr that begins so; it is sent `times` times.
     """
-    temporary.mkdir(exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix="struck-"))
     environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
     process = subprocess.Popen(
         [sys.executable, "-m", "vexport", *map(str, arguments)],
@@ -69,13 +70,10 @@ def strike(
         process.send_signal(number)
         time.sleep(0.01 if times > 1 else 0)
     stdout, stderr = process.communicate(timeout=60)
-    return Struck(
-        code=process.returncode,
-        stdout=stdout,
-        stderr=read + stderr,
-        seconds=time.perf_counter() - sent,
-        left=leftovers(temporary),
-    )
+    seconds = time.perf_counter() - sent
+    left = leftovers(temporary)
+    shutil.rmtree(temporary)
+    return Struck(code=process.returncode, stdout=stdout, stderr=read + stderr, seconds=seconds, left=left)
 
 
 def await_handlers(process: "subprocess.Popen[str]") -> None:

@@ -44,10 +44,7 @@ def test_a_signal_ends_every_command(
     """While it imports, or in the middle, by turns; every command has a call by another test."""
     moments = random.Random(f"{name} {arguments}")
     number, latest = moments.choice(list(CODES)), moments.choice((0.0, 0.2, 0.8))
-    temporary = tmp_path / "temporary"
-    struck = strike(
-        (name, *arguments), number, moments.uniform(0, latest), folder=folder, temporary=temporary
-    )
+    struck = strike((name, *arguments), number, moments.uniform(0, latest), folder=folder)
     assert_interrupted(struck, number)
 
 
@@ -58,19 +55,19 @@ def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, tmp_path: Pa
     command = ("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet")
     moments = random.Random(int(number))
     for delay in (0.0, moments.uniform(0, 0.3), moments.uniform(0.3, 1.5)):
-        struck = strike(command, number, delay, folder=tmp_path, temporary=tmp_path / "temporary")
+        struck = strike(command, number, delay, folder=tmp_path)
         assert_interrupted(struck, number)
     if not (tmp_path / "out").exists():
         again = [sys.executable, "-m", "vexport", *map(str, command)]
         assert subprocess.run(again, capture_output=True, timeout=60, check=False).returncode == 0
     assert (tmp_path / "out" / "config.json").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "temporary"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_many_signals_are_as_one(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=1024, layers=4)
     command = ("quantize", source, tmp_path / "out", "--scheme", "W8A8")
-    struck = strike(command, signal.SIGINT, 0, folder=tmp_path, temporary=tmp_path / "temporary", times=5)
+    struck = strike(command, signal.SIGINT, 0, folder=tmp_path, times=5)
     assert_interrupted(struck, signal.SIGINT)
     assert (struck.code, struck.errors) == (130, [RESUME])
 
@@ -142,9 +139,7 @@ def test_a_signal_while_vllm_is_imported(arguments: Sequence[object], tmp_path: 
     """The worker, what it has started and its folders go too."""
     moments = random.Random(str(arguments))
     number = moments.choice(list(CODES))
-    struck = strike(
-        arguments, number, moments.uniform(1, 4), folder=tmp_path, temporary=tmp_path / "temporary"
-    )
+    struck = strike(arguments, number, moments.uniform(1, 4), folder=tmp_path)
     assert_interrupted(struck, number)
     assert struck.errors == [RESUME]
 
@@ -161,8 +156,6 @@ def test_a_signal_while_vllm_is_imported(arguments: Sequence[object], tmp_path: 
 def test_a_signal_while_vllm_works(
     arguments: Sequence[object], stage: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    struck = strike(
-        arguments, number, 0.02, folder=tmp_path, temporary=tmp_path / "temporary", until=f"{stage} ..."
-    )
+    struck = strike(arguments, number, 0.02, folder=tmp_path, until=f"{stage} ...")
     assert_interrupted(struck, number)
     assert struck.errors == [RESUME]

@@ -44,8 +44,8 @@ _DEFAULT_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-# A socket's path has 108 bytes: vLLM's have 37 below the folder for temporary files.
-_LONGEST_FOLDER = 60
+# A socket's path has 108 bytes: vLLM's have 42 below the folder of a session, whose name has 25.
+_LONGEST_TEMPORARY = 40
 # Of asking an interpreter whether it has vLLM.
 _PROBE_SECONDS = 60.0
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
@@ -79,7 +79,7 @@ class EngineFault(EnvironmentFault):
 @contextmanager
 def log_folder(prefix: str) -> Iterator[Path]:
     """A folder for the log of a session, which stays only where an EngineFault names the log."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_folder()))
     keep = False
     try:
         yield folder
@@ -147,7 +147,7 @@ def run_worker(
     """
     require_vllm(vllm_python)
     python = vllm_python or Path(sys.executable)
-    with tempfile.TemporaryDirectory(prefix=SESSION_FOLDER) as folder:
+    with tempfile.TemporaryDirectory(prefix=SESSION_FOLDER, dir=_temporary_folder()) as folder:
         scratch = Path(folder)
         request_file, result_file = scratch / "request.json", scratch / "result.json"
         write_text(request_file, to_json(request))
@@ -183,8 +183,6 @@ def _temporary_files(scratch: Path) -> Mapping[str, str]:
 
     Each engine leaves sockets. What torch compiles is kept where it would be without this.
     """
-    if len(str(scratch)) > _LONGEST_FOLDER:
-        return {}
     folder = scratch / "tmp"
     folder.mkdir()
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
@@ -192,6 +190,12 @@ def _temporary_files(scratch: Path) -> Mapping[str, str]:
         "TMPDIR": str(folder),
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
     }
+
+
+def _temporary_folder() -> str:
+    """The folder for temporary files, unless sockets below it would have too long a path."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= _LONGEST_TEMPORARY else "/tmp"
 
 
 def _accept(result: SessionResult, request: SessionRequest, where: str, log: Path) -> SessionResult:
