@@ -408,7 +408,14 @@ def test_vllm_loads_the_sound_and_refuses_the_spoiled(
         for method, names in REFUSED.items()
         for number, name in enumerate(names)
     ]
-    ran = vexport("load", "--dry", *sound, *broken, "--sm", "90", "--format", "json", "--quiet")
+    missing = tmp_path / "missing"  # leaves the answers on the others
+    ran = vexport("load", "--dry", *sound, missing, *broken, "--sm", "90", "--format", "json", "--quiet")
     answers = {answer["checkpoint"]: answer for answer in json.loads(ran.stdout)}
+    assert [*answers] == [*map(str, (*sound, missing, *broken))]
+    assert (ran.code, len(ran.errors), answers[str(missing)]["findings"][0]["got"]) == (
+        2,
+        1,
+        "no such folder",
+    )
     assert {path for path in map(str, sound) if answers[path]["findings"]} == set()
     assert {path for path in map(str, broken) if answers[path]["ok"]} == set()

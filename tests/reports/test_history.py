@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import vexport
 from tests.reports import parts, sample
 from vexport.errors import InputError
 from vexport.evaluation.scheme_points import scheme_points
+from vexport.files import to_json
 from vexport.reports import render_history
 from vexport.reports.charts.plane import looks_charts, scheme_chart, tradeoff_chart
 from vexport.reports.charts.trend import Trend, trend
@@ -207,3 +209,17 @@ def test_runs_of_one_name_are_told_apart_and_linked(tmp_path: Path) -> None:
     text = render_history(twins, "markdown")
     assert "1 nightly (2025-03-14 00:00)" in text
     assert "2 nightly (2025-03-15 00:00)" in text
+
+
+def test_a_report_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
+    """In the middle of three; its line names the file, and the answer is whole."""
+    for run in runs():
+        (tmp_path / run.name).mkdir()
+        (tmp_path / run.name / "report.json").write_text(to_json(run))
+    (tmp_path / "second" / "report.json").write_text('{"name": ')
+    ran = vexport("report", *(tmp_path / run.name for run in runs()), "--format", "json")
+    assert [one["name"] for one in json.loads(ran.stdout)] == ["first", "third"]
+    assert (ran.code, len(ran.errors)) == (2, 1)
+    assert f"{tmp_path / 'second' / 'report.json'}:1" in ran.errors[0]
+    alone = vexport("report", tmp_path / "second", tmp_path / "none")
+    assert (alone.code, alone.stdout, len(alone.errors)) == (2, "", 2)

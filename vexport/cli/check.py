@@ -9,7 +9,8 @@ import click
 
 from vexport.cli.base import add_step_summary, command, print_text, require_no_internal_error, require_ok
 from vexport.cli.options import PATH, Answer, device_options, format_option, vllm_option
-from vexport.errors import InputError, VexportError, file_problem, raise_all
+from vexport.errors import VexportError, file_problem
+from vexport.errors.extras import raise_problems
 from vexport.types import CheckReport
 
 if TYPE_CHECKING:
@@ -77,10 +78,7 @@ def check(
     if answer.format_ == "github":
         add_step_summary(summarize_checks(reports))
     require_no_internal_error(reports)
-    for fault in problems:
-        if not isinstance(fault, InputError):
-            raise fault
-    raise_all([problem for problem in problems if isinstance(problem, InputError)])
+    raise_problems(problems)
     for report in reports:
         require_ok(report.checkpoint, report.ok, report.findings)
 

@@ -1,14 +1,17 @@
 """Does vLLM load a checkpoint, in a real engine or from headers alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import click
 
 from vexport.cli.base import command, given, print_text, require_loaded
 from vexport.cli.engine import Interpreters, Session, engine_arg_option, interpreters_option, session_options
 from vexport.cli.options import Answer, device_options, format_option, gpu_option
+from vexport.errors import VexportError
+from vexport.errors.extras import attempt, raise_problems
 from vexport.types import DryLoadReport, EngineMode, LoadReport
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from vexport.types import OnProgress
 
 Mode = Literal["eager", "default", "both"]
+R = TypeVar("R", LoadReport, DryLoadReport)
+_NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +83,54 @@ def load(
     _require_consistent(dry, mode, session)
     reports: Sequence[LoadReport | DryLoadReport]
     with progress_display(quiet=answer.quiet) as on_progress:
+        problems = _unreadable(checkpoints, on_progress)
+        names = tuple(name for name in checkpoints if name not in problems)
         if dry:
             from vexport.reports import render_dry_loads
 
             targets = _Targets(tp=tp or (1,), sm=sm, cards=cards or ())
-            reports = shown = _dry_loads(checkpoints, interpreters, targets, session.timeout, on_progress)
+            found = _dry_loads(names, interpreters, targets, session.timeout, on_progress)
+            reports = shown = _in_order(checkpoints, found, problems, _NO_DRY_LOAD)
             text = render_dry_loads(shown, answer.format_)
         else:
             sizes = tp if tp and given("tp") else (None,)
-            reports = real = _loads(checkpoints, interpreters, sizes, mode, session, on_progress)
+            loaded = _loads(names, interpreters, sizes, mode, session, on_progress)
+            reports = real = _in_order(checkpoints, loaded, problems, LoadReport)
             from vexport.reports import render_loads
 
             text = render_loads(real, answer.format_)
     print_text(text)
+    raise_problems([*problems.values()])
     require_loaded(reports)
+
+
+def _unreadable(names: Sequence[str], on_progress: "OnProgress") -> dict[str, VexportError]:
+    """Why some of several checkpoints cannot be read; raises where none can, or there is only one."""
+    from vexport.checkpoint.index import require_checkpoint
+    from vexport.checkpoint.source import resolve_source
+
+    def read(name: str) -> None:
+        require_checkpoint(resolve_source(name, on_progress))
+
+    outcomes = {name: attempt(partial(read, name), name) for name in names} if len(names) > 1 else {}
+    problems = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+    if problems and len(problems) == len(outcomes):
+        raise_problems([*problems.values()])
+    return problems
+
+
+def _in_order(
+    names: Sequence[str], reports: Sequence[R], problems: Mapping[str, VexportError], failed: Callable[..., R]
+) -> list[R]:
+    """The reports on each checkpoint, and in its place one that `failed` makes of one that cannot be read."""
+    from vexport.checks import findings_of
+
+    answered: list[R] = []
+    for name in dict.fromkeys(names):
+        answered += [report for report in reports if report.checkpoint == name]
+        if name in problems:
+            answered.append(failed(checkpoint=name, ok=False, findings=findings_of(problems[name])))
+    return answered
 
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:

@@ -1,5 +1,6 @@
 """A scenario from start to end, and its report."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,15 +94,25 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
       vexport report runs/nightly --format card -o README.md
       vexport report runs/monday runs/tuesday -o history.html
     """
+    from vexport.errors import VexportError
+    from vexport.errors.extras import attempt, raise_problems
     from vexport.reports import render, render_history
     from vexport.run.directory import read_report
 
-    reports = [read_report(folder) for folder in run_dirs]
+    outcomes = [attempt(partial(read_report, folder), str(folder)) for folder in run_dirs]
+    problems = [outcome for outcome in outcomes if isinstance(outcome, VexportError)]
+    reports = [outcome for outcome in outcomes if not isinstance(outcome, VexportError)]
+    folders = [
+        folder
+        for folder, outcome in zip(run_dirs, outcomes, strict=True)
+        if not isinstance(outcome, VexportError)
+    ]
     file = answer_file(click.get_current_context())
     page = file.parent if file else Path()
     if len(reports) == 1:
-        print_text(render(reports[0], answer.format_, folder=run_dirs[0], page=page))
-    else:
-        print_text(render_history(reports, answer.format_, folders=run_dirs, page=page))
+        print_text(render(reports[0], answer.format_, folder=folders[0], page=page))
+    elif reports:
+        print_text(render_history(reports, answer.format_, folders=folders, page=page))
+    raise_problems(problems)
     newest = max(reports, key=lambda one: one.created)
     conclude(newest.outcome, newest.name, newest.reason)

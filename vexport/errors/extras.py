@@ -3,12 +3,21 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from typing import TypeVar
 
-from vexport.errors import EnvironmentFault, InternalError, VexportError
+from vexport.errors import (
+    EnvironmentFault,
+    InputError,
+    InternalError,
+    VexportError,
+    file_problem,
+    raise_all,
+)
 
+T = TypeVar("T")
 # By the name that is imported. What none of these names is a dependency of the plain installation.
 EXTRAS: Mapping[str, str] = {
     "compressed_tensors": "quantize",
@@ -96,6 +105,26 @@ def unforeseen(error: Exception, where: str) -> VexportError:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return MissingPackage(error.name.partition(".")[0], f"{where}: this command")
     return InternalError(where, error)
+
+
+def attempt(action: Callable[[], T], where: str) -> T | VexportError:
+    """What an action returns, or what it raises as one of our errors: the others go on without it."""
+    try:
+        return action()
+    except VexportError as error:
+        return error
+    except OSError as error:
+        return file_problem(error)
+    except Exception as error:
+        return unforeseen(error, where)
+
+
+def raise_problems(problems: Sequence[VexportError]) -> None:
+    """Raise what some inputs came to, when the others are answered: faults first, wrong inputs together."""
+    for problem in problems:
+        if not isinstance(problem, InputError):
+            raise problem
+    raise_all([problem for problem in problems if isinstance(problem, InputError)])
 
 
 def install_command(extra: str) -> str:

@@ -8,6 +8,8 @@ from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments, require_heads
 from vexport.engine.session import EngineFault, engines_share_imports, log_folder, require_vllm
+from vexport.errors import VexportError
+from vexport.errors.extras import unforeseen
 from vexport.run.serving import EngineOptions, serve_model
 from vexport.scenario.serve import Serve
 from vexport.types import ENGINE_CHECK, EngineMode, Finding, LoadReport
@@ -61,11 +63,15 @@ def _load(name: str, root: Path, mode: EngineMode, options: EngineOptions) -> Lo
         with log_folder("vexport-load-") as folder:
             report = serve_model(f"load {root.name}", root, folder, replace(options, serve=serve)).report()
     except EngineFault as fault:
-        report = _died(fault)
+        report = _died(fault, fault.failure.log_tail)
+    except (VexportError, OSError):
+        raise
+    except Exception as error:
+        report = _died(unforeseen(error, f"the load of {name}"), "")
     python = str(options.vllm_python or "")
     return replace(report, checkpoint=name, mode=mode, tp=serve.ranks, vllm_python=python)
 
 
-def _died(fault: EngineFault) -> LoadReport:
+def _died(fault: VexportError, log_tail: str) -> LoadReport:
     finding = Finding.of(fault, check=ENGINE_CHECK, severity="error")
-    return LoadReport(checkpoint="", ok=False, findings=(finding,), log_tail=fault.failure.log_tail)
+    return LoadReport(checkpoint="", ok=False, findings=(finding,), log_tail=log_tail)
