@@ -47,7 +47,7 @@ def passes_of(plan: Plan, rows: int, tokens: int) -> tuple[Pass, ...]:
         return (Pass(recipes=(REFIT,), rows=rows),)
     layers = {stack[1] for group in plan.groups if (stack := STACK.search(group.members[0].name))}
     trial = Pass(recipes=(*CANDIDATES, *(FULL if len(layers) <= FEW_LAYERS else ())), rows=tried)
-    return (trial,) if tried == rows else (trial, Pass(recipes=(REFIT,), rows=rows))
+    return (trial, Pass(recipes=(REFIT,), rows=rows))
 
 
 def rounding_bytes(index: SourceIndex, plan: Plan, *, rows: int, tokens: int) -> int:

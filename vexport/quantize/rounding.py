@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from shutil import rmtree
 
 from vexport.calibration.data import Samples
 from vexport.calibration.hidden import hidden_states
@@ -23,8 +22,8 @@ from vexport.types import Calibration, FusionGroup, OnProgress, Plan
 from vexport.types.rounding import ROUNDINGS, RoundingReport, Strength
 
 CHOICE = "rounding.json"
-# What was found by trying strengths on a part of the text, and the folder of the layers that it took.
-TRIAL, TRIAL_LAYERS = "trial.json", "trial"
+# What was found by trying strengths on a part of the text, and how names of the layers that took begin.
+TRIAL, TRIAL_LAYERS = "trial.json", "trial-"
 
 
 def round_weights(
@@ -67,13 +66,12 @@ def _rounded(
     on_layer = partial(on_progress, "round weights (layers)")
     if len(recipes) == 1:
         return _run(stream, samples, recipes, 0, folder, on_layer)
-    if text is samples:
-        return _run(stream, samples, recipes, held_out, folder, on_layer)
     if not on_first((folder / TRIAL).is_file):
         on_trial = partial(on_progress, "try strengths (layers)")
-        trial = _run(stream, text, recipes, held_out, folder / TRIAL_LAYERS, on_trial)
+        trial = _run(stream, text, recipes, held_out, folder, on_trial, TRIAL_LAYERS)
         write_text(folder / TRIAL, to_json(replace(trial, layers=())))
-    rmtree(folder / TRIAL_LAYERS, ignore_errors=True)
+    for file in folder.glob(f"{TRIAL_LAYERS}*"):
+        file.unlink()
     found = on_first(lambda: from_json(RoundingReport, folder / TRIAL))
     chosen = Recipe(strength=found.chosen.strength, ridge=found.chosen.ridge)
     return replace(found, layers=_run(stream, samples, (chosen,), 0, folder, on_layer).layers)
@@ -84,8 +82,6 @@ def trial_text(samples: Samples, groups: Sequence[FusionGroup], held_out: int | 
     total, columns = len(samples.rows), max(group.members[0].in_features for group in groups)
     tokens = sum(len(ids) for ids in samples.token_ids)
     tried, held_out = trial_rows(total, tokens, columns, held_out)
-    if tried == total:
-        return samples, held_out
     held = {number * tried // held_out for number in range(held_out)}
     order = sorted(range(tried), key=lambda number: number in held)
     return samples.taken([number * total // tried for number in order]), held_out
@@ -98,12 +94,16 @@ def _run(
     held_out: int,
     folder: Path,
     on_layer: OnLayer,
+    prefix: str = "",
 ) -> RoundingReport:
     """The branch with the least KL; of equal ones the first, which is the one nearer to GPTQ."""
-    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as block:
         branches = [
-            Branch(recipe=recipe, hidden=block.enter_context(hidden_states()), done=_layers(folder, recipe))
+            Branch(
+                recipe=recipe,
+                hidden=block.enter_context(hidden_states()),
+                done=_layers(folder, recipe, prefix),
+            )
             for recipe in recipes
         ]
         source = block.enter_context(hidden_states())
@@ -115,5 +115,5 @@ def _run(
     return RoundingReport(chosen=chosen, tried=tuple(tried), layers=tried[chosen].how())
 
 
-def _layers(folder: Path, recipe: Recipe | Strength) -> RoundedLayers:
-    return RoundedLayers(folder, f"strength-{recipe.strength:g}-ridge-{recipe.ridge:g}")
+def _layers(folder: Path, recipe: Recipe | Strength, prefix: str = "") -> RoundedLayers:
+    return RoundedLayers(folder, f"{prefix}strength-{recipe.strength:g}-ridge-{recipe.ridge:g}")

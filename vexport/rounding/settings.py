@@ -19,14 +19,18 @@ REFIT = Recipe(strength=0.25, ridge=0.1)
 # What is tried where there is text to choose by. The first keeps a refit from losing to GPTQ.
 CANDIDATES = (GPTQ, REFIT, Recipe(strength=0.5, ridge=0.1))
 # What a model of few layers is tried with in addition: errors of the correction add up layer after layer.
-FULL = (Recipe(strength=1.0, ridge=0.1), Recipe(strength=1.0, ridge=0.01))
+FULL = (
+    Recipe(strength=0.5, ridge=0.03),
+    Recipe(strength=0.75, ridge=0.01),
+    Recipe(strength=1.0, ridge=0.01),
+)
 FEW_LAYERS = 8
-# One row in so many is held out to choose by, none below.
-HELD_OUT_ONE_IN = 8
-# Where there is more text than so many tokens for each column of the widest input, strengths are tried on so
-# much of it, with one row in so many held out; then all of it goes through the one that was chosen.
-TRIAL_TOKENS_PER_COLUMN = 3
-TRIAL_HELD_OUT_ONE_IN = 4
+# Strengths are tried on so many tokens, at least so many for each column of the widest input, with one row in
+# so many held out to choose by. All of the text then goes through the one that was chosen.
+TRIAL_TOKENS, TRIAL_TOKENS_PER_COLUMN = 6144, 3
+HELD_OUT_ONE_IN = 4
+# Of less text than that, one row in so many is held out; none where there are fewer rows.
+HELD_OUT_OF_LITTLE = 8
 # Rows of the source's stream that are followed where only the report asks for them.
 COMPARED_ROWS = 8
 
@@ -37,9 +41,10 @@ def trial_rows(rows: int, tokens: int, columns: int, held_out: int | None) -> tu
     There are `rows` with `tokens` in all; `columns` are those of the widest input. `held_out` says how many
     to hold out, None as many as is usual.
     """
-    fitted = math.ceil(TRIAL_TOKENS_PER_COLUMN * columns * rows / max(1, tokens))
-    usual = max(1, fitted // (TRIAL_HELD_OUT_ONE_IN - 1))
-    tried = fitted + (usual if held_out is None else held_out)
-    if tried < rows and held_out != 0:
-        return tried, tried - fitted
-    return rows, rows // HELD_OUT_ONE_IN if held_out is None else held_out
+    wanted = max(TRIAL_TOKENS, TRIAL_TOKENS_PER_COLUMN * columns)
+    fitted = math.ceil(wanted * rows / max(1, tokens))
+    if held_out is None:
+        held_out = max(1, fitted // (HELD_OUT_ONE_IN - 1))
+        if fitted + held_out > rows:
+            held_out = rows // HELD_OUT_OF_LITTLE
+    return min(rows, fitted + held_out), held_out
