@@ -8,7 +8,9 @@ DOCS = Path(__file__).parents[2] / "vexport" / "docs" / "observers.md"
 
 def write_package(folder: Path) -> Path:
     """The package of docs/observers.md, as pip would install it into `folder`."""
-    section = DOCS.read_text(encoding="utf-8").partition("## Observers and data of other packages")[2]
+    section = DOCS.read_text(encoding="utf-8").partition(
+        "## Observers, roundings and data of other packages"
+    )[2]
     points, code = (re.search(rf"```{kind}\n(.+?)```", section, re.DOTALL) for kind in ("toml", "python"))
     assert points is not None
     assert code is not None

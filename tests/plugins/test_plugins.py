@@ -1,5 +1,6 @@
 """Another package's observer and calibration data, from the example of the docs, by entry points alone."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
+from tests.models import save_llama, write_calibration
 from tests.plugins.package import write_package
 from vexport.errors import EnvironmentFault
 from vexport.observers import MemorylessMinMaxObserver, Observer
@@ -46,6 +48,11 @@ def test_they_are_listed_with_their_package(package: Path) -> None:
     listed = vexport("list", "calibration").stdout
     assert "default" in listed
     assert "support_chats" in listed
+    listed = vexport("list", "roundings").stdout
+    assert all(name in listed for name in ("nearest", "gptq", "refit", "damped_gptq"))
+    unknown = vexport("plan", DEMO, "--scheme", "W8A8", "--rounding", "damped")
+    assert unknown.code == 2
+    assert "damped_gptq" in unknown.stderr
     assert vexport("plan", DEMO, "--scheme", "W8A8", "--observer", "half_range").code == 0
     assert (
         "did you mean half_range?"
@@ -68,6 +75,31 @@ def test_quantize_uses_both(package: Path, tmp_path: Path) -> None:
     assert one != two
     assert '"observer": "half_range"' in (out / "config.json").read_text()
     assert vexport("check", out).code == 0
+
+
+def test_its_rounding_rounds(package: Path, tmp_path: Path) -> None:
+    source, out = save_llama(tmp_path / "llama", num_hidden_layers=1), tmp_path / "out"
+    text = write_calibration(tmp_path / "text.jsonl", rows=2)
+    ran = run(package, "quantize", source, out, "--scheme", "W4A16", "--calibration", text,
+              "--rounding", "damped_gptq", "--format", "json")  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (layer,) = json.loads(ran.stdout)["rounding"]["layers"]
+    assert {(group["rounding"], round(group["damping"], 6)) for group in layer["groups"]} == {
+        ("damped_gptq", 0.3)
+    }
+    planned = run(package, "plan", source, "--scheme", "W4A16", "--rounding", "damped_gptq")
+    assert planned.returncode == 0, planned.stderr
+
+
+def test_what_is_no_rounding_is_named(package: Path, tmp_path: Path) -> None:
+    file = package / "my_package.py"
+    file.write_text(file.read_text().replace("class DampedGptq(Gptq)", "class DampedGptq"))
+    source = save_llama(tmp_path / "llama", num_hidden_layers=1)
+    text = write_calibration(tmp_path / "text.jsonl", rows=2)
+    ran = run(package, "quantize", source, tmp_path / "out", "--scheme", "W4A16", "--calibration", text,
+              "--rounding", "damped_gptq")  # fmt: skip
+    assert ran.returncode == EnvironmentFault.exit_code
+    assert "vexport.roundings damped_gptq: got" in ran.stderr
 
 
 def test_a_package_that_cannot_be_imported_is_named(package: Path, tmp_path: Path) -> None:

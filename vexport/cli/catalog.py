@@ -8,10 +8,12 @@ from vexport.cli.options import Answer, format_option
 
 
 @command("list", no_args_is_help=True)
-@click.argument("what", type=click.Choice(("schemes", "observers", "calibration", "checks", "architectures")))
+@click.argument(
+    "what", type=click.Choice(("schemes", "observers", "roundings", "calibration", "checks", "architectures"))
+)
 @format_option(("text", "json"))
 def list_command(what: str, answer: Answer) -> None:
-    """List schemes, observers, calibration data, checks or architectures.
+    """List schemes, observers, roundings, calibration data, checks or architectures.
 
     \b
     Examples:

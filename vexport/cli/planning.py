@@ -139,6 +139,21 @@ class GroupSizeType(click.ParamType["GroupSize"]):
             self.fail(f"{clip(repr(value), 100)} is no group size; need {error}.", param, ctx)
 
 
+class RoundingType(click.Choice[Rounding]):
+    """A way of rounding, vexport's or another package's."""
+
+    def __init__(self) -> None:
+        super().__init__(ROUNDINGS)
+
+    def convert(self, value: Rounding, param: click.Parameter | None, ctx: click.Context | None) -> Rounding:
+        """The name as it is; fails on an unknown one and lists all."""
+        from vexport.plugins import ROUNDINGS as PLUGINS
+        from vexport.plugins import plugins
+
+        known: click.Choice[Rounding] = click.Choice((*ROUNDINGS, *plugins(PLUGINS)))
+        return known.convert(value, param, ctx)
+
+
 plan_options = stacked(
     click.option(
         "--group-size",
@@ -155,7 +170,7 @@ plan_options = stacked(
     ),
     click.option(
         "--rounding",
-        type=click.Choice(ROUNDINGS),
+        type=RoundingType(),
         help="How weights are rounded: each by itself, or by what calibration text shows of their inputs "
         "[default: refit below 8 bits where text is given, else nearest].",
     ),

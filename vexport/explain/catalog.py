@@ -16,7 +16,9 @@ from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import Scheme, all_schemes
 from vexport.plugins import CALIBRATION, package_of, plugins
 from vexport.plugins import OBSERVERS as PLUGIN_OBSERVERS
+from vexport.plugins import ROUNDINGS as PLUGIN_ROUNDINGS
 from vexport.types.observer_names import OBSERVERS
+from vexport.types.rounding import SUMMARIES
 
 Rows = Sequence[Mapping[str, str]]
 WIDTH = 130
@@ -69,6 +71,14 @@ def observers() -> Rows:
     ] + [
         {"observer": name, "class": point.attr, "what it does": f"of the package {package_of(point)}"}
         for name, point in plugins(PLUGIN_OBSERVERS).items()
+    ]
+
+
+def roundings() -> Rows:
+    """Names, and what each knows of a layer's inputs."""
+    return [{"rounding": name, "what it does": summary} for name, summary in SUMMARIES.items()] + [
+        {"rounding": name, "what it does": f"of the package {package_of(point)}"}
+        for name, point in plugins(PLUGIN_ROUNDINGS).items()
     ]
 
 
@@ -141,6 +151,7 @@ def _args(args: QuantArgs | None) -> str:
 CATALOGS: Mapping[str, Callable[[], Rows]] = {
     "schemes": schemes,
     "observers": observers,
+    "roundings": roundings,
     "calibration": calibration,
     "checks": checks,
     "architectures": architectures,

@@ -39,7 +39,7 @@ class Pass:
 def passes_of(plan: Plan, rows: int, tokens: int) -> tuple[Pass, ...]:
     """What runs one after another: strengths are tried on a part of much text, then all of it is used."""
     groups = [group for group in plan.groups if group.rounding != "nearest"]
-    if not any(group.rounding == "refit" for group in groups):
+    if all(group.rounding == "gptq" for group in groups):
         return (Pass(recipes=(GPTQ,), rows=rows),)
     columns = max(group.members[0].in_features for group in groups)
     tried, held_out = trial_rows(rows, rows * tokens, columns, None)
@@ -82,16 +82,14 @@ def _pass_bytes(index: SourceIndex, plan: Plan, one: Pass, tokens: int) -> int:
 def _moments(groups: list[FusionGroup], recipes: tuple[Recipe, ...]) -> Mapping[str, int]:
     """The second moments of each decoder layer's inputs; gate and up of all its experts share theirs."""
     inputs: dict[tuple[str, str], int] = {}
-    matrices = {
-        "gptq": len(recipes),
-        "refit": len(recipes) + sum(recipe.strength > 0 for recipe in recipes),
-    }
+    with_cross = len(recipes) + sum(recipe.strength > 0 for recipe in recipes)
     for group in groups:
         first = group.members[0]
         stack = STACK.search(first.name)
         experts = moe_layer(first.name)
         shared = experts if experts and len(group.members) > 1 else group.name
-        size = first.in_features**2 * FLOAT32 * matrices[group.rounding]
+        matrices = len(recipes) if group.rounding == "gptq" else with_cross
+        size = first.in_features**2 * FLOAT32 * matrices
         inputs[stack[0] if stack else "", shared] = size
     layers: dict[str, int] = {}
     for (layer, _), size in inputs.items():

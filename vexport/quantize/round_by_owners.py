@@ -19,8 +19,8 @@ from vexport.types.rounding import GroupRounding
 
 
 def recipe_of(group: FusionGroup, site: Site, recipe: Recipe) -> Recipe:
-    """The recipe of a branch, for groups that are refitted and that get the same tokens in both streams."""
-    return recipe if group.rounding == "refit" and site.is_aligned else GPTQ
+    """The recipe of a branch, but for plain GPTQ and for groups that get other tokens in either stream."""
+    return recipe if group.rounding != "gptq" and site.is_aligned else GPTQ
 
 
 def round_by_owners(

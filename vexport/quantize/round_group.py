@@ -13,7 +13,7 @@ from vexport.observers import Observer
 from vexport.quantize.weight_scales import observe_weight, scales_of
 from vexport.rounding.factor import Factor
 from vexport.rounding.grid import Grid, grid_of, stack
-from vexport.rounding.methods import METHODS
+from vexport.rounding.methods import method_of
 from vexport.rounding.moments import Moments
 from vexport.rounding.nearest import round_nearest
 from vexport.rounding.settings import Recipe
@@ -39,7 +39,7 @@ def round_group(
     Raises InputError where a weight is not finite.
     """
     source = torch.cat([weight.to(torch.float32) for weight in weights])
-    method = METHODS[group.rounding]
+    method = method_of(group.rounding)
     wanted = source if factor is None else method.target(source, moments, recipe, factor)
     sizes = [len(weight) for weight in weights]
     scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)
@@ -51,7 +51,7 @@ def round_group(
     }
     return made, GroupRounding(
         name=group.name,
-        rounding="nearest" if factor is None else "refit" if recipe.strength else "gptq",
+        rounding="nearest" if factor is None else _name(group, recipe),
         strength=recipe.strength if factor else 0.0,
         columns=source.shape[1],
         fallback=None if factor else "H is not positive definite",
@@ -61,6 +61,11 @@ def round_group(
         nearest_error=nearest_error,
         error=error,
     )
+
+
+def _name(group: FusionGroup, recipe: Recipe) -> str:
+    """What was done: a refit of no strength is GPTQ."""
+    return "gptq" if group.rounding == "refit" and not recipe.strength else group.rounding
 
 
 def _scales_and_grid(

@@ -16,10 +16,10 @@ from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.two_streams import Branch, RoundingStream
-from vexport.rounding.methods import METHODS
+from vexport.rounding.methods import method_of
 from vexport.rounding.settings import Recipe, trial_rows
 from vexport.types import Calibration, FusionGroup, OnProgress, Plan
-from vexport.types.rounding import ROUNDINGS, RoundingReport, Strength
+from vexport.types.rounding import RoundingReport, Strength, knows_most
 
 CHOICE = "rounding.json"
 # What was found by trying strengths on a part of the text, and how names of the layers that took begin.
@@ -60,7 +60,7 @@ def round_weights(
 def _rounded(
     stream: RoundingStream, samples: Samples, folder: Path, held_out: int | None, on_progress: OnProgress
 ) -> RoundingReport:
-    method = METHODS[max((group.rounding for group in stream.groups), key=ROUNDINGS.index)]
+    method = method_of(knows_most(group.rounding for group in stream.groups))
     text, held_out = trial_text(samples, stream.groups, held_out)
     recipes = method.recipes(layers=len(stream.layers), held_out=held_out)
     on_layer = partial(on_progress, "round weights (layers)")

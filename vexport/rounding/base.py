@@ -1,7 +1,7 @@
 """What a way of rounding is: a class that satisfies `Method`, in its own file, listed in `methods`."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -11,6 +11,7 @@ from vexport.rounding.moments import Moments
 from vexport.rounding.settings import Recipe
 
 
+@runtime_checkable
 class Method(Protocol):
     """Rounds the weights (out, in) of layers that share one input."""
 

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, field_vali
 from vexport.checkpoint.data_name import DEFAULT, parse_data
 from vexport.errors import nearest
 from vexport.formats.schemes import KEEP, fold_name, is_scheme, scheme_name, scheme_names
+from vexport.plugins import ROUNDINGS as PLUGIN_ROUNDINGS
+from vexport.plugins import plugins
 from vexport.scenario.located import located_errors
 from vexport.scenario.scheme_keys import GroupSize, with_named_scheme
 from vexport.scenario.serve import Serve
@@ -26,7 +28,7 @@ from vexport.types import (
     OnUnsupportedShape,
 )
 from vexport.types.patterns import REFUSED
-from vexport.types.rounding import Rounding
+from vexport.types.rounding import ROUNDINGS, Rounding
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128
@@ -89,6 +91,11 @@ class Rule(_Strict):
     def _known_scheme(cls, value: str) -> str:
         name = scheme_name(value)
         return name if is_scheme(name) else _known(value, (*scheme_names(), KEEP, AUTO))
+
+    @field_validator("rounding")
+    @classmethod
+    def _known_rounding(cls, value: str | None) -> str | None:
+        return None if value is None else _known(value, (*ROUNDINGS, *plugins(PLUGIN_ROUNDINGS)))
 
 
 class Auto(_Strict):

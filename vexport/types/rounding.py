@@ -1,13 +1,23 @@
 """How weights were rounded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from vexport.types.calibration import KeyValueRanges
 
-Rounding = Literal["nearest", "gptq", "refit"]
-ROUNDINGS: tuple[Rounding, ...] = ("nearest", "gptq", "refit")
+# The name of a way of rounding: vexport's own, of which the later ones know more, or another package's.
+Rounding = str
+SUMMARIES: Mapping[Rounding, str] = {
+    "nearest": "Each value becomes the nearest number; needs no text",
+    "gptq": "Column after column, each corrects the errors before it in the layer's output",
+    "refit": "GPTQ of weights that are corrected for the inputs of the quantized model first",
+}
+ROUNDINGS = tuple(SUMMARIES)
+
+
+def knows_most(names: Iterable[Rounding]) -> Rounding:
+    """The way of rounding whose recipes the others take part in: another package's before vexport's own."""
+    return max(names, key=lambda name: ROUNDINGS.index(name) if name in ROUNDINGS else len(ROUNDINGS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
