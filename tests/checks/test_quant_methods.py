@@ -417,5 +417,7 @@ def test_vllm_loads_the_sound_and_refuses_the_spoiled(
         1,
         "no such folder",
     )
-    assert {path for path in map(str, sound) if answers[path]["findings"]} == set()
+    told = {path: [each["check"] for each in answers[path]["findings"]] for path in map(str, sound)}
+    assert {path for path, names in told.items() if names} == {*map(str, sound[len(CHECKPOINTS) :])}
+    assert {name for names in told.values() for name in names} == {"known_bad"}
     assert {path for path in map(str, broken) if answers[path]["ok"]} == set()

@@ -1,19 +1,22 @@
 """What the files of vLLM's versions say, and the public reports that go with versions and GPUs."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.command import vexport
 from tests.engine.sketches import LLAMA, sketch
 from tests.mutations.edits import WHOLE, config, spoiled
 from vexport.architectures import architecture_table
-from vexport.architectures.known_bad import known_bad
+from vexport.architectures.known_bad import KnownBad, known_bad
 from vexport.architectures.versions import facts_of, known_versions
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.target import Target
 from vexport.checks.vllm.versions import DIFFERENCES, KNOWN
 from vexport.formats import FORMATS
+from vexport.plan import known_bad as plan_notes
 from vexport.types import Finding
 from vexport.version import PINNED, Version, short_version
 
@@ -102,3 +105,22 @@ def test_every_report_names_its_source() -> None:
     versions = {short_version(each) for each in known_versions()}
     assert all(each.source.startswith("https://github.com/") for each in known_bad())
     assert all({*each.vllm} <= versions and each.fix for each in known_bad())
+
+
+def test_a_plan_tells_what_is_known_of_its_vllm(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownBad(
+        what="stops at the start",
+        vllm=("0.32",),
+        sm=(120,),
+        schemes=("CompressedTensorsW8A8Fp8",),
+        strategy="block",
+        fix="wait",
+        source="here",
+    )
+    monkeypatch.setattr(plan_notes, "known_bad", lambda: (known,))
+    plans = {
+        scheme: json.loads(vexport("plan", llama, "--scheme", scheme, "--format", "json").stdout)
+        for scheme in ("FP8_BLOCK", "FP8_DYNAMIC")
+    }
+    notes = {scheme: [note["where"] for note in plan["notes"]] for scheme, plan in plans.items()}
+    assert notes == {"FP8_BLOCK": ["vLLM 0.32, SM 120"], "FP8_DYNAMIC": []}

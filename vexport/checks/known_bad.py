@@ -1,50 +1,53 @@
 """Is the combination of version, GPU, scheme and model one that others have reported as bad?"""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-from vexport.architectures.known_bad import KnownBad, known_bad
+from vexport.architectures.known_bad import CHECK, KnownBad, known_bad
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
 from vexport.checks.kv_cache import cache_scheme
-from vexport.checks.vllm.view import CheckpointView, ConfigGroup, warning
+from vexport.checks.vllm.target import Target
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup
 from vexport.types import Finding
 from vexport.version import short_version
 
-NAME = "known_bad"
+NAME = CHECK
 DESCRIPTION = "nobody has reported that this version, GPU and scheme answer wrongly or slowly (--vllm, --sm)"
+VERSION = re.compile(r"(?P<major>\d+)\.(?P<minor>\d+)")
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """A warning for each report that fits."""
     version = short_version(view.target.vllm)
     for report in known_bad():
-        if version in report.vllm and _fits(view, report):
-            gpus = sorted({*report.sm} & {*view.target.sm})
-            where = f"vLLM {version}" + (f", SM {'/'.join(map(str, gpus))}" if gpus else "")
-            yield warning(
-                NAME,
-                where,
-                expected="a combination that nobody has reported as bad",
-                got=f"{report.what} ({report.source})",
-                fix=report.fix,
-            )
+        if _fits(view, report, version):
+            yield report.finding(version, {*report.sm} & {*view.target.sm})
 
 
-def _fits(view: CheckpointView, report: KnownBad) -> bool:
+def reported(root: Path, *, vllm: str, sm: Sequence[int] = (), tp: Sequence[int] = ()) -> tuple[Finding, ...]:
+    """The reports that fit a checkpoint in that vLLM on such GPUs; none where the version is unknown."""
+    numbers = VERSION.match(vllm)
+    if numbers is None:
+        return ()
+    version = (int(numbers["major"]), int(numbers["minor"]))
+    with Reader() as reader:
+        view = CheckpointView(read_index(root), reader, Target(tp=tp, sm=sm, vllm=version))
+        return tuple(run(view))
+
+
+def _fits(view: CheckpointView, report: KnownBad, version: str) -> bool:
     """Whether all that a report names is asked for and in the checkpoint."""
     if report.sm and not {*report.sm} & {*view.target.sm}:
         return False
-    if report.kv_cache and cache_scheme(view) is None:
+    if not report.is_of(version, view.class_name, kv_cache=cache_scheme(view) is not None):
         return False
-    if not view.class_name.startswith(report.classes):
-        return False
-    return not report.schemes or any(_is_meant(view, report, group, width) for group, width in _widths(view))
-
-
-def _is_meant(view: CheckpointView, report: KnownBad, group: ConfigGroup, width: int) -> bool:
-    if group.storage.vllm_scheme(group) not in report.schemes or group.input_activations is None:
-        return False
-    if report.strategy and group.weights.strategy != report.strategy:
-        return False
-    return not report.inputs_not_multiple_of or bool(width % report.inputs_not_multiple_of)
+    return not report.schemes or any(
+        group.input_activations is not None
+        and report.is_about_layer(group.storage.vllm_scheme(group), group.weights.strategy, width)
+        for group, width in _widths(view)
+    )
 
 
 def _widths(view: CheckpointView) -> Iterator[tuple[ConfigGroup, int]]:

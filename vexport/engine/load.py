@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from vexport.architectures.text_config import text_config
+from vexport.checks.known_bad import reported
 from vexport.engine.agreement import compare_logprobs, kl_limit, read_logprobs
 from vexport.engine.canaries import canary_findings, not_finite, symptom
 from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
@@ -59,7 +60,8 @@ def load_report(
     if result.failure is not None:
         return _report(result, [_refused(result)], None)
     agreement, disagreements = _agreement(result, prompts)
-    findings = [*_canaries(result, prompts, baseline), *_short(result), *disagreements]
+    known = reported(result.checkpoint, vllm=result.vllm)
+    findings = [*_canaries(result, prompts, baseline), *_short(result), *disagreements, *known]
     return _report(result, findings, agreement)
 
 

@@ -13,6 +13,7 @@ from vexport.plan.advice import Origin, advice_on
 from vexport.plan.blocks import output_bytes
 from vexport.plan.group_sizes import layers_alone, with_smaller_groups
 from vexport.plan.ignore import ignored, ignored_head
+from vexport.plan.known_bad import known_bad_notes
 from vexport.plan.kv_cache import attention_layers, refused_caches
 from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of
 from vexport.plan.ranks import OTHER_RANKS, is_uneven, refused_ranks
@@ -88,6 +89,7 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
         refusals = [*refused_ranks(modules, linears, quantized, names, settings.ranks, text), *refusals]
     weights = {member.weight for group in groups for member in group.members}
     kept = tuple(name for members in modules.values() for name in members if name not in quantized)
+    known = known_bad_notes(index.architecture, groups, kv_cache=settings.kv_cache is not None)
     return Plan(
         source=str(index.root),
         architecture=index.architecture,
@@ -99,7 +101,7 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
         refusals=tuple(refusals),
-        notes=(*notes, *_opaque_experts(opaque)),
+        notes=(*notes, *_opaque_experts(opaque), *known),
         kv_cache=settings.kv_cache,
         attention=attention,
     )
