@@ -23,8 +23,10 @@ from tests.mutations.edits import (
     swap,
     tensors,
 )
+from vexport.checks import check_checkpoint
 from vexport.checks.vllm.producers import PRODUCERS
 from vexport.checks.vllm.quant_methods import METHODS
+from vexport.checks.vllm.target import Target
 from vexport.types import Finding, Json
 
 LAYER = "model.layers.1"
@@ -363,6 +365,13 @@ def test_the_older_file_of_modelopt_is_judged(written: Written, tmp_path: Path) 
     file.write_text(json.dumps(content))
     (finding,) = found(older)
     assert (finding.check, "no group_size" in finding.got) == ("config", True)
+
+
+def test_another_version_is_judged_by_the_rules_of_this_one(written: Written) -> None:
+    report = check_checkpoint(str(written("gptq")), Target(vllm=(0, 28)))
+    (told,) = [each for each in report.findings if each.check == "versions"]
+    assert (report.ok, told.severity) == (True, "warning")
+    assert "rules of 0.32" in told.got
 
 
 def test_each_method_is_one_of_a_producer() -> None:

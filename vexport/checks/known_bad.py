@@ -10,6 +10,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.kv_cache import cache_scheme
 from vexport.checks.vllm.target import Target
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup
+from vexport.errors import InputError
 from vexport.types import Finding
 from vexport.version import short_version
 
@@ -27,14 +28,16 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def reported(root: Path, *, vllm: str, sm: Sequence[int] = (), tp: Sequence[int] = ()) -> tuple[Finding, ...]:
-    """The reports that fit a checkpoint in that vLLM on such GPUs; none where the version is unknown."""
+    """The reports that fit a checkpoint in that vLLM on such GPUs; none where it cannot be read."""
     numbers = VERSION.match(vllm)
     if numbers is None:
         return ()
     version = (int(numbers["major"]), int(numbers["minor"]))
-    with Reader() as reader:
-        view = CheckpointView(read_index(root), reader, Target(tp=tp, sm=sm, vllm=version))
-        return tuple(run(view))
+    try:
+        with Reader() as reader:
+            return tuple(run(CheckpointView(read_index(root), reader, Target(tp=tp, sm=sm, vllm=version))))
+    except (InputError, OSError):  # which the load tells of
+        return ()
 
 
 def _fits(view: CheckpointView, report: KnownBad, version: str) -> bool:

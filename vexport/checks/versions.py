@@ -21,6 +21,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if version == PINNED:
         return
     yield from _class(view, version)
+    if view.method is not None:
+        yield _method(view.method.name, view.quantization_place, version)
     fused_linears = [
         (group, fused) for fused in view.fused_linears if (group := view.group_of(fused)) is not None
     ]
@@ -43,6 +45,19 @@ def _class(view: CheckpointView, version: Version) -> Iterator[Finding]:
             got=f"{view.class_name}, which it does not have",
             fix=f"serve it with vLLM {has}",
         )
+
+
+def _method(name: str, where: str, version: Version) -> Finding:
+    """Rules of other methods are known for one version only."""
+    pinned = short_version(PINNED)
+    return Finding(
+        check=NAME,
+        severity="warning",
+        where=where,
+        expected=f"vLLM {pinned}, whose rules for {name} are known",
+        got=f"vLLM {short_version(version)}: checked by the rules of {pinned}",
+        fix="load it in that version: vexport load --dry --vllm-python",
+    )
 
 
 def _differs(
