@@ -39,6 +39,7 @@ def test_text_decides_in_the_place_of_tasks(tmp_path: Path) -> None:
     assert not list(folder.rglob("results_*.json"))
     for name in ("report.html", "report.md", "model-card.md", "junit.xml"):
         assert "KL to the baseline" in (folder / name).read_text()
+    assert "never decides" not in (folder / "report.html").read_text()
     again = vexport("run", scenario(tmp_path, kl_limit=1e-6), "--run-dir", folder, "--quiet")
     assert again.code == 1, "other limits, the same sessions"
     assert "KL to the baseline" in again.stdout

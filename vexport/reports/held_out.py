@@ -42,9 +42,9 @@ def _caption(verdict: Verdict, text: TextVerdict) -> str:
 def text_tiles(text: TextVerdict) -> tuple[doc.Tile, doc.Tile]:
     """The KL, and the positions where the likeliest token is another."""
     kl, rise = text.limits
-    note = f"limit {kl.limit:g}; NLL {nats(rise, rise.value)}, limit {rise.limit:g}"
+    note = f"a token, limit {kl.limit:g}; NLL {nats(rise, rise.value)}, limit {rise.limit:g}"
     other = percent(1 - text.top1_agreement)
     return (
-        doc.Tile("Drift on held-out text", small(kl.value), "nats per token", note),
+        doc.Tile("KL on held-out text", small(kl.value), "nats", note),
         doc.Tile("Other likeliest token", other, "", f"of {count(text.tokens)} tokens"),
     )

@@ -141,27 +141,33 @@ def _promoted(attempt: Attempt) -> str:
     return "\n".join(lines) or "nothing"
 
 
+_WARNS = "An early signal: it warns, it never decides."
+_FIRST = "The first tokens of each row of the text that decides."
+
+
 def signals_section(report: Report) -> doc.Section | None:
     """What the log-probabilities of both models show; nothing where they were not compared."""
     drift, attribution = report.drift, report.attribution
     if not drift and not attribution:
         return None
+    by_tasks = report.verdict is None or report.verdict.text is None
     lead = (
         f"Both models in vLLM on the same {count(drift.positions)} tokens of {count(drift.prompts)} prompts. "
-        "An early signal: it warns, it never decides."
+        f"{_WARNS if by_tasks else _FIRST}"
         if drift
         else ""
     )
     worst = [_prompt(prompt, drift.kl_limit) for prompt in drift.worst] if drift else []
     content = parts(
-        _drift(drift) if drift else None,
+        _drift(drift, by_tasks=by_tasks) if drift else None,
         _cause(attribution) if attribution else None,
         doc.Section("Prompts that changed most", tuple(worst)) if worst else None,
     )
     return doc.Section("Log-probabilities", content, anchor="log-probabilities", lead=lead, forms=PAGE)
 
 
-def _drift(drift: Drift) -> tuple[doc.Part, ...]:
+def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
+    """The means against their limits, which the text that decides has in its own table."""
     rise, kl = drift.candidate_nll - drift.baseline_nll, drift.mean_kl
     within = [badge("WARNING" if over else "PASS") for over in (kl > drift.kl_limit, rise > drift.nll_limit)]
     rows = (
@@ -173,7 +179,8 @@ def _drift(drift: Drift) -> tuple[doc.Part, ...]:
         f"{percent(drift.top1_agreement)} of the positions; NLL {small(drift.baseline_nll)} and "
         f"{small(drift.candidate_nll)}."
     )
-    return doc.Table(columns("Measure", ">Value", ">Limit", "Within"), rows), muted(more)
+    table = doc.Table(columns("Measure", ">Value", ">Limit", "Within"), rows)
+    return (table, muted(more)) if by_tasks else (muted(more),)
 
 
 def _cause(attribution: Attribution) -> doc.Section:
