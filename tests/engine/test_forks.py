@@ -6,14 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.engine.test_process import gone
 from vexport.engine.forks import ADDRESS, forked, shared_imports
-from vexport.engine.process import run_group, spawned
+from vexport.engine.process import Leader, run_group, spawned
+from vexport.engine.session import worker_environment
 from vexport.types import silent
 
 # Writes who runs it to the file that it is given, then does as the second argument says.
@@ -147,3 +148,30 @@ def test_an_owner_that_is_killed_leaves_nothing(tmp_path: Path, environment: dic
         assert isinstance(number, int)
         assert gone(number)
     assert not list(tmp_path.glob("vexport-engines-*"))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "module",
+    [
+        "vexport.engine.worker",
+        "vexport.engine.arguments_worker",
+        "vexport.evaluation.worker",
+        "vexport.evaluation.task_data_worker",
+    ],
+)
+def test_every_worker_can_be_a_fork(module: str, tmp_path: Path) -> None:
+    """No preload fails: where one does, a new process does the work, and only time tells."""
+    request = str(tmp_path / "request.json")
+
+    def new_process(environment: Mapping[str, str], log: int, progress: int) -> Leader:
+        raise AssertionError(module)
+
+    run_group(
+        forked(module, [request, str(tmp_path / "result.json")], new_process, 300),
+        environment=worker_environment(),
+        log=tmp_path / "log",
+        timeout=300,
+        on_progress=silent,
+    )
+    assert f"InputError: {request}: got no such file" in (tmp_path / "log").read_text()

@@ -153,7 +153,7 @@ def run_worker(
         write_text(request_file, to_json(request))
         arguments = [str(request_file), str(result_file)]
         start = spawned([str(python), "-m", module, *arguments])
-        environment = _own_environment() if vllm_python is None else _foreign_environment(scratch)
+        environment = worker_environment() if vllm_python is None else _foreign_environment(scratch)
         if vllm_python is None and may_fork:
             start = forked(module, arguments, start, timeout)
         try:
@@ -228,7 +228,7 @@ def session_error(problem: InputProblem) -> VexportError:
 @contextmanager
 def engines_share_imports() -> Iterator[None]:
     """Engines that are started inside, also by commands started inside, import vLLM once where they can."""
-    with shared_imports(_own_environment()):
+    with shared_imports(worker_environment()):
         yield
 
 
@@ -268,7 +268,8 @@ def _missing(python: Path) -> EngineFailure | None:
     return None
 
 
-def _own_environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
+    """The environment of every worker of this interpreter."""
     return {**_DEFAULT_ENVIRONMENT, **os.environ, **_FIXED_ENVIRONMENT}
 
 
@@ -281,4 +282,4 @@ def _foreign_environment(scratch: Path) -> dict[str, str]:
     write_text(metadata / "METADATA", f"Metadata-Version: 2.1\nName: vexport\nVersion: {__version__}\n")
     write_text(metadata / "entry_points.txt", _PLUGIN)
     path = os.pathsep.join(filter(None, (str(shim), os.environ.get("PYTHONPATH"))))
-    return {**_own_environment(), "PYTHONPATH": path}
+    return {**worker_environment(), "PYTHONPATH": path}
