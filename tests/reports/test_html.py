@@ -184,6 +184,22 @@ def test_the_page_fits_the_width_and_the_console_is_silent(
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
+def test_on_paper_nothing_is_cut_and_nothing_asks_for_a_click(tmp_path: Path) -> None:
+    page = render(sample.report("FAIL"), "html")
+    assert page.count("@media print {") == 1
+    a4 = 718
+    script = f"""
+  const shown = [...page.querySelectorAll("nav, .filter")].filter(one => one.checkVisibility()).length;
+  const boxes = [...page.querySelectorAll("pre, .scroll")];
+  const cut = boxes.filter(one => getComputedStyle(one).overflowX == "auto").length;
+  {MEASURE}
+  document.title += " " + shown + " " + cut;"""
+    done = _browse(_framed(page.replace("@media print {", "@media all {"), a4, script), tmp_path)
+    assert _title(done.stdout) == f"{a4} {a4} 0 0"
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_history_of_many_runs_fits_the_width(width: int, tmp_path: Path) -> None:
     runs = [

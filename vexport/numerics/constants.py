@@ -7,7 +7,6 @@ compressed_tensors/quantization/utils/helpers.py.
 # The largest numbers of the formats; beyond them values saturate.
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-INT8_MAX = 127.0
 # Their exponents, by which the scales of MX formats are lowered (mxfp_utils.py, next to helpers.py).
 E2M1_EXPONENT = 2
 E4M3_EXPONENT = 8
