@@ -307,7 +307,7 @@ class Evaluate(_Strict):
     @model_validator(mode="after")
     def _tasks_or_text(self) -> Self:
         if bool(self.tasks) == bool(self.text):
-            need, fix = "tasks, a suite, or text whose log-probabilities decide", "give one of them"
+            need, fix = "either tasks (or a suite) or text", "give one of the two"
             raise located_errors([(("tasks",), list(self.tasks), need, fix)])
         if self.text and self.stopping == "early":
             raise ValueError("`stopping: early` with tasks: text is read as a whole")
