@@ -125,6 +125,18 @@ def test_a_damaged_file_is_refused(accepted: Path, old: str, new: str, message: 
         read_accepted(accepted)
 
 
+def test_another_meaning_of_a_metric_is_refused(lm_eval_runs: Path, accepted: Path, tmp_path: Path) -> None:
+    shutil.copytree(lm_eval_runs / "twin", tmp_path / "twin")
+    (file,) = (tmp_path / "twin").rglob("results_*.json")
+    content = json.loads(file.read_text())
+    content["higher_is_better"]["sums"]["exact_match"] = False
+    file.write_text(json.dumps(content))
+    with pytest.raises(
+        InputError, match="sums: got higher_is_better of exact_match other than the baseline's"
+    ):
+        decide(accepted, tmp_path / "twin", margin=0.02, alpha=0.05)
+
+
 def test_something_else_is_not_replaced(lm_eval_runs: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.json").write_text("{}")
     with pytest.raises(InputError, match="need a new file or an accepted baseline"):

@@ -1,7 +1,9 @@
 """Findings of one kind are one, and what follows from a wrong config stands under it; JSON has them all."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,8 +12,9 @@ import pytest
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.mutations.edits import Change, drop, element, put, spoiled
+from vexport.reports import render_checks
 from vexport.reports.folding import fold, folded_places
-from vexport.types import Finding, Json
+from vexport.types import CheckReport, Finding, Json
 
 LINES = 40
 
@@ -136,3 +139,18 @@ def test_the_cause_comes_first_in_every_format(good: Callable[[str], Path], tmp_
     suites = ElementTree.fromstring(vexport("check", broken, "--format", "junit").stdout)
     details = {case.get("name"): case.findtext("failure") for case in suites.iter("testcase")}
     assert len((details["completeness"] or "").splitlines()) == 2
+
+
+def test_however_many_kinds_there_are_a_page_shows_so_many() -> None:
+    """10,000 findings that all differ in words, half of them under a cause: counted; JSON has every one."""
+    words = ["".join("abcdefghij"[int(digit)] for digit in f"{number:04}") for number in range(5000)]
+    config = replace(finding("quantization_config.ignore", check="config"), got="a wrong list")
+    own = [finding(f"model.{word}", check="tokenizer") for word in words]
+    own = [replace(each, got=f"{word} tokens") for each, word in zip(own, words, strict=True)]
+    follow = [finding(f"model.{word}.weight", got=f"{word} scales") for word in words]
+    report = CheckReport(checkpoint="a", ok=False, findings=(config, *own, *follow))
+    assert len(json.loads(render_checks([report], "json", ("files",)))[0]["findings"]) == 10_001
+    for form in ("text", "github"):
+        shown = render_checks([report], form, ("files",))
+        assert len(shown) < 20_000
+        assert re.search(r"[\d,]{5} (more finding|of other kinds|more annotation)", shown), shown[-500:]

@@ -19,7 +19,7 @@ import numpy as np
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.fingerprint import Fingerprint, causes
 from vexport.evaluation.gates import Choice, GatedTask, gated_tasks
-from vexport.evaluation.pairs import TaskPair, join_group
+from vexport.evaluation.pairs import TaskPair, different_direction, join_group
 from vexport.evaluation.results import Results, read_results
 from vexport.evaluation.samples import Sample
 from vexport.files import from_json, read_json_object, to_json, write_text
@@ -225,6 +225,11 @@ def _damage(path: Path, name: str, task: AcceptedTask) -> Iterator[InputError]:
 def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results, early: bool) -> TaskPair:
     samples = _ordered(candidate, name, task.filter)
     where, old = f"{candidate.file}: task {name}", stored_scores(task)
+    if (
+        candidate.tasks[name].higher_is_better.get(task.metric, task.higher_is_better)
+        != task.higher_is_better
+    ):
+        raise different_direction(where, task.metric)
     complete = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
     if not complete or not samples or not (early or len(samples) == task.documents):
         got = f"{len(samples)} documents with {task.metric},{task.filter}"

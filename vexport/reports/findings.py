@@ -14,7 +14,7 @@ from vexport.reports.document import (
     parts,
     row,
 )
-from vexport.reports.folding import SEVERITIES, Folded, fold
+from vexport.reports.folding import MAX_FOLLOWING, SEVERITIES, Folded, fold
 from vexport.reports.formatting import plural
 
 _Kinds = Sequence[tuple[str, Folded]]
@@ -53,4 +53,6 @@ def _table(kinds: _Kinds) -> Table:
 
 def _following(gate: str, kind: Folded) -> Details:
     summary = f"{plural(kind.following, 'finding')} that may follow from {kind.places}"
-    return Details(Cell(summary), (_table([(gate, other) for other in kind.follow]),))
+    more = f", {kind.not_shown:,} of them not shown" if kind.not_shown else ""
+    shown = [(gate, other) for other in kind.follow[:MAX_FOLLOWING]]
+    return Details(Cell(summary + more), (_table(shown),))

@@ -17,6 +17,8 @@ _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
 SEVERITIES: Sequence[Severity] = ("error", "warning", "info")
 _MAX_RUNS = 4
 _MAX_NAMES = 4
+# Kinds of what may follow from a cause that are shown; the others are counted.
+MAX_FOLLOWING = 20
 # A finding of CAUSE at the quantization config decides what these expect of every layer.
 CAUSE = "config"
 _AT_CONFIG = "quantization_config"
@@ -36,6 +38,11 @@ class Folded:
     def following(self) -> int:
         """How many findings follow from it."""
         return sum(kind.count for kind in self.follow)
+
+    @property
+    def not_shown(self) -> int:
+        """How many of those are of the kinds beyond MAX_FOLLOWING."""
+        return sum(kind.count for kind in self.follow[MAX_FOLLOWING:])
 
     @property
     def finding(self) -> Finding:

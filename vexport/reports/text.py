@@ -13,7 +13,7 @@ from rich.text import Text
 
 from vexport.errors.escaping import clip, visible
 from vexport.reports import document as doc
-from vexport.reports.folding import Folded, fold
+from vexport.reports.folding import MAX_FOLLOWING, Folded, fold
 from vexport.reports.formatting import plural
 from vexport.reports.sentences import opening, outcome_line
 from vexport.types import Finding
@@ -126,9 +126,11 @@ def _kind(kind: Folded) -> Iterator[RenderableType]:
         return
     grid = Grid(box=None, show_header=False, padding=(0, 1, 0, 2))
     grid.add_column(justify="right")
-    for other in kind.follow:
+    for other in kind.follow[:MAX_FOLLOWING]:
         what = f"{other.places}: {other.first.got}, need {other.first.expected}  [{other.first.check}]"
         grid.add_row(f"{other.count:,}", harmless(what))
+    if kind.not_shown:
+        grid.add_row(f"{kind.not_shown:,}", "of other kinds: see --format json (or `check --all`)")
     note = f"{plural(kind.following, 'more finding')} may follow from it; correct it and check again"
     yield Group(Text(note), grid)
 
