@@ -1,0 +1,129 @@
+"""Work follows the size of what is read: calls of functions at n and at 4n, which no busy machine changes."""
+
+import json
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from types import FrameType
+
+import pytest
+
+from tests.command import vexport
+from vexport.calibration.data import first_texts
+from vexport.checkpoint.header import read_header
+from vexport.evaluation.results import read_results
+from vexport.reports.folding import fold
+from vexport.scenario import read_scenario
+from vexport.types import Finding
+from vexport.types.calibration_data import CalibrationData
+
+N = 300
+# Of four times the input; 4 is linear, 16 would be quadratic.
+MOST = 4.8
+Grow = Callable[[Path, int], Callable[[], object]]
+
+
+def header(folder: Path, n: int) -> Callable[[], object]:
+    """A header of n tensors."""
+    entries = {
+        f"model.layers.{number}.weight": {
+            "dtype": "F32",
+            "shape": [1],
+            "data_offsets": [4 * number, 4 * number + 4],
+        }
+        for number in range(n)
+    }
+    text = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4 * n))
+    return lambda: read_header(folder / "model.safetensors")
+
+
+def ignored(folder: Path, n: int) -> Callable[[], object]:
+    """A checkpoint whose config ignores n layers by name."""
+    copy = copytree(Path(__file__).parents[1] / "peer" / "llama-W4A16", folder / "checkpoint")
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["ignore"] += [f"model.layers.{number}.other" for number in range(n)]
+    (copy / "config.json").write_text(json.dumps(config))
+    return lambda: vexport("check", copy)
+
+
+def groups(folder: Path, n: int) -> Callable[[], object]:
+    """Results in which n groups contain each other, all the way round."""
+    names = [f"group{number}" for number in range(n)]
+    chain = {name: [other, "sums"] for name, other in zip(names, [*names[1:], names[0]], strict=True)}
+    content = {
+        "configs": {"sums": {"task": "sums", "output_type": "generate_until"}},
+        "results": {"sums": {"exact_match,none": 0.9}, names[0]: {"exact_match,none": 0.9}},
+        "n-samples": {"sums": {"original": 9, "effective": 9}},
+        "groups": {names[0]: {"exact_match,none": 0.9}},
+        "group_subtasks": chain,
+    }
+    (folder / "results_2026-01-01T00-00-00.000000.json").write_text(json.dumps(content))
+    return lambda: read_results(folder)
+
+
+def findings(folder: Path, n: int) -> Callable[[], object]:
+    """Findings of n kinds and places."""
+    made = [
+        Finding(
+            check="values",
+            severity="error",
+            where=f"a.{'x' * (number % 97)}.{number}.w",
+            expected="numbers",
+            got=f"{'abcdefgh'[number % 8]} NaN",
+            fix="export again",
+        )
+        for number in range(n)
+    ]
+    return lambda: fold(made)
+
+
+def rules(folder: Path, n: int) -> Callable[[], object]:
+    """A scenario of n rules."""
+    lines = "".join(f"  - {{match: layer{number}, scheme: keep}}\n" for number in range(n))
+    (folder / "a.yaml").write_text(
+        f"name: a\nsource: .\nrules:\n{lines}  - {{match: Linear, scheme: W4A16}}\n"
+    )
+    return lambda: read_scenario(folder / "a.yaml")
+
+
+def unknown_keys(folder: Path, n: int) -> Callable[[], object]:
+    """A scenario of n keys that do not exist: all are found, some are told."""
+    (folder / "a.yaml").write_text("".join(f"key{number}: 1\n" for number in range(n)))
+    return lambda: vexport("plan", folder / "a.yaml")
+
+
+def rows(folder: Path, n: int) -> Callable[[], object]:
+    """Calibration text of n rows, of which four are asked for."""
+    (folder / "rows.jsonl").write_text('{"text": "a few words"}\n' * n)
+    data = CalibrationData(name=str(folder / "rows.jsonl"), samples=4, seq_len=8)
+    return lambda: first_texts(data, 4)
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions are called, in Python and in C."""
+    count = 0
+
+    def tell(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(tell)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("grow", [header, ignored, groups, findings, rules, unknown_keys, rows])
+def test_four_times_the_input_is_four_times_the_work(grow: Grow, tmp_path: Path) -> None:
+    counts = []
+    for name, n in (("warm", 2), ("small", N), ("large", 4 * N)):  # the first one imports
+        (tmp_path / name).mkdir()
+        counts.append(calls_of(grow(tmp_path / name, n)))
+    print(f"{grow.__name__}: {counts[1]:,} calls for {N}, {counts[2]:,} for {4 * N}")
+    assert counts[2] < MOST * counts[1]
