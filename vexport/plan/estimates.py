@@ -28,6 +28,9 @@ CHECK_NANOSECONDS, CHECK_MEMORY = 0.9, 260_000_000
 # Floating-point operations a second of a calibration's forward on two cores, by processor time: FP8 of
 # SmolLM2-135M with 2,048 tokens, bf16. torch and transformers are loaded first.
 FORWARD_FLOPS = 3e10
+# The same of rounding by text, of which much is large products: SmolLM2-135M in W4A16_G64, 64 rows of 512
+# tokens, one thread of a CPU with bf16 matrix units: gptq 105 s (2.9e11 a second), refit 252 s (1.9e11).
+ROUNDING_FLOPS = 2e11
 CALIBRATION_START_SECONDS, CALIBRATION_MEMORY = 12.0, 650_000_000
 # With the kernels that round: SmolLM2-135M in W4A16_G64, refitted on 4 rows of 128 tokens (one recipe) and on
 # 8 of 256 (four), took 1066 and 1153 MB in its layers, 184 and 248 MB of it what `rounding_bytes` counts.
@@ -90,7 +93,7 @@ def _rounded(index: SourceIndex, plan: Plan, samples: Samples, nearest: Estimate
     memory = rounding_bytes(index, plan, rows=samples.number, tokens=samples.tokens)
     return Estimate(
         stage="quantize",
-        seconds=nearest.seconds + CALIBRATION_START_SECONDS + operations / FORWARD_FLOPS,
+        seconds=nearest.seconds + CALIBRATION_START_SECONDS + operations / ROUNDING_FLOPS,
         memory_bytes=max(nearest.memory_bytes, ROUNDING_MEMORY + memory),
         basis=f"{nearest.basis}, {most} recipes of rounding in {samples.number:,} samples",
     )
