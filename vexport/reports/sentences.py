@@ -87,8 +87,9 @@ def size_change(plan: Plan) -> str:
 
 
 def schemes_in_use(plan: Plan) -> str:
-    """The schemes by name."""
-    return ", ".join(plan.schemes) or "nothing quantized"
+    """The schemes by name, and how the KV cache is stored where that is calibrated."""
+    cache = (f"{plan.kv_cache} KV cache",) if plan.kv_cache else ()
+    return ", ".join((*plan.schemes, *cache)) or "nothing quantized"
 
 
 def engine_line(engine: EngineInfo) -> str:
