@@ -128,6 +128,7 @@ def test_nan_is_no_agreement() -> None:
 def test_limit_follows_activations(tiny_llama: Path, tmp_path: Path, preset: str, bits: int) -> None:
     assert kl_limit(quantize_model(tiny_llama, tmp_path, preset)) == KL_LIMITS[bits]
     assert kl_limit(tiny_llama) == KL_LIMITS[16]
+    assert kl_limit(tiny_llama, "fp8") == KL_LIMITS[8], "keys and values that the engine rounds"
 
 
 def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:

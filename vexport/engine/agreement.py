@@ -16,8 +16,16 @@ from vexport.types import LogprobAgreement
 KL_LIMITS = {16: 0.003, 8: 0.05, 4: 0.1}
 
 
-def kl_limit(checkpoint: Path) -> float:
-    """The limit for a checkpoint: that of its coarsest activations, keys and values among them."""
+def kl_limit(checkpoint: Path, cache: str = "auto") -> float:
+    """The limit for a checkpoint: that of its coarsest activations, keys and values among them.
+
+    `cache` is vLLM's kv_cache_dtype, which may store keys and values in FP8 whatever the checkpoint says.
+    """
+    stated = _stated_limit(checkpoint)
+    return max(stated, KL_LIMITS[8]) if cache.startswith("fp8") else stated
+
+
+def _stated_limit(checkpoint: Path) -> float:
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     stored = find_quantization(checkpoint, config)
     if stored is None or not isinstance(groups := stored.values.get("config_groups"), dict):

@@ -125,12 +125,13 @@ def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreemen
         reference = remembered_reference(result.checkpoint, prompts.tokens, kept)
     except InputError as error:
         return None, [Finding.of(error, check="logprobs", severity="info")]
+    cache = result.engine.settings.get("kv_cache_dtype", "auto") if result.engine else "auto"
     agreement = compare_logprobs(
         reference,
         measured,
         name=REFERENCE,
         prompts=len(prompts.tokens),
-        limit=kl_limit(result.checkpoint),
+        limit=kl_limit(result.checkpoint, cache),
     )
     return agreement, _disagreement(result, agreement)
 
