@@ -31,7 +31,7 @@ def three(good: Callable[[str], Path], tmp_path: Path) -> list[Path]:
 def test_a_mistake_in_one_check_leaves_all_other_answers(
     three: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault injection: what is left of a family that raises, in each form of the answer."""
+    """Miscopy injection: what is left of a family that raises, in each form of the answer."""
     monkeypatch.setattr(
         "vexport.checks.CHECKS", {**CHECKS, "values": Check(description="values", run=_broken)}
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vexport.engine.dry.audit import Audit
-from vexport.engine.dry.messages import Fault
+from vexport.engine.dry.messages import Miscopy
 
 Loader = Callable[[torch.nn.Module, torch.Tensor], None]
 
@@ -27,7 +27,7 @@ class Layer(torch.nn.Module):
 
 def faults(
     *steps: tuple[torch.Tensor, Loader], optional: tuple[str, ...] = (), ranks: int = 1
-) -> list[Fault]:
+) -> list[Miscopy]:
     """What the audit finds after each stored tensor, named t0, t1 ..., went through its loader."""
     model, audit = Layer(), Audit()
     with audit:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.command import vexport
 from vexport.engine.dry.judge import judge
-from vexport.engine.dry.messages import Cell, CellResult, Fault, LayerKind, merge_ranks
+from vexport.engine.dry.messages import Cell, CellResult, LayerKind, Miscopy, merge_ranks
 
 CELLS = tuple(Cell(tp=tp, sm=sm) for tp in (1, 2) for sm in (80, 90))
 MARLIN = LayerKind(
@@ -18,11 +18,13 @@ MARLIN = LayerKind(
     kernel="MarlinFP8ScaledMMLinearKernel",
 )
 CUTLASS = replace(MARLIN, runs="W8A8", kernel="CutlassFP8ScaledMMLinearKernel")
-NARROWED = Fault(kind="narrowed", where="a.weight", layer=MARLIN.name, got="shape [9]", expected="8 elements")
-UNUSED = Fault(kind="unused", where="b.weight", layer="", got="float32 [1]", expected="")
+NARROWED = Miscopy(
+    kind="narrowed", where="a.weight", layer=MARLIN.name, got="shape [9]", expected="8 elements"
+)
+UNUSED = Miscopy(kind="unused", where="b.weight", layer="", got="float32 [1]", expected="")
 
 
-def loaded(cell: Cell, *faults: Fault) -> CellResult:
+def loaded(cell: Cell, *faults: Miscopy) -> CellResult:
     """A cell whose kernel is that of its capability."""
     return CellResult(
         cell=cell, outcome="loaded", layers=(CUTLASS if cell.sm >= 89 else MARLIN,), faults=faults

@@ -1,28 +1,28 @@
 """A scenario: one complete run as YAML, validated as a whole before anything starts."""
 
-from vexport.scenario.model import (
-    AUTO,
+from vexport.scenario.evaluate import (
     DEFAULT_ALPHA,
     DEFAULT_KL_LIMIT,
     DEFAULT_KL_PROMPTS,
     DEFAULT_MARGIN,
     DEFAULT_NLL_LIMIT,
-    DEFAULT_SAMPLES,
-    DEFAULT_SEQ_LEN,
     DEFAULT_TEXT_ROWS,
     DEFAULT_TEXT_TOKENS,
-    Auto,
-    Calibration,
     Evaluate,
-    Rule,
-    Scenario,
+)
+from vexport.scenario.model import Scenario
+from vexport.scenario.problems import problems_at
+from vexport.scenario.reading import read_scenario
+from vexport.scenario.rules import AUTO, Auto, Rule
+from vexport.scenario.scheme_keys import GroupSize, parse_group_size
+from vexport.scenario.serve import Serve
+from vexport.scenario.text import (
+    DEFAULT_SAMPLES,
+    DEFAULT_SEQ_LEN,
+    Calibration,
     Sensitivity,
     default_calibration,
 )
-from vexport.scenario.problems import problems_at
-from vexport.scenario.reading import read_scenario
-from vexport.scenario.scheme_keys import GroupSize, parse_group_size
-from vexport.scenario.serve import Serve
 
 __all__ = [
     "AUTO",

@@ -11,8 +11,8 @@ from pydantic import JsonValue, ValidationError
 
 from vexport.errors import InputError, InputErrors, nearest
 from vexport.formats.parsing import parse_args
-from vexport.scenario.model import Rule
 from vexport.scenario.reading import load_yaml
+from vexport.scenario.rules import Rule
 from vexport.types import KvCache
 
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vexport.engine.dry.layers import INDEX
-from vexport.engine.dry.messages import Fault
+from vexport.engine.dry.messages import Miscopy
 
 Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 _ATEN = torch.ops.aten
@@ -141,7 +141,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _storage(tensor) not in self._differences
         return 1
 
-    def faults(self, model: torch.nn.Module, *, optional: frozenset[str], ranks: int) -> Iterator[Fault]:
+    def faults(self, model: torch.nn.Module, *, optional: frozenset[str], ranks: int) -> Iterator[Miscopy]:
         """What went wrong silently. Parameters named in `optional` need no stored tensor.
 
         Of each tensor `ranks` ranks, which read equal parts, must read all.
@@ -154,7 +154,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             layer = next((layers[target] for target in source.targets if target in layers), "")
             yield from _source_faults(name, source, layer, ranks)
 
-    def _missing(self, model: torch.nn.Module, optional: frozenset[str]) -> Iterator[Fault]:
+    def _missing(self, model: torch.nn.Module, optional: frozenset[str]) -> Iterator[Miscopy]:
         for name, parameter in model.named_parameters():
             if name in optional or _storage(parameter) in self._origins or parameter.numel() == 0:
                 continue
@@ -162,7 +162,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             covered = sum(written.regions.values())
             if covered < parameter.numel():
                 got = f"{covered} of {parameter.numel()} elements{_where_from(written, parameter)}"
-                yield Fault(
+                yield Miscopy(
                     kind="missing",
                     where=name,
                     layer=_layer(name),
@@ -171,7 +171,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
 
-def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterator[Fault]:
+def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterator[Miscopy]:
     """What went wrong with one stored tensor."""
     tensor = source.tensor
     shape = list(tensor.shape)
@@ -180,14 +180,14 @@ def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterat
         return
     if tensor.numel() and not source.read:
         got = f"{_short(tensor.dtype)} {shape}"
-        yield Fault(kind="unused", where=name, layer=layer, got=got, expected="")
+        yield Miscopy(kind="unused", where=name, layer=layer, got=got, expected="")
     elif read < tensor.numel():
-        yield Fault(
+        yield Miscopy(
             kind="narrowed", where=name, layer=layer, got=f"shape {shape}", expected=f"{read} elements"
         )
     for before, after in source.casts:
         if _changes_values(before, after) and not name.endswith(_ANY_DTYPE):
-            yield Fault(kind="cast", where=name, layer=layer, got=_short(before), expected=_short(after))
+            yield Miscopy(kind="cast", where=name, layer=layer, got=_short(before), expected=_short(after))
 
 
 def _layer(parameter: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from vexport.engine.dry.messages import Cell, CellResult, Fault, FaultKind
+from vexport.engine.dry.messages import Cell, CellResult, Miscopy, MiscopyKind
 from vexport.types import CellStatus, DryLoadReport, Finding, MatrixCell, MatrixRow, RankMemory, Severity
 
 CHECK = "dry-load"
@@ -13,7 +13,7 @@ BLIND_SPOTS = (
     "no kernel ran, no value was looked at, and what vLLM does to weights after loading was left out",
     "kernels are those of vLLM's CUDA wheel with FlashInfer, without DeepGEMM and Humming",
 )
-_SAYS: dict[FaultKind, tuple[Severity, str, str]] = {
+_SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
     "missing": (
         "error",
         "every element from the checkpoint, {}",
@@ -113,7 +113,7 @@ def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Fin
 
 def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
     """One finding for each fault at each place, however many cells have it."""
-    found: dict[tuple[str, FaultKind], tuple[Fault, list[Cell]]] = {}
+    found: dict[tuple[str, MiscopyKind], tuple[Miscopy, list[Cell]]] = {}
     for result in results:
         for fault in result.faults:
             found.setdefault((fault.where, fault.kind), (fault, []))[1].append(result.cell)

@@ -10,7 +10,7 @@ from vexport.types import RankMemory
 # missing: part of a parameter gets no value (vLLM reads uninitialized memory);
 # unused: a stored tensor goes nowhere; cast: its values are converted to a dtype of another kind;
 # narrowed: only part of it is read.
-FaultKind = Literal["missing", "unused", "cast", "narrowed"]
+MiscopyKind = Literal["missing", "unused", "cast", "narrowed"]
 Outcome = Literal["loaded", "refused", "unknown"]
 
 
@@ -33,13 +33,13 @@ class DryRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class Miscopy:
     """What the copy audit saw: at a parameter of vLLM's (missing) or a stored tensor (the others).
 
     `layer` is the kind of layer whose parameter it is, empty for a tensor that went nowhere.
     """
 
-    kind: FaultKind
+    kind: MiscopyKind
     where: str
     layer: str
     got: str
@@ -50,7 +50,7 @@ class Fault:
 class LoadedTensors:
     """What the copy audit saw of all tensors that one rank loads."""
 
-    faults: tuple[Fault, ...]
+    faults: tuple[Miscopy, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class CellResult:
     reason: str = ""
     where: str = ""
     layers: tuple[LayerKind, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[Miscopy, ...] = ()
     memory: RankMemory | None = None
     seconds: float = 0.0
 

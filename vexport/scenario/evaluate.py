@@ -1,0 +1,132 @@
+"""What decides, and how the models are asked."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from annotated_types import Ge, Gt, Lt
+from pydantic import Field, field_validator, model_validator
+
+from vexport.errors import nearest
+from vexport.scenario.located import located_errors
+from vexport.scenario.section import Section
+from vexport.scenario.suites import SUITES, SuiteName
+from vexport.types import GENERATION_KEYS, BatchSize, GenKwargs
+
+DEFAULT_MARGIN = 0.02
+DEFAULT_ALPHA = 0.05
+# Nats a token. Good 4-bit exports of large models stay below a few hundredths (llama.cpp's KL tables of
+# Q4_K); a rise of 0.05 in the NLL is 5 % of perplexity.
+DEFAULT_KL_LIMIT = 0.1
+DEFAULT_NLL_LIMIT = 0.05
+DEFAULT_KL_PROMPTS = 16
+# Of held-out text that decides. On one row the tokens depend on each other: rows count, not tokens.
+DEFAULT_TEXT_ROWS = 32
+DEFAULT_TEXT_TOKENS = 512
+
+
+class Evaluate(Section):
+    """What decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
+
+    `suite` names a list of tasks with margin and limit in their place. In the place of tasks, `text`, named
+    like calibration data, decides by the log-probabilities of its first `text_rows` rows of `text_tokens`
+    tokens. `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the
+    metric that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists). With
+    `stopping: early` the checkpoint is read no further than the answer needs. `kl_limit` bounds the mean KL
+    to the baseline and `nll_limit` the rise of the NLL, in nats a token, over the text or `kl_prompts`
+    prompts at most: beyond them text fails, and where tasks decide is a warning.
+
+    How the models are asked has lm-eval's own names and meanings, for both models alike. Without
+    `apply_chat_template` (true, false or a template's name) a template is applied where the models have one;
+    with one, few-shot examples are turns of a conversation unless `fewshot_as_multiturn` is false.
+    `include_path` names folders with more tasks. `limit` takes the first documents, below 1 a share of them.
+    """
+
+    tasks: tuple[str, ...] = ()
+    suite: SuiteName | None = None
+    text: Annotated[str, Field(min_length=1)] | None = None
+    text_rows: Annotated[int, Gt(0)] = DEFAULT_TEXT_ROWS
+    text_tokens: Annotated[int, Gt(1)] = DEFAULT_TEXT_TOKENS
+    include_path: tuple[Path, ...] = ()
+    num_fewshot: Annotated[int, Ge(0)] | None = None
+    apply_chat_template: bool | str | None = None
+    fewshot_as_multiturn: bool | None = None
+    system_instruction: Annotated[str, Field(min_length=1)] | None = None
+    gen_kwargs: GenKwargs = {}
+    max_gen_toks: Annotated[int, Gt(0)] | None = None
+    think_end_token: Annotated[str, Field(min_length=1)] | None = None
+    enable_thinking: bool | None = None
+    batch_size: Annotated[BatchSize, Field(union_mode="left_to_right")] = "auto"
+    margin: Annotated[float, Ge(0), Lt(1)] = DEFAULT_MARGIN
+    alpha: Annotated[float, Gt(0), Lt(0.5)] = DEFAULT_ALPHA
+    limit: int | float | None = None
+    gate: dict[str, str] = {}
+    stopping: Literal["fixed", "early"] = "fixed"
+    baseline: str | None = None
+    seed: int = 0
+    kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
+    nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
+    kl_prompts: Annotated[int, Gt(0)] = DEFAULT_KL_PROMPTS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_suite(cls, content: object) -> object:
+        """The tasks, margin and limit of a suite, where they are not given."""
+        name = content.get("suite") if isinstance(content, dict) else None
+        if not isinstance(content, dict) or not isinstance(name, str) or name not in SUITES:
+            return content
+        suite = SUITES[name]
+        tasks, given = tuple(task.name for task in suite.tasks), content.get("tasks")
+        if given and (not isinstance(given, list | tuple) or tuple(given) != tasks):
+            raise located_errors([(("tasks",), given, "a suite, or tasks", "remove one of the two")])
+        return {"margin": suite.margin, "limit": suite.limit, **content, "tasks": tasks}
+
+    @field_validator("include_path", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("apply_chat_template", mode="before")
+    @classmethod
+    def _whether_or_which(cls, value: object) -> object:
+        if not isinstance(value, bool | str | None) or value == "":
+            raise ValueError("true, false or the name of one of the model's templates")
+        return value
+
+    @field_validator("limit")
+    @classmethod
+    def _number_or_share(cls, value: int | float | None) -> int | float | None:
+        if value is not None and (not 0 < value < 2**53 or value >= 1 and value != int(value)):
+            raise ValueError("a number of documents from 1, or a share of them below 1")
+        return value if value is None or value < 1 else int(value)
+
+    @field_validator("batch_size")
+    @classmethod
+    def _positive(cls, value: BatchSize) -> BatchSize:
+        if value != "auto" and value < 1:
+            raise ValueError("auto, or a number of requests from 1")
+        return value
+
+    @field_validator("gen_kwargs")
+    @classmethod
+    def _spelled_right(cls, value: GenKwargs) -> GenKwargs:
+        hints = {key: nearest(key, GENERATION_KEYS) for key in value if key not in GENERATION_KEYS}
+        if wrong := [f"{key}{hint}" for key, hint in hints.items() if hint]:
+            raise ValueError(f"arguments that vLLM knows, not {', '.join(wrong)}")
+        return value
+
+    @model_validator(mode="after")
+    def _tasks_or_text(self) -> Self:
+        if bool(self.tasks) == bool(self.text):
+            need, fix = "either tasks (or a suite) or text", "give one of the two"
+            raise located_errors([(("tasks",), list(self.tasks), need, fix)])
+        if self.text and self.stopping == "early":
+            raise ValueError("`stopping: early` with tasks: text is read as a whole")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.fewshot_as_multiturn and self.apply_chat_template is False:
+            raise ValueError("`fewshot_as_multiturn: true` only where a chat template is applied")
+        if self.enable_thinking and self.think_end_token is None:
+            raise ValueError("`think_end_token` with `enable_thinking: true`, to cut the thinking off")
+        return self
