@@ -16,6 +16,7 @@ COMMANDS = {
     "demo",
     "run",
     "plan",
+    "recommend",
     "quantize",
     "check",
     "convert",

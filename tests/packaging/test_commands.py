@@ -28,6 +28,7 @@ CALLS: Mapping[str, Sequence[Call]] = {
     "demo": [((), WORKS), (("here",), WORKS)],
     "run": [((ROOT / "scenarios" / "demo-nvfp4.yaml", "--run-dir", "run"), "vllm")],
     "plan": [((PLAIN, "--scheme", "NVFP4A16"), WORKS), ((ROOT / "scenarios" / "demo-nvfp4.yaml",), WORKS)],
+    "recommend": [((PLAIN, "--gpu", "L40S"), WORKS)],
     "quantize": [
         ((PLAIN, "nvfp4a16", "--scheme", "NVFP4A16"), WORKS),
         ((PLAIN, "fp8-dynamic", "--scheme", "FP8_DYNAMIC"), WORKS),

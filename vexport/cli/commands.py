@@ -10,6 +10,7 @@ from vexport.cli.evaluate import evaluate
 from vexport.cli.load import load
 from vexport.cli.plan import plan
 from vexport.cli.quantize import quantize
+from vexport.cli.recommend import recommend
 from vexport.cli.repair import diff_command, repair
 from vexport.cli.scenario import report, run
 from vexport.cli.verdict import verdict_command
@@ -17,6 +18,7 @@ from vexport.cli.verdict import verdict_command
 COMMANDS: tuple[click.Command, ...] = (
     demo,
     plan,
+    recommend,
     quantize,
     check,
     load,

@@ -6,6 +6,7 @@ Sources: NVIDIA's list (developer.nvidia.com/cuda-gpus), and what vLLM 0.32 name
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 GENERATIONS: Mapping[int, str] = {
     **dict.fromkeys((60, 61, 62), "Pascal"),
@@ -20,29 +21,103 @@ GENERATIONS: Mapping[int, str] = {
 }
 
 
+# What tensor cores multiply: inputs of these kinds, with sums in float32 or int32.
+Arithmetic = Literal["bf16", "fp8", "int8", "fp4"]
+# vLLM's default of --gpu-memory-utilization (vllm/config/cache.py, 0.32).
+UTILIZATION = 0.92
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A GPU that models are served on: its memory in bytes as the driver reports it, and its capability."""
+    """A GPU that models are served on: its memory in bytes as the driver reports it, and its capability.
+
+    `bandwidth` of the memory is in bytes a second, `peak` in operations a second by what is multiplied, dense
+    and with sums of 32 bits; both as the manufacturer states them.
+    """
 
     name: str
     memory_bytes: int
     sm: int
+    bandwidth: float
+    peak: Mapping[Arithmetic, float]
+
+    @property
+    def usable_bytes(self) -> int:
+        """What vLLM takes of the memory."""
+        return int(self.memory_bytes * UTILIZATION)
 
 
 _MIB = 2**20
-# Total memory as `nvidia-smi` prints it.
+_GB, _TERA = 1e9, 1e12
+
+
+def _peak(
+    bf16: float, *, fp8: float | None = None, int8: float, fp4: float | None = None
+) -> Mapping[Arithmetic, float]:
+    """Peaks in operations a second, of those in tera that there are."""
+    tera: Mapping[Arithmetic, float | None] = {"bf16": bf16, "fp8": fp8, "int8": int8, "fp4": fp4}
+    return {kind: value * _TERA for kind, value in tera.items() if value is not None}
+
+
+_HOPPER = _peak(989.4, fp8=1978.9, int8=1978.9)
+# Total memory as `nvidia-smi` prints it. Bandwidth and dense peaks: NVIDIA's data sheets of A100 (SXM), L4,
+# L40S, H100 SXM and H200 SXM (an even half of what is stated with sparsity), of DGX B200 (an eighth), and the
+# tables of the white papers "NVIDIA Ada GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture" for the
+# GeForce cards, which sum FP16 and FP8 in float32 at half their rate.
 CARDS: Mapping[str, Card] = {
     card.name: card
     for card in (
-        Card(name="A100", memory_bytes=81_920 * _MIB, sm=80),
-        Card(name="A100-40GB", memory_bytes=40_960 * _MIB, sm=80),
-        Card(name="L4", memory_bytes=23_034 * _MIB, sm=89),
-        Card(name="L40S", memory_bytes=46_068 * _MIB, sm=89),
-        Card(name="RTX4090", memory_bytes=24_564 * _MIB, sm=89),
-        Card(name="H100", memory_bytes=81_559 * _MIB, sm=90),
-        Card(name="H200", memory_bytes=143_771 * _MIB, sm=90),
-        Card(name="B200", memory_bytes=183_359 * _MIB, sm=100),
-        Card(name="RTX5090", memory_bytes=32_607 * _MIB, sm=120),
+        Card(
+            name="A100",
+            memory_bytes=81_920 * _MIB,
+            sm=80,
+            bandwidth=2_039 * _GB,
+            peak=_peak(312, int8=624),
+        ),
+        Card(
+            name="A100-40GB",
+            memory_bytes=40_960 * _MIB,
+            sm=80,
+            bandwidth=1_555 * _GB,
+            peak=_peak(312, int8=624),
+        ),
+        Card(
+            name="L4",
+            memory_bytes=23_034 * _MIB,
+            sm=89,
+            bandwidth=300 * _GB,
+            peak=_peak(121, fp8=242.5, int8=242.5),
+        ),
+        Card(
+            name="L40S",
+            memory_bytes=46_068 * _MIB,
+            sm=89,
+            bandwidth=864 * _GB,
+            peak=_peak(362.05, fp8=733, int8=733),
+        ),
+        Card(
+            name="RTX4090",
+            memory_bytes=24_564 * _MIB,
+            sm=89,
+            bandwidth=1_008 * _GB,
+            peak=_peak(165.2, fp8=330.3, int8=660.6),
+        ),
+        Card(name="H100", memory_bytes=81_559 * _MIB, sm=90, bandwidth=3_350 * _GB, peak=_HOPPER),
+        Card(name="H200", memory_bytes=143_771 * _MIB, sm=90, bandwidth=4_800 * _GB, peak=_HOPPER),
+        Card(
+            name="B200",
+            memory_bytes=183_359 * _MIB,
+            sm=100,
+            bandwidth=8_000 * _GB,
+            peak=_peak(2_250, fp8=4_500, int8=4_500, fp4=9_000),
+        ),
+        Card(
+            name="RTX5090",
+            memory_bytes=32_607 * _MIB,
+            sm=120,
+            bandwidth=1_792 * _GB,
+            peak=_peak(209.5, fp8=419, int8=838, fp4=1_676),
+        ),
     )
 }
 

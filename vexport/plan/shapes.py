@@ -75,7 +75,7 @@ def unsupported_on(
     """Why vLLM could not run a group on so many ranks, None where it can; None as a scheme is unquantized."""
     split = split_of(group, names)
     parts = [part for member in group.members for part in _parts(member, text)]
-    members = [_repeated(part, ranks, text) for part in parts]
+    members = [repeated(part, ranks, text) for part in parts]
     if scheme is None:
         return uneven(members, ranks, split)
     return scheme.unsupported_shape(members, ranks=ranks, split=split)
@@ -97,13 +97,13 @@ def _parts(member: LinearPlan, text: Mapping[str, Json]) -> tuple[LinearPlan, ..
     last_part, rows = member.name.rpartition(".")[2], member.out_features
     if last_part in GATE_AND_UP:
         return (replace(member, out_features=rows // 2),) * 2
-    queries = _query_rows(text)
+    queries = query_rows(text)
     if last_part not in QUERY_KEY_VALUE or not 0 < queries < rows:
         return (member,)
     return tuple(replace(member, out_features=part) for part in (queries, *((rows - queries) // 2,) * 2))
 
 
-def _query_rows(text: Mapping[str, Json]) -> int:
+def query_rows(text: Mapping[str, Json]) -> int:
     """Heads times their width; 0 where the config does not tell."""
     heads, width, hidden = (text.get(key) for key in ("num_attention_heads", "head_dim", "hidden_size"))
     if not isinstance(heads, int) or heads < 1:
@@ -113,7 +113,7 @@ def _query_rows(text: Mapping[str, Json]) -> int:
     return hidden if isinstance(hidden, int) else 0
 
 
-def _repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
+def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
     """Keys and values of fewer heads than ranks are repeated (QKVParallelLinear, layers/linear.py)."""
     heads = text.get("num_key_value_heads")
     if member.name.endswith(KEY_VALUE) and isinstance(heads, int) and 0 < heads < ranks:

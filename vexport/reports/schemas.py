@@ -14,6 +14,7 @@ from vexport.types import (
     Outlook,
     Plan,
     Quantized,
+    Recommendation,
     Report,
     SchemeTable,
 )
@@ -36,6 +37,7 @@ def schemas() -> Mapping[str, str]:
         "check.schema.json": _titled("vexport check --format json", json_schema(list[CheckReport])),
         "plan.schema.json": _titled("vexport plan --format json", json_schema(PlanAnswer)),
         "plan-schemes.schema.json": _titled("vexport plan SOURCE --format json", json_schema(SchemeTable)),
+        "recommend.schema.json": _titled("vexport recommend --format json", json_schema(Recommendation)),
         "quantize.schema.json": _titled("vexport quantize --format json", json_schema(Quantized)),
         "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),
         "dry-load.schema.json": _titled("vexport load --dry --format json", json_schema(list[DryLoadReport])),

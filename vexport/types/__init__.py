@@ -36,6 +36,7 @@ from vexport.types.outlook import Estimate, KeptShare, Outlook, SchemeOutlook, S
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
 from vexport.types.quantized import Quantized
+from vexport.types.recommendation import Candidate, DecodeBound, Recommendation, Runs, SpeedBound
 from vexport.types.report import KindSize, LayerError, LayerErrors, Report
 from vexport.types.sensitivity import (
     Attempt,
@@ -71,10 +72,12 @@ __all__ = [
     "Calibration",
     "CalibrationData",
     "Canary",
+    "Candidate",
     "CellStatus",
     "CheckReport",
     "Choice",
     "Comparison",
+    "DecodeBound",
     "Distance",
     "Drift",
     "DryLoadReport",
@@ -116,13 +119,16 @@ __all__ = [
     "Quantized",
     "PromptDrift",
     "Prompting",
+    "Recommendation",
     "Report",
+    "Runs",
     "SchemePoint",
     "Scalar",
     "SchemeLoss",
     "Score",
     "Sensitivity",
     "Severity",
+    "SpeedBound",
     "TaskVerdict",
     "TextLimit",
     "TextVerdict",

@@ -5,9 +5,6 @@ from collections.abc import Iterator, Sequence
 from vexport.formats.gpus import Card
 from vexport.types import GpuRoom, RankMemory
 
-# vLLM's default of --gpu-memory-utilization (vllm/config/cache.py, 0.32).
-UTILIZATION = 0.92
-
 
 def rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
     """For each card, tensor parallel size and length of a sequence how many sequences fit at once.
@@ -17,7 +14,7 @@ def rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRo
     """
     for card in cards:
         for rank in memory:
-            free = int(card.memory_bytes * UTILIZATION) - rank.weight_bytes
+            free = card.usable_bytes - rank.weight_bytes
             for sequence in rank.sequences:
                 fitting = max(free, 0) // sequence.kv_bytes if sequence.kv_bytes else 0
                 yield GpuRoom(

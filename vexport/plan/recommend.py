@@ -1,0 +1,206 @@
+"""Every scheme for one model on one GPU, and which to start with: from headers and data sheets alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from vexport.architectures.versions import facts_of, nearest_version
+from vexport.checkpoint.index import SourceIndex
+from vexport.formats import PACKED
+from vexport.formats.gpus import Card, generation
+from vexport.formats.schemes import Scheme, get_scheme, scheme_names
+from vexport.plan.bound import Rank, crossover, speed_bound
+from vexport.plan.build import Settings, build_plan
+from vexport.plan.choose import choose
+from vexport.plan.estimates import Samples, estimates
+from vexport.plan.kv_tokens import KvCacheOfRank, kv_cache_of
+from vexport.plan.rank_weights import RankWeights, rank_weights
+from vexport.plan.table import PROBE, scheme_table
+from vexport.scenario import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Rule
+from vexport.types import Candidate, Plan, Recommendation, Runs, SchemeOutlook, observer_names
+from vexport.version import PINNED, Version, short_version
+
+UNQUANTIZED = "unquantized"
+# The schemes whose crossover is told.
+SMALL, LARGE = "W4A16", "FP8_DYNAMIC"
+SAMPLES = Samples(number=DEFAULT_SAMPLES, tokens=DEFAULT_SEQ_LEN)
+# Weights of fewer bits are rounded by calibration text where there is any.
+FULL_BITS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a model is to run on: `tp` cards, sequences of `context` tokens, a vLLM."""
+
+    card: Card
+    tp: int = 1
+    context: int = 4096
+    vllm: Version = PINNED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cost:
+    """Seconds of quantizing, and of quantizing with weights rounded by text."""
+
+    nearest: float = 0.0
+    refit: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """A model on one rank; `plan` quantizes all that a rule for linear layers reaches."""
+
+    index: SourceIndex
+    plan: Plan
+    target: Target
+    weights: RankWeights
+    kv_cache: KvCacheOfRank | None
+    costs: dict[tuple[bool, bool, bool], _Cost] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> Rank | None:
+        """What the bound is computed for; None where the KV cache is not known."""
+        if self.kv_cache is None:
+            return None
+        target = self.target
+        return Rank(card=target.card, weights=self.weights, kv_cache=self.kv_cache, context=target.context)
+
+    @property
+    def sequence_bytes(self) -> int | None:
+        """The KV cache of one sequence on a rank."""
+        return self.kv_cache.sequence_bytes(self.target.context) if self.kv_cache else None
+
+    def cost(self, scheme: Scheme) -> _Cost:
+        """About how long quantizing takes, computed once for schemes that take the same."""
+        rounded = scheme.args.weights.num_bits < FULL_BITS
+        kind = (scheme.args.calibrated, "FP4" in scheme.name, rounded)
+        if kind not in self.costs:
+            refit = self._seconds(scheme.name, rounded=True) if rounded else None
+            self.costs[kind] = _Cost(nearest=self._seconds(scheme.name, rounded=False), refit=refit)
+        return self.costs[kind]
+
+    def _seconds(self, scheme: str, *, rounded: bool) -> float:
+        groups = tuple(
+            replace(group, scheme=scheme, observer=observer_names.IMPORTANCE, rounding="refit")
+            if rounded
+            else replace(group, scheme=scheme)
+            for group in self.plan.groups
+        )
+        if not groups:
+            return 0.0
+        stages = estimates(self.index, replace(self.plan, groups=groups), SAMPLES)
+        return sum(stage.seconds for stage in stages if stage.stage != "check")
+
+
+def recommend(index: SourceIndex, target: Target) -> Recommendation:
+    """Every scheme on the target, and the one to start with.
+
+    Raises InputError for a source that cannot be a source, as `build_plan` does.
+    """
+    settings = Settings(ranks=(target.tp,))
+    table = scheme_table(index, (), settings, scheme_names())
+    plan = build_plan(index, (Rule(match="Linear", scheme=PROBE),), settings)
+    model = _Model(
+        index=index,
+        plan=plan,
+        target=target,
+        weights=rank_weights(index, plan, target.tp),
+        kv_cache=kv_cache_of(index, target.tp),
+    )
+    schemes = tuple(_candidate(model, outlook) for outlook in table.schemes)
+    source_row = _placed(model, Candidate(scheme=UNQUANTIZED, runs="in full"), None)
+    choice = choose(schemes, source_row)
+    both = {SMALL, LARGE} <= {row.scheme for row in schemes if row.runs_by_itself}
+    return Recommendation(
+        source=table.source,
+        architecture=table.architecture,
+        parameters=table.parameters,
+        gpu=target.card.name,
+        sm=target.card.sm,
+        tp=target.tp,
+        vllm=short_version(target.vllm),
+        context=target.context,
+        usable_bytes=target.card.usable_bytes,
+        kv_bytes=model.sequence_bytes,
+        source_row=source_row,
+        schemes=schemes,
+        crossover=crossover(model.rank, SMALL, LARGE) if model.rank and both else None,
+        recommended=choice.scheme,
+        alternative=choice.alternative,
+        reasons=choice.reasons,
+        notes=tuple(_notes(model)),
+    )
+
+
+def _candidate(model: _Model, outlook: SchemeOutlook) -> Candidate:
+    """The row of a scheme: not at all where vLLM, its shapes or the GPU refuse it."""
+    scheme = get_scheme(outlook.scheme)
+    refused = _refused(scheme, model) or outlook.reason
+    runs, reason = _runs(scheme, model.target.card.sm)
+    cost = model.cost(scheme)
+    row = Candidate(
+        scheme=scheme.name,
+        runs="no" if refused else runs,
+        reason=refused or reason,
+        explain=f"vexport explain {scheme.name}",
+        needs_calibration=outlook.needs_calibration,
+        seconds=cost.nearest,
+        refit_seconds=cost.refit,
+    )
+    return _placed(model, row, scheme.name) if outlook.fits else row
+
+
+def _placed(model: _Model, row: Candidate, scheme: str | None) -> Candidate:
+    """A row with its memory and, where it runs by vLLM's own kernels and fits, its bound."""
+    weight_bytes = model.weights.num_bytes(scheme)
+    row = replace(row, weight_bytes=weight_bytes)
+    free, sequence = model.target.card.usable_bytes - weight_bytes, model.sequence_bytes
+    if sequence is None:
+        return replace(row, sequences=None, kv_tokens=None) if free > 0 else row
+    sequences = max(free, 0) // sequence
+    tokens = max(free, 0) * model.target.context // sequence
+    row = replace(row, sequences=sequences, kv_tokens=tokens)
+    bounded = model.rank is not None and row.fits
+    return replace(row, speed=speed_bound(model.rank, scheme, sequences)) if bounded and model.rank else row
+
+
+def _runs(scheme: Scheme, sm: int) -> tuple[Runs, str]:
+    """How a GPU runs a scheme, and why not in full."""
+    support = scheme.format.gpu_support(scheme.args)
+    if support.refuses(sm):
+        return "no", f"vLLM does not run it on {generation(sm)}"
+    if support.package:
+        return "with a package", f"needs {support.package}"
+    bits = support.bits(sm)
+    if bits == support.stored_bits:
+        return "in full", ""
+    runs: Runs = "weights only" if bits > support.stored_bits else "coarser inputs"
+    return runs, f"inputs of {bits} bits on {generation(sm)}, not {support.stored_bits}"
+
+
+def _refused(scheme: Scheme, model: _Model) -> str:
+    """Why the vLLM asked for does not run a scheme as the pinned one does; empty where it does."""
+    version = nearest_version(model.target.vllm)
+    if version == PINNED:
+        return ""
+    facts, name = facts_of(version), f"vLLM {short_version(version)}"
+    if model.index.architecture in facts.absent:
+        return f"{name} has no {model.index.architecture}"
+    if (implementation := scheme.format.vllm_scheme(scheme.args)) not in facts.schemes:
+        return f"{name} has no {implementation}: see `vexport check --vllm`"
+    weights = scheme.args.weights
+    widths = facts.widths if weights.symmetric else facts.asymmetric_widths
+    packed = scheme.format is PACKED and weights.num_bits not in widths
+    return f"{name} does not take {weights.num_bits} packed bits" if packed else ""
+
+
+def _notes(model: _Model) -> Iterator[str]:
+    """What is assumed or not known."""
+    asked, used = model.target.vllm, nearest_version(model.target.vllm)
+    if asked != used:
+        yield f"vLLM {short_version(asked)} is not known: the rules of {short_version(used)} are used"
+    if model.kv_cache is None:
+        yield "the KV cache cannot be told from headers, so no bound: ask `vexport load --dry --gpu`"
+    if model.weights.experts.number > 1:
+        yield "tokens are taken to go to all experts alike often; fewer are read where they do not"
+    if model.target.tp > 1:
+        yield "communication between GPUs is not in the bound"
