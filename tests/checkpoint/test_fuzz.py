@@ -19,6 +19,10 @@ from tests.checkpoint.headers import disagreement, random_file
 from vexport.checkpoint.header import read_header
 from vexport.errors import InputError
 
+pytestmark = pytest.mark.fault(
+    "random headers and configs: accepted and refused as by the libraries themselves"
+)
+
 RANDOM = st.randoms(use_true_random=False)
 SMALL = settings(
     max_examples=200,

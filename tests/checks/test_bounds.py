@@ -12,6 +12,8 @@ from tests.command import Ran, vexport
 from vexport.errors import InputError
 from vexport.types.patterns import MOST_SECONDS, Patterns, matches
 
+pytestmark = pytest.mark.fault("huge counts and slow expressions in a config: one error in bounded time")
+
 Config = dict[str, object]
 BOMBS = (r"re:([a-z._0-9]+)+\$", r"re:(.*)*(.*)*(.*)*(.*)*(.*)*X", "re:(?=(.+)+Z)", r"re:(\w|\w\w|\.|_)+!")
 NAME = "model.layers.0.self_attn.q_proj.weight_packed"

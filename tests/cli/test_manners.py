@@ -195,6 +195,7 @@ def test_a_terminal_has_colour(broken: Path) -> None:
         assert (f"{ESCAPE}31m" in ran.stdout) == expected
 
 
+@pytest.mark.fault("control characters and long texts in an error: escaped and cut")
 def test_error_lines_are_escaped_and_bounded() -> None:
     name = "\x1b]0;owned\x07\x1b[2J\nerror: forged \u202e" + f"/{'y' * 200}" * 15
     ran = vexport("check", name)

@@ -22,6 +22,10 @@ SOON = 6.0
 MODEL, TASK = ROOT / "scenarios" / "demo" / "model", ROOT / "scenarios" / "demo" / "tasks" / "addition.yaml"
 EVAL = ("eval", MODEL, "--baseline", MODEL, "--task", TASK, "--limit", "20")
 ENGINE = ("run", "load", "eval")
+ANY_COMMAND = pytest.mark.fault("a signal to any command: one line, exit code 130 or 143, nothing left")
+SWALLOWED = pytest.mark.fault(
+    "a signal that Python or an import swallows: raised again, or ended after 2.5 s"
+)
 
 
 def assert_interrupted(struck: Struck, number: signal.Signals) -> None:
@@ -38,6 +42,7 @@ def assert_interrupted(struck: Struck, number: signal.Signals) -> None:
     ("name", "arguments"),
     [(name, arguments) for name, calls in CALLS.items() for arguments, _ in calls if name not in ENGINE],
 )
+@ANY_COMMAND
 def test_a_signal_ends_every_command(
     name: str, arguments: Sequence[object], folder: Path, tmp_path: Path
 ) -> None:
@@ -49,6 +54,7 @@ def test_a_signal_ends_every_command(
 
 
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@ANY_COMMAND
 def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
     """Before the first byte, in the middle; the same command then completes."""
     source = write_model(tmp_path / "source", hidden=1024, layers=4)
@@ -64,6 +70,7 @@ def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
+@ANY_COMMAND
 def test_many_signals_are_as_one(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=1024, layers=4)
     command = ("quantize", source, tmp_path / "out", "--scheme", "W8A8")
@@ -81,6 +88,7 @@ DEAF = {
 
 
 @pytest.mark.parametrize("code", DEAF.values(), ids=DEAF)
+@SWALLOWED
 def test_an_exception_that_is_lost_comes_again(code: str) -> None:
     """Sooner than the process is ended by force, and without Python's report of it."""
     ran = _with_handlers(
@@ -96,6 +104,7 @@ def test_an_exception_that_is_lost_comes_again(code: str) -> None:
     assert ran == (143, RESUME)
 
 
+@SWALLOWED
 def test_what_hears_nothing_ends_all_the_same() -> None:
     """Python code waits for what runs in C, or cleans up without an end: the process is ended."""
     ran = _with_handlers(
@@ -135,6 +144,7 @@ def _with_handlers(code: str, number: signal.Signals) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "arguments", [("load", MODEL), ("load", "--dry", MODEL), EVAL], ids=["load", "dry", "eval"]
 )
+@pytest.mark.fault("a signal while vLLM is imported: its processes and folders go too")
 def test_a_signal_while_vllm_is_imported(arguments: Sequence[object], tmp_path: Path) -> None:
     """The worker, what it has started and its folders go too."""
     moments = random.Random(str(arguments))
@@ -153,6 +163,7 @@ def test_a_signal_while_vllm_is_imported(arguments: Sequence[object], tmp_path: 
         (EVAL, "baseline: addition", signal.SIGINT),
     ],
 )
+@pytest.mark.fault("a signal while vLLM works: its processes and folders go too")
 def test_a_signal_while_vllm_works(
     arguments: Sequence[object], stage: str, number: signal.Signals, tmp_path: Path
 ) -> None:

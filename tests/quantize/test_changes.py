@@ -14,6 +14,9 @@ from vexport.errors import InputError
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
 
+CUT = pytest.mark.fault(
+    "a source that is cut while it is read: exit code 2 and the file's name, also on SIGBUS"
+)
 READ_AFTER_CUT = """
 import sys
 from pathlib import Path
@@ -45,6 +48,7 @@ def job(source: Path, out: Path, interrupt_after: int = 0, change: Path | None =
     )
 
 
+@pytest.mark.fault("a source that is replaced while it is read: exit code 2; nothing is published")
 def test_a_source_that_is_replaced_meanwhile_is_not_published(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=256, layers=2)
     file = next(source.glob("*.safetensors"))
@@ -53,6 +57,7 @@ def test_a_source_that_is_replaced_meanwhile_is_not_published(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@CUT
 def test_a_file_cut_before_it_is_mapped_is_named(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=64, layers=1)
     index = read_index(source)
@@ -63,6 +68,7 @@ def test_a_file_cut_before_it_is_mapped_is_named(tmp_path: Path) -> None:
     assert str(tensor.file) in str(caught.value)
 
 
+@CUT
 def test_a_file_cut_while_it_is_mapped_ends_in_one_line(tmp_path: Path) -> None:
     """SIGBUS, which would end the process silently."""
     source = write_model(tmp_path / "source", hidden=256, layers=1)
@@ -76,6 +82,9 @@ def test_a_file_cut_while_it_is_mapped_ends_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["the first unit", "the last unit", "the record"])
+@pytest.mark.fault(
+    "a shard of the right length with wrong bytes: found by checksums, written again from there"
+)
 def test_a_shard_of_the_right_length_and_wrong_bytes_is_written_again(tmp_path: Path, place: str) -> None:
     source = write_model(tmp_path / "source", hidden=256, layers=2)
     quantize_source(job(source, tmp_path / "whole"))
@@ -96,6 +105,7 @@ def test_a_shard_of_the_right_length_and_wrong_bytes_is_written_again(tmp_path: 
     assert not list((tmp_path / "out").glob("*.progress"))
 
 
+@pytest.mark.fault("damaged files in the kernel cache: a note with the folder; compiled again")
 def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> None:
     """Empty, garbage, cut: numba's own errors, or none, in the place of an answer."""
     code = (
