@@ -8,8 +8,11 @@ import pytest
 
 from tests.command import vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, Tensor, sketch
-from tests.models import quantize
+from tests.models import quantize, save_llama
+from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import dry_loads
+from vexport.formats.gpus import CARDS
+from vexport.plan.recommend import Target, recommend
 from vexport.types import DryLoadReport, Finding, MatrixCell
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -273,7 +276,8 @@ def test_the_command(tmp_path: Path) -> None:
     cut = sketch(tmp_path / "cut", {**LLAMA, "intermediate_size": 384}, "W4A16", {})
     whole = sketch(tmp_path / "whole", LLAMA, "NVFP4", {})
     devices = ("--tp", "1,2", "--sm", "80,89,90,100", "--gpu", "h100")
-    ran = vexport("load", "--dry", cut, whole, *devices, "--format", "json", "--quiet")
+    plain = save_llama(tmp_path / "plain")
+    ran = vexport("load", "--dry", cut, whole, plain, *devices, "--format", "json", "--quiet")
     assert ran.code == 1
     assert len(ran.errors) == 1
     assert "tp 2" in ran.errors[0]
@@ -281,6 +285,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert [(report["checkpoint"], report["ok"]) for report in reports] == [
         (str(cut), False),
         (str(whole), True),
+        (str(plain), True),
     ]
     assert [(cell["tp"], cell["sm"], cell["status"]) for cell in reports[0]["cells"]] == [
         *((1, sm, "loads") for sm in (80, 89, 90, 100)),
@@ -297,3 +302,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert [(room["gpu"], room["tp"]) for room in rooms] == [("H100", 1), ("H100", 2)]
     assert rooms[0]["kv_bytes"] == int(0.92 * 81_559 * 2**20) - one["weight_bytes"]
     assert rooms[0]["sequences"] == rooms[0]["kv_bytes"] // one["sequences"][0]["kv_bytes"]
+    for rank in reports[2]["memory"]:
+        target = Target(card=CARDS["H100"], tp=rank["tp"], context=256)
+        predicted = recommend(read_index(plain), target)
+        assert rank["sequences"] == [{"tokens": 256, "kv_bytes": predicted.kv_bytes}]
+        assert 1 < rank["weight_bytes"] / predicted.source_row.weight_bytes < 1.02  # that table

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
@@ -90,21 +90,22 @@ def rank_weights(index: SourceIndex, plan: Plan, tp: int) -> RankWeights:
     tied = index.config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is True
     heads = [one for one in kept if is_head(_module(one)) and not tied]
     table = _table(kept, text)
-    parts = list(_quantizable(plan, names, tp, text))
+    others: Counter[Part] = Counter()
     # A tied head is the table of tokens: held and read once.
     for head in heads or ([table] if table else []):
-        parts.append(Part(number=1, weights=prod(head.shape) // tp, head=True))
+        others[Part(number=1, weights=prod(head.shape) // tp, head=True)] += 1
     held = 0
     for tensor in kept:
         if is_head(_module(tensor)) or (tensor is table and not heads) or _predicts(tensor, names):
             continue
         part = _kept_part(tensor, names, tp)
         if part is not None:
-            parts.append(part)
+            others[part] += 1
         else:
             held += MODEL_BYTES * prod(tensor.shape) // (tp if tensor is table else 1)
     row = MODEL_BYTES * table.shape[1] if table else 0
-    return RankWeights(parts=tuple(parts), experts=_experts(text), held_bytes=held, row_bytes=row)
+    parts = (*_quantizable(plan, names, tp, text), *(replace(one, number=n) for one, n in others.items()))
+    return RankWeights(parts=parts, experts=_experts(text), held_bytes=held, row_bytes=row)
 
 
 def _table(kept: Sequence[TensorInfo], text: Mapping[str, Json]) -> TensorInfo | None:
