@@ -78,6 +78,13 @@ def test_a_tied_head_is_held_and_read_once(tmp_path: Path, llama: SourceIndex) -
     assert apart.source_row.weight_bytes == llama.num_bytes
     read = llama.num_bytes - 384 * 256 * 2
     assert tokens(apart.source_row) == pytest.approx(3.35e12 / (read + 512 + kv))
+    # A stored copy of a tied head is not loaded; what the language model's own config says decides.
+    outer: dict[str, Json] = {**llama.config, "tie_word_embeddings": True}
+    copied = recommend(replace(llama, config=outer), Target(card=H100))
+    assert copied.source_row.weight_bytes == read
+    nested: dict[str, Json] = {**outer, "text_config": dict(llama.config)}
+    untied = recommend(replace(llama, config=nested), Target(card=H100))
+    assert untied.source_row.weight_bytes == llama.num_bytes
 
 
 def test_weights_are_those_of_the_checkpoint_and_are_cut_over_ranks(llama: SourceIndex) -> None:

@@ -87,7 +87,8 @@ def rank_weights(index: SourceIndex, plan: Plan, tp: int) -> RankWeights:
     names = names_of(index, resolve(index.architecture, index.config)[0])
     text = text_config(index.config)
     kept = [index.tensors[name] for name in plan.kept]
-    tied = index.config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is True
+    # Models of vLLM are given the language model's config, whatever the outer one says.
+    tied = text.get("tie_word_embeddings", index.config.get("tie_word_embeddings")) is True
     heads = [one for one in kept if is_head(_module(one)) and not tied]
     table = _table(kept, text)
     others: Counter[Part] = Counter()
