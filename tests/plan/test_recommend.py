@@ -13,7 +13,7 @@ from tests.plan.test_outlook import valid
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.formats.gpus import CARDS, Card
 from vexport.plan.bound import Rank, arithmetic, crossover
-from vexport.plan.choose import EIGHT_BITS, FOUR_BITS, WEIGHTS_ONLY
+from vexport.plan.choose import EIGHT_BITS, FOUR_BITS, WEIGHTS_ONLY, choose
 from vexport.plan.kv_tokens import KvCacheOfRank, KvLayer, kv_cache_of
 from vexport.plan.rank_weights import Experts, Part, RankWeights
 from vexport.plan.recommend import Target, recommend
@@ -216,6 +216,18 @@ def test_ampere_and_blackwell_and_what_does_not_fit(llama: SourceIndex) -> None:
     none = recommend(llama, Target(card=replace(H100, memory_bytes=1_000)))
     assert none.recommended == ""
     assert "use more GPUs" in none.reasons[0]
+
+
+def test_a_scheme_that_alone_fits_is_recommended() -> None:
+    source = Candidate(scheme="unquantized", runs="in full")
+    large = Candidate(scheme="FP8_DYNAMIC", runs="in full", sequences=0)
+    other = Candidate(scheme="MXFP4A16", runs="coarser inputs", sequences=3)
+    choice = choose((large, other), source)
+    assert (choice.scheme, choice.alternative) == ("MXFP4A16", "")
+    assert choice.reasons[0].endswith("it runs with coarser inputs")
+    weights = Candidate(scheme="NVFP4A16", runs="weights only", sequences=3)
+    assert choose((large, other, weights), source).scheme == "NVFP4A16"
+    assert choose((large,), source).scheme == ""
 
 
 def test_batches_that_do_not_fit_have_no_bound(llama: SourceIndex) -> None:

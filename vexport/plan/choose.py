@@ -32,7 +32,8 @@ def choose(schemes: Sequence[Candidate], source: Candidate) -> Choice:
             alternative=four.scheme,
             reasons=(*_against_source(eight, source), *_both(eight, four)),
         )
-    chosen = eight or four or next((rows[name] for name in WEIGHTS_ONLY if _fits(rows, name)), None)
+    others = (*(rows[name] for name in WEIGHTS_ONLY if name in rows), *schemes)
+    chosen = eight or four or next((row for row in others if row.fits), None)
     if chosen is None:
         return Choice(reasons=(_nothing(schemes),))
     why = f"{chosen.scheme} is the first scheme that fits; it runs {_how(chosen)}"
@@ -40,7 +41,7 @@ def choose(schemes: Sequence[Candidate], source: Candidate) -> Choice:
 
 
 def _how(row: Candidate) -> str:
-    return "with weights only" if row.runs == "weights only" else row.runs
+    return row.runs if row.runs == "in full" else f"with {row.runs}"
 
 
 def _fits(rows: Mapping[str, Candidate], name: str) -> bool:
