@@ -124,7 +124,7 @@ def _next(found: Recommendation) -> list[tuple[str, str]]:
     """The commands that make the recommended checkpoint and measure what it lost."""
     if not found.recommended:
         return []
-    out = f"{Path(found.source).name}-{found.recommended}"
+    out = f"{Path(found.source).resolve().name.partition('@')[0]}-{found.recommended}"
     tp = ["--tp", str(found.tp)] if found.tp > 1 else []
     make = ["vexport", "quantize", found.source, out, "--scheme", found.recommended, *tp]
     measure = ["vexport", "eval", out, "--baseline", found.source, "--task", "TASK"]
