@@ -1,5 +1,6 @@
 """Fixtures that several test modules share."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,6 +8,13 @@ import pytest
 
 from tests.models import quantize, save_llama, write_calibration
 from vexport.engine.session import engines_share_imports
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in its background deaf to SIGINT; commands that tests start should not be."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # of which exec makes the default again
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
