@@ -37,8 +37,7 @@ FIELDS = {
     "cloze": """\
 output_type: loglikelihood
 doc_to_text: '{{prompt}}'
-doc_to_target: '{{word}}'
-target_delimiter: ' '
+doc_to_target: '{{" " + word}}'
 """,
     "continuation": """\
 output_type: multiple_choice

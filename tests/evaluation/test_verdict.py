@@ -10,9 +10,11 @@ from numpy.typing import ArrayLike
 
 from vexport.errors import InputError
 from vexport.evaluation.compare import MAX_FLIPS, compare_task
+from vexport.evaluation.gates import GatedTask
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.samples import Sample
 from vexport.evaluation.verdict import decide, holm_levels, overall_outcome
+from vexport.evaluation.verdict import judge as judge_tasks
 from vexport.files import to_json
 from vexport.types import Outcome, TaskVerdict
 
@@ -150,3 +152,14 @@ def test_flips_are_limited_and_losses_come_first() -> None:
 def test_limits_out_of_range_are_refused(tmp_path: Path, limits: tuple[float, float]) -> None:
     with pytest.raises(InputError, match="margin|alpha"):
         decide(tmp_path, tmp_path, margin=limits[0], alpha=limits[1])
+
+
+def test_a_task_that_the_baseline_cannot_do_is_named() -> None:
+    """It has nothing to lose: PASS says nothing there."""
+    hopeless, fair = paired([1] + [0] * 399, [0] * 400), paired([1] * 200 + [0] * 200, [1] * 200 + [0] * 200)
+    verdict = judge_tasks(
+        [GatedTask(gate=hopeless, also=()), GatedTask(gate=fair, also=())], margin=MARGIN, alpha=ALPHA
+    )
+    (warning,) = verdict.warnings
+    assert "fewer right answers than the accepted loss of 2%" in warning
+    assert not judge_tasks([GatedTask(gate=fair, also=())], margin=MARGIN, alpha=ALPHA).warnings

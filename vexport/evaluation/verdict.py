@@ -137,6 +137,7 @@ def judge(
         pooled=_pooled(gates, margin, alpha),
         warnings=(
             *map(_unpaired_warning, (gate for gate in gates if isinstance(gate, UnpairedTask))),
+            *(_floor_warning(gate, margin) for gate in gates if _cannot_fail(gate, margin)),
             *warnings,
         ),
     )
@@ -206,6 +207,18 @@ def _unpaired_warning(gate: UnpairedTask) -> str:
     return (
         f"{start}, which needs {gate.cost:.1f} times the documents that pairs need where "
         f"{_percent(USUAL_DISAGREEMENT)} of the answers change; log samples (--log_samples)"
+    )
+
+
+def _cannot_fail(gate: Compared, margin: float) -> bool:
+    """Whether the baseline has fewer right answers than may be lost."""
+    return isinstance(gate, TaskPair) and gate.binary and gate.sign > 0 and gate.baseline.mean() < margin
+
+
+def _floor_warning(gate: Compared, margin: float) -> str:
+    return (
+        f"{gate.task}: the baseline has fewer right answers than the accepted loss of {_percent(margin)}, "
+        "so that this task passes whatever the candidate answers; choose one that the model can do"
     )
 
 
