@@ -15,8 +15,14 @@ from vexport.engine.agreement import KL_LIMITS, compare_logprobs, kl_limit
 from vexport.engine.canaries import canary_findings, symptom
 from vexport.engine.load import shortest_length
 from vexport.engine.prompts import CONTINUED, fixed_prompts
-from vexport.engine.reference import reference_canaries, reference_logprobs
+from vexport.engine.reference import (
+    BFLOAT16_ROUNDING,
+    agreement_limit,
+    reference_canaries,
+    reference_logprobs,
+)
 from vexport.errors import InputError
+from vexport.numerics.metrics import kl_divergence
 from vexport.types import Canary
 
 GOOD = Canary(prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length")
@@ -146,3 +152,20 @@ def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
     assert (given.texts, given.tokens) == (("w5 w6 w7",), ((5, 6, 7),))
     many = fixed_prompts(tiny_llama, texts=[f"w{n} w{n}" for n in range(5, 25)], count=2)
     assert (len(many.texts), many.tokens) == (CONTINUED, ((5, 5), (6, 6)))
+
+
+def test_a_checkpoint_that_amplifies_rounding_has_a_limit_of_its_own(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Three times what half a unit in the last place of its embeddings does to its answers."""
+    checkpoint, prompts = quantize_model(tiny_llama, tmp_path, "FP8_DYNAMIC"), [[5, 7, 11, 13, 17, 19]]
+    reference = reference_logprobs(checkpoint, prompts)
+    moved = reference_logprobs(checkpoint, prompts, jitter=BFLOAT16_ROUNDING)
+    noise = float(kl_divergence(reference, moved).mean())
+    least = 1.01 * KL_LIMITS[16]
+    assert least < 3 * noise < KL_LIMITS[8]
+    found = [
+        agreement_limit(checkpoint, prompts, reference, mean_kl=mean_kl, limit=limit)
+        for mean_kl, limit in ((1.0, least), (1.0, KL_LIMITS[8]), (least, least), (1.0, KL_LIMITS[16]))
+    ]
+    assert found == [pytest.approx(3 * noise), KL_LIMITS[8], least, KL_LIMITS[16]]

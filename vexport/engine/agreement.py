@@ -12,7 +12,8 @@ from vexport.types import LogprobAgreement
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16: none are).
 # Both sides round to bfloat16 in their own order, and a low-bit rounding turns some of those differences into
-# whole steps. Measured on a random two-layer Llama: 2e-4 without, 2e-3 INT8, 7e-3 FP8, 6e-2 FP4.
+# whole steps. Measured on a random two-layer Llama: 2e-4 without, 2e-3 INT8, 7e-3 FP8, 6e-2 FP4. A deep model
+# amplifies them: `reference.agreement_limit`.
 KL_LIMITS = {16: 0.003, 8: 0.05, 4: 0.1}
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from vexport.engine.agreement import compare_logprobs, kl_limit, read_logprobs
 from vexport.engine.canaries import canary_findings, not_finite, symptom
 from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
 from vexport.engine.prompts import Prompts
-from vexport.engine.reference import REFERENCE_FILE, reference_canaries, remembered_reference
+from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference
 from vexport.errors import InputError
 from vexport.types import Finding, LoadReport, LogprobAgreement
 
@@ -133,6 +134,10 @@ def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreemen
         prompts=len(prompts.tokens),
         limit=kl_limit(result.checkpoint, cache),
     )
+    limit = agreement_limit(
+        result.checkpoint, prompts.tokens, reference, mean_kl=agreement.mean_kl, limit=agreement.limit
+    )
+    agreement = replace(agreement, limit=limit)
     return agreement, _disagreement(result, agreement)
 
 

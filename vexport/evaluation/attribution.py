@@ -8,6 +8,7 @@ implementations of one model in bfloat16.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from vexport.checks import check_checkpoint
 from vexport.engine.agreement import KL_LIMITS, kl_limit, read_logprobs
 from vexport.engine.dry.load import CAPABILITIES, dry_loads
-from vexport.engine.reference import REFERENCE_FILE, remembered_reference
+from vexport.engine.reference import REFERENCE_FILE, agreement_limit, remembered_reference
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.harness import differences
@@ -58,11 +59,18 @@ def attribute(
         scores |= {3: _reference(candidate), 4: _measured(candidate)}
     except InputError:
         return None
-    coarse = kl_limit(candidate.checkpoint)
+    engine = _distance(scores, 3, 4, kl_limit(candidate.checkpoint))
+    limit_of_engine = agreement_limit(
+        candidate.checkpoint,
+        candidate.prompts.tokens,
+        scores[3],
+        mean_kl=engine.mean_kl,
+        limit=engine.limit,
+    )
     distances = {
         "noise": _distance(scores, 1, 2, max(KL_LIMITS[16], kl_limit(baseline.checkpoint))),
         "quantization": _distance(scores, 1, 3, limit),
-        "engine": _distance(scores, 3, 4, coarse),
+        "engine": replace(engine, limit=limit_of_engine),
         "total": _distance(scores, 2, 4, limit),
     }
     evidence = (
