@@ -187,7 +187,7 @@ def test_what_a_chat_template_raises_is_an_error_of_the_row(tmp_path: Path, temp
 def test_a_chat_template_that_does_not_end_is_an_error_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vexport.calibration.data.SECONDS", 0.3)
+    monkeypatch.setattr("vexport.calibration.data.TEMPLATE_SECONDS", 0.3)
     shutil.copytree(DEMO, tmp_path / "model")
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(loop)

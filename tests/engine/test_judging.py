@@ -17,9 +17,11 @@ from vexport.engine.load import shortest_length
 from vexport.engine.prompts import CONTINUED, fixed_prompts
 from vexport.engine.reference import (
     BFLOAT16_ROUNDING,
+    REFERENCE_FILE,
     agreement_limit,
     reference_canaries,
     reference_logprobs,
+    remembered_reference,
 )
 from vexport.errors import InputError
 from vexport.numerics.metrics import kl_divergence
@@ -159,13 +161,14 @@ def test_a_checkpoint_that_amplifies_rounding_has_a_limit_of_its_own(
 ) -> None:
     """Three times what half a unit in the last place of its embeddings does to its answers."""
     checkpoint, prompts = quantize_model(tiny_llama, tmp_path, "FP8_DYNAMIC"), [[5, 7, 11, 13, 17, 19]]
-    reference = reference_logprobs(checkpoint, prompts)
+    kept = tmp_path / REFERENCE_FILE
+    reference = remembered_reference(checkpoint, prompts, kept)
     moved = reference_logprobs(checkpoint, prompts, jitter=BFLOAT16_ROUNDING)
     noise = float(kl_divergence(reference, moved).mean())
     least = 1.01 * KL_LIMITS[16]
     assert least < 3 * noise < KL_LIMITS[8]
     found = [
-        agreement_limit(checkpoint, prompts, reference, mean_kl=mean_kl, limit=limit)
+        agreement_limit(checkpoint, prompts, kept, mean_kl=mean_kl, limit=limit)
         for mean_kl, limit in ((1.0, least), (1.0, KL_LIMITS[8]), (least, least), (1.0, KL_LIMITS[16]))
     ]
     assert found == [pytest.approx(3 * noise), KL_LIMITS[8], least, KL_LIMITS[16]]

@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from vexport.calibration.bounded import SECONDS, bounded
 from vexport.calibration.rows import FORMS, Message, Row, read_row
 from vexport.calibration.sources import RawRow, raw_rows
 from vexport.checkpoint.data_name import DEFAULT
@@ -16,9 +15,12 @@ from vexport.errors import InputError, raise_all
 from vexport.errors.escaping import first_line
 from vexport.files import digest_bytes
 from vexport.types import CalibrationData
+from vexport.types.time_limit import time_limit
 
 # Characters that a token stands for at most: what is beyond them of a text would be cut again as tokens.
 CHARACTERS = 64
+# Of a chat template. Real ones take milliseconds.
+TEMPLATE_SECONDS = 10.0
 # Broken rows that are named, and after how many reading ends.
 MOST_NAMED, MOST_BROKEN = 10, 1000
 
@@ -237,7 +239,7 @@ class _Tokens:
         InputError where it does not end: every row would take as long.
         """
         try:
-            with bounded(SECONDS):
+            with time_limit(TEMPLATE_SECONDS, "processor"):
                 return self.tokenizer.apply_chat_template(list(turns), tokenize=True, return_dict=False)
         except TimeoutError as error:
             raise InputError(

@@ -135,7 +135,7 @@ def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreemen
         limit=kl_limit(result.checkpoint, cache),
     )
     limit = agreement_limit(
-        result.checkpoint, prompts.tokens, reference, mean_kl=agreement.mean_kl, limit=agreement.limit
+        result.checkpoint, prompts.tokens, kept, mean_kl=agreement.mean_kl, limit=agreement.limit
     )
     agreement = replace(agreement, limit=limit)
     return agreement, _disagreement(result, agreement)

@@ -63,7 +63,7 @@ def attribute(
     limit_of_engine = agreement_limit(
         candidate.checkpoint,
         candidate.prompts.tokens,
-        scores[3],
+        _reference_file(candidate),
         mean_kl=engine.mean_kl,
         limit=engine.limit,
     )
@@ -129,8 +129,11 @@ def _attribution(
 
 
 def _reference(side: Scored) -> torch.Tensor:
-    file = side.logprobs_file.with_name(REFERENCE_FILE)
-    return remembered_reference(side.checkpoint, side.prompts.tokens, file)
+    return remembered_reference(side.checkpoint, side.prompts.tokens, _reference_file(side))
+
+
+def _reference_file(side: Scored) -> Path:
+    return side.logprobs_file.with_name(REFERENCE_FILE)
 
 
 def _measured(side: Scored) -> torch.Tensor:

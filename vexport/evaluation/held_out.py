@@ -18,7 +18,7 @@ from vexport.errors import CheckpointFailed
 from vexport.evaluation.drift import Scored, mean_kls
 from vexport.evaluation.statistics import RESAMPLES, Interval, Scores, documents_to_settle
 from vexport.files import digest_bytes
-from vexport.types import Outcome, TextLimit, TextVerdict, Verdict
+from vexport.types import Outcome, TextLimit, TextMeasure, TextVerdict, Verdict
 
 LEAST_ROWS = 8
 """Of fewer, an interval of the mean says little of rows that were not seen."""
@@ -26,7 +26,6 @@ METHOD = (
     "log-probabilities of held-out text in vLLM; bounds over rows, the wider of Student's and BCa bootstrap"
 )
 _DIGITS = 16
-_KL, _NLL = "KL to the baseline", "rise of the NLL"
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -81,8 +80,8 @@ def decide_on_text(
         top1_low=max(0.0, certain.low) if certain else None,
         top1_high=min(1.0, certain.high) if certain else None,
         limits=(
-            judge_limit(_KL, np.array(kls), limits.kl, limits.alpha),
-            judge_limit(_NLL, rises, limits.nll, limits.alpha),
+            judge_limit("KL to the baseline", np.array(kls), limits.kl, limits.alpha),
+            judge_limit("rise of the NLL", rises, limits.nll, limits.alpha),
         ),
     )
     outcome = _outcome([limit.outcome for limit in text.limits])
@@ -98,9 +97,8 @@ def decide_on_text(
     )
 
 
-def judge_limit(measure: str, values: Scores, limit: float, alpha: float) -> TextLimit:
+def judge_limit(measure: TextMeasure, values: Scores, limit: float, alpha: float) -> TextLimit:
     """One measure, shape (rows,), against its limit; fewer than LEAST_ROWS rows settle nothing."""
-    assert measure in (_KL, _NLL)
     mean = float(values.mean())
     below, above = mean_bounds(values, alpha / 2), mean_bounds(values, alpha)
     low, high = below.low if below else None, above.high if above else None
@@ -117,7 +115,7 @@ def judge_limit(measure: str, values: Scores, limit: float, alpha: float) -> Tex
         statistic = (limit - mean) / spread if spread else 0.0
         needed = documents_to_settle(len(values), statistic, alpha if statistic > 0 else alpha / 2)
     return TextLimit(
-        measure="KL to the baseline" if measure == _KL else "rise of the NLL",
+        measure=measure,
         value=mean,
         low=low,
         high=high,

@@ -59,6 +59,7 @@ def _peak(
     return {kind: value * _TERA for kind, value in tera.items() if value is not None}
 
 
+_A100 = _peak(312, int8=624)
 _HOPPER = _peak(989.4, fp8=1978.9, int8=1978.9)
 # Total memory as `nvidia-smi` prints it. Bandwidth and dense peaks: NVIDIA's data sheets of A100 (SXM), L4,
 # L40S, H100 SXM and H200 SXM (an even half of what is stated with sparsity), of DGX B200 (an eighth), and the
@@ -72,14 +73,14 @@ CARDS: Mapping[str, Card] = {
             memory_bytes=81_920 * _MIB,
             sm=80,
             bandwidth=2_039 * _GB,
-            peak=_peak(312, int8=624),
+            peak=_A100,
         ),
         Card(
             name="A100-40GB",
             memory_bytes=40_960 * _MIB,
             sm=80,
             bandwidth=1_555 * _GB,
-            peak=_peak(312, int8=624),
+            peak=_A100,
         ),
         Card(
             name="L4",

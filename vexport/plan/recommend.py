@@ -159,8 +159,8 @@ def _placed(model: _Model, row: Candidate, scheme: str | None) -> Candidate:
     sequences = max(free, 0) // sequence
     tokens = max(free, 0) * model.target.context // sequence
     row = replace(row, sequences=sequences, kv_tokens=tokens)
-    bounded = model.rank is not None and row.fits
-    return replace(row, speed=speed_bound(model.rank, scheme, sequences)) if bounded and model.rank else row
+    rank = model.rank if row.fits else None
+    return replace(row, speed=speed_bound(rank, scheme, sequences)) if rank else row
 
 
 def _runs(scheme: Scheme, sm: int) -> tuple[Runs, str]:

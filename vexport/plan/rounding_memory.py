@@ -13,7 +13,7 @@ from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.plan.linears import STACK
-from vexport.rounding.settings import CANDIDATES, FEW_LAYERS, FULL, GPTQ, REFIT, Recipe, trial_rows
+from vexport.rounding.settings import GPTQ, REFIT, Recipe, refit_recipes, trial_rows
 from vexport.types import FusionGroup, Plan
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -43,11 +43,9 @@ def passes_of(plan: Plan, rows: int, tokens: int) -> tuple[Pass, ...]:
         return (Pass(recipes=(GPTQ,), rows=rows),)
     columns = max(group.members[0].in_features for group in groups)
     tried, held_out = trial_rows(rows, rows * tokens, columns, None)
-    if not held_out:
-        return (Pass(recipes=(REFIT,), rows=rows),)
     layers = {stack[1] for group in plan.groups if (stack := STACK.search(group.members[0].name))}
-    trial = Pass(recipes=(*CANDIDATES, *(FULL if len(layers) <= FEW_LAYERS else ())), rows=tried)
-    return (trial, Pass(recipes=(REFIT,), rows=rows))
+    recipes, whole = refit_recipes(len(layers), held_out), Pass(recipes=(REFIT,), rows=rows)
+    return (Pass(recipes=recipes, rows=tried), whole) if len(recipes) > 1 else (whole,)
 
 
 def rounding_bytes(index: SourceIndex, plan: Plan, *, rows: int, tokens: int) -> int:

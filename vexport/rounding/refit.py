@@ -13,17 +13,15 @@ import torch
 from vexport.rounding.factor import Factor
 from vexport.rounding.gptq import Gptq
 from vexport.rounding.moments import Moments
-from vexport.rounding.settings import CANDIDATES, FEW_LAYERS, FULL, REFIT, Recipe
+from vexport.rounding.settings import Recipe, refit_recipes
 
 
 class Refit(Gptq):
     """Corrected weights, column after column."""
 
     def recipes(self, *, layers: int, held_out: int) -> Sequence[Recipe]:
-        """Strengths from none on, in full for few layers; a quarter where there is nothing to choose by."""
-        if not held_out:
-            return (REFIT,)
-        return (*CANDIDATES, *(FULL if layers <= FEW_LAYERS else ()))
+        """Strengths from none on; a quarter where there is nothing to choose by."""
+        return refit_recipes(layers, held_out)
 
     def target(self, weight: torch.Tensor, moments: Moments, recipe: Recipe, factor: Factor) -> torch.Tensor:
         """The weights corrected by the strength of the recipe, with the ridge that H was damped with."""

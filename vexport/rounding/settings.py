@@ -35,6 +35,13 @@ HELD_OUT_OF_LITTLE = 8
 COMPARED_ROWS = 8
 
 
+def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:
+    """Strengths from none on, more of it for few layers; a quarter where there is nothing to choose by."""
+    if not held_out:
+        return (REFIT,)
+    return (*CANDIDATES, *(FULL if layers <= FEW_LAYERS else ()))
+
+
 def trial_rows(rows: int, tokens: int, columns: int, held_out: int | None) -> tuple[int, int]:
     """On how many rows strengths are tried, and how many of them are held out.
 

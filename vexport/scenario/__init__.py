@@ -1,5 +1,12 @@
 """A scenario: one complete run as YAML, validated as a whole before anything starts."""
 
+from vexport.scenario.calibration import (
+    DEFAULT_SAMPLES,
+    DEFAULT_SEQ_LEN,
+    Calibration,
+    Sensitivity,
+    default_calibration,
+)
 from vexport.scenario.evaluate import (
     DEFAULT_ALPHA,
     DEFAULT_KL_LIMIT,
@@ -16,13 +23,6 @@ from vexport.scenario.reading import read_scenario
 from vexport.scenario.rules import AUTO, Auto, Rule
 from vexport.scenario.scheme_keys import GroupSize, parse_group_size
 from vexport.scenario.serve import Serve
-from vexport.scenario.text import (
-    DEFAULT_SAMPLES,
-    DEFAULT_SEQ_LEN,
-    Calibration,
-    Sensitivity,
-    default_calibration,
-)
 
 __all__ = [
     "AUTO",

@@ -5,11 +5,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from vexport.scenario.calibration import Calibration, Sensitivity
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.rules import AUTO, Auto, Rule
 from vexport.scenario.section import Section
 from vexport.scenario.serve import Serve
-from vexport.scenario.text import Calibration, Sensitivity
 from vexport.types import KvCache, OnUnsupportedShape
 
 # Names that keys of a scenario had before.

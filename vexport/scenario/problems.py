@@ -8,11 +8,11 @@ from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors, nearest
 from vexport.errors.escaping import clip
+from vexport.scenario.calibration import Calibration, Sensitivity
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.model import Scenario
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.serve import Serve
-from vexport.scenario.text import Calibration, Sensitivity
 from vexport.types import GENERATION_KEYS
 
 # Of one file, in full, and of a value in one.

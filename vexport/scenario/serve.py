@@ -7,8 +7,6 @@ from typing import Annotated, Literal, Self
 from annotated_types import Ge, Gt, Le
 from pydantic import (
     AliasChoices,
-    BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     ValidationError,
@@ -21,6 +19,7 @@ from pydantic_core import ErrorDetails
 from vexport.errors import InputError, InputErrors, raise_all
 from vexport.formats.gpus import GENERATIONS, parse_capability
 from vexport.scenario.located import Problem, located_errors
+from vexport.scenario.section import Section
 
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""
@@ -110,7 +109,7 @@ _OWNED: Mapping[str, _Owned] = {
 }
 
 
-class Serve(BaseModel):
+class Serve(Section):
     """Where the checkpoint is meant to run, and how vLLM is started here.
 
     `compute` has `cpu` and compute capabilities of GPUs (`sm90`). Each capability is loaded dry for every
@@ -118,8 +117,6 @@ class Serve(BaseModel):
     `engine_args` those without a key of their own; None is vLLM's default. Without `enforce_eager` the model
     is compiled on a GPU and runs operator by operator on a CPU.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     tensor_parallel_size: Annotated[int, Gt(0)] | None = None
     pipeline_parallel_size: Annotated[int, Gt(0)] | None = None

@@ -10,6 +10,7 @@ from vexport.types.accuracy import (
     Score,
     TaskVerdict,
     TextLimit,
+    TextMeasure,
     TextVerdict,
     Verdict,
 )
@@ -131,6 +132,7 @@ __all__ = [
     "SpeedBound",
     "TaskVerdict",
     "TextLimit",
+    "TextMeasure",
     "TextVerdict",
     "TensorInfo",
     "TensorSpec",

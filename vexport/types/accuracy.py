@@ -97,6 +97,9 @@ class TaskVerdict:
     also: tuple[Comparison, ...] = ()
 
 
+TextMeasure = Literal["KL to the baseline", "rise of the NLL"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLimit:
     """One measure of held-out text against its limit, in nats a token.
@@ -106,7 +109,7 @@ class TextLimit:
     would.
     """
 
-    measure: Literal["KL to the baseline", "rise of the NLL"]
+    measure: TextMeasure
     value: float
     low: float | None
     high: float | None

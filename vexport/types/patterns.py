@@ -1,26 +1,19 @@
 """Regular expressions out of configs and scenarios: compiled once, and stopped where they take too long."""
 
 import re
-import signal
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import lru_cache
-from types import FrameType
 
 from vexport.errors import InputError
 from vexport.errors.escaping import clip
+from vexport.types.time_limit import time_limit
 
 REGEX = "re:"
 # What the expressions of a list may take for all names together; a sound one takes a microsecond a name.
 MOST_SECONDS, SECONDS_EACH = 2.0, 0.001
 # What `re` raises of text that is no expression: wrong, too large a count, groups too deep in each other.
 REFUSED = (re.error, OverflowError, RecursionError)
-
-
-class _TooSlowError(Exception):
-    """The time of a list of expressions is over."""
 
 
 class Expression:
@@ -42,27 +35,6 @@ class Expression:
 def expression(text: str) -> Expression:
     """The expression of a text, made once."""
     return Expression(text)
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Raise _TooSlowError in the block when the time is over; `re` looks for signals while it matches."""
-    if seconds <= 0:
-        raise _TooSlowError
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise _TooSlowError
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Patterns(tuple[str, ...]):
@@ -92,11 +64,13 @@ class Patterns(tuple[str, ...]):
             return False
         start, each = time.perf_counter(), self.expressions[0]
         try:
-            with _alarm(self.seconds):
+            if self.seconds <= 0:
+                raise TimeoutError
+            with time_limit(self.seconds, "wall"):
                 for each in self.expressions:
                     if each.compiled is not None and each.compiled.match(name) is not None:
                         return True
-        except _TooSlowError:
+        except TimeoutError:
             raise InputError(
                 f"the pattern {clip(REGEX + each.text, 120)}",
                 got=f"too much time ({MOST_SECONDS:g} s or more) for names like {clip(name, 80)}",
