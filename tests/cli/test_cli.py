@@ -17,6 +17,7 @@ COMMANDS = {
     "run",
     "plan",
     "recommend",
+    "bench",
     "quantize",
     "check",
     "convert",

@@ -20,6 +20,7 @@ from vexport.files import to_json
 
 DEMO = ROOT / "scenarios" / "demo"
 PEER = ROOT / "tests" / "peer"
+SERVED = ROOT / "tests" / "run" / "results" / "vllm-bench-serve.json"
 PLAIN, QUANTIZED = PEER / "llama", PEER / "llama-W4A16"
 WORKS = ""
 Call = tuple[Sequence[object], str]
@@ -60,6 +61,7 @@ CALLS: Mapping[str, Sequence[Call]] = {
         ((QUANTIZED, "with-source", "--source", PLAIN), "quantize"),
     ],
     "load": [((QUANTIZED,), "vllm"), ((QUANTIZED, "--dry"), "vllm")],
+    "bench": [((QUANTIZED,), "vllm"), (("--results", SERVED), WORKS)],
     "eval": [((QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"), "vllm")],
     "verdict": [(("results", "results"), WORKS)],
     "report": [(("finished",), WORKS), (("finished", "--format", "html"), WORKS)],

@@ -2,6 +2,7 @@
 
 import click
 
+from vexport.cli.bench import bench
 from vexport.cli.catalog import explain_command, list_command
 from vexport.cli.check import check
 from vexport.cli.convert import convert
@@ -22,6 +23,7 @@ COMMANDS: tuple[click.Command, ...] = (
     quantize,
     check,
     load,
+    bench,
     evaluate,
     run,
     report,

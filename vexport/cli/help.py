@@ -40,6 +40,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "enable_thinking",
     ),
     "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit"),
+    "Workload": ("concurrency", "input_len", "output_len"),
     "Target": ("tp", "sm", "vllm"),
     "vLLM": ("dry", "mode", "vllm_python", "engine_args", "max_model_len", "timeout", "trust_remote_code"),
     OTHERS: (),

@@ -77,13 +77,18 @@ class ByteSize(click.ParamType[int]):
         return int(digits) * unit
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str, of: str = "GPUs") -> tuple[int, ...]:
     """Tensor parallel sizes separated by commas, each once: `1,2,4`. A type for click."""
     parts = [part.strip() for part in text.split(",")]
     wrong = [part for part in parts if not (part.isascii() and part.isdecimal() and int(part))]
     if wrong:
-        raise click.BadParameter(f"{wrong[0]!r} is not a number of GPUs; write whole numbers like 1,2,4.")
+        raise click.BadParameter(f"{wrong[0]!r} is not a number of {of}; write whole numbers like 1,2,4.")
     return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def concurrencies(text: str) -> tuple[int, ...]:
+    """Numbers of requests separated by commas, each once: `1,8,64`. A type for click."""
+    return numbers(text, "requests")
 
 
 def capabilities(text: str) -> tuple[int, ...]:

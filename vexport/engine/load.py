@@ -59,7 +59,7 @@ def load_report(
     session of the unquantized model with the same prompts.
     """
     if result.failure is not None:
-        return _report(result, [_refused(result)], None)
+        return _report(result, [refused(result)], None)
     agreement, disagreements = _agreement(result, prompts)
     known = reported(result.checkpoint, vllm=result.vllm)
     findings = [*_canaries(result, prompts, baseline), *_short(result), *disagreements, *known]
@@ -141,7 +141,8 @@ def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreemen
     return agreement, _disagreement(result, agreement)
 
 
-def _refused(result: SessionResult) -> Finding:
+def refused(result: SessionResult) -> Finding:
+    """What is said of a checkpoint that vLLM does not load."""
     assert result.failure is not None
     return Finding(
         check="load",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from vexport.scenario.serve import EngineArguments
-from vexport.types import Canary, EngineInfo, LmEvalSettings
+from vexport.types import Canary, EngineInfo, LmEvalSettings, Throughput, Workload
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
 CANARY_TOKENS = 200
@@ -36,7 +36,7 @@ class SessionRequest:
     `stopping_file` (a `vexport.evaluation.stopping.Stopping`) the evaluation ends when it is decided; with
     `repeat` a part of the documents is asked again. `identity` names what the answers depend on besides the
     engine: with it they are kept in `output` as they come, and those of an earlier session are not asked
-    again.
+    again. `workload` is what is timed, unless kernels are emulated.
     """
 
     checkpoint: Path
@@ -60,6 +60,7 @@ class SessionRequest:
     repeat: bool = False
     output: Path | None = None
     identity: str | None = None
+    workload: Workload | None = None
     seed: int = 0
 
 
@@ -113,6 +114,7 @@ class SessionResult:
     canaries: tuple[Canary, ...] = ()
     logprobs_file: Path | None = None
     text_file: Path | None = None
+    throughput: Throughput | None = None
     tasks: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     failure: EngineFailure | None = None

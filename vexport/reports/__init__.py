@@ -20,7 +20,8 @@ from vexport.reports.checkpoints import (
 from vexport.reports.files import page_link, run_files
 from vexport.reports.history import Run, by_time, history_document
 from vexport.reports.run import run_document
-from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, Verdict
+from vexport.reports.speed import speed_document
+from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, SpeedReport, Verdict
 
 T = TypeVar("T")
 
@@ -56,6 +57,12 @@ HISTORY_FORMATS: dict[str, Callable[[Sequence[Run]], str]] = {
     "json": lambda runs: json.dumps(list[Report], [run.report for run in by_time(runs)]),
     "html": lambda runs: html.render(history_document(runs)),
     "markdown": lambda runs: markdown.render(history_document(runs)),
+}
+SPEED_FORMATS: dict[str, Callable[[Sequence[SpeedReport]], str]] = {
+    "text": lambda reports: text.render([speed_document(reports)]),
+    "json": lambda reports: json.dumps(list[SpeedReport], list(reports)),
+    "html": lambda reports: html.render(speed_document(reports)),
+    "markdown": lambda reports: markdown.render(speed_document(reports)),
 }
 VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
     "text": lambda verdict: text.render([verdict_document(verdict)]),
@@ -128,6 +135,11 @@ def render_history(
         for report, folder in zip(reports, folders or [Path()] * len(reports), strict=True)
     ]
     return _renderer(HISTORY_FORMATS, format)(runs)
+
+
+def render_speeds(reports: Sequence[SpeedReport], format: str) -> str:
+    """Measured speeds in one of SPEED_FORMATS, in order; JSON is always a list."""
+    return _renderer(SPEED_FORMATS, format)(reports)
 
 
 def render_verdict(verdict: Verdict, format: str) -> str:

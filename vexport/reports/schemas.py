@@ -17,6 +17,7 @@ from vexport.types import (
     Recommendation,
     Report,
     SchemeTable,
+    SpeedReport,
 )
 
 FOLDER = Path(__file__).parent
@@ -40,6 +41,7 @@ def schemas() -> Mapping[str, str]:
         "recommend.schema.json": _titled("vexport recommend --format json", json_schema(Recommendation)),
         "quantize.schema.json": _titled("vexport quantize --format json", json_schema(Quantized)),
         "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),
+        "bench.schema.json": _titled("vexport bench --format json", json_schema(list[SpeedReport])),
         "dry-load.schema.json": _titled("vexport load --dry --format json", json_schema(list[DryLoadReport])),
     }
 

@@ -53,6 +53,7 @@ from vexport.types.sensitivity import (
     Tradeoff,
 )
 from vexport.types.signals import Attribution, Cause, Distance, Drift, PromptDrift, SchemePoint, TokenDrift
+from vexport.types.speed import NOT_MEASURED_HERE, SpeedPoint, SpeedReport, SpeedTool, Throughput, Workload
 from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
 from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, silent
 
@@ -64,6 +65,7 @@ __all__ = [
     "SchemeTable",
     "ENGINE_CHECK",
     "GENERATION_KEYS",
+    "NOT_MEASURED_HERE",
     "PROGRESS_DETAIL",
     "Attempt",
     "AttentionLayer",
@@ -130,16 +132,21 @@ __all__ = [
     "Sensitivity",
     "Severity",
     "SpeedBound",
+    "SpeedPoint",
+    "SpeedReport",
+    "SpeedTool",
     "TaskVerdict",
     "TextLimit",
     "TextMeasure",
     "TextVerdict",
+    "Throughput",
     "TensorInfo",
     "TensorSpec",
     "TokenDrift",
     "Tradeoff",
     "Verdict",
     "WeightPart",
+    "Workload",
     "device_words",
     "silent",
 ]

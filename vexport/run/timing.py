@@ -1,0 +1,98 @@
+"""How fast checkpoints are in vLLM: one engine after the other, each with nothing else to do."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.source import resolve_source
+from vexport.engine.arguments import require_arguments, require_heads
+from vexport.engine.load import refused, shortest_length
+from vexport.engine.messages import SessionRequest
+from vexport.engine.session import EngineFault, engines_share_imports, log_folder, require_vllm, run_session
+from vexport.errors import InputError
+from vexport.run.serving import BASELINE, EngineOptions
+from vexport.types import ENGINE_CHECK, NOT_MEASURED_HERE, Finding, SpeedReport, Workload
+
+# What an engine takes at once without being told (vexport.engine.cpu; vLLM's own default is higher).
+_SEQUENCES = 64
+
+
+@engines_share_imports()
+def time_checkpoints(
+    names: Mapping[str, str], workload: Workload, options: EngineOptions
+) -> list[SpeedReport]:
+    """A report for each checkpoint, in order; `names` has the role of each.
+
+    Before the first engine starts, raises InputError where one cannot be read or is too short for the
+    workload, EnvironmentFault where there is no vLLM. What stops an engine later is in its report.
+    """
+    require_vllm(options.vllm_python)
+    roots = {name: resolve_source(name, options.on_progress) for name in names}
+    for root in roots.values():
+        require_checkpoint(root)
+        require_heads(root, options.serve.ranks)
+        require_length(root, workload, options)
+    require_arguments([options.serve], options.vllm_python)
+    return [_timed(name, root, names[name], workload, options) for name, root in roots.items()]
+
+
+def require_length(root: Path, workload: Workload, options: EngineOptions) -> None:
+    """InputError where a sequence of the workload is longer than a model takes."""
+    longest = shortest_length(root, options.serve.max_model_len or workload.length)
+    if longest < workload.length:
+        raise InputError(
+            str(root),
+            got=f"{workload.input_len} input and {workload.output_len} output tokens",
+            need=f"at most {longest} together, which this model takes",
+            fix="lower input_len or output_len (--input-len, --output-len)",
+        )
+
+
+def measure_speed(
+    checkpoint: Path, role: str, workload: Workload, log: Path, options: EngineOptions
+) -> SpeedReport:
+    """Time one checkpoint; what vLLM refuses, or emulates, is a report without a measurement.
+
+    EngineFault where the engine dies.
+    """
+    serve = options.serve
+    arguments = dict(serve.arguments(is_baseline=role == BASELINE))
+    if max(workload.concurrency) > _SEQUENCES:
+        arguments.setdefault("max_num_seqs", max(workload.concurrency))
+    request = SessionRequest(
+        checkpoint=checkpoint,
+        name=role,
+        enforce_eager=serve.enforce_eager,
+        trust_remote_code=options.trust_remote_code,
+        max_model_len=serve.max_model_len or workload.length,
+        arguments=arguments,
+        workload=workload,
+    )
+    result = run_session(
+        request,
+        log=log,
+        timeout=serve.timeout,
+        vllm_python=options.vllm_python,
+        on_progress=lambda stage, done, total: options.on_progress(f"{role}: {stage}", done, total),
+    )
+    report = SpeedReport(checkpoint=str(checkpoint), ok=result.failure is None, findings=(), vllm=result.vllm)
+    if result.failure is not None:
+        return replace(report, findings=(refused(result),), unmeasured="vLLM refuses it")
+    report = replace(report, engine=result.engine, start_seconds=result.seconds["load"])
+    if result.throughput is None:
+        return replace(report, unmeasured=NOT_MEASURED_HERE)
+    return replace(report, points=result.throughput.points, kv_tokens=result.throughput.kv_tokens)
+
+
+def _timed(name: str, root: Path, role: str, workload: Workload, options: EngineOptions) -> SpeedReport:
+    """One checkpoint of `vexport bench`. The log of a session that died is kept, and named."""
+    try:
+        with log_folder("vexport-load-") as folder:
+            report = measure_speed(root, role, workload, folder / "vllm.log", options)
+    except EngineFault as fault:
+        finding = Finding.of(fault, check=ENGINE_CHECK, severity="error")
+        tail = fault.failure.log_tail
+        report = SpeedReport(checkpoint=name, ok=False, findings=(finding,), log_tail=tail)
+        report = replace(report, unmeasured=fault.failure.kind)
+    return replace(report, checkpoint=name, role="baseline" if role == BASELINE else "checkpoint")
