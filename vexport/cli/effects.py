@@ -16,6 +16,7 @@ PLAN_OPTIONS = (
     "recipe",
     "group_size",
     "observer",
+    "rounding",
     "ignore",
     "kv_cache",
     "on_unsupported_shape",

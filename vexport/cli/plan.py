@@ -116,7 +116,7 @@ def _outlook(index: "SourceIndex", plan: Plan, settings: "Calibration | None", t
     if settings is None:
         samples = Samples(number=DEFAULT_SAMPLES, tokens=DEFAULT_SEQ_LEN)
     else:
-        samples = Samples(number=settings.samples, tokens=settings.seq_len)
+        samples = Samples(number=settings.samples, tokens=settings.seq_len, data=settings.data)
     return outlook(index, plan, samples, then)
 
 

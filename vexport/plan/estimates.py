@@ -6,10 +6,10 @@ numbers are with them). Reading from a slow disk comes on top, a GPU is not cons
 
 from dataclasses import dataclass
 
-from vexport.architectures.fusion import moe_layer
+from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.plan.linears import STACK
-from vexport.plan.needs import calibration_need, needs_rounding, needs_search
+from vexport.plan.needs import needs_rounding, needs_search, statistics_need
 from vexport.plan.rounding_memory import passes_of, rounding_bytes
 from vexport.types import Estimate, Plan
 
@@ -25,9 +25,10 @@ SEARCH_MEMORY = 500_000_000
 MEMORY, MEMORY_PER_PARAMETER = 290_000_000, 0.0027
 # `check`: 1.1 B parameters in 1.6 to 2.3 s, 1 s of it the start; 260 MB.
 CHECK_NANOSECONDS, CHECK_MEMORY = 0.9, 260_000_000
-# Floating-point operations a second of a calibration's forward on two cores, by processor time: FP8 of
-# SmolLM2-135M with 2,048 tokens, bf16. torch and transformers are loaded first.
-FORWARD_FLOPS = 3e10
+# Floating-point operations a second of a calibration's forward, by processor time of one thread of a CPU with
+# bf16 matrix units: SmolLM2-135M in FP8, 28 rows of 512 tokens more took 16.8 s more. A CPU without them takes
+# several times as long. torch and transformers are loaded first.
+FORWARD_FLOPS = 1.8e11
 # The same of rounding by text, of which much is large products: SmolLM2-135M in W4A16_G64, 64 rows of 512
 # tokens, one thread of a CPU with bf16 matrix units: gptq 105 s (2.9e11 a second), refit 252 s (1.9e11).
 ROUNDING_FLOPS = 2e11
@@ -39,10 +40,15 @@ ROUNDING_MEMORY = 895_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """How many calibration samples are run at most, and how long each may be."""
+    """How many calibration samples are run at most, how long each may be, and where they come from."""
 
     number: int
     tokens: int
+    data: str = "vexport's own text unless --calibration names data"
+
+    def __str__(self) -> str:
+        """As a plan says it."""
+        return f"{self.number:,} samples of {self.tokens:,} tokens at most; {self.data}"
 
     @property
     def all_tokens(self) -> int:
@@ -52,7 +58,7 @@ class Samples:
 
 def estimates(index: SourceIndex, plan: Plan, samples: Samples) -> tuple[Estimate, ...]:
     """An estimate for each stage that the plan will have."""
-    calibrate = (_calibrate(index, plan, samples),) if calibration_need(plan) else ()
+    calibrate = (_calibrate(index, plan, samples),) if statistics_need(plan) else ()
     quantize = _quantize(plan)
     if needs_rounding(plan):
         quantize = _rounded(index, plan, samples, quantize)
@@ -117,13 +123,11 @@ def _calibrate(index: SourceIndex, plan: Plan, samples: Samples) -> Estimate:
         if stack:
             layers[stack[0]] = layers.get(stack[0], 0) + tensor.num_bytes
             in_layers += tensor.num_elements
-    routed = any(moe_layer(member.name) for group in plan.groups for member in group.members)
-    experts = ", all of which every expert sees" if routed else ""
-    hidden = index.config.get("hidden_size")
+    hidden = text_config(index.config).get("hidden_size")
     states = 2 * 2 * samples.all_tokens * (hidden if isinstance(hidden, int) else 0)
     return Estimate(
         stage="calibrate",
         seconds=CALIBRATION_START_SECONDS + 2.0 * in_layers * samples.all_tokens / FORWARD_FLOPS,
         memory_bytes=CALIBRATION_MEMORY + max(layers.values(), default=0) + states,
-        basis=f"{samples.number:,} samples of {samples.tokens:,} tokens at most{experts}",
+        basis=f"{samples.number:,} samples of {samples.tokens:,} tokens at most",
     )

@@ -27,8 +27,21 @@ class CalibrationNeed:
 
 
 def calibration_need(plan: Plan) -> CalibrationNeed | None:
-    """What of a plan needs calibration: static scales of inputs, keys or values, weights searched by
-    importance or rounded by what enters their layers. None where samples would change nothing.
+    """What of a plan needs calibration: statistics, or weights rounded by what enters their layers.
+
+    None where samples would change nothing.
+    """
+    if need := statistics_need(plan):
+        return need
+    rounded = next((group.rounding for group in plan.groups if group.rounding != "nearest"), None)
+    if rounded is None:
+        return None
+    return CalibrationNeed(where=f"rounding {rounded}", samples="samples that show what enters each layer")
+
+
+def statistics_need(plan: Plan) -> CalibrationNeed | None:
+    """What of a plan needs statistics of the source's activations: static scales of inputs, keys or values,
+    weights searched by importance and rounded to nearest.
     """
     static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
     if plan.attention:
@@ -39,11 +52,6 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
     if any(group.observer == observer_names.IMPORTANCE for group in nearest):
         return CalibrationNeed(
             where=f"observer {observer_names.IMPORTANCE}", samples="samples that show importance"
-        )
-    rounded = next((group.rounding for group in plan.groups if group.rounding != "nearest"), None)
-    if rounded:
-        return CalibrationNeed(
-            where=f"rounding {rounded}", samples="samples that show what enters each layer"
         )
     return None
 

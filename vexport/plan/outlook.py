@@ -21,6 +21,7 @@ def outlook(index: SourceIndex, plan: Plan, samples: Samples, next_command: str)
     """What comes of a plan that calibrates on so many samples; `next_command` is what to type then."""
     quantized = sum(one.out_features * one.in_features for group in plan.groups for one in group.members)
     least_sm, full_sm = gpus_of(plan.schemes)
+    calibrated = calibration_need(plan) is not None
     return Outlook(
         quantized_parameters=quantized,
         kept=_kept(index, plan),
@@ -29,7 +30,8 @@ def outlook(index: SourceIndex, plan: Plan, samples: Samples, next_command: str)
         least_sm=least_sm,
         full_sm=full_sm,
         generation=generation(least_sm) if least_sm else "any GPU",
-        needs_calibration=calibration_need(plan) is not None,
+        needs_calibration=calibrated,
+        samples=str(samples) if calibrated else "",
         disk_bytes=plan.output_bytes + _side_bytes(index),
         estimates=estimates(index, plan, samples),
         next_command="" if plan.refusals else next_command,

@@ -104,7 +104,7 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         *_labelled("stay 16 bit", _kept_lines(plan, outlook)),
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
         ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
-        ("calibration", _calibration(outlook)),
+        ("calibration", f"needed; {outlook.samples}" if outlook.samples else "not needed"),
         ("runs from", f"{outlook.generation} on{_in_full(outlook)}"),
         ("estimates", f"about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk"),
         ("", f"(on two idle CPU cores, files in memory{faster})"),
@@ -171,13 +171,6 @@ def _stages(outlook: Outlook) -> str:
     return ", ".join(
         f"{one.stage} {duration(one.seconds)} in {size(one.memory_bytes)}" for one in outlook.estimates
     )
-
-
-def _calibration(outlook: Outlook) -> str:
-    if not outlook.needs_calibration:
-        return "not needed"
-    basis = next(one.basis for one in outlook.estimates if one.stage == "calibrate")
-    return f"needed; {basis}; vexport's own text unless --calibration names data"
 
 
 def kind_of(name: str) -> str:

@@ -31,8 +31,9 @@ class Outlook:
 
     `bits_quantized` are bits per quantized weight, scales included, `bits` those over all parameters;
     `least_sm` is the least compute capability on which vLLM loads every scheme, 0 for any; `full_sm` the
-    least on which it multiplies inputs of as many bits as are stored, None where no GPU does; `disk_bytes` is
-    what OUT takes. `next_command` is empty where the plan is refused.
+    least on which it multiplies inputs of as many bits as are stored, None where no GPU does; `samples` is
+    the text that calibrates, empty where none is needed; `disk_bytes` is what OUT takes. `next_command` is
+    empty where the plan is refused.
     """
 
     quantized_parameters: int
@@ -43,6 +44,7 @@ class Outlook:
     full_sm: int | None
     generation: str
     needs_calibration: bool
+    samples: str
     disk_bytes: int
     estimates: tuple[Estimate, ...]
     next_command: str
