@@ -19,6 +19,7 @@ COMMANDS = {
     "recommend",
     "bench",
     "quantize",
+    "merge",
     "check",
     "convert",
     "repair",

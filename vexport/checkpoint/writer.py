@@ -58,6 +58,10 @@ class Shard:
     def tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(spec for unit in self.units for spec in unit.tensors)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(unit.num_bytes for unit in self.units)
+
 
 def split_shards(units: Iterable[WriteUnit], *, shard_bytes: int) -> tuple[Shard, ...]:
     """Distribute units over shards in order; a unit is never split, a shard never empty."""
@@ -84,7 +88,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     if len(shards) == 1:
         return
     weight_map: dict[str, Json] = {spec.name: shard.name for shard in shards for spec in shard.tensors}
-    total = sum(unit.num_bytes for shard in shards for unit in shard.units)
+    total = sum(shard.num_bytes for shard in shards)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
 

@@ -10,7 +10,7 @@ from vexport.cli.demo import demo
 from vexport.cli.evaluate import evaluate
 from vexport.cli.load import load
 from vexport.cli.plan import plan
-from vexport.cli.quantize import quantize
+from vexport.cli.quantize import merge, quantize
 from vexport.cli.recommend import recommend
 from vexport.cli.repair import diff_command, repair
 from vexport.cli.scenario import report, run
@@ -21,6 +21,7 @@ COMMANDS: tuple[click.Command, ...] = (
     plan,
     recommend,
     quantize,
+    merge,
     check,
     load,
     bench,

@@ -51,6 +51,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "output_dir",
         "run_dir",
         "max_shard_size",
+        "part",
         "overwrite",
         "quiet",
     ),

@@ -16,6 +16,7 @@ PAGES = (
     "installation",
     "sources",
     "quantize",
+    "large",
     "schemes",
     "architectures",
     "calibration",

@@ -1,6 +1,13 @@
 """Where a command writes: apart from what it reads, and only over what vexport itself made."""
 
-from vexport.outputs.directory import aside_folder, new_directory, resumable_directory, working_folder
+from vexport.outputs.directory import (
+    aside_folder,
+    is_being_written,
+    new_directory,
+    resumable_directory,
+    unfinished_folder,
+    working_folder,
+)
 from vexport.outputs.marked import FolderKind
 from vexport.outputs.replaceable import RECIPE, refuse_existing, refuse_others
 from vexport.outputs.separate import NamedPath, require_new_answer, require_separate
@@ -10,11 +17,13 @@ __all__ = [
     "FolderKind",
     "NamedPath",
     "aside_folder",
+    "is_being_written",
     "new_directory",
     "refuse_existing",
     "refuse_others",
     "require_new_answer",
     "require_separate",
     "resumable_directory",
+    "unfinished_folder",
     "working_folder",
 ]

@@ -25,14 +25,25 @@ from vexport.outputs import (
 )
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
-from vexport.plan.needs import needs_rounding, needs_search
+from vexport.plan.needs import calibration_need, needs_rounding, needs_search
 from vexport.plan.source import DEFAULTS, plan_source
+from vexport.quantize.parts import (
+    made_from,
+    own_shards,
+    part_folder,
+    parts_folder,
+    read_manifest,
+    require_fitting,
+    shared_calibration,
+    unsuited,
+    write_manifest,
+)
 from vexport.quantize.recipe import recipe, write_recipe
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
-from vexport.quantize.stream import Search, input_digest, quantize
+from vexport.quantize.stream import Search, input_digest, planned_shards, quantize
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
-from vexport.types import Calibration, OnProgress, Plan, silent
+from vexport.types import Calibration, OnProgress, Part, Plan, silent
 from vexport.types.rounding import RoundingReport
 
 
@@ -48,6 +59,7 @@ class QuantizeJob:
     overwrite: bool = False
     trust_remote_code: bool = False
     shard_bytes: int = DEFAULT_SHARD_BYTES
+    part: Part | None = None
     on_progress: OnProgress = silent
 
     def calibrate(self, index: SourceIndex, plan: Plan) -> Calibration | None:
@@ -72,7 +84,8 @@ def quantize_source(
     """Quantize a checkpoint; `on_plan` sees the plan before anything else is done.
 
     The answer is what was done, what the samples showed where they were run, and how the weights were rounded
-    by them. Under torchrun all ranks calibrate and round, and the first one writes.
+    by them. Under torchrun all ranks calibrate and round, and the first one writes. Of a part that is written
+    already by the same job nothing is done.
     """
     _require_separate(job, Path(job.source).expanduser())
     if is_rank_zero():
@@ -82,6 +95,8 @@ def quantize_source(
     require_accepted(plan)
     require_calibration(plan, job.calibration)
     on_plan(plan)
+    if job.part is not None:
+        return plan, _quantize_part(job, job.part, index, plan), None
     with _process_group():
         calibration = job.calibrate(index, plan)
         if is_rank_zero():
@@ -90,6 +105,24 @@ def quantize_source(
             with TemporaryDirectory(prefix="vexport-rank-") as folder:
                 _, rounding = _rounded(job, index, plan, calibration, Path(folder))
     return plan, calibration, rounding
+
+
+def _quantize_part(job: QuantizeJob, part: Part, index: SourceIndex, plan: Plan) -> Calibration | None:
+    """Write one part of the checkpoint; what calibration shows is shared with the others."""
+    if needs_rounding(plan) or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise unsuited(part, is_rounded=needs_rounding(plan))
+    shards = own_shards(planned_shards(index, plan, shard_bytes=job.shard_bytes), part, index)
+    settings = (job.shard_bytes, job.calibration.model_dump_json() if job.calibration else None)
+    own = made_from(index, plan, settings)
+    require_fitting(job.out, part, own, overwrite=job.overwrite)
+    calibration = None
+    if calibration_need(plan):
+        calibrate = partial(job.calibrate, index, plan)
+        calibration = shared_calibration(job.out, own, calibrate, job.on_progress)
+    if job.overwrite or read_manifest(job.out, part) is None:
+        publish = partial(write_manifest, part, own.calibrated(calibration), shards)
+        write_checkpoint(job, index, plan, calibration, publish)
+    return calibration
 
 
 @contextmanager
@@ -106,12 +139,17 @@ def _process_group() -> Iterator[None]:
 
 
 def write_checkpoint(
-    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None
+    job: QuantizeJob,
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    finish: Callable[[Path], None] = lambda folder: None,
 ) -> RoundingReport | None:
-    """Write the quantized checkpoint with its recipe, which appears whole or not at all.
+    """Write the quantized checkpoint with its recipe, or a part of it, which appears whole or not at all.
 
-    A call that was broken off is continued by the next one with the same arguments. The answer is how the
-    weights were rounded, where calibration text decided it.
+    `finish` is called with the folder in which all else is. A call that was broken off is continued by the
+    next one with the same arguments. The answer is how the weights were rounded, where calibration text
+    decided it.
     """
     search = _search() if needs_search(plan) else None
     digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
@@ -129,11 +167,13 @@ def write_checkpoint(
         source=job.source,
     )
 
+    out = job.out if job.part is None else part_folder(job.out, job.part)
+
     def note(text: str) -> None:
         job.on_progress(f"quantize {text}", 1, 1)
 
     with (
-        resumable_directory(job.out, input_digest=work, overwrite=job.overwrite, note=note) as folder,
+        resumable_directory(out, input_digest=work, overwrite=job.overwrite, note=note) as folder,
         watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
     ):
         write_recipe(text, folder)
@@ -154,8 +194,10 @@ def write_checkpoint(
             search=search,
             finished=finished,
             shard_bytes=job.shard_bytes,
+            part=job.part,
             on_progress=on_progress,
         )
+        finish(folder)
         if input_digest(index, plan, calibration, shard_bytes=job.shard_bytes) != digest:
             raise changed(index.root, "files of another size or time than when the work began")
     return rounding
@@ -199,5 +241,8 @@ def _require_separate(job: QuantizeJob, source: Path) -> None:
     inputs = [NamedPath(label="SOURCE", path=source)]
     if job.calibration and job.calibration.path:
         inputs.append(NamedPath(label="--calibration", path=job.calibration.path))
-    outputs = [NamedPath(label="OUT", path=path) for path in (job.out, working_folder(job.out))]
+    outputs = [
+        NamedPath(label="OUT", path=path)
+        for path in (job.out, working_folder(job.out), parts_folder(job.out))
+    ]
     require_separate(outputs, inputs)

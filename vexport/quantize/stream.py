@@ -27,6 +27,7 @@ from vexport.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
     Array,
     Chunk,
+    Shard,
     ShardWriter,
     WriteUnit,
     split_shards,
@@ -50,6 +51,7 @@ from vexport.outputs.replaceable import RECIPE
 from vexport.plan import blocks, output_blocks
 from vexport.plan.blocks import group_layout
 from vexport.plan.needs import calibration_need, needs_search
+from vexport.quantize.parts import CONFIG, own_shards
 from vexport.types import (
     AttentionLayer,
     Calibration,
@@ -57,6 +59,7 @@ from vexport.types import (
     Json,
     LinearPlan,
     OnProgress,
+    Part,
     Plan,
     TensorInfo,
     observer_names,
@@ -82,10 +85,12 @@ def quantize(
     search: Search | None = None,
     finished: Mapping[str, Array] | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    part: Part | None = None,
     on_progress: OnProgress = silent,
 ) -> None:
     """Write the quantized checkpoint into `folder`: weights, side files, config.json last.
 
+    Of a `part` its own shards are written; by the first also what is no shard, config.json as `parts.CONFIG`.
     `folder` is empty or holds what a call that was broken off left there, with the same arguments: it is
     continued. `finished` has the bytes of tensors that are rounded already. `on_progress` counts the bytes
     handed to the writer. Raises InputError where a scheme needs a calibration and there is none, or where a
@@ -94,10 +99,9 @@ def quantize(
     if calibration is None and (need := calibration_need(plan)):
         raise need.missing()
     assert search or not needs_search(plan), "observers that search need `search`"
-    sources = blocks(index, plan.groups, plan.attention)
-    specs = output_blocks(index, plan.groups, plan.attention)
-    whole = [WriteUnit(source=unit, tensors=tensors) for unit, tensors in zip(sources, specs, strict=True)]
-    shards = split_shards(whole, shard_bytes=shard_bytes)
+    shards = planned_shards(index, plan, shard_bytes=shard_bytes)
+    own = shards if part is None else own_shards(shards, part, index)
+    total = sum(shard.num_bytes for shard in own)
     threads, done = len(os.sched_getaffinity(0)), 0
     with Reader() as reader, ThreadPoolExecutor(threads) as pool, each_warning_once():
         seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
@@ -109,19 +113,28 @@ def quantize(
             pool=pool,
             finished=finished or {},
         )
-        for shard in shards:
+        for shard in own:
             with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
                 done += sum(unit.num_bytes for unit in shard.units[: writer.done])
                 for unit in shard.units[writer.done :]:
                     for chunk in stream.chunks(unit):
                         writer.write(chunk)
                     done += unit.num_bytes
-                    on_progress("quantize (bytes)", done, plan.output_bytes)
-    write_index(folder, shards)
-    _copy_side_files(index, folder)
-    write_config(index, plan, folder)
-    for shard in shards:
+                    on_progress("quantize (bytes)", done, total)
+    if part is None or part.number == 1:
+        write_index(folder, shards)
+        _copy_side_files(index, folder)
+        write_config(index, plan, folder, "config.json" if part is None else CONFIG)
+    for shard in own:
         progress_file(folder / shard.name).unlink()
+
+
+def planned_shards(index: SourceIndex, plan: Plan, *, shard_bytes: int) -> tuple[Shard, ...]:
+    """The files of weights of the quantized checkpoint, and what each is made of."""
+    sources = blocks(index, plan.groups, plan.attention)
+    specs = output_blocks(index, plan.groups, plan.attention)
+    units = [WriteUnit(source=unit, tensors=tensors) for unit, tensors in zip(sources, specs, strict=True)]
+    return split_shards(units, shard_bytes=shard_bytes)
 
 
 def _copy_side_files(index: SourceIndex, folder: Path) -> None:
@@ -301,9 +314,9 @@ def input_digest(index: SourceIndex, plan: Plan, calibration: Calibration | None
     return digest_bytes(repr(parts).encode())
 
 
-def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
-    """Write config.json: the source's, with the quantization that vLLM has to know."""
+def write_config(index: SourceIndex, plan: Plan, folder: Path, name: str) -> None:
+    """Write config.json, as `name`: the source's, with the quantization that vLLM has to know."""
     config: dict[str, Json] = dict(index.config)
     if plan.groups or plan.attention:
         config["quantization_config"] = quantization_config(plan)
-    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(folder / name, json.dumps(config, indent=2) + "\n")

@@ -34,6 +34,7 @@ from vexport.types.loading import (
     device_words,
 )
 from vexport.types.outlook import Estimate, KeptShare, Outlook, SchemeOutlook, SchemeTable
+from vexport.types.parts import Merged, Part, WrittenPart
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
 from vexport.types.quantized import Quantized
@@ -112,11 +113,13 @@ __all__ = [
     "MatrixRow",
     "RankMemory",
     "SequenceMemory",
+    "Merged",
     "Method",
     "MixedScheme",
     "OnProgress",
     "OnUnsupportedShape",
     "Outcome",
+    "Part",
     "Plan",
     "Promotion",
     "Quantized",
@@ -147,6 +150,7 @@ __all__ = [
     "Verdict",
     "WeightPart",
     "Workload",
+    "WrittenPart",
     "device_words",
     "silent",
 ]

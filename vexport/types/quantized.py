@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from vexport.types.calibration import ExpertCoverage
+from vexport.types.parts import WrittenPart
 from vexport.types.rounding import RoundingReport
 
 
@@ -10,7 +11,8 @@ from vexport.types.rounding import RoundingReport
 class Quantized:
     """A checkpoint that was written: what it is made of and what to type next.
 
-    `layers` of `of_layers` linear layers are quantized, and `quantized_parameters` of `parameters`.
+    `layers` of `of_layers` linear layers are quantized, and `quantized_parameters` of `parameters`. `part` is
+    what was written where that is a part of it alone; the numbers are of the whole then.
     """
 
     checkpoint: str
@@ -30,3 +32,4 @@ class Quantized:
     rounding: RoundingReport | None
     warnings: tuple[str, ...]
     next_commands: tuple[str, ...]
+    part: WrittenPart | None = None
