@@ -125,9 +125,8 @@ def merge(out: Path, overwrite: bool, answer: Answer) -> None:
 
     \b
     Examples:
-      vexport quantize MODEL OUT --scheme W4A16 --part 1/2
-      vexport quantize MODEL OUT --scheme W4A16 --part 2/2
       vexport merge OUT
+      vexport merge OUT --overwrite
     """
     from vexport.cli.terminal import progress_display
     from vexport.quantize.merge import merge as merge_parts
