@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -130,3 +131,42 @@ def test_a_terminal_gets_tables_in_columns() -> None:
 def test_explaining_loads_nothing_heavy() -> None:
     code = "from vexport.explain import explain; explain('NVFP4'); explain('mse'); explain('completeness')"
     assert not loaded_by(code) & {"torch", "transformers", "scipy", "numpy", "vllm", "rich.markdown"}
+
+
+def test_every_option_and_command_is_explained() -> None:
+    for name, command in cli.commands.items():
+        assert vexport("explain", name).code == 0, name
+        for option in command.params:
+            if not isinstance(option, click.Option) or option.hidden:
+                continue
+            for spelled in (*option.opts, *option.secondary_opts):
+                if spelled not in ("-q", "--quiet", "--debug", "-h", "-o", "--output", "--format"):
+                    ran = vexport("explain", spelled)
+                    assert ran.code == 0, (name, spelled)
+                    assert len(ran.stdout.split()) > 4, (name, spelled)
+
+
+def test_an_option_says_what_each_command_makes_of_it() -> None:
+    said = vexport("explain", "--overwrite").stdout
+    assert "run: Start again in a run directory that exists." in said
+    assert "quantize, convert, repair: Replace OUT" in said
+
+
+def test_every_key_of_a_scenario_is_explained() -> None:
+    page = (ROOT / "vexport" / "docs" / "scenario.md").read_text(encoding="utf-8")
+    keys = re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)
+    assert len(keys) > 70
+    for key in keys:
+        assert explain(key).text, key
+        assert explain(key.rpartition(".")[2]).text, key
+    ran = vexport("explain", "serve.compute")
+    assert ran.stdout.startswith("serve.compute (scenario key)\n\n  default           [cpu]\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("int4", "W4A16"), ("FP4", "NVFP4"), ("gptq", "W4A16 with --rounding gptq")]
+)
+def test_schemes_of_other_tools_are_answered_by_ours(name: str, ours: str) -> None:
+    ran = vexport("plan", ROOT / "scenarios" / "demo" / "model", "--scheme", name)
+    assert ran.code == 2
+    assert f"(did you mean {ours}?)" in ran.stderr

@@ -1,10 +1,17 @@
 """What vexport knows."""
 
+from inspect import cleandoc
+from typing import TYPE_CHECKING
+
 import click
 
 from vexport.cli.base import command, print_text
 from vexport.cli.completion import complete_topic
 from vexport.cli.options import Answer, format_option
+from vexport.errors import InputError
+
+if TYPE_CHECKING:
+    from vexport.explain import Entry
 
 
 @command("list", no_args_is_help=True)
@@ -25,11 +32,11 @@ def list_command(what: str, answer: Answer) -> None:
     print_text(render_catalog(what, answer.format_))
 
 
-@command("explain")
+@command("explain", takes_options=True)
 @click.argument("name", required=False, nargs=-1, shell_complete=complete_topic)
 @format_option(("text", "json"))
 def explain_command(name: tuple[str, ...], answer: Answer) -> None:
-    """Explain a scheme, observer, check, finding or topic.
+    """Explain a scheme, observer, check, finding, option, scenario key or topic.
 
     NAME is what a report, message or list calls it, in any case. Without NAME: all that can be explained.
 
@@ -40,8 +47,51 @@ def explain_command(name: tuple[str, ...], answer: Answer) -> None:
       vexport explain completeness
       vexport explain margin
     """
-    from vexport.explain import explain, render_entry, render_topics
+    from vexport.explain import render_entry, render_topics
 
     print_text(
-        render_entry(explain(" ".join(name)), answer.format_) if name else render_topics(answer.format_)
+        render_entry(_entry(" ".join(name)), answer.format_) if name else render_topics(answer.format_)
     )
+
+
+def _entry(name: str) -> "Entry":
+    """What the pages say of a name, else the help of a command or an option; InputError without any."""
+    from vexport.explain import explain
+
+    try:
+        entry = explain(name)
+    except InputError:
+        option = _of_command_line(name)
+        if option is None:
+            raise
+        return option
+    # `--limit` is a key of a scenario too; who types dashes asks for the option.
+    return (
+        _of_command_line(name) if name.startswith("-") and entry.kind == "scenario key" else None
+    ) or entry
+
+
+def _of_command_line(name: str) -> "Entry | None":
+    """A command's help, or that of an option in each command that has it, said once where it is the same."""
+    from vexport.explain import Entry
+
+    context = click.get_current_context().find_root()
+    assert isinstance(context.command, click.Group)
+    commands = context.command.commands
+    if name in commands:
+        text = cleandoc(commands[name].help or "").partition("\b")[0] + f"See `vexport {name} --help`."
+        return Entry(name=name, title=name, kind="command", page="", facts={}, text=text)
+    spelled = name if name.startswith("-") else f"--{name.replace('_', '-').replace(' ', '-').lower()}"
+    helps: dict[str, list[str]] = {}
+    for command_name, each in commands.items():
+        for option in each.params:
+            if (
+                isinstance(option, click.Option)
+                and not option.hidden
+                and spelled in (*option.opts, *option.secondary_opts)
+            ):
+                helps.setdefault(option.help or "", []).append(command_name)
+    if not helps:
+        return None
+    said = "\n\n".join(f"{', '.join(where)}: {text}" for text, where in helps.items())
+    return Entry(name=spelled, title=spelled, kind="option", page="", facts={}, text=said)

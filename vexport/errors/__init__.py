@@ -12,13 +12,16 @@ from vexport.errors.escaping import clip
 
 
 class VexportError(Exception):
-    """A problem with a place and a remedy, printed as `where: got X, need Y; do Z`."""
+    """A problem with a place and a remedy, printed as `where: got X, need Y; do Z`.
+
+    Without a `need`, `got` is a sentence that says both: `where: X is not a multiple of Y; do Z`.
+    """
 
     exit_code = 2
 
     def __init__(self, where: str, *, got: str, need: str, fix: str) -> None:
         self.where, self.got, self.need, self.fix = where, got, need, fix
-        super().__init__(f"{where}: got {got}, need {need}; {fix}")
+        super().__init__(f"{where}: got {got}, need {need}; {fix}" if need else f"{where}: {got}; {fix}")
 
 
 class InputError(VexportError):

@@ -6,22 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import getdoc
 
-from vexport.errors import InputError, nearest
+from vexport.errors import InputError
 from vexport.explain.catalog import CATALOGS, scheme_facts
-from vexport.explain.pages import Section, find_section, fold, topic_names
+from vexport.explain.pages import Section, find_key, find_section, fold, topic_names
 from vexport.formats.arguments import input_bits
-from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, scheme_name
+from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, meant, scheme_name
 
 # The tables whose rows are the facts of the sections on the page of the same name, and what a row is called.
 TABLES: Mapping[str, str] = {"schemes": "scheme", "observers": "observer"}
 # How the section of a check or another finding begins; tests compare these with the table of checks.
 FINDING = "**What:** "
+# What an entry of a scenario's key is called.
+KEY = "scenario key"
 _SOURCE = re.compile(r"^Layouts?: (.+?)\.?\Z", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An explanation: `kind` is scheme, observer, check, finding, topic or page, `title` the heading."""
+    """An explanation: `kind` is scheme, observer, check, finding, key, option, topic or page.
+
+    `title` is the heading.
+    """
 
     name: str
     title: str
@@ -37,12 +42,18 @@ def explain(name: str) -> Entry:
     if find_section(name) is None and is_scheme(own_name):
         return _other_scheme(own_name)
     section = find_section(name)
+    key = find_key(name) if section is None else None
+    if key is not None:
+        default = {"default": key.default}
+        return Entry(
+            name=key.name, title=key.name, kind=KEY, page="scenario", facts=default, text=key.meaning
+        )
     if section is None:
         raise InputError(
             f"explain {name!r}",
             got="an unknown name",
-            need="a scheme, observer, check, page or topic",
-            fix=f"run `vexport explain` to list all names{nearest(name, topic_names())}",
+            need="a scheme, observer, rounding, check, option, scenario key, page or topic",
+            fix=f"run `vexport explain` to list all names{meant(name, topic_names())}",
         )
     kind, facts = facts_of(section, name)
     own = next((given for given in section.names if fold(given) == fold(name)), section.names[0])

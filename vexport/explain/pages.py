@@ -38,6 +38,7 @@ PAGES = (
 )
 _HEADING = re.compile(r"^(#+) (.+)$")
 _FENCE = "```"
+_KEY = re.compile(r"^\| `([\w.]+)` \| `?(.+?)`? \| (.+) \|$", re.MULTILINE)
 _ALIASES = re.compile(r"<!-- explains: (.+?) -->\n*")
 
 
@@ -73,13 +74,31 @@ def fold(name: str) -> str:
     return re.sub(r"[\W_]", "", name).casefold()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key of a scenario: a row of the tables of its page."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+def find_key(name: str) -> Key | None:
+    """The scenario's key of that name, in full (`calibration.seed`) or its last part; None without one."""
+    rows = _KEY.finditer(_page_text("scenario"))
+    keys = [Key(name=row[1], default=row[2], meaning=row[3]) for row in rows]
+    full = (key for key in keys if fold(key.name) == fold(name))
+    last = (key for key in keys if fold(key.name.rpartition(".")[2]) == fold(name))
+    return next(full, next(last, None))
+
+
 @cache
 def _by_name() -> Mapping[str, Section]:
     return {fold(name): section for section in all_sections() for name in section.names}
 
 
 def _sections(page: str) -> Iterator[Section]:
-    lines = files("vexport").joinpath("docs", f"{page}.md").read_text(encoding="utf-8").splitlines()
+    lines = _page_text(page).splitlines()
     headings = list(_headings(lines))
     for number, (start, depth, title) in enumerate(headings):
         later = (line for line, other, _ in headings[number + 1 :] if other <= depth)
@@ -89,6 +108,11 @@ def _sections(page: str) -> Iterator[Section]:
         first = [page] if depth == 1 else _named(title)
         text = _ALIASES.sub("", body).strip("\n")
         yield Section(page=page, title=title, depth=depth, names=(*first, *aliases), text=text)
+
+
+@cache
+def _page_text(page: str) -> str:
+    return files("vexport").joinpath("docs", f"{page}.md").read_text(encoding="utf-8")
 
 
 def _named(title: str) -> list[str]:

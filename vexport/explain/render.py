@@ -47,7 +47,7 @@ def _lines(entry: Entry) -> Iterator[str]:
             yield from _row(name, fact, indent=2)
     yield ""
     yield plain(entry.text)
-    if entry.kind != "page":
+    if entry.page and entry.kind != "page":
         yield f"\nMore: vexport explain {entry.page}"
 
 

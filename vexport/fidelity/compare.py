@@ -16,6 +16,8 @@ from vexport.fidelity.activations import Observed, mismatches
 from vexport.fidelity.source import Source
 from vexport.fidelity.source_tensors import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
+from vexport.formats.arguments import SchemeArgs, precision
+from vexport.formats.schemes import named_scheme
 from vexport.types import Finding
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def _judged(layer: Layer, comparison: WeightComparison, *, answers: bool) -> Ite
             SOURCE,
             layer.name,
             expected=f"the source's {'answers' if answers else 'weight'}, about as rounding to "
-            f"{_precision(layer)} leaves it ({comparison.rounding_db:.1f} dB)",
+            f"{_stored_as(layer)} leaves it ({comparison.rounding_db:.1f} dB)",
             got="; ".join(comparison.faults),
             fix="export it again; for weights that were smoothed or rotated, name the source after that",
         )
@@ -99,14 +101,14 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float], *, answers: bool
     """What was measured, in one line for each kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
-        kinds.setdefault((INDEX.sub("*", name), _precision(layers_of(view)[name])), []).append(name)
-    for (kind, precision), names in kinds.items():
+        kinds.setdefault((INDEX.sub("*", name), _stored_as(layers_of(view)[name])), []).append(name)
+    for (kind, stored), names in kinds.items():
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))
         yield Finding(
             check=SOURCE,
             severity="info",
-            where=f"{kind} ({len(names)} in {precision})",
+            where=f"{kind} ({len(names)} in {stored})",
             expected=f"the source's {'answers to the text' if answers else 'weight'} but for rounding",
             got=f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in {names[0]}",
             fix="nothing; `vexport diff` has every layer",
@@ -119,11 +121,14 @@ def _incomparable(view: CheckpointView, layer: Layer, got: str, fix: str) -> Fin
     return finding(SOURCE, layer.name, expected="the source's weight in quantized form", got=got, fix=fix)
 
 
-def _precision(layer: Layer) -> str:
-    """Bits of weight and activation: W4A16."""
+def _stored_as(layer: Layer) -> str:
+    """The scheme that stores what the layer does, else its bits: W4A16."""
     assert layer.group is not None
-    inputs = layer.group.input_activations
-    return f"W{layer.group.weights.num_bits}A{inputs.num_bits if inputs else 16}"
+    group = layer.group
+    try:
+        return named_scheme(SchemeArgs(weights=group.weights, input_activations=group.input_activations)).name
+    except InputError:
+        return precision(group)
 
 
 def _require_plain(source: Source) -> None:

@@ -65,6 +65,22 @@ class Scheme:
         return reason and f"{reason} on each of {ranks} ranks"
 
 
+# What other tools and people call schemes, folded, and what to use here.
+ELSEWHERE = {
+    **dict.fromkeys(("int4", "w4", "q4", "nf4", "4bit"), "W4A16"),
+    **dict.fromkeys(("fp4", "w4a4", "nvfp4a4", "nvfp4w4a4"), "NVFP4"),
+    **dict.fromkeys(("w4afp16", "nvfp4w4a16"), "NVFP4A16"),
+    **dict.fromkeys(("fp8static", "fp8tensor", "fp8pertensor", "w8a8fp8static"), "FP8"),
+    **dict.fromkeys(("fp8w8a8", "w8a8fp8", "ptpc", "fp8ptpc", "fp8channel", "fp8perchannel"), "FP8_DYNAMIC"),
+    **dict.fromkeys(("blockfp8", "fp8blockwise", "fp8deepseek"), "FP8_BLOCK"),
+    **dict.fromkeys(("w8", "int8a16", "8bit"), "W8A16"),
+    **dict.fromkeys(("w8a8int8", "int8w8a8", "smoothquant"), "W8A8"),
+    **dict.fromkeys(("gptq", "w4a16gptq"), "W4A16 with --rounding gptq"),
+    **dict.fromkeys(("autoround", "w4a16autoround"), "W4A16 with --rounding refit, which is another method"),
+    **dict.fromkeys(("awq", "w4a16awq"), "W4A16_ASYM with --rounding refit; vexport does not smooth weights"),
+}
+
+
 @cache
 def presets() -> PresetFile:
     """The presets as generated, in the order in which tables list them."""
@@ -98,6 +114,12 @@ def scheme_name(text: str) -> str:
         return text
 
 
+def meant(name: str, known: Sequence[str]) -> str:
+    """` (did you mean X?)`: what a scheme of another tool is called here, else the nearest known name."""
+    elsewhere = ELSEWHERE.get(fold_name(name))
+    return f" (did you mean {elsewhere}?)" if elsewhere else nearest(name, known)
+
+
 def is_scheme(name: str) -> bool:
     """Whether there is a scheme of exactly that name."""
     try:
@@ -125,7 +147,7 @@ def get_scheme(name: str) -> Scheme:
         f"scheme {name!r}",
         got="an unknown name",
         need=f"one of {', '.join(known)}",
-        fix=f"see `vexport list schemes`{nearest(name, list(known))}",
+        fix=f"see `vexport list schemes`{meant(name, list(known))}",
     )
 
 

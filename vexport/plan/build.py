@@ -18,7 +18,7 @@ from vexport.plan.kv_cache import attention_layers, refused_caches
 from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of
 from vexport.plan.ranks import OTHER_RANKS, is_uneven, refused_ranks
 from vexport.plan.rules import Treatment, choose_rule, hidden_rules, require_matching_rules
-from vexport.plan.shapes import kept_instead, refusal, unsupported
+from vexport.plan.shapes import SHAPE, kept_instead, refusal, unsupported
 from vexport.scenario import Rule
 from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 
@@ -123,7 +123,8 @@ def require_accepted(plan: Plan) -> None:
         return
     first, *rest = plan.refusals
     more = f" ({len(rest)} more: see `vexport plan`)" if rest else ""
-    raise InputError(first.where, got=first.got, need=first.expected, fix=first.fix + more)
+    need = "" if first.check == SHAPE else first.expected  # a reason is a sentence, see plan/shapes.py
+    raise InputError(first.where, got=first.got, need=need, fix=first.fix + more)
 
 
 def _groups(

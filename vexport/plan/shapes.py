@@ -11,6 +11,7 @@ from vexport.plan.reordered import unsupported_reordering
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
 # What becomes of layers that do not fit.
+SHAPE = "shape"
 KEPT = "kept unquantized"
 KEY_VALUE = ("k_proj", "v_proj")
 # Stored as one weight what vLLM treats as parts of a merged layer.
@@ -60,7 +61,7 @@ def _unsupported(
 def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
     """A refusal that names layers, sizes and rule."""
     return Finding(
-        check="shape",
+        check=SHAPE,
         severity="error",
         where=group.name if len(group.members) > 1 else group.members[0].name,
         expected=f"a shape that {group.scheme} can store and vLLM can run",

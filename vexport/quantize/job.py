@@ -182,7 +182,8 @@ def write_checkpoint(
             compilation.end()
             job.on_progress(stage, done, total)
 
-        finished, rounding = _rounded(job, index, plan, calibration, aside_folder(folder))
+        watched = replace(job, on_progress=on_progress)
+        finished, rounding = _rounded(watched, index, plan, calibration, aside_folder(folder))
         seen = calibration
         if rounding is not None and calibration is not None:
             seen = replace(calibration, kv_ranges={**calibration.kv_ranges, **rounding.cached})
