@@ -24,7 +24,7 @@ from vexport.explain import catalog
 from vexport.explain.catalog import checks
 from vexport.explain.pages import PAGES as NAMES
 from vexport.formats.schemes import all_schemes
-from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
+from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity, Speed
 from vexport.scenario.serve import Serve
 
 ROOT = Path(__file__).parent.parent
@@ -205,6 +205,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "sensitivity": Sensitivity,
     "serve": Serve,
     "evaluate": Evaluate,
+    "speed": Speed,
 }
 
 

@@ -12,10 +12,10 @@ from tests.reports import parts, sample
 from vexport.errors import InputError
 from vexport.evaluation.scheme_points import scheme_points
 from vexport.files import to_json
-from vexport.reports import render_history
+from vexport.reports import render, render_history
 from vexport.reports.charts.plane import looks_charts, scheme_chart, tradeoff_chart
 from vexport.reports.charts.trend import Trend, trend
-from vexport.types import Report
+from vexport.types import Report, SpeedPoint, SpeedReport
 
 
 def runs() -> list[Report]:
@@ -45,6 +45,33 @@ def test_text_has_the_oldest_first_and_a_gap_where_nothing_was_measured() -> Non
     ]
     (addition,) = [line for line in lines if "addition" in line]
     assert addition.split()[-4:] == ["98.9%", "98.9%", "(0.00)", "n/a"]
+
+
+def test_speed_is_a_column_and_a_trend_of_the_same_work() -> None:
+    def timed(report: Report, rate: float) -> Report:
+        point = SpeedPoint(
+            concurrency=8,
+            input_len=256,
+            output_len=128,
+            tokens_per_second=rate,
+            ttft=0.1,
+            itl=0.01,
+            runs=(rate - 5, rate, rate + 5),
+            mad=5,
+        )
+        speed = SpeedReport(checkpoint="out", ok=True, findings=(), points=(point,))
+        return replace(report, speeds=(replace(speed, role="baseline"), speed))
+
+    third, first, second = runs()
+    timed_runs = [third, timed(first, 400), timed(second, 123.4)]
+    rows = [line for line in render_history(timed_runs, "text").splitlines() if "8 at once)" in line]
+    assert [row.split("(8 at once)")[0].split()[-1] for row in rows] == ["400", "123"]
+    page = render_history(timed_runs, "html")
+    assert "8 at once: 256 tokens in, 128 out" in page
+    assert "8 at once: 256 tokens in" not in render_history([third, first, second], "html")
+    page = render(timed_runs[1], "html")
+    assert 'id="speed"' in page
+    assert "±1.2%" in page
 
 
 def test_json_has_every_report_in_order() -> None:

@@ -1,7 +1,7 @@
 """Several runs next to each other, the oldest first: scores, changes, size, speed, what each scheme loses."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vexport.evaluation.scheme_points import scheme_points
@@ -19,7 +19,7 @@ from vexport.reports.document import (
     parts,
     row,
 )
-from vexport.reports.formatting import NOT_AVAILABLE, bits_per_weight, duration, size, small
+from vexport.reports.formatting import NOT_AVAILABLE, bits_per_weight, count, duration, size, small
 from vexport.reports.sentences import (
     outcome_line,
     report_device,
@@ -27,13 +27,14 @@ from vexport.reports.sentences import (
     schemes_in_use,
     task_title,
 )
-from vexport.types import Report, TaskVerdict
+from vexport.reports.speed import most_at_once, points_of, rate, spread
+from vexport.types import Outcome, Report, SpeedPoint, TaskVerdict
 
 _COLUMNS = (
     Column("Run"),
     Column("Made (UTC)", nowrap=True),
     *columns("Result", "Since the run before", "Schemes"),
-    *(Column(title, nowrap=True) for title in ("Size", "Bits", "Time", "KL")),
+    *(Column(title, nowrap=True) for title in ("Size", "Bits", "Tokens/s", "Time", "KL")),
 )
 
 
@@ -105,9 +106,16 @@ def _run_row(number: int, run: Run, change: str) -> tuple[Cell, ...]:
         schemes_in_use(report.plan),
         size(report.plan.output_bytes),
         bits_per_weight(report.plan.output_bytes, report.plan.parameters),
+        _speed_cell(report),
         duration(sum(report.seconds.values())),
         small(report.drift.mean_kl) if report.drift else NOT_AVAILABLE,
     )
+
+
+def _speed_cell(report: Report) -> str:
+    """The checkpoint's tokens a second, with the most requests at once."""
+    point = most_at_once(report.speeds)
+    return f"{rate(point.tokens_per_second)} ({count(point.concurrency)} at once)" if point else NOT_AVAILABLE
 
 
 def _worst_change(before: Run, after: Run) -> str:
@@ -169,8 +177,28 @@ def _trends(runs: Sequence[Run], titles: Sequence[str]) -> tuple[Plane, ...]:
         *(_score_trend(runs, title) for title in titles),
         trend(bytes_, lambda value: size(round(value))),
         trend(clock, duration),
+        *(trend(speed, rate) for speed in _speed_trends(runs, names, outcomes)),
     ]
     return tuple(chart for chart in charts if chart)
+
+
+def _speed_trends(runs: Sequence[Run], names: Sequence[str], outcomes: Sequence[Outcome]) -> Iterator[Trend]:
+    """Tokens a second of the same work, for each number of requests at once that some run has."""
+    measured = [{_work(point): point for point in points_of(run.report.speeds)} for run in runs]
+    for work in sorted({work for points in measured for work in points}):
+        points = [points.get(work) for points in measured]
+        yield Trend(
+            title=f"{count(work[0])} at once: {count(round(work[1]))} tokens in, {count(round(work[2]))} out",
+            unit="tokens/s",
+            names=names,
+            outcomes=outcomes,
+            values=[point.tokens_per_second if point else None for point in points],
+            bounds=[spread(point) if point else None for point in points],
+        )
+
+
+def _work(point: SpeedPoint) -> tuple[int, float, float]:
+    return point.concurrency, point.input_len, point.output_len
 
 
 def _score_trend(runs: Sequence[Run], title: str) -> Plane | None:

@@ -39,6 +39,27 @@ def speed_parts(reports: Sequence[SpeedReport]) -> tuple[doc.Part, ...]:
     )
 
 
+def speed_lines(reports: Sequence[SpeedReport]) -> Iterator[tuple[str, str]]:
+    """For each number of requests at once what the checkpoint of a run does, or why that is not known."""
+    baseline = next((report for report in reports if report.role == "baseline"), None)
+    for report in reports:
+        if report.role == "baseline":
+            continue
+        if report.unmeasured:
+            yield "speed", f"not measured: {report.unmeasured}"
+        for point in report.points:
+            same = _same(point, baseline) if baseline else None
+            share = f", {_share(point, same)} of the baseline's" if same else ""
+            yield (
+                "speed",
+                f"{count(point.concurrency)} at once: {rate(point.tokens_per_second)} tokens/s{share}",
+            )
+
+
+def _share(point: SpeedPoint, same: SpeedPoint) -> str:
+    return percent(point.tokens_per_second / same.tokens_per_second, 0)
+
+
 def _rows(report: SpeedReport, baseline: SpeedReport | None) -> Iterator[tuple[doc.Cell, ...]]:
     for point in report.points:
         same = _same(point, baseline) if baseline else None
@@ -46,7 +67,7 @@ def _rows(report: SpeedReport, baseline: SpeedReport | None) -> Iterator[tuple[d
             report.checkpoint,
             count(point.concurrency),
             doc.Cell(rate(point.tokens_per_second), _spread(point)),
-            percent(point.tokens_per_second / same.tokens_per_second, 0) if same else NOT_AVAILABLE,
+            _share(point, same) if same else NOT_AVAILABLE,
             milliseconds(point.ttft),
             milliseconds(point.itl),
         )
@@ -87,6 +108,22 @@ def _waits(point: SpeedPoint, kv_tokens: int | None) -> bool:
 
 def _spread(point: SpeedPoint) -> str:
     return "" if point.mad is None else f"±{percent(point.mad / point.tokens_per_second)}"
+
+
+def points_of(reports: Sequence[SpeedReport]) -> tuple[SpeedPoint, ...]:
+    """The checkpoint's points, without the baseline's."""
+    return tuple(point for report in reports if report.role == "checkpoint" for point in report.points)
+
+
+def most_at_once(reports: Sequence[SpeedReport]) -> SpeedPoint | None:
+    """The checkpoint's point with the most requests at once; None where it was not measured."""
+    return max(points_of(reports), key=lambda point: point.concurrency, default=None)
+
+
+def spread(point: SpeedPoint) -> tuple[float, float]:
+    """The slowest and the fastest timed run; of another tool's result the point alone."""
+    runs = point.runs or (point.tokens_per_second,)
+    return min(runs), max(runs)
 
 
 def rate(tokens_per_second: float) -> str:

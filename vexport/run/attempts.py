@@ -13,7 +13,7 @@ from vexport.types import Attempt, Promotion
 ATTEMPTS = "attempts"
 FILE = "attempts.json"
 # What the next round starts from as well.
-SHARED_STAGES = ("calibrate", "sensitivity", f"serve {BASELINE}", f"load {BASELINE}")
+SHARED_STAGES = ("calibrate", "sensitivity", f"serve {BASELINE}", f"load {BASELINE}", f"time {BASELINE}")
 SHARED_FILES = (
     "calibration",
     "sensitivity",

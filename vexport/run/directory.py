@@ -37,6 +37,7 @@ KIND = FolderKind(
             "load.json",
             "dry-load.json",
             "sensitivity.json",
+            "speed.json",
         )
         + ("mixed.json", "attempts.json", "report.*", "junit.xml", "model-card.md")
     ),

@@ -15,6 +15,7 @@ from vexport.run.promoting import may_promote, promote, require_promotable
 from vexport.run.serving import EngineOptions, require_tasks, task_files
 from vexport.run.stages import MEASURE, do, finish
 from vexport.run.state import SENSITIVITY, Run
+from vexport.run.timing import require_length
 from vexport.scenario import Scenario
 from vexport.types import Report
 
@@ -44,6 +45,8 @@ def run_scenario(
     run.directory.begin(overwrite=overwrite)
     if file is not None:
         _keep_scenario(file, folder)
+    if scenario.speed is not None:
+        require_length(run.baseline, scenario.speed.workload, options)
     report = finish(run)
     while until_pass and may_promote(report, run):
         if run.get(SENSITIVITY) is None:

@@ -11,7 +11,10 @@ from vexport.engine.load import refused, shortest_length
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import EngineFault, engines_share_imports, log_folder, require_vllm, run_session
 from vexport.errors import InputError
-from vexport.run.serving import BASELINE, EngineOptions
+from vexport.run.directory import Digests, checkpoint_digest, value_digest
+from vexport.run.making import checkpoint_inputs
+from vexport.run.serving import BASELINE, CANDIDATE, EngineOptions
+from vexport.run.state import LOADED, Run
 from vexport.types import ENGINE_CHECK, NOT_MEASURED_HERE, Finding, SpeedReport, Workload
 
 # What an engine takes at once without being told (vexport.engine.cpu; vLLM's own default is higher).
@@ -47,6 +50,50 @@ def require_length(root: Path, workload: Workload, options: EngineOptions) -> No
             need=f"at most {longest} together, which this model takes",
             fix="lower input_len or output_len (--input-len, --output-len)",
         )
+
+
+def is_timed(run: Run) -> bool:
+    """Whether the scenario asks for it, of a checkpoint that vLLM loads."""
+    loaded = run.get(LOADED)
+    return run.scenario.speed is not None and loaded is not None and loaded.ok
+
+
+def baseline_inputs(run: Run) -> Digests:
+    """What the baseline's speed depends on."""
+    return {"baseline": checkpoint_digest(run.baseline), **_work(run, is_baseline=True)}
+
+
+def candidate_inputs(run: Run) -> Digests:
+    """What the checkpoint's speed depends on."""
+    return {**checkpoint_inputs(run), **_work(run, is_baseline=False)}
+
+
+def _work(run: Run, *, is_baseline: bool) -> Digests:
+    serve, speed = run.scenario.serve.arguments(is_baseline=is_baseline), run.scenario.speed
+    assert speed is not None
+    return {"serve section": value_digest(serve), "speed section": value_digest(speed.model_dump())}
+
+
+def time_baseline(run: Run) -> SpeedReport:
+    """The baseline's speed."""
+    return replace(_stage(run, BASELINE, run.baseline), role="baseline")
+
+
+def time_candidate(run: Run) -> SpeedReport:
+    """The checkpoint's speed; no engine is started for one that the load has shown to be emulated."""
+    engine = run.result(LOADED).engine
+    if engine is not None and engine.emulated:
+        name = str(run.checkpoint)
+        return SpeedReport(
+            checkpoint=name, ok=True, findings=(), vllm=engine.vllm, unmeasured=NOT_MEASURED_HERE
+        )
+    return _stage(run, CANDIDATE, run.checkpoint)
+
+
+def _stage(run: Run, role: str, checkpoint: Path) -> SpeedReport:
+    assert run.scenario.speed is not None
+    log = run.folder / "eval" / role / "speed.log"
+    return measure_speed(checkpoint, role, run.scenario.speed.workload, log, run.options)
 
 
 def measure_speed(

@@ -23,6 +23,7 @@ from vexport.scenario.reading import read_scenario
 from vexport.scenario.rules import AUTO, Auto, Rule
 from vexport.scenario.scheme_keys import GroupSize, parse_group_size
 from vexport.scenario.serve import Serve
+from vexport.scenario.speed import Speed
 
 __all__ = [
     "AUTO",
@@ -43,6 +44,7 @@ __all__ = [
     "Scenario",
     "Sensitivity",
     "Serve",
+    "Speed",
     "default_calibration",
     "parse_group_size",
     "problems_at",

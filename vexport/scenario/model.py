@@ -10,6 +10,7 @@ from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.rules import AUTO, Auto, Rule
 from vexport.scenario.section import Section
 from vexport.scenario.serve import Serve
+from vexport.scenario.speed import Speed
 from vexport.types import KvCache, OnUnsupportedShape
 
 # Names that keys of a scenario had before.
@@ -22,7 +23,8 @@ class Scenario(Section):
     `source` is a folder or a model of the hub, `revision` its branch, tag or commit (or ORG/NAME@REVISION).
     `on_unsupported_shape` says what becomes of layers whose shapes vLLM could not run; `kv_cache` how keys
     and values are stored, in the model's dtype where it is not given. With `sensitivity` the report says
-    what quantizing each group of layers costs; a rule with scheme `auto` needs `auto` and implies it.
+    what quantizing each group of layers costs; a rule with scheme `auto` needs `auto` and implies it. With
+    `speed` both models are timed.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -36,6 +38,7 @@ class Scenario(Section):
     sensitivity: Sensitivity | None = None
     serve: Serve = Serve()
     evaluate: Evaluate | None = None
+    speed: Speed | None = None
 
     @model_validator(mode="before")
     @classmethod

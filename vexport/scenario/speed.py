@@ -1,0 +1,26 @@
+"""What is timed."""
+
+from typing import Annotated
+
+from annotated_types import Gt
+from pydantic import Field
+
+from vexport.scenario.section import Section
+from vexport.types import Workload
+
+_Positive = Annotated[int, Gt(0)]
+_DEFAULT = Workload()
+
+
+class Speed(Section):
+    """How both models are timed: with so many requests at once, of `input_len` and `output_len` tokens."""
+
+    concurrency: Annotated[tuple[_Positive, ...], Field(min_length=1)] = _DEFAULT.concurrency
+    input_len: _Positive = _DEFAULT.input_len
+    output_len: _Positive = _DEFAULT.output_len
+
+    @property
+    def workload(self) -> Workload:
+        """The same, each concurrency once."""
+        concurrency = tuple(dict.fromkeys(self.concurrency))
+        return Workload(concurrency=concurrency, input_len=self.input_len, output_len=self.output_len)
