@@ -153,6 +153,7 @@ def test_broken_rows_are_named_up_to_ten_and_counted(tmp_path: Path) -> None:
         ('{"messages": 5}', "no string and no list"),
         ('{"messages": null}', "a row without text"),
         ('{"messages": [[]]}', "a turn that is no object"),
+        ('{"messages": [1]}', "a turn that is no object"),
         ('{"messages": [{"role": "user"}]}', "no role and content"),
         ('{"input_ids": [true, false]}', "no list of integers"),
         ('{"input_ids": [9999]}', "outside the vocabulary"),

@@ -1,5 +1,6 @@
 """What calibration refuses: values that are not finite, layers without tokens, models of another shape."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.calibration.models import configs, save
 from vexport.calibration import Samples, calibrate
 from vexport.calibration.capture import capture_layer_calls
 from vexport.calibration.hidden import hidden_states
+from vexport.checkpoint.index import read_index
 from vexport.errors import CheckpointFailed, InputError
 from vexport.types import LinearPlan
 
@@ -119,3 +121,31 @@ def test_a_model_that_does_more_between_its_layers_is_refused(llama: Path) -> No
     ):
         capture_layer_calls(model, "model.layers", layers, [torch.tensor([[1, 2]])], hidden)
     assert "forward" not in vars(layers[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"auto_map": {"AutoConfig": "code.Config"}, "model_type": "unheard"}, "--trust-remote-code"),
+        ({"model_type": "unheard"}, "a model that transformers can build"),
+        ({"num_attention_heads": 0}, "a model that transformers can build"),
+        (
+            {"rope_parameters": {"rope_type": "none such", "rope_theta": 1.0}},
+            "a model that transformers can build",
+        ),
+    ],
+)
+@pytest.mark.fault("a config that transformers refuses, or whose code it would run: exit code 2 and the file")
+def test_a_config_that_transformers_refuses_is_one_line(
+    changes: dict[str, object], words: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(llama)[1]
+    folder = changed(llama, tmp_path / "model", lambda _: None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(InputError, match=words) as caught:
+        calibrate(read_index(folder), plan, samples())
+    assert str(folder / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()

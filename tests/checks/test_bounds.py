@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 
@@ -10,11 +11,14 @@ import pytest
 
 from tests.command import Ran, vexport
 from vexport.errors import InputError
+from vexport.reports.folding import fold
+from vexport.types import Finding
 from vexport.types.patterns import MOST_SECONDS, Patterns, matches
 
 pytestmark = pytest.mark.fault("huge counts and slow expressions in a config: one error in bounded time")
 
 Config = dict[str, object]
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 BOMBS = (r"re:([a-z._0-9]+)+\$", r"re:(.*)*(.*)*(.*)*(.*)*(.*)*X", "re:(?=(.+)+Z)", r"re:(\w|\w\w|\.|_)+!")
 NAME = "model.layers.0.self_attn.q_proj.weight_packed"
 # A sound check of the micro model takes a tenth of that.
@@ -67,10 +71,22 @@ def test_a_slow_expression_in_ignore_is_one_error(
     assert ran.stdout.count("the pattern") == 1
 
 
+@pytest.mark.parametrize("pattern", [r"-:([a-z._0-9]+)+\$", "+:(.*)*(.*)*(.*)*(.*)*(.*)*X"])
+def test_a_slow_expression_of_gptq_is_one_error(
+    check: Callable[[Callable[[Config], object]], Ran], pattern: str
+) -> None:
+    ran = check(lambda config: config.update(quantization_config={**GPTQ, "dynamic": {pattern: {}}}))
+    assert ran.code == 1
+    assert ran.stdout.count("the pattern") == 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"num_hidden_layers": 10**9},
+        {"text_config": {"num_hidden_layers": 10**9, "num_attention_heads": 4}},
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 10**9},
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "x", "n_routed_experts": 10**9},
         {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 10**9},
     ],
 )
@@ -104,3 +120,11 @@ def test_time_grows_with_the_names_in_ignore_and_not_faster() -> None:
     seconds(1000)
     small, large = (min(seconds(count) for _ in range(3)) for count in (20_000, 80_000))
     assert large < 12 * small + 0.05
+
+
+def test_a_word_of_a_million_letters_is_read_once() -> None:
+    """As the name of a class may be; looked at from each letter it would take hours."""
+    letters = Finding(check="model", severity="error", where="a", expected="b", got="y" * 10**6, fix="c")
+    start = time.perf_counter()
+    assert [kind.count for kind in fold([letters, replace(letters, got="y" * 10**6 + " 2")])] == [1, 1]
+    assert time.perf_counter() - start < SOON

@@ -79,6 +79,21 @@ def test_many_signals_are_as_one(tmp_path: Path) -> None:
     assert (struck.code, struck.errors) == (130, [RESUME])
 
 
+@ANY_COMMAND
+def test_a_signal_before_the_handlers_stand_is_one_line(tmp_path: Path) -> None:
+    """In the first import of all, by a module of that name which comes before Python's own."""
+    (tmp_path / "threading.py").write_text("import os\nos.kill(os.getpid(), 2)\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from vexport.cli import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (130, f"{RESUME}\n")
+
+
 # What Python does with an exception there is to print and forget it.
 DEAF = {
     "destructor": "class Busy:\n    def __del__(self):\n        work()\nBusy()",

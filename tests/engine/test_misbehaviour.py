@@ -15,6 +15,7 @@ import pytest
 from tests.engine.test_vllm import processes_of
 from tests.packaging.environment import ROOT
 from vexport.engine import process as process_module
+from vexport.engine.forks import ADDRESS
 from vexport.engine.messages import FailureKind
 from vexport.engine.session import EngineFault
 from vexport.engine.shared_memory import segments_of
@@ -120,6 +121,7 @@ def test_a_disturbed_engine_is_one_error(
     disturber = Disturber(log=log, phase=phase, disturb=fault)
     if fault is kill_core:  # on the CPU it is a process only where that is asked for
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        monkeypatch.delenv(ADDRESS, raising=False)
     if fault is freeze_worker:  # the clock is put forward instead of waiting for the timeout
         later = SimpleNamespace(
             monotonic=lambda: time.monotonic() + (900 if disturber.at else 0), sleep=time.sleep

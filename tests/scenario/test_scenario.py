@@ -137,6 +137,7 @@ def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
         ("serve: {tensor_parallel: [0]}", "serve.tensor_parallel.0"),
         ("serve: {dry_tensor_parallel: [0]}", "serve.dry_tensor_parallel.0"),
         ("serve: {dry_tensor_parallel: []}", "serve.dry_tensor_parallel"),
+        ("serve: {compute: []}", "serve.compute"),
         ("serve: {tensor_parallel: [1], dry_tensor_parallel: [2]}", "serve.tensor_parallel"),
         ("kv_cache: int8", "kv_cache"),
         ("on_unsupported_shape: ignore", "on_unsupported_shape"),

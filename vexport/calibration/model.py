@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from vexport.errors import InputError
+from vexport.errors.escaping import first_line
+from vexport.errors.extras import mismatch_of
 
 
 def build_on_meta(
@@ -23,21 +25,37 @@ def build_on_meta(
     kernel, and sums depend on it: a call that is continued would compute other bytes until then.
     """
     torch.set_num_threads(numba.get_num_threads())
+    try:
+        model = _build(root, trust_remote_code)
+    except Exception as error:  # of foreign code on a foreign config
+        if isinstance(error, MemoryError | ImportError) or mismatch_of(error):
+            raise
+        own_code = not trust_remote_code and "trust_remote_code" in str(error)
+        raise InputError(
+            str(root / "config.json"),
+            got="a model with its own code" if own_code else f"one that it refuses ({first_line(error)})",
+            need="a model that transformers can build, to calibrate it",
+            fix="read that code, then add --trust-remote-code" if own_code else "correct it",
+        ) from error
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+    return model.eval()
+
+
+def _build(root: Path, trust_remote_code: bool) -> transformers.PreTrainedModel:
+    """By the class that the checkpoint names, or by that which transformers has for text."""
     config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    own_code = trust_remote_code and hasattr(config, "auto_map")
     dtype = config.dtype or torch.bfloat16
     with parameters_on_meta():
-        if named is not None and not own_code:
+        if named is not None and not (trust_remote_code and hasattr(config, "auto_map")):
             model: transformers.PreTrainedModel = named._from_config(config, dtype=dtype)
         else:
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
-    return model.eval()
+    return model
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+CONVERSATIONS = ("messages", "conversations", "conversation")
 FORMS = "text, messages, conversations, prompt and completion, or input_ids"
 # ShareGPT's names of who speaks.
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
@@ -30,7 +31,7 @@ def read_row(raw: object, column: str | None) -> Row:
         if column not in raw:
             raise ValueError(f"no column {column}, but {', '.join(map(str, list(raw)[:10])) or 'none'}")
         return _of_value(raw[column], column)
-    for key in ("input_ids", "messages", "conversations", "conversation"):
+    for key in ("input_ids", *CONVERSATIONS):
         if raw.get(key) is not None:
             return _of_value(raw[key], key)
     if raw.get("prompt") is not None and (answer := raw.get("completion", raw.get("response"))) is not None:
@@ -46,7 +47,8 @@ def _of_value(value: object, key: str) -> Row:
         return Row(text=_string(value, key))
     if not isinstance(value, Sequence):
         raise ValueError(f"{key} that is no string and no list")
-    if key == "input_ids" or (value and all(type(item) is int for item in value)):
+    numbers = bool(value) and all(type(item) is int for item in value)
+    if key == "input_ids" or (numbers and key not in CONVERSATIONS):
         if not all(type(item) is int for item in value):
             raise ValueError("input_ids that are no list of integers")
         return Row(ids=tuple(value))

@@ -1,5 +1,11 @@
 """The command line: one file a theme; `interrupts.main` is the console script, `entry` has the commands."""
 
-from vexport.cli.interrupts import main
+import os
+
+try:
+    from vexport.cli.interrupts import main
+except KeyboardInterrupt:  # before its handlers are in place
+    os.write(2, b"error: Interrupted. Run the same command again to resume\n")
+    os._exit(130)
 
 __all__ = ["main"]

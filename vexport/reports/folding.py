@@ -11,8 +11,8 @@ from vexport.reports.formatting import plural
 from vexport.types import Finding, Severity
 
 _NUMBER = re.compile(r"\d+")
-# Dotted names of three parts and more: modules and tensors.
-_NAME = re.compile(r"[\w#]+(?:\.[\w#]+){2,}")
+# Dotted names of three parts and more: modules and tensors. A long word is read once, from its beginning.
+_NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
 SEVERITIES: Sequence[Severity] = ("error", "warning", "info")
 _MAX_RUNS = 4

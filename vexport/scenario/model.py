@@ -27,7 +27,7 @@ class Scenario(Section):
     `speed` both models are timed.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     source: str
     revision: str | None = None
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)]

@@ -132,7 +132,7 @@ class Serve(Section):
         tuple[Annotated[int, Gt(0)], ...] | None,
         Field(validation_alias=AliasChoices(_RANKS, _OLD_RANKS), min_length=1),
     ] = None
-    compute: tuple[str, ...] = ("cpu",)
+    compute: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu",)
     timeout: Annotated[int, Gt(0)] = 3600
 
     @model_validator(mode="before")

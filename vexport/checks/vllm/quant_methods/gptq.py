@@ -4,7 +4,6 @@ Source: vllm/model_executor/layers/quantization/auto_gptq.py and utils/gptq_util
 codes only and look neither at zero points nor at g_idx.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from vexport.formats.integer import PackedIntegers
 from vexport.formats.parameters import exact, words
 from vexport.numerics.constants import INT32_BITS
 from vexport.types import Json, TensorInfo
+from vexport.types.patterns import REGEX, Patterns
 
 Array = npt.NDArray[np.generic]
 SOURCE = "auto_gptq.py"
@@ -172,7 +172,7 @@ class GptqV2(Gptq):
 class Rule:
     """An entry of `dynamic`: layers by a pattern from their start, with their own group or none."""
 
-    pattern: re.Pattern[str]
+    pattern: Patterns
     group: MethodGroup | None
 
 
@@ -246,15 +246,14 @@ def _rules(config: Config, base: Mapping[str, Json]) -> Iterator[Rule]:
     """GPTQModel's overrides: `-:` keeps layers, `+:` or nothing gives them their own arguments."""
     dynamic = config.values.get("dynamic")
     for number, (pattern, changes) in enumerate(dynamic.items() if isinstance(dynamic, dict) else ()):
-        try:
-            compiled = re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
-        except re.error as error:
-            config.wrong(f"dynamic.{pattern}", "a regular expression", str(error))
+        patterns = Patterns([REGEX + (pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)])
+        if problem := patterns.expressions[0].problem:
+            config.wrong(f"dynamic.{pattern}", "a regular expression", problem)
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
         own = None if kept or not isinstance(changes, dict) else {**base, **changes}
         yield Rule(
-            pattern=compiled, group=None if own is None else _group(config, own, f"gptq dynamic {number}")
+            pattern=patterns, group=None if own is None else _group(config, own, f"gptq dynamic {number}")
         )
 
 
