@@ -91,8 +91,40 @@ def nvfp4(weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
     }
 
 
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, two to the byte, and biased exponents of groups of 32 along the last dimension."""
+    grouped = weight.float().reshape(*weight.shape[:-1], -1, 32)
+    exponent = grouped.abs().amax(dim=-1).clamp_min(2.0**-100).log2().floor() - 2
+    scaled = (grouped / exponent.exp2()[..., None]).clamp(-6, 6)
+    codes = (scaled.abs()[..., None] - FP4).abs().argmin(dim=-1) + 8 * (scaled < 0)
+    codes = codes.to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
+
+
 def _modelopt(algo: str, **more: Json) -> Mapping[str, Json]:
     return {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"], "producer": HEADER, **more}
+
+
+def _auto_round(layout: str, **more: Json) -> Mapping[str, Json]:
+    """As AutoRound 0.16 writes it."""
+    kept: Json = {"lm_head": {"bits": 16, "data_type": "fp"}}
+    return {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "data_type": "int",
+        "group_size": GROUP,
+        "sym": True,
+        "packing_format": f"auto_round:{layout}",
+        "block_name_to_quantize": "model.layers",
+        "extra_config": kept,
+        "autoround_version": "0.16.1",
+        **more,
+    }
+
+
+def stored_mxfp4(weight: torch.Tensor) -> Tensors:
+    packed, scales = mxfp4(weight)
+    return {"weight_packed": packed.flatten(1), "weight_scale": scales}
 
 
 # The config of each, and its layers from a weight and the largest weight of those that vLLM runs as one.
@@ -126,6 +158,12 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torc
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
         lambda weight, largest: awq(weight),
+    ),
+    "auto-round": (_auto_round("auto_gptq"), lambda weight, largest: gptq(weight)),
+    "auto-round-awq": (_auto_round("auto_awq"), lambda weight, largest: awq(weight)),
+    "auto-round-mxfp4": (
+        _auto_round("llm_compressor", data_type="mx_fp", group_size=32, act_bits=4),
+        lambda weight, largest: stored_mxfp4(weight),
     ),
     "fp8-block": (
         {
@@ -178,4 +216,27 @@ def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
     whole = json.loads((folder / "config.json").read_text())
     whole["quantization_config"] = dict(config)
     (folder / "config.json").write_text(json.dumps(whole, indent=2))
+    return folder
+
+
+def write_gpt_oss(source: Path, folder: Path, **changes: Json) -> Path:
+    """A micro gpt-oss as OpenAI publishes it: experts in MXFP4, outputs before inputs."""
+    copytree(source, folder)
+    written: Tensors = {}
+    for key, value in load_file(source / "model.safetensors").items():
+        if key.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            blocks, scales = mxfp4(value.transpose(1, 2).contiguous())
+            written |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        else:
+            written[key] = value
+    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+    whole = json.loads((folder / "config.json").read_text())
+    kept: list[Json] = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    whole["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (folder / "config.json").write_text(json.dumps({**whole, **changes}, indent=2))
     return folder

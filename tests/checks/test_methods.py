@@ -9,14 +9,15 @@ import pytest
 
 from tests.command import vexport
 from tests.models import problems
-from vexport.checks.vllm.producers import PRODUCERS, UNKNOWN_TO_VLLM
+from vexport.checks import check_checkpoint
+from vexport.checks.vllm.producers import PRODUCERS
+from vexport.checks.vllm.target import Target
 from vexport.types import Finding, Json
 
 # As the producers write them, shortened.
 CONFIGS: dict[str, dict[str, Json]] = {
-    "AutoRound": {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"},
     "Quark": {"quant_method": "quark", "export": {"pack_method": "reorder"}, "global_quant_config": {}},
-    "gpt-oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    "FP-Quant": {"quant_method": "fp_quant", "forward_dtype": "mxfp4"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "TorchAO": {"quant_method": "torchao", "quant_type": {"default": "int4_weight_only"}},
 }
@@ -48,10 +49,10 @@ def test_another_method_is_one_finding(good: Good, tmp_path: Path, producer: str
     finding = only(changed)
     assert (finding.check, finding.severity) == ("config", "error")
     assert repr(method) in finding.got
-    assert ("vexport load" in finding.fix) is (method not in UNKNOWN_TO_VLLM)
+    assert ("vexport load" in finding.fix) is (method != "bitsandbytes")
 
 
-@pytest.mark.parametrize("producer", ["AutoRound", "Quark"])
+@pytest.mark.parametrize("producer", ["FP-Quant", "Quark"])
 def test_repair_makes_no_compressed_tensors_of_it(good: Good, tmp_path: Path, producer: str) -> None:
     changed = rewritten(
         good("W8A8"), tmp_path / "other", lambda config: config.update(quantization_config=CONFIGS[producer])
@@ -103,4 +104,16 @@ def test_the_methods_are_those_of_vllm() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     known = {*QUANTIZATION_METHODS, "auto-round"}
-    assert {name for name in PRODUCERS if name not in known} == UNKNOWN_TO_VLLM
+    assert {name for name in PRODUCERS if name not in known} == {"bitsandbytes", "gguf"}
+
+
+def test_a_method_that_left_vllm_is_known_by_version(good: Good, tmp_path: Path) -> None:
+    """bitsandbytes is no method of vLLM 0.32; it was one of 0.25."""
+    changed = rewritten(
+        good("W8A8"),
+        tmp_path / "other",
+        lambda config: config.update(quantization_config=CONFIGS["bitsandbytes"]),
+    )
+    assert "which vLLM 0.32 has not; 0.27 is the last known one that has" in only(changed).got
+    report = check_checkpoint(str(changed), Target(vllm=(0, 25)))
+    assert "which vLLM may well load" in report.findings[0].got

@@ -17,6 +17,7 @@ from vexport.checks.vllm.view import (
     CheckpointView,
     FusedLinear,
     error,
+    joined_name,
     quantized_parameters,
     warning,
 )
@@ -48,11 +49,26 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         for module, parameters in fused.members.items():
             if group is not None and quantized_parameters(parameters):
                 yield from _parameters(view, fused, group, module)
+    yield from _of_method(view)
     if view.layout is not None:
         yield from _of_layout(view, view.layout)
         return
     yield from _decoder_layers(view)
     yield from _outside_layers(view)
+
+
+def _of_method(view: CheckpointView) -> Iterator[Finding]:
+    """Modules that another method stores in every decoder layer, of which none is there."""
+    count = text_config(view.index.config).get("num_hidden_layers")
+    if view.method is None or not isinstance(count, int):
+        return
+    if impossible_size(view.index.config, len(view.index.tensors)):
+        return
+    stored = {fused.name for fused in view.fused_linears if fused.is_quantized}
+    names = (f"model.layers.{number}.{name}" for number in range(count) for name in view.method.modules)
+    for name in names:
+        if name not in stored:
+            yield _missing(joined_name(name, "blocks"), f"the layer, quantized ({view.method.source})")
 
 
 def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
@@ -146,15 +162,15 @@ def _parameters(
         names.add("weight_g_idx")
     for parameter in sorted(names - parameters.keys()):
         if parameter == "input_scale" and any(parameter in other for other in fused.members.values()):
-            yield _covered(f"{module}.{parameter}", fused)
+            yield _covered(joined_name(module, parameter), fused)
         elif parameter == "weight_shape":
-            yield _unread_shape(f"{module}.{parameter}")
+            yield _unread_shape(joined_name(module, parameter))
         elif parameter in group.storage.unread:
-            yield _unread(f"{module}.{parameter}")
+            yield _unread(joined_name(module, parameter))
         else:
             yield error(
                 NAME,
-                f"{module}.{parameter}",
+                joined_name(module, parameter),
                 expected=f"the tensor ({group.format})",
                 got="no such tensor: vLLM would read uninitialized memory",
                 fix="export the checkpoint again",
@@ -163,7 +179,7 @@ def _parameters(
     for parameter in sorted(parameters.keys() - expected) if shape is not None else ():
         yield error(
             NAME,
-            f"{module}.{parameter}",
+            joined_name(module, parameter),
             expected=f"only {', '.join(sorted(names))}",
             got="a tensor that the layer's scheme does not have",
             fix="remove it or correct the config group",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from vexport.checks.vllm.quant_methods import MethodGroup
+from vexport.checks.vllm.quant_methods.auto_round import AsGptq, AsMxfp4, AsMxfp8
 from vexport.checks.vllm.quant_methods.awq import Awq
 from vexport.checks.vllm.quant_methods.fp8 import NativeFp8, NativeFp8Block
 from vexport.checks.vllm.quant_methods.gptq import Gptq, GptqV2
@@ -33,7 +34,15 @@ def own_weight(group: MethodGroup, stored: Stored) -> torch.Tensor:
 
 
 def _integers(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes of each word of a row, lowest bits first: (rows, words, codes)."""
+    """The codes of each word of a row, lowest bits first: (rows, words, codes); of widths that do not fill
+    words, those of each 32 codes, which have whole words (pack of AutoGPTQ for 3 bits)."""
+    if INT32_BITS % bits:
+        each = (
+            torch.bitwise_right_shift(words.unsqueeze(-1).long() & 0xFFFFFFFF, torch.arange(INT32_BITS)) & 1
+        )
+        powers = 1 << torch.arange(bits)
+        runs = each.reshape(words.shape[0], -1, INT32_BITS, bits)
+        return torch.sum(runs * powers, dim=-1)
     shifts = torch.arange(0, INT32_BITS, bits)
     return torch.bitwise_right_shift(words.unsqueeze(-1).long() & 0xFFFFFFFF, shifts) & ((1 << bits) - 1)
 
@@ -76,11 +85,20 @@ def _scaled(args: QuantArgs, stored: Stored) -> torch.Tensor:
 
 def _nvfp4(args: QuantArgs, stored: Stored) -> torch.Tensor:
     """Codes by the scale of their 16, by the second scale (NVFP4QTensor.dequantize of ModelOpt)."""
-    half = torch.tensor(FP4_VALUES)
-    values = torch.cat([half, -half])
-    codes = torch.stack([stored["weight"] & 15, stored["weight"] >> 4], dim=-1).flatten(-2)
     scale = stored["weight_scale"].float() * stored["weight_scale_2"].float()
-    return values[codes.long()] * scale.repeat_interleave(NVFP4_GROUP, dim=-1)
+    return _fp4(stored["weight"]) * scale.repeat_interleave(NVFP4_GROUP, dim=-1)
+
+
+def _fp4(bytes_: torch.Tensor) -> torch.Tensor:
+    """The numbers of codes of e2m1, of which the lower half of a byte has the first."""
+    half = torch.tensor(FP4_VALUES)
+    return torch.cat([half, -half])[torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(-2).long()]
+
+
+def _mxfp4(args: QuantArgs, stored: Stored) -> torch.Tensor:
+    """Codes by the power of two of their 32 (to_dtype of AutoRound's mxfp4 linear)."""
+    scale = torch.exp2(stored["weight_scale"].float() - E8M0_BIAS)
+    return _fp4(stored["weight_packed"]) * scale.repeat_interleave(MX_GROUP, dim=-1)
 
 
 def _mxfp8(args: QuantArgs, stored: Stored) -> torch.Tensor:
@@ -90,6 +108,9 @@ def _mxfp8(args: QuantArgs, stored: Stored) -> torch.Tensor:
 
 
 FORMULAS: Mapping[type, Callable[[QuantArgs, Stored], torch.Tensor]] = {
+    AsGptq: _gptq,
+    AsMxfp4: _mxfp4,
+    AsMxfp8: _mxfp8,
     Awq: _awq,
     Gptq: _gptq,
     GptqV2: lambda args, stored: _gptq(args, stored, 0),

@@ -106,6 +106,8 @@ def _require_method(view: CheckpointView) -> QuantMethod:
 
 def _untranslated(view: CheckpointView, method: QuantMethod, translated: Translated) -> Iterator[Finding]:
     """What keeps a checkpoint from being converted: its config, its tensors, numbers of another meaning."""
+    if method.stays:
+        yield _wrong(view.quantization_place, f"{method.name}: {method.stays}")
     for problem in method.problems:
         where = f"{view.quantization_place}.{problem.where}"
         yield error(NAME, where, expected=problem.expected, got=problem.got, fix=problem.fix)

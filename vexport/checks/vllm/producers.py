@@ -12,7 +12,7 @@ _CONVERT = "`vexport convert` writes it in compressed-tensors"
 FROM_SOURCE = "quantize from the source (`vexport quantize`)"
 # The methods by their names in configs: who writes them, and how a checkpoint in compressed-tensors is had.
 PRODUCERS: Mapping[str, tuple[str, str]] = {
-    "auto-round": ("AutoRound", "export it again with AutoRound's format llm_compressor"),
+    "auto-round": ("AutoRound", _CONVERT),
     "auto_awq": ("AutoAWQ", _CONVERT),
     "auto_gptq": ("AutoGPTQ", _CONVERT),
     "awq": ("AutoAWQ, AutoRound or GPTQModel", _CONVERT),
@@ -22,7 +22,7 @@ PRODUCERS: Mapping[str, tuple[str, str]] = {
     "fp_quant": ("FP-Quant", FROM_SOURCE),
     "gguf": ("llama.cpp", FROM_SOURCE),
     "gptq": ("GPTQModel, AutoGPTQ or AutoRound", _CONVERT),
-    "inc": ("Intel Neural Compressor", "export it again with AutoRound's format llm_compressor"),
+    "inc": ("AutoRound", _CONVERT),
     "modelopt": (MODELOPT, _CONVERT),
     "modelopt_fp4": (MODELOPT, _CONVERT),
     "modelopt_mixed": (MODELOPT, _CONVERT),
@@ -32,9 +32,8 @@ PRODUCERS: Mapping[str, tuple[str, str]] = {
     "quark": ("AMD Quark", FROM_SOURCE),
     "torchao": ("TorchAO", FROM_SOURCE),
 }
-# Those that `PINNED` has not (QuantizationMethods in model_executor/layers/quantization/__init__.py, and
-# what `override_quantization_method` of its classes takes for one of them).
-UNKNOWN_TO_VLLM = frozenset({"bitsandbytes", "gguf"})
+# Names in configs that vLLM takes for its own (`override_quantization_method` of its classes).
+TAKEN_AS: Mapping[str, str] = {"auto-round": "inc", "auto_awq": "awq", "auto_gptq": "gptq"}
 
 
 def method_name(config: Mapping[str, Json]) -> str | None:

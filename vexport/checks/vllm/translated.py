@@ -11,7 +11,7 @@ from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.layers import KEPT_VIEWS
 from vexport.checks.vllm.producers import METHOD
 from vexport.checks.vllm.quant_methods import MethodGroup
-from vexport.checks.vllm.view import CheckpointView, FusedLinear
+from vexport.checks.vllm.view import CheckpointView, FusedLinear, joined_name
 from vexport.formats.config import DENSE_FORMAT, MIXED_FORMAT, arguments_json, targets_of
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.plan.ignore import ignored
@@ -67,7 +67,7 @@ def translate(view: CheckpointView) -> Translated:
             if not _is_sound(group, parameters):
                 continue
             layers[module] = group
-            stored_names |= {f"{module}.{own}": f"{module}.{stored}" for own, stored in names.items()}
+            stored_names |= {f"{module}.{own}": joined_name(module, stored) for own, stored in names.items()}
             for own, made in group.stored_as.translated(group, _read(group, parameters)).items():
                 name = f"{module}.{own}"
                 if isinstance(made, Derived):

@@ -1,5 +1,6 @@
 """A checkpoint as the checks see it: its tensors by layer, and how vLLM reads its quantization config."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from vexport.checks.vllm.matching import Targets, group_for, group_for_table, ig
 from vexport.checks.vllm.matching import matches_any as matches_any
 from vexport.checks.vllm.online import OnlineTransform, online_transforms
 from vexport.checks.vllm.producers import method_name
-from vexport.checks.vllm.quant_methods import METHODS, MethodGroup, QuantMethod
+from vexport.checks.vllm.quant_methods import METHODS, MethodGroup, Model, QuantMethod
 from vexport.checks.vllm.target import ANY, Target
 from vexport.formats.parsing import parse_args as parse_args
 from vexport.formats.partition import is_head
@@ -46,10 +47,13 @@ QUANTIZED_PARAMETERS = frozenset(
         "qzeros",
         "weight_scale_inv",
         "weight_scale_2",
+        "blocks",
     }
 )
 # What only a layer with others of those has.
 WITH_OTHERS = frozenset({"scales", "g_idx"})
+# Parameters of all experts of a layer that are joined to their projection's name (gpt-oss).
+JOINED = re.compile(r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +114,8 @@ class CheckpointView:
         if read is None or config is None:
             return None
         stored = (tensor for tensor in self.index.tensors.values() if tensor.dtype not in FLOATING)
-        return read(config, {tensor.name.rpartition(".")[0] for tensor in stored})
+        quantized = {split_name(tensor.name)[0] for tensor in stored}
+        return read(config, Model(config=self.index.config, quantized=quantized))
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -291,10 +296,25 @@ def linear_modules(index: SourceIndex) -> dict[str, dict[str, TensorInfo]]:
     """Parameters by linear module: modules with quantized parameters or a two-dimensional weight."""
     modules: dict[str, dict[str, TensorInfo]] = {}
     for tensor in index.tensors.values():
-        module, _, parameter = tensor.name.rpartition(".")
+        module, parameter = split_name(tensor.name)
         if parameter in QUANTIZED_PARAMETERS | WITH_OTHERS or parameter in ("weight", "bias"):
             modules.setdefault(module, {})[parameter] = tensor
     return {name: parameters for name, parameters in modules.items() if _is_linear(name, parameters)}
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The module and the parameter that a tensor's name is made of."""
+    joined = JOINED.fullmatch(name)
+    if joined is not None:
+        return joined["module"], joined["parameter"]
+    module, _, parameter = name.rpartition(".")
+    return module, parameter
+
+
+def joined_name(module: str, parameter: str) -> str:
+    """The name of a module's tensor."""
+    joined = f"{module}_{parameter}"
+    return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
 
 
 def _is_linear(module: str, parameters: Mapping[str, TensorInfo]) -> bool:

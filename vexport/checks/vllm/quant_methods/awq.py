@@ -3,15 +3,22 @@
 Source: vllm/model_executor/layers/quantization/auto_awq.py.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 
 from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, QuantMethod, Translation
-from vexport.checks.vllm.quant_methods.gptq import (
+from vexport.checks.vllm.quant_methods.base import (
+    Config,
+    MethodFormat,
+    MethodGroup,
+    Model,
+    QuantMethod,
+    Translation,
+)
+from vexport.checks.vllm.quant_methods.integers import (
     PACKED_NAMES,
     Array,
     bits_of,
@@ -100,7 +107,7 @@ def _zero_points(zeros: TensorInfo, reader: Reader, rows: slice) -> Array:
     return packed(unpacked(bits_of(reader, zeros), BITS, PLACES).T, BITS)[rows]
 
 
-def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
+def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it: without a list, layers that are stored unquantized are kept."""
     config = Config(values, SOURCE)
     bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")
@@ -125,7 +132,7 @@ def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
         if not kept:
-            return group if layer.endswith(".experts") or name in quantized else None
+            return group if layer.endswith(".experts") or name in model.quantized else None
         return None if contains_listed(layer, kept) or contains_listed(name, kept) else group
 
     return QuantMethod(

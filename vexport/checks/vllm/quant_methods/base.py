@@ -6,7 +6,7 @@ compressed-tensors. What looks at numbers (values, fusion, the comparison with t
 translated: most tensors by another name, some computed from the stored ones.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +33,14 @@ class Problem:
     severity: Severity = "error"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What a quantization config is read with: config.json, and the modules that are stored quantized."""
+
+    config: Mapping[str, Json]
+    quantized: Set[str]
+
+
 class MethodFormat(Format):
     """The storage of a layer by another method; `names` are its names for compressed-tensors' tensors.
 
@@ -56,7 +64,8 @@ class MethodFormat(Format):
         ours = {name: own for own, name in self.names.items()}
         shape = self.shape(args, stored)
         assert shape is not None
-        wanted = super().parameters(args, shape)  # type: ignore[safe-super]
+        plain = super().parameters(args, shape)  # type: ignore[safe-super]
+        wanted = {ours.get(name, name): form for name, form in plain.items()}
         return {
             own: renamed(tensor, own, wanted[own].shape if own in wanted else None)
             for name, tensor in stored.items()
@@ -104,7 +113,8 @@ class QuantMethod:
     `group_of` answers for vLLM's name of a layer and the name of one of its members, both those of the routed
     experts of a layer: None where vLLM keeps it. `skip_key` names the list that keeps layers;
     `quantizes_head` says whether the output head is quantized where that list does not name it; `source` is
-    vLLM's file.
+    vLLM's file, `modules` what every decoder layer stores quantized where that is known, `stays` why a
+    checkpoint cannot be written in compressed-tensors.
     """
 
     name: str
@@ -114,6 +124,8 @@ class QuantMethod:
     group_of: Callable[[str, str], MethodGroup | None]
     quantizes_head: bool = False
     kv_cache: bool = False
+    modules: Sequence[str] = ()
+    stays: str = ""
     problems: Sequence[Problem] = field(default_factory=tuple)
 
 

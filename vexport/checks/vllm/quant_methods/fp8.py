@@ -3,10 +3,10 @@
 Source: vllm/model_executor/layers/quantization/fp8.py.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import replace
 
-from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, QuantMethod
+from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, Model, QuantMethod
 from vexport.checks.vllm.quant_methods.names import is_listed
 from vexport.formats import FP8
 from vexport.formats.arguments import Arguments
@@ -34,13 +34,13 @@ class NativeFp8Block(NativeFp8):
     names = {"weight_scale": "weight_scale_inv"}
 
 
-def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
+def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it; the output head is never quantized."""
     config = Config(values, SOURCE)
     scheme, block = config.required("activation_scheme"), values.get("weight_block_size")
     if scheme not in (*SCHEMES, None):
         config.wrong("activation_scheme", " or ".join(SCHEMES), repr(scheme))
-    if block is not None and not _is_block(block):
+    if block is not None and not is_block(block):
         config.wrong("weight_block_size", "two numbers of rows and columns, or none", repr(block))
     elif block is not None and scheme == "static":
         config.wrong("activation_scheme", "dynamic, with weights in blocks", "static")
@@ -48,27 +48,28 @@ def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
         expected = "experts in FP8: vLLM reads others as MXFP4, which vexport does not judge"
         config.wrong("store_dtype", expected, repr(values["store_dtype"]), "ask vLLM with `vexport load`")
     kept = config.names("ignored_layers", "modules_to_not_convert")
-    group = _group(block, static=scheme == "static")
+    quantized = group(block, static=scheme == "static")
     return QuantMethod(
         name="fp8",
         source=SOURCE,
         skip_key="modules_to_not_convert" if "modules_to_not_convert" in values else "ignored_layers",
-        groups=(group,),
-        group_of=lambda layer, name: None if layer in kept or is_listed(name, kept) else group,
+        groups=(quantized,),
+        group_of=lambda layer, name: None if layer in kept or is_listed(name, kept) else quantized,
         problems=tuple(config.problems),
     )
 
 
-def _is_block(block: Json) -> bool:
+def is_block(block: Json) -> bool:
+    """Whether a block has two sides."""
     sides = block if isinstance(block, list) else []
     return len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
 
 
-def _group(block: Json, *, static: bool) -> MethodGroup:
-    """Inputs are quantized by token, by block, or by a static scale."""
+def group(block: Json, *, static: bool) -> MethodGroup:
+    """FP8 with inputs by token, by block, or by a static scale."""
     args = get_scheme("FP8_DYNAMIC" if block is None else "FP8_BLOCK").args
     weights, inputs = args.weights, args.input_activations
-    if isinstance(block, list) and _is_block(block) and inputs is not None:
+    if isinstance(block, list) and is_block(block) and inputs is not None:
         rows, columns = int(str(block[0])), int(str(block[1]))
         weights = replace(weights, block_structure=(rows, columns))
         inputs = replace(inputs, group_size=columns)

@@ -4,12 +4,11 @@ Source: vllm/model_executor/layers/quantization/auto_gptq.py and utils/gptq_util
 codes only and look neither at zero points nor at g_idx.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
@@ -17,26 +16,35 @@ from vexport.checks.vllm.quant_methods.base import (
     Config,
     MethodFormat,
     MethodGroup,
+    Model,
     Problem,
     QuantMethod,
     Translation,
 )
+from vexport.checks.vllm.quant_methods.integers import (
+    PACKED_NAMES,
+    Array,
+    bits_of,
+    integer_group,
+    packed,
+    shape_tensor,
+    transposed_rows,
+    transposed_scales,
+    transposed_words,
+    unpacked,
+)
 from vexport.checks.vllm.quant_methods.names import contains_listed
-from vexport.formats import PACKED
-from vexport.formats.arguments import Arguments, QuantArgs
-from vexport.formats.base import FLOAT_SCALES, GpuSupport, Parameter
+from vexport.formats.arguments import Arguments
+from vexport.formats.base import GpuSupport, Parameter
 from vexport.formats.integer import PackedIntegers
-from vexport.formats.parameters import exact, words
 from vexport.numerics.constants import INT32_BITS
 from vexport.types import Json, TensorInfo
 from vexport.types.patterns import REGEX, Patterns
 
-Array = npt.NDArray[np.generic]
 SOURCE = "auto_gptq.py"
 BITS, MARLIN_GROUPS = (4, 8), (-1, 32, 64, 128)
 # Groups of this name have zero points that are stored one less than they are (AutoGPTQ's first format).
 V1, V2 = "gptq", "gptq_v2"
-PACKED_NAMES = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
 
 
 class Gptq(MethodFormat, PackedIntegers):
@@ -86,7 +94,7 @@ class Gptq(MethodFormat, PackedIntegers):
                 dtype="I32",
                 shape=(codes.shape[1], codes.shape[0]),
                 sources=(codes,),
-                rows=partial(_transposed, codes),
+                rows=partial(transposed_rows, codes),
             ),
             "weight_scale": transposed_scales(scales),
             "weight_shape": shape_tensor(shape, codes),
@@ -176,12 +184,12 @@ class Rule:
     group: MethodGroup | None
 
 
-def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
+def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it: what is quantized follows from the tensors where no list says it."""
     config = Config(values, SOURCE)
     base = {key: config.required(key) for key in ("bits", "group_size", "desc_act", "sym")}
     group = _group(config, base)
-    listed = tuple(_flat(values.get("modules_in_block_to_quantize"))) or tuple(sorted(quantized))
+    listed = tuple(_flat(values.get("modules_in_block_to_quantize"))) or tuple(sorted(model.quantized))
     rules = tuple(_rules(config, base))
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
@@ -219,29 +227,6 @@ def _group(config: Config, values: Mapping[str, Json], name: str = "gptq") -> Me
     )
 
 
-def integer_group(
-    name: str, stored_as: MethodFormat, *, bits: int, size: int, symmetric: bool
-) -> MethodGroup:
-    """Weight-only integers in groups, or with a scale for each row."""
-    weights = QuantArgs(
-        num_bits=bits,
-        type="int",
-        symmetric=symmetric,
-        strategy="group" if size > 0 else "channel",
-        group_size=size if size > 0 else None,
-        observer="minmax",
-    )
-    return MethodGroup(
-        name=name,
-        targets=("Linear",),
-        weights=weights,
-        input_activations=None,
-        format=stored_as.name,
-        stored_as=stored_as,
-        translated_format=PACKED.name,
-    )
-
-
 def _rules(config: Config, base: Mapping[str, Json]) -> Iterator[Rule]:
     """GPTQModel's overrides: `-:` keeps layers, `+:` or nothing gives them their own arguments."""
     dynamic = config.values.get("dynamic")
@@ -260,72 +245,3 @@ def _rules(config: Config, base: Mapping[str, Json]) -> Iterator[Rule]:
 def _flat(listed: Json) -> Iterator[str]:
     for each in listed if isinstance(listed, list) else ():
         yield from _flat(each) if isinstance(each, list) else (str(each),)
-
-
-def transposed_words(args: Arguments, shape: tuple[int, int], *, packed_by: str) -> Mapping[str, Parameter]:
-    """qweight, qzeros and scales of a layer (out, in), inputs first; codes packed along one side."""
-    out_features, in_features = shape
-    bits, groups = args.weights.num_bits, in_features // (args.weights.group or in_features or 1)
-    codes = (
-        (words(in_features, bits), out_features)
-        if packed_by == "in"
-        else (in_features, words(out_features, bits))
-    )
-    return {
-        "qweight": exact("I32", codes, along=(0, 1)),
-        "qzeros": exact("I32", (groups, words(out_features, bits)), along=(0, 1)),
-        "scales": Parameter(
-            dtypes=FLOAT_SCALES,
-            shape=(groups, out_features),
-            dtype="BF16",
-            along=(0, 1) if groups > 1 else (1,),
-            in_model_dtype=True,
-        ),
-    }
-
-
-def transposed_scales(scales: TensorInfo) -> Derived:
-    """Scales (out, groups)."""
-    return Derived(
-        dtype=scales.dtype,
-        shape=(scales.shape[1], scales.shape[0]),
-        sources=(scales,),
-        rows=partial(_transposed, scales),
-    )
-
-
-def shape_tensor(shape: tuple[int, int], near: TensorInfo) -> Derived:
-    """`weight_shape`, by which compressed-tensors unpacks."""
-    values = np.asarray(shape, np.int64)
-    return Derived(dtype="I64", shape=(2,), sources=(near,), rows=lambda reader, rows: values[rows])
-
-
-def _transposed(tensor: TensorInfo, reader: Reader, rows: slice) -> Array:
-    """Columns of a stored tensor as rows, of any dtype, as bits."""
-    return bits_of(reader, tensor).T[rows]
-
-
-def bits_of(reader: Reader, tensor: TensorInfo) -> Array:
-    """A tensor's elements as unsigned numbers of their size."""
-    size = tensor.num_bytes // max(tensor.num_elements, 1)
-    bits: Array = np.frombuffer(reader.raw(tensor), f"<u{size}").reshape(tensor.shape)
-    return bits
-
-
-def unpacked(stored: Array, bits: int, order: Sequence[int] | None = None) -> npt.NDArray[np.uint8]:
-    """The codes in the words of each row; `order` gives the place in a word of each of its codes."""
-    count = INT32_BITS // bits
-    places = np.arange(count) if order is None else np.asarray(order)
-    whole = stored.astype(np.uint32, copy=False)[:, :, None] >> (places * bits).astype(np.uint32)
-    codes: npt.NDArray[np.uint8] = (whole & np.uint32((1 << bits) - 1)).astype(np.uint8)
-    return codes.reshape(stored.shape[0], -1)
-
-
-def packed(codes: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint32]:
-    """Words along the first dimension, the first code in the lowest bits."""
-    count = INT32_BITS // bits
-    parts = codes.astype(np.uint32).reshape(-1, count, codes.shape[1])
-    result = np.zeros((parts.shape[0], codes.shape[1]), np.uint32)
-    for place in range(count):
-        result |= parts[:, place] << np.uint32(place * bits)
-    return result

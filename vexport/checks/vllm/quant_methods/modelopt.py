@@ -3,7 +3,7 @@
 Source: vllm/model_executor/layers/quantization/modelopt.py.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -13,7 +13,14 @@ import numpy as np
 
 from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, QuantMethod, Translation
+from vexport.checks.vllm.quant_methods.base import (
+    Config,
+    MethodFormat,
+    MethodGroup,
+    Model,
+    QuantMethod,
+    Translation,
+)
 from vexport.checks.vllm.quant_methods.names import contains_listed, is_listed
 from vexport.formats import FP8, MXFP8, NVFP4
 from vexport.formats.arguments import Arguments
@@ -26,7 +33,7 @@ from vexport.numerics.constants import NVFP4_GROUP
 from vexport.types import Json, TensorInfo
 
 if TYPE_CHECKING:
-    from vexport.checks.vllm.quant_methods.gptq import Array
+    from vexport.checks.vllm.quant_methods.integers import Array
 
 SOURCE = "modelopt.py"
 NVFP4_ALGOS = ("NVFP4", "W4A16_NVFP4")
@@ -125,7 +132,7 @@ def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
     return inverse[rows]
 
 
-def read(values: Mapping[str, Json], quantized: Set[str]) -> QuantMethod:
+def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it, from config.json or the older hf_quant_config.json."""
     config = Config(values, SOURCE)
     older = values.get("quantization")

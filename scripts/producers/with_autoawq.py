@@ -1,0 +1,23 @@
+"""Quantizes micro models with AutoAWQ; `make.py` runs it in its environment."""
+
+import json
+import sys
+
+from awq import AutoAWQForCausalLM
+from transformers import AutoTokenizer
+
+TEXT = "one two three four five six seven eight nine ten eleven twelve"
+
+
+def main() -> None:
+    """Search scales on a text and write what AutoAWQ writes."""
+    for source, recipe, name in json.loads(sys.argv[1]):
+        model = AutoAWQForCausalLM.from_pretrained(source, device_map="cpu")
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        config = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": recipe}
+        model.quantize(tokenizer, quant_config=config, calib_data=[TEXT] * 64, max_calib_seq_len=32)
+        model.save_quantized(name)
+
+
+if __name__ == "__main__":
+    main()

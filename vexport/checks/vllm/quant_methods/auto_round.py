@@ -1,0 +1,208 @@
+"""`auto-round`: AutoRound's own format, which stores layers as GPTQ, AWQ, FP8 blocks or MXFP do.
+
+Source: vllm/model_executor/layers/quantization/inc/inc.py, config_parser.py and schemes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from vexport.checks.vllm.quant_methods import fp8
+from vexport.checks.vllm.quant_methods.awq import Awq
+from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, Model, QuantMethod
+from vexport.checks.vllm.quant_methods.gptq import Gptq
+from vexport.checks.vllm.quant_methods.integers import integer_group
+from vexport.formats import MXFP4, MXFP8
+from vexport.formats.arguments import Arguments
+from vexport.formats.base import GpuSupport
+from vexport.formats.integer import HUMMING
+from vexport.formats.mxfp import Mxfp4, Mxfp8
+from vexport.formats.partition import is_head
+from vexport.formats.schemes import get_scheme
+from vexport.numerics.constants import MX_GROUP
+from vexport.types import Json
+from vexport.types.patterns import REGEX, matches
+
+SOURCE = "inc/inc.py"
+# Of the layouts of integers, the first is that of configs without one.
+AS_GPTQ, AS_AWQ, AS_FP8, AS_OURS = (
+    f"auto_round:{layout}" for layout in ("auto_gptq", "auto_awq", "fp8", "llm_compressor")
+)
+BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
+# Widths for which vLLM has no kernel but Humming's (CUDA_HUMMING_SUPPORTED_BITS); of those that do not fill
+# words the layout is not judged.
+HUMMING_BITS, UNJUDGED_BITS, UNQUANTIZED = (2, 3, 5, 6, 7), (3, 5, 6, 7), 16
+BLOCKS = ("block_name_to_quantize", "to_quant_block_names")
+REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
+# What the inputs of MXFP8 are (`_validate_raw_config`).
+MX_INPUTS: Mapping[str, Json] = {
+    "act_bits": 8,
+    "act_data_type": "mx_fp",
+    "act_group_size": MX_GROUP,
+    "act_sym": True,
+    "act_dynamic": True,
+}
+
+
+class AsGptq(Gptq):
+    """Also widths that vLLM hands to Humming's kernels."""
+
+    def refusal(self, args: Arguments) -> str | None:
+        bits = args.weights.num_bits
+        if bits in UNJUDGED_BITS:
+            return f"{bits} bits, whose layout vexport does not judge"
+        return None if bits in HUMMING_BITS else super().refusal(args)
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        package = HUMMING if args.weights.num_bits in HUMMING_BITS else ""
+        return GpuSupport(input_bits={75: 16}, stored_bits=16, package=package)
+
+
+class AsMxfp4(MethodFormat, Mxfp4):
+    """As compressed-tensors has it."""
+
+    name = "auto-round"
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "INCMxfp4LinearMethod"
+
+
+class AsMxfp8(MethodFormat, Mxfp8):
+    """As compressed-tensors has it."""
+
+    name = "auto-round"
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "INCMxfp8LinearScheme"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How layers are quantized: `group_size` is a number, or the sides of a block of FP8."""
+
+    bits: int
+    group_size: Json
+    symmetric: bool
+
+    def but(self, entry: Mapping[str, Json]) -> "Settings":
+        """These with what an entry of extra_config has."""
+        bits, size, symmetric = entry.get("bits"), entry.get("group_size"), entry.get("sym")
+        return Settings(
+            bits=bits if isinstance(bits, int) else self.bits,
+            group_size=self.group_size if size is None else size,
+            symmetric=self.symmetric if symmetric is None else symmetric is True,
+        )
+
+
+def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
+    """The method as vLLM reads it: layers of the blocks are quantized, some by settings of their own."""
+    config = Config(values, SOURCE)
+    bits, size = config.required("bits"), config.required("group_size")
+    symmetric = values.get("sym") is not False
+    base = Settings(bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric)
+    extra, entries = values.get("extra_config"), dict[str, Settings]()
+    for name, entry in extra.items() if isinstance(extra, dict) else ():
+        if isinstance(entry, dict):
+            entries[name] = base.but(entry)
+    blocks = values.get("block_name_to_quantize") or values.get("to_quant_block_names")
+    listed = (
+        config.names("block_name_to_quantize", "to_quant_block_names") if isinstance(blocks, list) else ()
+    )
+    starts = tuple(blocks.split(",")) if isinstance(blocks, str) else listed
+    groups: dict[str, MethodGroup] = {}
+    for settings in (base, *entries.values()):
+        if settings.bits < UNQUANTIZED and repr(settings) not in groups:
+            groups[repr(settings)] = _group(config, settings)
+
+    def group_of(layer: str, name: str) -> MethodGroup | None:
+        own = _entry_of(layer, name, entries)
+        if own is None and not (layer.startswith(starts) if starts else not is_head(layer)):
+            return None
+        return groups.get(repr(own or base))
+
+    return QuantMethod(
+        name="auto-round",
+        source=SOURCE,
+        skip_key="extra_config",
+        groups=tuple(groups.values()),
+        group_of=group_of,
+        quantizes_head=True,
+        problems=tuple(config.problems),
+    )
+
+
+def _entry_of(layer: str, name: str, entries: Mapping[str, Settings]) -> Settings | None:
+    """Of vLLM's name or its end, of the member's, of experts below it, or by a pattern (_resolve_raw)."""
+    for each in (layer, name):
+        if each in entries:
+            return entries[each]
+    for key, settings in entries.items():
+        if layer.endswith(f".{key}") or key.startswith(f"{layer}."):
+            return settings
+    for key, settings in entries.items():
+        if REGEX_CHARACTERS & set(key) and (_finds(key, layer) or _finds(key, name)):
+            return settings
+    return None
+
+
+def _finds(pattern: str, name: str) -> bool:
+    """Whether a pattern is found anywhere in a name."""
+    return matches(f"{REGEX}(?s:.*?)(?:{pattern})", name)
+
+
+def _group(config: Config, settings: Settings) -> MethodGroup:
+    """The storage that a data type and a layout stand for (`_validate_supported_quantization`)."""
+    values = config.values
+    kind = str(values.get("data_type", "int"))
+    layout = values.get("packing_format")
+    name = f"auto-round {settings.bits} bits"
+    if "mx_fp" in kind:
+        return _mx_group(config, settings, name)
+    if kind in ("fp", "fp8"):
+        _require(config, {"packing_format": AS_FP8, "act_bits": 8, "act_dynamic": True, "fmt": "e4m3"})
+        block = settings.group_size
+        if settings.bits != 8 or not fp8.is_block(block) or not settings.symmetric:
+            config.wrong("group_size", "8 bits in blocks of rows and columns, symmetric", repr(settings))
+        return replace(fp8.group(block if fp8.is_block(block) else None, static=False), name=name)
+    if kind != "int":
+        config.wrong("data_type", "int, fp or mx_fp, which vLLM runs", repr(kind))
+    if layout not in (None, AS_GPTQ, AS_AWQ):
+        config.wrong("packing_format", f"{AS_GPTQ} or {AS_AWQ}, which vLLM reads", repr(layout))
+    backend = values.get("backend", values.get("vllm_backend", "auto"))
+    if backend not in BACKENDS:
+        config.wrong("backend", " or ".join(BACKENDS), repr(backend))
+    size = settings.group_size
+    if not isinstance(size, int):
+        config.wrong("group_size", "a number", repr(size))
+    as_awq = "awq" in str(layout) and "gptq" not in str(backend)
+    return integer_group(
+        name,
+        Awq() if as_awq else AsGptq(),
+        bits=settings.bits if 0 < settings.bits <= 8 else 4,
+        size=size if isinstance(size, int) else -1,
+        symmetric=settings.symmetric and not as_awq,
+    )
+
+
+def _mx_group(config: Config, settings: Settings, name: str) -> MethodGroup:
+    """Inputs are quantized like the weights; vLLM looks at what the config says of them for 8 bits only."""
+    four = settings.bits == 4
+    _require(config, {"packing_format": AS_OURS, **({} if four else MX_INPUTS)})
+    if settings.bits not in (4, 8) or settings.group_size != MX_GROUP or not settings.symmetric:
+        config.wrong("group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", repr(settings))
+    args, ours = get_scheme("MXFP4" if four else "MXFP8").args, MXFP4 if four else MXFP8
+    return MethodGroup(
+        name=name,
+        targets=("Linear",),
+        weights=args.weights,
+        input_activations=args.input_activations,
+        format=ours.name,
+        stored_as=AsMxfp4() if four else AsMxfp8(),
+        translated_format=ours.name,
+    )
+
+
+def _require(config: Config, expected: Mapping[str, Json]) -> None:
+    """Keys that vLLM compares where they are there (_check_expected)."""
+    for key, value in expected.items():
+        if config.values.get(key) not in (None, value):
+            config.wrong(key, f"{value}, as vLLM asserts ({SOURCE})", repr(config.values[key]))

@@ -1,0 +1,116 @@
+"""What integers that are packed inputs first have in common: gptq, awq, auto-round and quark.
+
+Words hold codes of one column or row, the first in the lowest bits unless a method has its own order.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from vexport.checkpoint.derived import Derived
+from vexport.checkpoint.reader import Reader
+from vexport.checks.vllm.quant_methods.base import MethodFormat, MethodGroup
+from vexport.formats import PACKED
+from vexport.formats.arguments import Arguments, QuantArgs
+from vexport.formats.base import FLOAT_SCALES, Parameter
+from vexport.formats.parameters import exact, words
+from vexport.types import TensorInfo
+
+Array = npt.NDArray[np.generic]
+PACKED_NAMES = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
+
+
+def integer_group(
+    name: str, stored_as: MethodFormat, *, bits: int, size: int, symmetric: bool
+) -> MethodGroup:
+    """Weight-only integers in groups, or with a scale for each row."""
+    weights = QuantArgs(
+        num_bits=bits,
+        type="int",
+        symmetric=symmetric,
+        strategy="group" if size > 0 else "channel",
+        group_size=size if size > 0 else None,
+        observer="minmax",
+    )
+    return MethodGroup(
+        name=name,
+        targets=("Linear",),
+        weights=weights,
+        input_activations=None,
+        format=stored_as.name,
+        stored_as=stored_as,
+        translated_format=PACKED.name,
+    )
+
+
+def transposed_words(args: Arguments, shape: tuple[int, int], *, packed_by: str) -> Mapping[str, Parameter]:
+    """qweight, qzeros and scales of a layer (out, in), inputs first; codes packed along one side."""
+    out_features, in_features = shape
+    bits, groups = args.weights.num_bits, in_features // (args.weights.group or in_features or 1)
+    codes = (
+        (words(in_features, bits), out_features)
+        if packed_by == "in"
+        else (in_features, words(out_features, bits))
+    )
+    return {
+        "qweight": exact("I32", codes, along=(0, 1)),
+        "qzeros": exact("I32", (groups, words(out_features, bits)), along=(0, 1)),
+        "scales": Parameter(
+            dtypes=FLOAT_SCALES,
+            shape=(groups, out_features),
+            dtype="BF16",
+            along=(0, 1) if groups > 1 else (1,),
+            in_model_dtype=True,
+        ),
+    }
+
+
+def transposed_scales(scales: TensorInfo) -> Derived:
+    """Scales (out, groups)."""
+    return Derived(
+        dtype=scales.dtype,
+        shape=(scales.shape[1], scales.shape[0]),
+        sources=(scales,),
+        rows=partial(transposed_rows, scales),
+    )
+
+
+def shape_tensor(shape: tuple[int, int], near: TensorInfo) -> Derived:
+    """`weight_shape`, by which compressed-tensors unpacks."""
+    values = np.asarray(shape, np.int64)
+    return Derived(dtype="I64", shape=(2,), sources=(near,), rows=lambda reader, rows: values[rows])
+
+
+def transposed_rows(tensor: TensorInfo, reader: Reader, rows: slice) -> Array:
+    """Columns of a stored tensor as rows, of any dtype, as bits."""
+    return bits_of(reader, tensor).T[rows]
+
+
+def bits_of(reader: Reader, tensor: TensorInfo) -> Array:
+    """A tensor's elements as unsigned numbers of their size."""
+    size = tensor.num_bytes // max(tensor.num_elements, 1)
+    bits: Array = np.frombuffer(reader.raw(tensor), f"<u{size}").reshape(tensor.shape)
+    return bits
+
+
+def unpacked(stored: Array, bits: int, order: Sequence[int] | None = None) -> npt.NDArray[np.uint8]:
+    """The codes in the words of each row, one after the other across words; `order` gives the place in a
+    word of each of its codes."""
+    if order is None:
+        each = np.unpackbits(np.ascontiguousarray(stored, "<u4").view(np.uint8), axis=1, bitorder="little")
+        weights = (1 << np.arange(bits)).astype(np.uint8)
+        each = each.reshape(stored.shape[0], -1, bits) * weights
+        joined: npt.NDArray[np.uint8] = each.sum(axis=2, dtype=np.uint8)
+        return joined
+    whole = stored.astype(np.uint32, copy=False)[:, :, None] >> (np.asarray(order) * bits).astype(np.uint32)
+    codes: npt.NDArray[np.uint8] = (whole & np.uint32((1 << bits) - 1)).astype(np.uint8)
+    return codes.reshape(stored.shape[0], -1)
+
+
+def packed(codes: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint32]:
+    """Words along the first dimension, the first code in the lowest bits."""
+    each = (codes.astype(np.uint8)[:, None, :] >> np.arange(bits, dtype=np.uint8)[None, :, None]) & 1
+    parts = np.packbits(each.reshape(-1, codes.shape[1]), axis=0, bitorder="little")
+    return np.ascontiguousarray(parts.T).view("<u4").T

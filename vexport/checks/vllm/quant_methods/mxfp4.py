@@ -1,0 +1,112 @@
+"""`mxfp4`: the routed experts of gpt-oss, all of a layer in one tensor; nothing else is quantized.
+
+Source: GptOssMxfp4Config and GptOssMxfp4MoEMethod of vllm/model_executor/layers/quantization/mxfp4.py, and
+_load_weights_mxfp4 of vllm/model_executor/models/gpt_oss.py.
+"""
+
+from collections.abc import Mapping
+
+from vexport.checkpoint.dtypes import FLOATING
+from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, Model, QuantMethod
+from vexport.formats import MXFP4
+from vexport.formats.arguments import Arguments
+from vexport.formats.base import GpuSupport, Parameter
+from vexport.formats.mxfp import Mxfp4
+from vexport.formats.parameters import exact
+from vexport.formats.partition import Partition
+from vexport.formats.schemes import get_scheme
+from vexport.numerics.constants import MX_GROUP
+from vexport.types import Json, TensorInfo
+
+SOURCE = "mxfp4.py"
+MODEL_TYPE = "gpt_oss"
+# Bytes of a group.
+BYTES = MX_GROUP // 2
+
+
+class StackedMxfp4(MethodFormat, Mxfp4):
+    """One projection of all experts: blocks (experts, out, in/32, 16), scales (experts, out, in/32), bias.
+
+    As a layer it has the rows of all experts. `rows` and `columns` are an expert's.
+    """
+
+    name = "mxfp4"
+    weight = "blocks"
+    names = {"weight_packed": "blocks", "weight_scale": "scales"}
+
+    def __init__(self, experts: int, rows: int, columns: int) -> None:
+        self.experts, self.rows, self.columns = experts, rows, columns
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        return "GptOssMxfp4MoEMethod"
+
+    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+        """As config.json says: vLLM views the tensors so."""
+        return self.experts * self.rows, self.columns
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        groups = self.columns // MX_GROUP
+        return {
+            "blocks": exact("U8", (self.experts, self.rows, groups, BYTES)),
+            "scales": exact("U8", (self.experts, self.rows, groups)),
+            "bias": Parameter(dtypes=FLOATING, shape=(self.experts, self.rows), dtype="BF16"),
+        }
+
+    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
+        """Ranks take whole groups, the last of them fewer (per_rank_intermediate_size_block)."""
+        return None
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """Inputs stay in 16 bits unless asked otherwise (_get_priority_backends_for_gpt_oss)."""
+        return GpuSupport(input_bits={80: 16}, stored_bits=16)
+
+
+def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
+    """The method as vLLM reads it: it looks at no list and no other key, but at the sizes in config.json."""
+    config = Config(values, SOURCE)
+    if model.config.get("model_type") != MODEL_TYPE:
+        expected = f"a model of type {MODEL_TYPE}: vLLM reads others by code that vexport does not judge"
+        got, fix = repr(model.config.get("model_type")), "ask vLLM with `vexport load`"
+        config.wrong("quant_method", expected, got, fix)
+    sizes = [_size(config, model, key) for key in ("num_local_experts", "hidden_size", "intermediate_size")]
+    experts, hidden, inner = sizes
+    groups = {
+        "gate_up_proj": _group("gate_up_proj", StackedMxfp4(experts, 2 * inner, hidden)),
+        "down_proj": _group("down_proj", StackedMxfp4(experts, hidden, inner)),
+    }
+
+    def group_of(layer: str, name: str) -> MethodGroup | None:
+        parent, _, projection = name.rpartition(".")
+        return groups.get(projection) if parent.endswith(".experts") else None
+
+    return QuantMethod(
+        name="mxfp4",
+        source=SOURCE,
+        skip_key="modules_to_not_convert",
+        groups=tuple(groups.values()),
+        group_of=group_of,
+        modules=tuple(f"mlp.experts.{projection}" for projection in groups),
+        stays="vLLM loads no experts of gpt-oss in MXFP4 from compressed-tensors (_load_packed_expert)",
+        problems=tuple(config.problems),
+    )
+
+
+def _size(config: Config, model: Model, key: str) -> int:
+    size = model.config.get(key)
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    config.wrong("quant_method", f"{key} in config.json, by which vLLM cuts the experts", repr(size))
+    return 0
+
+
+def _group(projection: str, stored_as: StackedMxfp4) -> MethodGroup:
+    args = get_scheme("MXFP4A16").args
+    return MethodGroup(
+        name=f"mxfp4 {projection}",
+        targets=("Linear",),
+        weights=args.weights,
+        input_activations=None,
+        format="mxfp4",
+        stored_as=stored_as,
+        translated_format=MXFP4.name,
+    )
