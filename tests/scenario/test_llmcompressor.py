@@ -84,6 +84,14 @@ def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> 
     assert "dampening_frac" in ran.stderr
 
 
+def test_importance_needs_no_modifier_that_gathers_it(tmp_path: Path) -> None:
+    text = (
+        "quant_stage:\n  quant_modifiers:\n    IMatrixGatherer: {ignore: [lm_head]}\n"
+        "    QuantizationModifier: {scheme: W4A16, weight_observer: imatrix_mse}\n"
+    )
+    assert rules(recipe(tmp_path, text)) == [("Linear", "W4A16", "imatrix_mse", "nearest")]
+
+
 def test_the_usual_damping_is_ours(tmp_path: Path) -> None:
     assert GPTQ.ridge == GPTQ_DAMPING
     assert recipe(tmp_path, GROUPS.replace("0.05", "0.01")).notes == ()
@@ -108,6 +116,7 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
             "SmoothQuantModifier: got a modifier that vexport",
         ),
         ("AWQModifier", "scheme: W4A16", "AWQModifier: got a modifier"),
+        ("HessianGatherer", "scheme: W4A16", "HessianGatherer: got a modifier"),
         ("GPTQModifier", "{scheme: W4A16, actorder: group}", "actorder: got 'group'"),
         ("QuantizationModifier", "scheme: W4A17", "scheme: got 'W4A17'"),
         ("QuantizationModifier", "schema: W4A16", "(did you mean scheme?)"),

@@ -3,6 +3,7 @@
 Source: llmcompressor/modifiers/quantization/quantization/mixin.py and gptq/base.py of llm-compressor 0.14.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from vexport.types import KvCache
 
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
 MODIFIERS = (QUANTIZATION, GPTQ)
+# Gathers what imatrix_mse weights errors by; here that observer gathers it itself.
+GATHERER = "IMatrixGatherer"
+# Stages and groups of modifiers are called like `quant_stage`, `DEFAULT_stage`, `quant_modifiers`.
+_CLASS = re.compile(r"[A-Z][A-Za-z0-9]+")
 _OF_BOTH = (
     "config_groups",
     "targets",
@@ -101,7 +106,9 @@ def _modifiers(content: object, where: str) -> Iterator[_Modifier]:
         return
     for name, value in content.items():
         inside = f"{where}: {name}" if ": " not in where else f"{where}.{name}"
-        if isinstance(name, str) and name.endswith("Modifier"):
+        if name == GATHERER:
+            continue
+        if isinstance(name, str) and _CLASS.fullmatch(name):
             yield _Modifier(name=name, keys=value if isinstance(value, dict) else {}, where=inside)
         else:
             yield from _modifiers(value, inside)

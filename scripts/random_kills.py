@@ -1,0 +1,125 @@
+"""A run that is killed at random and continued ends with the report of an unbroken one.
+
+    .venv/bin/python scripts/random_kills.py SCENARIO FOLDER [--kills 5] [--seed 0]
+
+runs the scenario unbroken into FOLDER/unbroken/run, then into FOLDER/killed/run, where SIGKILL ends it at as
+many moments: each in another part of the unbroken run's stages, at random within the stage. It exits with 1
+where the reports differ in more than times, or where a question was answered twice: answers are appended as
+they come, so that an answer that was kept and asked again would stand there twice. Both folders are replaced.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from vexport.types import Json
+
+ANSWERS = "answers.jsonl"
+# A stage begins with `name ...` on stderr; what it did before it is said as `name: 3 of 30, 5 s left`.
+_BEGIN = re.compile(r"^(?P<stage>.+) \.\.\.$")
+# What says when, how long and where, and so differs from run to run.
+_TIMES = re.compile(r"seconds|duration|started|finished|created|date|elapsed|^time|_at$|timings|log_tail")
+
+
+def main() -> int:
+    """Compare an unbroken run with one that is killed; the exit code says whether they agree."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("scenario", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    dice = random.Random(arguments.seed)
+    # Not in one folder: a run takes the baseline's answers of its neighbours.
+    unbroken, killed = (arguments.folder / name / "run" for name in ("unbroken", "killed"))
+    for folder in (unbroken, killed):
+        shutil.rmtree(folder.parent, ignore_errors=True)
+    code, began = run(arguments.scenario, unbroken)
+    # Kernels that the unbroken run has compiled are not compiled again.
+    stages = [stage for stage in began if not stage[0].startswith("compile")]
+    print(f"unbroken: exit {code}, {len(stages)} stages", file=sys.stderr)
+    share = len(stages) / arguments.kills
+    chosen = [stages[int((number + dice.random()) * share)] for number in range(arguments.kills)]
+    for stage, seconds in chosen:
+        ended, _ = run(arguments.scenario, killed, stage, dice.random() * seconds)
+        how = "killed" if ended == -signal.SIGKILL else f"it had ended before, exit {ended}"
+        print(f"in {stage!r}: {how}; {counted(killed)}", file=sys.stderr)
+    again, _ = run(arguments.scenario, killed)
+    print(f"continued: exit {again}; {counted(killed)}", file=sys.stderr)
+    problems = [*different(report_of(unbroken), report_of(killed)), *asked_twice(killed)]
+    if again != code:
+        problems.append(f"exit codes {code} and {again}")
+    print("\n".join(problems) or "the reports are the same but for times; no answer was asked twice")
+    return 1 if problems else 0
+
+
+def run(
+    scenario: Path, folder: Path, kill_in: str | None = None, after: float = 0.0
+) -> tuple[int, Sequence[tuple[str, float]]]:
+    """(exit code, stages with their seconds) of `vexport run`, killed in a stage after so many seconds."""
+    command = [sys.executable, "-m", "vexport", "run", str(scenario), "--run-dir", str(folder)]
+    began: list[tuple[str, float]] = []
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            stage = _BEGIN.match(line.rstrip())
+            if stage is None:
+                continue
+            began.append((stage["stage"], time.monotonic()))
+            if stage["stage"] == kill_in:
+                time.sleep(after)
+                process.kill()
+    ends = [*(moment for _, moment in began[1:]), time.monotonic()]
+    return process.returncode, [(name, end - moment) for (name, moment), end in zip(began, ends, strict=True)]
+
+
+def report_of(folder: Path) -> Json:
+    """The report of a run, wherever it is."""
+    text = (folder / "report.json").read_text(encoding="utf-8")
+    report: Json = json.loads(text.replace(str(folder), "RUN"))
+    return report
+
+
+def different(one: Json, other: Json, where: str = "report") -> Iterator[str]:
+    """What differs between two reports, but for times."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted({*one, *other}):
+            if not _TIMES.search(key):
+                yield from different(one.get(key), other.get(key), f"{where}.{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            yield from different(left, right, f"{where}[{number}]")
+    elif one != other:
+        yield f"{where}: {json.dumps(one)[:200]}, unbroken; {json.dumps(other)[:200]}, killed"
+
+
+def asked_twice(folder: Path) -> Iterator[str]:
+    """Questions that have more than one answer in a session's journal."""
+    for path in sorted(folder.rglob(ANSWERS)):
+        keys = keys_of(path)
+        if len(set(keys)) < len(keys):
+            yield f"{path}: {len(keys) - len(set(keys))} of {len(keys)} answers asked twice"
+
+
+def counted(folder: Path) -> str:
+    """How many answers each session has."""
+    paths = sorted(folder.rglob(ANSWERS))
+    return ", ".join(f"{path.parent.name} {len(keys_of(path))} answers" for path in paths) or "no answers"
+
+
+def keys_of(path: Path) -> list[str]:
+    """The keys of the whole lines of a journal."""
+    lines = path.read_bytes()
+    return [json.dumps(json.loads(line)[0]) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
