@@ -144,7 +144,7 @@ def test_what_is_multiplied_is_what_vllm_multiplies_there() -> None:
     ]
     for card in CARDS.values():
         assert {"bf16", "int8"} <= card.peak.keys()
-        assert ("fp8" in card.peak) == (card.sm >= 89)
+        assert ("fp8" in card.peak) == (card.sm >= 89 or bool(card.gfx))
         assert ("fp4" in card.peak) == (card.sm >= 100)
 
 
@@ -265,3 +265,19 @@ def test_what_is_chosen_from_is_documented() -> None:
     table = page.partition("## Which scheme for which GPU")[2].partition("\n## ")[0]
     assert all(f"`{name}`" in table for name in (*EIGHT_BITS, *FOUR_BITS))
     assert set(WEIGHTS_ONLY) & set(EIGHT_BITS)
+
+
+def test_on_rocm_only_what_vllm_names_is_known(llama: SourceIndex) -> None:
+    found = recommend(llama, Target(card=CARDS["MI300X"]))
+    assert (found.gpu_architecture, found.sm) == ("gfx942", 0)
+    runs = {name: row_of(found, name).runs for name in ("FP8_DYNAMIC", "W8A8", "W4A16", "NVFP4", "W8A16")}
+    assert list(runs.values()) == ["in full", "in full", "weights only", "no", "not known"]
+    assert row_of(found, "W8A16").speed is None
+    assert row_of(found, "W8A16").kv_tokens
+    assert tokens(row_of(found, "W4A16")) > tokens(found.source_row)
+
+
+def test_a_dry_load_cannot_ask_about_amd() -> None:
+    ran = vexport("load", MOE, "--dry", "--gpu", "MI300X")
+    assert ran.code == 2
+    assert "MI300X: see `vexport recommend`" in ran.stderr

@@ -139,6 +139,14 @@ def gpus(text: str) -> tuple["Card", ...]:
     return tuple(names[part] for part in parts)
 
 
+def one_gpu(text: str) -> "Card":
+    """The name of one GPU. A type for click."""
+    cards = gpus(text)
+    if len(cards) > 1:
+        raise click.BadParameter("several GPUs; name one, and call it again for another.")
+    return cards[0]
+
+
 def is_scenario(source: str) -> bool:
     """Whether what stands for SOURCE|SCENARIO is the file of a scenario, or the recipe of a checkpoint."""
     return source.endswith((".yaml", ".yml", "/vexport.json")) or source == "vexport.json"
@@ -242,12 +250,20 @@ def device_options(function: Function) -> Function:
     return tp_option(function)
 
 
+def _dry_gpus(text: str) -> tuple["Card", ...]:
+    """GPUs that a dry load can be asked about. A type for click."""
+    cards = gpus(text)
+    if others := [card.name for card in cards if not card.sm]:
+        raise click.BadParameter(f"a dry load asks vLLM's CUDA build; {others[0]}: see `vexport recommend`.")
+    return cards
+
+
 def gpu_option(function: Function) -> Function:
     """On which GPUs it is to fit."""
     return click.option(
         "--gpu",
         "cards",
-        type=gpus,
+        type=_dry_gpus,
         metavar="NAME,...",
         help="GPUs whose memory to compare with, e.g. H100,L40S; without --sm also which capabilities.",
     )(function)

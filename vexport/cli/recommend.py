@@ -9,8 +9,8 @@ from vexport.cli.options import (
     POSITIVE,
     Answer,
     format_option,
-    gpus,
     is_scenario,
+    one_gpu,
     revision_option,
     vllm_option,
 )
@@ -19,19 +19,11 @@ if TYPE_CHECKING:
     from vexport.formats.gpus import Card
 
 
-def _one_gpu(text: str) -> "Card":
-    """The name of one GPU. A type for click."""
-    cards = gpus(text)
-    if len(cards) > 1:
-        raise click.BadParameter("several GPUs; name one, and call it again for another.")
-    return cards[0]
-
-
 @command()
 @click.argument("source", metavar="SOURCE")
 @revision_option
 @click.option(
-    "--gpu", "card", type=_one_gpu, metavar="NAME", required=True, help="GPU to serve on, e.g. L40S."
+    "--gpu", "card", type=one_gpu, metavar="NAME", required=True, help="GPU to serve on, e.g. L40S."
 )
 @click.option(
     "--tp", type=POSITIVE, metavar="N", default=1, show_default=True, help="How many of them share the model."

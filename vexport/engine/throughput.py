@@ -41,7 +41,8 @@ def measure_throughput(llm: "LLM", workload: Workload, report: OnProgress) -> Th
         report("speed", number, len(workload.concurrency))
         points.append(_point(llm, prompts[:concurrency], workload))
     report("speed", len(points), len(points))
-    return Throughput(points=tuple(points), kv_tokens=_kv_tokens(llm))
+    weights = max(llm.collective_rpc("vexport_weight_bytes"))
+    return Throughput(points=tuple(points), kv_tokens=_kv_tokens(llm), weight_bytes=weights)
 
 
 def _prompts(llm: "LLM", workload: Workload) -> list[list[int]]:

@@ -31,8 +31,9 @@ UTILIZATION = 0.92
 class Card:
     """A GPU that models are served on: its memory in bytes as the driver reports it, and its capability.
 
-    `bandwidth` of the memory is in bytes a second, `peak` in operations a second by what is multiplied, dense
-    and with sums of 32 bits; both as the manufacturer states them.
+    One of AMD has 0 for `sm`, and `gfx` instead. `bandwidth` of the memory is in bytes a second, `peak` in
+    operations a second by what is multiplied, dense and with sums of 32 bits; both as the manufacturer states
+    them.
     """
 
     name: str
@@ -40,6 +41,12 @@ class Card:
     sm: int
     bandwidth: float
     peak: Mapping[Arithmetic, float]
+    gfx: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """`SM 90 (Hopper)`, or `gfx942`."""
+        return self.gfx or generation(self.sm)
 
     @property
     def usable_bytes(self) -> int:
@@ -61,13 +68,13 @@ def _peak(
 
 _A100 = _peak(312, int8=624)
 _HOPPER = _peak(989.4, fp8=1978.9, int8=1978.9)
-# Total memory as `nvidia-smi` prints it. Bandwidth and dense peaks: NVIDIA's data sheets of A100 (SXM), L4,
-# L40S, H100 SXM and H200 SXM (an even half of what is stated with sparsity), of DGX B200 (an eighth), and the
-# tables of the white papers "NVIDIA Ada GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture" for the
-# GeForce cards, which sum FP16 and FP8 in float32 at half their rate.
+# Total memory as `nvidia-smi` prints it. Peaks are dense: half of what data sheets state with sparsity.
+# GeForce cards sum FP16 and FP8 in float32 at half their rate.
 CARDS: Mapping[str, Card] = {
     card.name: card
     for card in (
+        # NVIDIA A100 Tensor Core GPU datasheet (SXM): 312 TFLOPS BF16, 624 TOPS INT8; 80 GB: 2,039 GB/s,
+        # 40 GB: 1,555 GB/s.
         Card(
             name="A100",
             memory_bytes=81_920 * _MIB,
@@ -82,6 +89,7 @@ CARDS: Mapping[str, Card] = {
             bandwidth=1_555 * _GB,
             peak=_A100,
         ),
+        # NVIDIA L4 datasheet: 300 GB/s; with sparsity 242 TFLOPS BF16, 485 FP8 and INT8.
         Card(
             name="L4",
             memory_bytes=23_034 * _MIB,
@@ -89,6 +97,7 @@ CARDS: Mapping[str, Card] = {
             bandwidth=300 * _GB,
             peak=_peak(121, fp8=242.5, int8=242.5),
         ),
+        # NVIDIA L40S datasheet: 864 GB/s, 362.05 TFLOPS BF16, 733 FP8 and INT8.
         Card(
             name="L40S",
             memory_bytes=46_068 * _MIB,
@@ -96,6 +105,7 @@ CARDS: Mapping[str, Card] = {
             bandwidth=864 * _GB,
             peak=_peak(362.05, fp8=733, int8=733),
         ),
+        # White paper "NVIDIA Ada GPU Architecture", table of the GeForce RTX 4090.
         Card(
             name="RTX4090",
             memory_bytes=24_564 * _MIB,
@@ -103,8 +113,12 @@ CARDS: Mapping[str, Card] = {
             bandwidth=1_008 * _GB,
             peak=_peak(165.2, fp8=330.3, int8=660.6),
         ),
+        # NVIDIA H100 datasheet (SXM): 3.35 TB/s; with sparsity 1,979 TFLOPS BF16, 3,958 FP8 and INT8.
         Card(name="H100", memory_bytes=81_559 * _MIB, sm=90, bandwidth=3_350 * _GB, peak=_HOPPER),
+        # NVIDIA H200 datasheet (SXM): 4.8 TB/s, operations as H100.
         Card(name="H200", memory_bytes=143_771 * _MIB, sm=90, bandwidth=4_800 * _GB, peak=_HOPPER),
+        # NVIDIA DGX B200 datasheet, an eighth: 64 TB/s; 72 PFLOPS FP8 and 144 FP4 with sparsity. BF16 and
+        # INT8: NVIDIA Blackwell architecture brief, HGX B200.
         Card(
             name="B200",
             memory_bytes=183_359 * _MIB,
@@ -112,6 +126,7 @@ CARDS: Mapping[str, Card] = {
             bandwidth=8_000 * _GB,
             peak=_peak(2_250, fp8=4_500, int8=4_500, fp4=9_000),
         ),
+        # White paper "NVIDIA RTX Blackwell GPU Architecture", table of the GeForce RTX 5090.
         Card(
             name="RTX5090",
             memory_bytes=32_607 * _MIB,
@@ -119,8 +134,28 @@ CARDS: Mapping[str, Card] = {
             bandwidth=1_792 * _GB,
             peak=_peak(209.5, fp8=419, int8=838, fp4=1_676),
         ),
+        # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1,307.4 TFLOPS BF16, 2,614.9 FP8 and INT8.
+        # gfx942: AMD GPU specifications (rocm.docs.amd.com).
+        Card(
+            name="MI300X",
+            memory_bytes=196_608 * _MIB,
+            sm=0,
+            bandwidth=5_300 * _GB,
+            peak=_peak(1_307.4, fp8=2_614.9, int8=2_614.9),
+            gfx="gfx942",
+        ),
     )
 }
+
+
+# What vLLM 0.32 multiplies on ROCm, gfx942: the kernels of PlatformEnum.ROCM in kernels/linear/__init__.py,
+# and their conditions. What has an emulation alone has none here; of schemes in neither nothing is known.
+ROCM_KINDS: Mapping[str, Arithmetic] = {
+    **dict.fromkeys(("FP8", "FP8_DYNAMIC", "FP8_BLOCK"), "fp8"),
+    **dict.fromkeys(("W8A8", "INT8"), "int8"),
+    **dict.fromkeys(("W4A16", "W4A16_ASYM"), "bf16"),
+}
+ROCM_EMULATED = frozenset(("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16"))
 
 
 def parse_capability(text: str) -> int | None:

@@ -7,7 +7,7 @@ ranks, sampling, activations and the scheduler are not counted. Nothing here was
 from dataclasses import dataclass
 
 from vexport.formats.arguments import UNQUANTIZED_BITS, QuantArgs
-from vexport.formats.gpus import Arithmetic, Card
+from vexport.formats.gpus import ROCM_KINDS, Arithmetic, Card
 from vexport.formats.schemes import get_scheme
 from vexport.plan.kv_tokens import KvCacheOfRank
 from vexport.plan.rank_weights import Part, RankWeights
@@ -30,7 +30,7 @@ class Rank:
 
     def decode_seconds(self, scheme: str | None, batch: int) -> float:
         """The least time of a step that makes one token for each of `batch` sequences."""
-        weights = sum(self._seconds(part, scheme, batch, batch) for part in self.weights.parts)
+        weights = sum(self.part_seconds(part, scheme, batch, batch) for part in self.weights.parts)
         attention = self._slower(
             batch * self.kv_cache.sequence_bytes(self.context),
             batch * self.kv_cache.decode_operations(self.context),
@@ -41,7 +41,7 @@ class Rank:
     def prefill_seconds(self, scheme: str | None) -> float:
         """The least time of a prompt of `context` tokens, of which the head sees the last."""
         weights = sum(
-            self._seconds(part, scheme, self.context, 1 if part.head else self.context)
+            self.part_seconds(part, scheme, self.context, 1 if part.head else self.context)
             for part in self.weights.parts
         )
         attention = self._slower(
@@ -51,14 +51,19 @@ class Rank:
         )
         return weights + attention + self.context * self.weights.row_bytes / self.card.bandwidth
 
-    def _seconds(self, part: Part, scheme: str | None, tokens: int, seen: int) -> float:
-        """Weights of the experts that `tokens` go through are read once; `seen` tokens are multiplied."""
+    def part_seconds(self, part: Part, scheme: str | None, tokens: int, seen: int) -> float:
+        """The least time of a part: experts that `tokens` go through are read once, `seen` are multiplied."""
         experts = self.weights.experts
         share = experts.read(tokens) if part.routed else 1.0
         active = experts.chosen / experts.number if part.routed else 1.0
         quantized = scheme if part.shapes else None
         operations = 2.0 * part.number * part.weights * active * seen
-        return self._slower(share * part.num_bytes(scheme), operations, arithmetic(quantized, self.card.sm))
+        return self._slower(share * part.num_bytes(scheme), operations, self._kind(quantized))
+
+    def _kind(self, scheme: str | None) -> Arithmetic:
+        if self.card.gfx:
+            return ROCM_KINDS.get(scheme or "", "bf16")
+        return arithmetic(scheme, self.card.sm)
 
     def _slower(self, num_bytes: float, operations: float, kind: Arithmetic) -> float:
         return max(num_bytes / self.card.bandwidth, operations / self.card.peak[kind])

@@ -109,6 +109,12 @@ def rank_weights(index: SourceIndex, plan: Plan, tp: int) -> RankWeights:
     return RankWeights(parts=parts, experts=_experts(text), held_bytes=held, row_bytes=row)
 
 
+def group_parts(index: SourceIndex, plan: Plan, tp: int) -> list[Part]:
+    """The groups of a plan alone, cut to one of `tp` ranks."""
+    names = names_of(index, resolve(index.architecture, index.config)[0])
+    return _quantizable(plan, names, tp, text_config(index.config))
+
+
 def _table(kept: Sequence[TensorInfo], text: Mapping[str, Json]) -> TensorInfo | None:
     """The table of tokens: (vocabulary, hidden); positions and tables of a layer have other sizes."""
     hidden = text.get("hidden_size")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from vexport.architectures.versions import facts_of, nearest_version
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats import PACKED
-from vexport.formats.gpus import Card, generation
+from vexport.formats.gpus import ROCM_EMULATED, ROCM_KINDS, Card, generation
 from vexport.formats.schemes import Scheme, get_scheme, scheme_names
 from vexport.plan.bound import Rank, crossover, speed_bound
 from vexport.plan.build import Settings, build_plan
@@ -116,6 +116,7 @@ def recommend(index: SourceIndex, target: Target) -> Recommendation:
         parameters=table.parameters,
         gpu=target.card.name,
         sm=target.card.sm,
+        gpu_architecture=target.card.architecture,
         tp=target.tp,
         vllm=short_version(target.vllm),
         context=target.context,
@@ -135,7 +136,8 @@ def _candidate(model: _Model, outlook: SchemeOutlook) -> Candidate:
     """The row of a scheme: not at all where vLLM, its shapes or the GPU refuse it."""
     scheme = get_scheme(outlook.scheme)
     refused = _refused(scheme, model) or outlook.reason
-    runs, reason = _runs(scheme, model.target.card.sm)
+    card = model.target.card
+    runs, reason = _runs_on_rocm(scheme, card.gfx) if card.gfx else _runs(scheme, card.sm)
     cost = model.cost(scheme)
     row = Candidate(
         scheme=scheme.name,
@@ -175,6 +177,16 @@ def _runs(scheme: Scheme, sm: int) -> tuple[Runs, str]:
         return "in full", ""
     runs: Runs = "weights only" if bits > support.stored_bits else "coarser inputs"
     return runs, f"inputs of {bits} bits on {generation(sm)}, not {support.stored_bits}"
+
+
+def _runs_on_rocm(scheme: Scheme, gfx: str) -> tuple[Runs, str]:
+    """As far as vLLM's own table of kernels tells."""
+    if scheme.name in ROCM_EMULATED:
+        return "no", f"vLLM has only an emulation on {gfx}"
+    kind = ROCM_KINDS.get(scheme.name)
+    if kind is None:
+        return "not known", f"which kernel vLLM takes on {gfx} is not known here"
+    return ("weights only", f"inputs of 16 bits on {gfx}") if kind == "bf16" else ("in full", "")
 
 
 def _refused(scheme: Scheme, model: _Model) -> str:

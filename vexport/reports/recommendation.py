@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vexport.files import to_json
-from vexport.formats.gpus import generation
 from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.document import columns, facts, row
@@ -32,7 +31,7 @@ def _document(found: Recommendation) -> doc.Document:
     gpus = f"{found.tp} x {found.gpu}"
     title = (
         f"{found.source}: {found.architecture}, {count(found.parameters)} parameters, on {gpus}, "
-        f"{generation(found.sm)}, vLLM {found.vllm}"
+        f"{found.gpu_architecture}, vLLM {found.vllm}"
     )
     memory = (
         f"{size(found.usable_bytes)} for vLLM on each GPU; KV cache of {count(found.context)} tokens: "

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from vexport.reports import document as doc
 from vexport.reports.document import columns, facts, muted, row
-from vexport.reports.formatting import NOT_AVAILABLE, count, duration, percent
+from vexport.reports.formatting import NOT_AVAILABLE, count, duration, percent, size
 from vexport.reports.sentences import engine_line
 from vexport.types import SpeedPoint, SpeedReport
 
@@ -85,7 +85,8 @@ def _facts(report: SpeedReport) -> Iterator[tuple[str, str]]:
     if report.unmeasured:
         yield name, f"not measured: {report.unmeasured}"
     if report.engine and report.start_seconds is not None and report.points:
-        holds = f"; KV cache of {count(report.kv_tokens)} tokens" if report.kv_tokens else ""
+        holds = f"; weights {size(report.weight_bytes)}" if report.weight_bytes else ""
+        holds += f", KV cache of {count(report.kv_tokens)} tokens" if report.kv_tokens else ""
         yield name, f"vLLM {engine_line(report.engine)}, start {duration(report.start_seconds)}{holds}"
     elif report.points:
         yield name, f"measured elsewhere, by {report.tool}"

@@ -12,6 +12,7 @@ from vexport.scenario import Sensitivity as SensitivitySettings
 from vexport.sensitivity import measure as losses
 from vexport.sensitivity.choose import mixed_scheme
 from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
+from vexport.sensitivity.step_time import step_times
 from vexport.types import Calibration, MixedScheme, Plan, Sensitivity
 from vexport.version import __version__
 
@@ -88,6 +89,7 @@ def choose(run: Run) -> MixedScheme:
         rest_bytes=rest_bytes(run.index, run.units, run.result(CANDIDATES)),
         source_bytes=run.index.num_bytes,
         parameters=run.index.num_parameters,
+        times=step_times(run.index, run.units, run.scenario.auto, run.scenario.serve.ranks),
     )
 
 

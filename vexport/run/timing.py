@@ -129,7 +129,10 @@ def measure_speed(
     report = replace(report, engine=result.engine, start_seconds=result.seconds["load"])
     if result.throughput is None:
         return replace(report, unmeasured=NOT_MEASURED_HERE)
-    return replace(report, points=result.throughput.points, kv_tokens=result.throughput.kv_tokens)
+    measured = result.throughput
+    return replace(
+        report, points=measured.points, kv_tokens=measured.kv_tokens, weight_bytes=measured.weight_bytes
+    )
 
 
 def _timed(name: str, root: Path, role: str, workload: Workload, options: EngineOptions) -> SpeedReport:

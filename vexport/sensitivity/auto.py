@@ -11,6 +11,7 @@ from vexport.plan.source import plan_headers, settings_of, source_index
 from vexport.scenario import Auto, Rule, Scenario
 from vexport.sensitivity.choose import mixed_scheme
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
+from vexport.sensitivity.step_time import step_times
 from vexport.types import Finding, OnProgress, Plan, Sensitivity, silent
 
 FILE = "sensitivity.json"
@@ -48,6 +49,7 @@ def plan_mixed(
         rest_bytes=rest_bytes(index, layer_groups, plain),
         source_bytes=index.num_bytes,
         parameters=index.num_parameters,
+        times=step_times(index, layer_groups, auto, max(settings.ranks)),
     )
     chosen = {one.name: one.scheme for one in mixed.choices}
     plan = build_plan(index, rules_with(layer_groups, chosen, rules), settings)

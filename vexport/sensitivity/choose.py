@@ -7,7 +7,7 @@ best.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,15 @@ import numpy.typing as npt
 from vexport.errors import InputError
 from vexport.formats.schemes import KEEP
 from vexport.scenario import Auto
+from vexport.sensitivity.step_time import StepTimes
 from vexport.types import Choice, GroupSensitivity, MixedScheme, Tradeoff
 
 # Mixtures kept while groups are added. Below this the answer is exact; groups come in few sizes, so that even
 # large models have few different sums of bytes.
 MOST_MIXTURES = 1 << 15
 MOST_TRADEOFFS = 50
+# Seconds: in these, times of layers are whole numbers.
+_TICK = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,33 +86,50 @@ def mixed_scheme(
     rest_bytes: int,
     source_bytes: int,
     parameters: int,
+    times: StepTimes | None = None,
 ) -> MixedScheme:
     """The choice for every group within the budget of `auto`.
 
     `allowed` has the schemes to choose from by group, `rest_bytes` is what no choice changes of the output.
-    A budget of size takes the least loss, one of loss the fewest bytes. Raises InputError where none fits.
+    A budget of size or speed takes the least loss, one of loss the fewest bytes; `times` are for a budget of
+    speed. Raises InputError where none fits.
     """
     options = [tuple(_options(group, allowed[group.name])) for group in groups]
-    mixtures = best_mixtures(options)
+    mixtures = by_size = best_mixtures(options)
     sizes = mixtures.num_bytes + rest_bytes
     kind, limit = auto.budget
-    if kind == "loss":
-        within = np.flatnonzero(mixtures.loss <= limit)[:1]
+    if times is not None:
+        mixtures = best_mixtures([_timed(one, times) for one in options])
+        rest = round(times.rest / _TICK)
+        most = (1 / limit if kind == "tokens_per_second" else limit / 1000) / _TICK
+        within = np.flatnonzero(mixtures.num_bytes + rest <= most)[-1:]
+        least = (int(mixtures.num_bytes[0]) + rest) * _TICK
+    elif kind == "loss":
+        within, least = np.flatnonzero(mixtures.loss <= limit)[:1], float(mixtures.loss[-1])
     else:
         most = {"bits": limit * parameters / 8, "bytes": limit, "share": limit * source_bytes}[kind]
-        within = np.flatnonzero(sizes <= most)[-1:]
+        within, least = np.flatnonzero(sizes <= most)[-1:], float(sizes[0])
     if not within.size:
-        raise _out_of_reach(auto, mixtures, int(sizes[0]), source_bytes, parameters)
+        raise _out_of_reach(auto, least, source_bytes, parameters)
     chosen = int(within[0])
+    choices = tuple(one[pick] for one, pick in zip(options, mixtures.picks[chosen], strict=True))
+    step = times.rest + sum(times.groups[one.name, one.scheme] for one in choices) if times else None
     return MixedScheme(
         budget=kind,
         limit=limit,
         candidates=auto.candidates,
-        output_bytes=int(sizes[chosen]),
+        output_bytes=rest_bytes + sum(one.num_bytes for one in choices),
         loss=float(mixtures.loss[chosen]),
-        choices=tuple(one[pick] for one, pick in zip(options, mixtures.picks[chosen], strict=True)),
-        frontier=tuple(_tradeoffs(sizes, mixtures.loss)),
+        gpu=auto.gpu or "",
+        step_ms=None if step is None else 1000 * step,
+        choices=choices,
+        frontier=tuple(_tradeoffs(sizes, by_size.loss)),
     )
+
+
+def _timed(options: Sequence[Choice], times: StepTimes) -> list[Choice]:
+    """The options with picoseconds in the place of bytes: the knapsack adds whole numbers."""
+    return [replace(one, num_bytes=round(times.groups[one.name, one.scheme] / _TICK)) for one in options]
 
 
 def _options(group: GroupSensitivity, allowed: Sequence[str]) -> Iterator[Choice]:
@@ -127,19 +147,20 @@ def _tradeoffs(sizes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]) -> I
         yield Tradeoff(output_bytes=int(sizes[one]), loss=float(loss[one]))
 
 
-def _out_of_reach(
-    auto: Auto, mixtures: Mixtures, least_bytes: int, source_bytes: int, parameters: int
-) -> InputError:
+def _out_of_reach(auto: Auto, least: float, source_bytes: int, parameters: int) -> InputError:
+    """`least` are bytes, nats or seconds, as the budget has it."""
     kind, limit = auto.budget
-    least = {
-        "bits": f"{8 * least_bytes / parameters:.3f} bits per weight",
-        "bytes": f"{least_bytes} bytes",
-        "share": f"{least_bytes / source_bytes:.3f} of the source",
-        "loss": f"{mixtures.loss[-1]:.3g} nats per token",
+    reached = {
+        "bits": f"at least {8 * least / parameters:.3f} bits per weight",
+        "bytes": f"at least {least:.0f} bytes",
+        "share": f"at least {least / source_bytes:.3f} of the source",
+        "loss": f"at least {least:.3g} nats per token",
+        "tokens_per_second": f"at most {1 / least:.4g} tokens/s on {auto.gpu}",
+        "step_ms": f"at least {1000 * least:.4g} ms on {auto.gpu}",
     }[kind]
     return InputError(
         f"auto.{kind}",
         got=f"{limit:g}",
-        need=f"at least {least}, what the candidates can reach",
+        need=f"{reached}, what the candidates can reach",
         fix="widen the budget, or add a candidate",
     )

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How a GPU runs what is stored: with inputs of as many bits as are stored, with 16-bit inputs instead, with
-# fewer bits than are stored, with a package that vLLM does not bring, or not at all.
-Runs = Literal["in full", "weights only", "coarser inputs", "with a package", "no"]
+# fewer bits than are stored, with a package that vLLM does not bring, not at all, or in a way that is not
+# known.
+Runs = Literal["in full", "weights only", "coarser inputs", "with a package", "no", "not known"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Candidate:
     @property
     def runs_by_itself(self) -> bool:
         """Whether the GPU runs it with vLLM alone."""
-        return self.runs not in ("no", "with a package")
+        return self.runs not in ("no", "with a package", "not known")
 
     @property
     def fits(self) -> bool:
@@ -71,7 +72,9 @@ class Candidate:
 class Recommendation:
     """Every scheme for one model on `tp` GPUs of a name, and which to start with.
 
-    `source_row` is the model as it is. `kv_bytes` is what the KV cache of a rank takes for a sequence of
+    `sm` is 0 for a GPU of AMD. `source_row` is the model as it is.
+
+    `kv_bytes` is what the KV cache of a rank takes for a sequence of
     `context` tokens. `crossover` is the batch from which W4A16 is no longer ahead of FP8_DYNAMIC, None where
     one does not run, or W4A16 stays ahead. `recommended` is empty where nothing fits; `alternative` is the
     scheme that only a measured accuracy decides about, empty where memory and GPU decide. `notes` say what
@@ -83,6 +86,7 @@ class Recommendation:
     parameters: int
     gpu: str
     sm: int
+    gpu_architecture: str
     tp: int
     vllm: str
     context: int

@@ -8,8 +8,9 @@ from vexport.types.rounding import Rounding
 from vexport.types.values import Outcome
 
 # What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole
-# checkpoint, or loss in nats per token.
-BudgetKind = Literal["bits", "bytes", "share", "loss"]
+# checkpoint, loss in nats per token, or the time of a step on a GPU by a bound: output tokens a second of one
+# sequence, or milliseconds.
+BudgetKind = Literal["bits", "bytes", "share", "loss", "tokens_per_second", "step_ms"]
 Method = Literal["estimate", "measure"]
 
 
@@ -97,8 +98,9 @@ class Tradeoff:
 class MixedScheme:
     """What `scheme: auto` chose within its budget.
 
-    `loss` is the sum of the choices' losses, a prediction. `frontier` are the best mixtures from the
-    smallest checkpoint to the largest, at most some fifty of them.
+    `loss` is the sum of the choices' losses, a prediction; `step_ms` what a step of one sequence takes on
+    `gpu` at the slow end of the bound, None unless the budget is one of speed. `frontier` are the best
+    mixtures from the smallest checkpoint to the largest, at most some fifty of them.
     """
 
     budget: BudgetKind
@@ -106,6 +108,8 @@ class MixedScheme:
     candidates: tuple[str, ...]
     output_bytes: int
     loss: float
+    gpu: str = ""
+    step_ms: float | None = None
     choices: tuple[Choice, ...]
     frontier: tuple[Tradeoff, ...]
 

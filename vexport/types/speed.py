@@ -48,18 +48,19 @@ class SpeedPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """What an engine did: a point for each concurrency, and the tokens that its KV cache holds."""
+    """What an engine did: its points, the tokens that its KV cache holds, the weights of a rank."""
 
     points: tuple[SpeedPoint, ...]
     kv_tokens: int | None
+    weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedReport:
     """The speed of one checkpoint; `unmeasured` says why there is none.
 
-    `start_seconds` is the start of the engine with its weights, without the imports; `log_tail` the end of
-    the log of one that died.
+    `start_seconds` is the start of the engine with its weights, without the imports; `weight_bytes` are
+    those of a rank as its kernels hold them; `log_tail` is the end of the log of one that died.
     """
 
     checkpoint: str
@@ -71,6 +72,7 @@ class SpeedReport:
     engine: EngineInfo | None = None
     start_seconds: float | None = None
     kv_tokens: int | None = None
+    weight_bytes: int | None = None
     points: tuple[SpeedPoint, ...] = ()
     unmeasured: str = ""
     log_tail: str = ""
