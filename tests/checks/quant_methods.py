@@ -127,6 +127,55 @@ def stored_mxfp4(weight: torch.Tensor) -> Tensors:
     return {"weight_packed": packed.flatten(1), "weight_scale": scales}
 
 
+def quark_config(weight: Json, inputs: Json, **more: Json) -> Mapping[str, Json]:
+    """As Quark 0.13 writes it, without what vLLM does not read."""
+    return {
+        "quant_method": "quark",
+        "exclude": ["lm_head"],
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+        "global_quant_config": {
+            "weight": weight,
+            "input_tensors": inputs,
+            "output_tensors": None,
+            "bias": None,
+        },
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        **more,
+    }
+
+
+def _side(dtype: str, qscheme: str, **more: Json) -> dict[str, Json]:
+    usual: dict[str, Json] = {"is_dynamic": False, "symmetric": True}
+    return {"dtype": dtype, "qscheme": qscheme, **usual, **more}
+
+
+def quark_int4(weight: torch.Tensor, *, symmetric: bool) -> Tensors:
+    """AWQ's layout under other names; symmetric codes have a sign."""
+    if not symmetric:
+        stored = awq(weight)
+        names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
+        return {name: stored[old] for old, name in names.items()}
+    grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
+    scales = (grouped.abs().amax(dim=2) / 7).half()
+    codes = (grouped / scales[:, :, None].float()).round().clamp(-8, 7).to(torch.int64) & 15
+    return {"weight": awq_packed(codes.reshape(weight.shape).T), "weight_scale": scales.T}
+
+
+def quark_int8(weight: torch.Tensor) -> Tensors:
+    scale = weight.float().abs().amax(dim=1) / 127
+    return {"weight": (weight.float() / scale[:, None]).round().to(torch.int8), "weight_scale": scale}
+
+
+def quark_mxfp4(weight: torch.Tensor) -> Tensors:
+    packed, scales = mxfp4(weight)
+    return {"weight": packed.flatten(1), "weight_scale": scales}
+
+
+QUARK_FP8 = _side("fp8_e4m3", "per_tensor")
+QUARK_FP4: Mapping[str, Json] = {"group_size": 32, "scale_format": "e8m0"}
+
+
 # The config of each, and its layers from a weight and the largest weight of those that vLLM runs as one.
 CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torch.Tensor], Tensors]]] = {
     "gptq": (
@@ -182,12 +231,34 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torc
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         lambda weight, largest: fp8_tensor(weight, largest, static=False),
     ),
+    "quark-fp8": (
+        quark_config(QUARK_FP8, QUARK_FP8, export={"kv_cache_group": ["*k_proj"], "pack_method": "reorder"}),
+        lambda weight, largest: fp8_tensor(weight, largest),
+    ),
+    "quark-int8": (
+        quark_config(_side("int8", "per_channel"), _side("int8", "per_channel", is_dynamic=True)),
+        lambda weight, largest: quark_int8(weight),
+    ),
+    "quark-int4": (
+        quark_config(_side("int4", "per_group", group_size=GROUP), None),
+        lambda weight, largest: quark_int4(weight, symmetric=True),
+    ),
+    "quark-uint4": (
+        quark_config({"dtype": "uint4", "group_size": GROUP, "symmetric": False}, None),
+        lambda weight, largest: quark_int4(weight, symmetric=False),
+    ),
+    "quark-mxfp4": (
+        quark_config(_side("fp4", "per_group", **QUARK_FP4), _side("fp4", "per_group", is_dynamic=True)),
+        lambda weight, largest: quark_mxfp4(weight),
+    ),
     "modelopt-fp8": (_modelopt("FP8"), lambda weight, largest: fp8_tensor(weight, largest)),
     "modelopt-nvfp4": (
         _modelopt("NVFP4", group_size=16, kv_cache_scheme=FP8_KV),
         lambda weight, largest: nvfp4(weight, largest),
     ),
 }
+# Names of the KV cache's scales within the layers of keys and values.
+CACHE_SCALES = {"modelopt-nvfp4": "{}_scale", "quark-fp8": "output_scale"}
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -210,8 +281,8 @@ def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
         ).max()
         for part, tensor in quantized(value, largest).items():
             written[f"{module}.{part}"] = tensor.contiguous()
-        if name == "modelopt-nvfp4" and projection in ("k_proj", "v_proj"):
-            written[f"{module}.{projection[0]}_scale"] = torch.tensor(0.02)
+        if name in CACHE_SCALES and projection in ("k_proj", "v_proj"):
+            written[f"{module}.{CACHE_SCALES[name].format(projection[0])}"] = torch.tensor(0.02)
     save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
     whole = json.loads((folder / "config.json").read_text())
     whole["quantization_config"] = dict(config)

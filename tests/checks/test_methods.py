@@ -16,7 +16,6 @@ from vexport.types import Finding, Json
 
 # As the producers write them, shortened.
 CONFIGS: dict[str, dict[str, Json]] = {
-    "Quark": {"quant_method": "quark", "export": {"pack_method": "reorder"}, "global_quant_config": {}},
     "FP-Quant": {"quant_method": "fp_quant", "forward_dtype": "mxfp4"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "TorchAO": {"quant_method": "torchao", "quant_type": {"default": "int4_weight_only"}},
@@ -52,7 +51,7 @@ def test_another_method_is_one_finding(good: Good, tmp_path: Path, producer: str
     assert ("vexport load" in finding.fix) is (method != "bitsandbytes")
 
 
-@pytest.mark.parametrize("producer", ["FP-Quant", "Quark"])
+@pytest.mark.parametrize("producer", ["FP-Quant", "TorchAO"])
 def test_repair_makes_no_compressed_tensors_of_it(good: Good, tmp_path: Path, producer: str) -> None:
     changed = rewritten(
         good("W8A8"), tmp_path / "other", lambda config: config.update(quantization_config=CONFIGS[producer])

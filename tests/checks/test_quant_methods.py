@@ -8,13 +8,21 @@ import pytest
 import torch
 
 from tests.architectures.families import save_family
-from tests.checks.quant_methods import CHECKPOINTS, awq_packed, write, write_gpt_oss
+from tests.checks.quant_methods import (
+    CHECKPOINTS,
+    QUARK_FP8,
+    awq_packed,
+    quark_config,
+    write,
+    write_gpt_oss,
+)
 from tests.command import vexport
 from tests.models import problems
 from tests.mutations.edits import (
     QUANTIZATION,
     Change,
     Tensors,
+    all_of,
     config,
     drop,
     put,
@@ -204,6 +212,88 @@ SPOILED: Mapping[str, Mapping[str, tuple[Change, str, str]]] = {
         "a scale that is NaN": (filled(f"{DOWN}.weight_scale", 255), "values", f"{DOWN}.weight_scale"),
         "codes all zero": (put(f"{DOWN}.weight_packed", torch.zeros_like), "values", DOWN),
         "a layer that is not quantized": (unquantized(DOWN, (256, 512)), "targets", DOWN),
+    },
+    "quark-fp8": {
+        "no export": (config(QUANTIZATION, export=None), "config", "export"),
+        "another kind of weights": (
+            quantization(global_quant_config={"weight": {"dtype": "fp6_e3m2"}}),
+            "config",
+            "global_quant_config",
+        ),
+        "inputs that are not quantized": (
+            quantization(global_quant_config={"weight": QUARK_FP8, "input_tensors": None}),
+            "config",
+            "global_quant_config",
+        ),
+        "nothing that says how": (quantization(global_quant_config=None), "config", "global_quant_config"),
+        "a layer that is excluded": (quantization(exclude=["lm_head", DOWN]), "targets", DOWN),
+        "a part that is excluded": (quantization(exclude=["lm_head", K]), "targets", "qkv_proj"),
+        "a pattern that keeps what is quantized": (
+            quantization(exclude=["lm_head", r"re:.*layers\.1\.mlp"]),
+            "targets",
+            DOWN,
+        ),
+        "no scale": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
+        "no scale of inputs": (drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
+        "a scale upside down": (inverted(f"{DOWN}.weight_scale"), "values", f"{DOWN}.weight_scale"),
+        "inputs of one layer scaled otherwise": (scaled(f"{K}.input_scale", 3), "fusion", "input_scale"),
+        "a scale of keys that is zero": (filled(f"{K}.output_scale", 0.0), "kv_cache", "output_scale"),
+        "a weight in e5m2": (
+            put(f"{DOWN}.weight", lambda value: value.float().to(torch.float8_e5m2)),
+            "shapes",
+            f"{DOWN}.weight",
+        ),
+    },
+    "quark-int4": {
+        "zero points that are not there": (
+            quantization(**quark_config({"dtype": "uint4", "group_size": 64, "symmetric": False}, None)),
+            "completeness",
+            "weight_zero_point",
+        ),
+        "other groups": (
+            quantization(**quark_config({"dtype": "int4", "group_size": 128, "symmetric": True}, None)),
+            "shapes",
+            "weight_scale",
+        ),
+        "one scale a row": (
+            quantization(**quark_config({"dtype": "int4", "group_size": None}, None)),
+            "config",
+            "global_quant_config",
+        ),
+        "packed by another method": (
+            quantization(export={"kv_cache_group": [], "pack_method": "other"}),
+            "config",
+            "global_quant_config",
+        ),
+        "no scales": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
+        "an infinite scale": (filled(f"{DOWN}.weight_scale", float("inf")), "values", f"{DOWN}.weight_scale"),
+        "packed along the inputs": (
+            put(f"{DOWN}.weight", lambda value: awq_packed(torch.zeros(256, 512))),
+            "shapes",
+            f"{DOWN}.weight",
+        ),
+        "codes of another dtype": (cast(f"{DOWN}.weight", torch.float32), "shapes", f"{DOWN}.weight"),
+        "a part that is not quantized": (unquantized(V, (128, 256)), "targets", "v_proj"),
+        "scales that are zero": (
+            put(f"{DOWN}.weight_scale", torch.zeros_like),
+            "values",
+            f"{DOWN}.weight_scale",
+        ),
+    },
+    "quark-int8": {
+        "no scales": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
+        "a weight that is cut": (
+            put(f"{GATE}.weight", lambda value: value[:256]),
+            "shapes",
+            f"{GATE}.weight",
+        ),
+        "a negative scale": (filled(f"{DOWN}.weight_scale", -1.0), "values", f"{DOWN}.weight_scale"),
+    },
+    "quark-mxfp4": {
+        "no scales": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
+        "a scale that is NaN": (filled(f"{DOWN}.weight_scale", 255), "values", f"{DOWN}.weight_scale"),
+        "scales as numbers": (put(f"{DOWN}.weight_scale", powers), "shapes", f"{DOWN}.weight_scale"),
+        "codes all zero": (put(f"{DOWN}.weight", torch.zeros_like), "values", DOWN),
     },
     "fp8-block": {
         "other blocks": (quantization(weight_block_size=[64, 64]), "shapes", "weight_scale_inv"),
@@ -435,6 +525,13 @@ def test_weights_are_compared_with_the_source(
     assert errors == {up, gate}
 
 
+def test_what_autoround_writes_on_purpose_is_a_warning(written: Written, tmp_path: Path) -> None:
+    """In AWQ's format: symmetric codes whose zero points are stored, and a model in float16."""
+    change = all_of(quantization(zero_point=False), config((), dtype="float16"))
+    findings = problems(spoiled(written("awq"), tmp_path / "written", change))
+    assert {(each.check, each.severity) for each in findings} == {("config", "warning"), ("model", "warning")}
+
+
 def test_what_harms_nothing_is_a_warning(written: Written, tmp_path: Path) -> None:
     """vLLM reads neither zero points of symmetric codes nor the order of columns, other loaders do."""
     mislabelled = spoiled(written("gptq"), tmp_path / "v2", quantization(checkpoint_format="gptq_v2"))
@@ -491,6 +588,17 @@ REFUSED = {
         "blocks that are not quantized",
     ),
     "auto-round-mxfp4": ("other groups", "no scales", "one byte a code"),
+    "quark-fp8": (
+        "no export",
+        "another kind of weights",
+        "inputs that are not quantized",
+        "a layer that is excluded",
+        "a part that is excluded",
+        "no scale",
+    ),
+    "quark-int4": ("one scale a row", "packed by another method", "no scales", "packed along the inputs"),
+    "quark-int8": ("no scales", "a weight that is cut"),
+    "quark-mxfp4": ("no scales",),
     "gptq": (
         "groups of 16",
         "columns in order of activation",

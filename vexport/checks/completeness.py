@@ -84,9 +84,10 @@ def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
         yield _missing(name, f"the tensor, of {view.class_name} as its config sizes it")
     prefixes = {name.rpartition(".")[0] for name in layout.parameters} | modules.keys()
     yield from _untied_head(view)
+    own_scales = tuple(view.method.cache_scales.values()) if view.method else ()
     for name in sorted(names - layout.parameters.keys()):
         module, _, parameter = name.rpartition(".")
-        if UNREAD.search(name) or module in modules and parameter in WEIGHTS:
+        if UNREAD.search(name) or name.endswith(own_scales) or module in modules and parameter in WEIGHTS:
             continue
         if parameter == "weight" and _is_read_matrix(view, module, modules):
             continue
@@ -165,7 +166,7 @@ def _parameters(
             yield _covered(joined_name(module, parameter), fused)
         elif parameter == "weight_shape":
             yield _unread_shape(joined_name(module, parameter))
-        elif parameter in group.storage.unread:
+        elif parameter in group.storage.unread and group.weights.symmetric:
             yield _unread(joined_name(module, parameter))
         else:
             yield error(

@@ -92,9 +92,7 @@ def cache_scheme(view: CheckpointView) -> Json:
 
 def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
     for module in _attention_modules(view):
-        yield from (
-            (module, parameter, _stored(view.index.tensors, module, parameter)) for parameter in SCALES
-        )
+        yield from ((module, parameter, _stored(view, module, parameter)) for parameter in SCALES)
 
 
 def _attention_modules(view: CheckpointView) -> Iterator[str]:
@@ -103,9 +101,11 @@ def _attention_modules(view: CheckpointView) -> Iterator[str]:
         yield from (module.rpartition(".")[0] for module in fused.members if makes_keys(module, names))
 
 
-def _stored(tensors: Mapping[str, TensorInfo], module: str, parameter: str) -> TensorInfo | None:
+def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | None:
     """The scale under any name that vLLM finds (get_cache_scale_mapper, quantization/base_config.py)."""
+    tensors, own = view.index.tensors, view.method.cache_scales if view.method else {}
     endings = (
+        own.get(parameter, parameter),
         parameter,
         f"attn.{parameter}",
         f"{parameter[0]}_proj.{parameter}",

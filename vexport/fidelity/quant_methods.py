@@ -18,9 +18,19 @@ from vexport.checks.vllm.quant_methods.modelopt import (
     ModelOptNvfp4,
     WeightOnlyNvfp4,
 )
+from vexport.checks.vllm.quant_methods.quark import (
+    QuarkFp8,
+    QuarkFp8Block,
+    QuarkInt4,
+    QuarkInt8,
+    QuarkMxfp4,
+    QuarkNvfp4,
+)
 from vexport.formats.arguments import QuantArgs
 from vexport.numerics.constants import INT32_BITS, MX_GROUP, NVFP4_GROUP
 
+# quark/torch/export: codes that follow each other in a word.
+QUARK_ORDER = tuple(range(8))
 Stored = Mapping[str, torch.Tensor]
 # awq/utils/packing_utils.py of AutoAWQ: where in a word the codes of the outputs are.
 AWQ_REVERSE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -30,6 +40,8 @@ E8M0_BIAS = 127
 
 def own_weight(group: MethodGroup, stored: Stored) -> torch.Tensor:
     """The weight (out, in) of a layer's stored tensors, float32 or in the dtype of its scales."""
+    if isinstance(group.stored_as, QuarkInt4):
+        return _quark_int4(group, stored)
     return FORMULAS[type(group.stored_as)](group.weights, stored)
 
 
@@ -107,6 +119,20 @@ def _mxfp8(args: QuantArgs, stored: Stored) -> torch.Tensor:
     return stored["weight"].float() * scale.repeat_interleave(MX_GROUP, dim=-1)
 
 
+def _quark_int4(group: MethodGroup, stored: Stored) -> torch.Tensor:
+    """(code - zero point) * scale; codes of symmetric weights are numbers of 4 bits with a sign."""
+    assert isinstance(group.stored_as, QuarkInt4)
+    order = AWQ_REVERSE_ORDER if group.stored_as.reordered else QUARK_ORDER
+    codes = _integers(stored["weight"], 4)[:, :, order].flatten(1)
+    scales = stored["weight_scale"].repeat_interleave(
+        codes.shape[0] // stored["weight_scale"].shape[0], dim=0
+    )
+    if group.weights.symmetric:
+        return ((codes ^ 8) - 8).mul(scales).T
+    zeros = _integers(stored["weight_zero_point"], 4)[:, :, order].flatten(1)
+    return ((codes - zeros.repeat_interleave(codes.shape[0] // zeros.shape[0], dim=0)) * scales).T
+
+
 FORMULAS: Mapping[type, Callable[[QuantArgs, Stored], torch.Tensor]] = {
     AsGptq: _gptq,
     AsMxfp4: _mxfp4,
@@ -116,6 +142,11 @@ FORMULAS: Mapping[type, Callable[[QuantArgs, Stored], torch.Tensor]] = {
     GptqV2: lambda args, stored: _gptq(args, stored, 0),
     NativeFp8: _scaled,
     NativeFp8Block: _scaled,
+    QuarkFp8: _scaled,
+    QuarkFp8Block: _scaled,
+    QuarkInt8: _scaled,
+    QuarkMxfp4: lambda args, stored: _mxfp4(args, {**stored, "weight_packed": stored["weight"]}),
+    QuarkNvfp4: _nvfp4,
     ModelOptFp8: _scaled,
     ModelOptNvfp4: _nvfp4,
     WeightOnlyNvfp4: _nvfp4,

@@ -108,7 +108,7 @@ def _untranslated(view: CheckpointView, method: QuantMethod, translated: Transla
     """What keeps a checkpoint from being converted: its config, its tensors, numbers of another meaning."""
     if method.stays:
         yield _wrong(view.quantization_place, f"{method.name}: {method.stays}")
-    for problem in method.problems:
+    for problem in (each for each in method.problems if each.severity == "error"):
         where = f"{view.quantization_place}.{problem.where}"
         yield error(NAME, where, expected=problem.expected, got=problem.got, fix=problem.fix)
     for fused in view.fused_linears:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from vexport.architectures.decoders import decoders
-from vexport.checks.vllm.view import CheckpointView, error
+from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.types import Finding
 
 HALF = ("float16", "half")
@@ -31,12 +31,15 @@ def empty(view: CheckpointView, check: str) -> Iterator[Finding]:
 
 
 def narrowed(view: CheckpointView, check: str) -> Iterator[Finding]:
-    """A config that says float16 of a model of bfloat16, whose larger numbers float16 does not have."""
+    """A config that says float16 of a model of bfloat16, whose larger numbers float16 does not have.
+
+    Producers of other methods say so on purpose: for AWQ and GPTQ they turn the model to float16.
+    """
     config = view.index.config
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
     stored = {tensor.dtype for name, tensor in view.index.tensors.items() if name.endswith("norm.weight")}
     if dtype in HALF and stored == {"BF16"}:
-        yield error(
+        yield (error if view.method is None else warning)(
             check,
             f"{view.config_path}: dtype",
             expected="bfloat16, as the norms are stored",

@@ -29,7 +29,7 @@ PRODUCERS: Mapping[str, tuple[str, str]] = {
     "modelopt_mxfp8": (MODELOPT, _CONVERT),
     "mxfp4": ("OpenAI's gpt-oss", FROM_SOURCE),
     "mxfp8": ("a model that is published in MXFP8", FROM_SOURCE),
-    "quark": ("AMD Quark", FROM_SOURCE),
+    "quark": ("AMD Quark", _CONVERT),
     "torchao": ("TorchAO", FROM_SOURCE),
 }
 # Names in configs that vLLM takes for its own (`override_quantization_method` of its classes).

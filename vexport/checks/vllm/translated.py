@@ -1,7 +1,7 @@
 """A checkpoint of another quantization method as the same one in compressed-tensors would be."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -75,7 +75,12 @@ def translate(view: CheckpointView) -> Translated:
                     tensors[name] = made.info(name)
                 else:
                     tensors[name] = replace(made, name=name)
-    config = {**view.index.config, KEY: _config(view)}
+    for own, stored in view.method.cache_scales.items() if view.method else ():
+        for name in [name for name in tensors if name.endswith(f".{stored}")]:
+            renamed_scale = f"{name.removesuffix(stored)}{stored.partition('.')[0]}.{own}"
+            tensors[renamed_scale] = replace(tensors.pop(name), name=renamed_scale)
+            stored_names[renamed_scale] = name
+    config = {**view.index.config, KEY: _config(view, tensors)}
     index = replace(view.index, config=config, tensors=tensors)
     reader = DerivedReader(view.reader, derived)
     return Translated(
@@ -111,7 +116,7 @@ def _is_sound(group: MethodGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     return True
 
 
-def _config(view: CheckpointView) -> Json:
+def _config(view: CheckpointView, tensors: Iterable[str]) -> Json:
     """The quantization_config that vLLM resolves to the same layers."""
     groups: dict[str, tuple[MethodGroup, list[FusionGroup]]] = {}
     kept: set[str] = set()
@@ -131,7 +136,7 @@ def _config(view: CheckpointView) -> Json:
         f"group_{number}": _group(group.translated, targets_of(fused_layers, resolved, alone=alone))
         for number, (group, fused_layers) in enumerate(groups.values())
     }
-    has_scales = any(map(CACHE_SCALE.search, view.index.tensors))
+    has_scales = any(map(CACHE_SCALE.search, tensors))
     cache = arguments_json(KV_CACHES["fp8"]) if view.method.kv_cache and has_scales else None
     return {
         "config_groups": config_groups,

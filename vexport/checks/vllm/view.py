@@ -47,6 +47,7 @@ QUANTIZED_PARAMETERS = frozenset(
         "qzeros",
         "weight_scale_inv",
         "weight_scale_2",
+        "input_scale_2",
         "blocks",
     }
 )

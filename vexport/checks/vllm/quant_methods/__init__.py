@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from vexport.checks.vllm.quant_methods import auto_round, awq, fp8, gptq, modelopt, mxfp4
+from vexport.checks.vllm.quant_methods import auto_round, awq, fp8, gptq, modelopt, mxfp4, quark
 from vexport.checks.vllm.quant_methods.base import MethodFormat, MethodGroup, Model, Problem, QuantMethod
 from vexport.types import Json
 
@@ -22,4 +22,5 @@ METHODS: Mapping[str, Callable[[Mapping[str, Json], Model], QuantMethod]] = {
     "modelopt_mixed": modelopt.read,
     "modelopt_mxfp8": modelopt.read,
     "mxfp4": mxfp4.read,
+    "quark": quark.read,
 }

@@ -3,7 +3,7 @@
 Source: vllm/model_executor/layers/quantization/auto_awq.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -42,15 +42,21 @@ CODES = INT32_BITS // BITS
 # The place in a word of each of its eight codes (_REVERSE_AWQ_PACK_ORDER).
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 LAYOUT = "gemm"
+# Codes with a sign are those without it less this.
+SIGN = 8
 
 
 class Awq(MethodFormat, PackedIntegers):
-    """qweight (in, out/8), qzeros (groups, out/8), scales (groups, out)."""
+    """qweight (in, out/8), qzeros (groups, out/8), scales (groups, out).
+
+    `places` are those of the codes in a word; codes of symmetric weights have a sign, others zero points.
+    """
 
     name = "awq"
     weight = "qweight"
     names = PACKED_NAMES
     transposed = True
+    places: Sequence[int] = PLACES
 
     def refusal(self, args: Arguments) -> str | None:
         bits = args.weights.num_bits
@@ -60,7 +66,9 @@ class Awq(MethodFormat, PackedIntegers):
         return "AutoAWQLinearMethod"
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        return transposed_words(args, shape, packed_by="out")
+        ours = {stored: own for own, stored in PACKED_NAMES.items()}
+        found = transposed_words(args, shape, packed_by="out")
+        return {self.names[ours[name]]: form for name, form in found.items()}
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
         codes = stored.get(self.weight)
@@ -75,36 +83,41 @@ class Awq(MethodFormat, PackedIntegers):
         """Codes and zero points in words along the inputs and outputs, in the plain order."""
         shape = self.shape(args, stored)
         assert shape is not None
-        codes, zeros = stored["qweight"], stored["qzeros"]
-        return {
+        codes, scales, symmetric = (
+            stored[self.weight],
+            stored[self.names["weight_scale"]],
+            args.weights.symmetric,
+        )
+        tensors: dict[str, TensorInfo | Derived] = {
             "weight_packed": Derived(
                 dtype="I32",
                 shape=(shape[0], shape[1] // CODES),
                 sources=(codes,),
-                rows=partial(_repacked, codes),
+                rows=partial(self._repacked, codes, SIGN if symmetric else 0),
             ),
-            "weight_scale": transposed_scales(stored["scales"]),
-            "weight_zero_point": Derived(
+            "weight_scale": transposed_scales(scales),
+            "weight_shape": shape_tensor(shape, codes),
+        }
+        if not symmetric:
+            zeros = stored[self.names["weight_zero_point"]]
+            tensors["weight_zero_point"] = Derived(
                 dtype="I32",
                 shape=(zeros.shape[1], zeros.shape[0]),
                 sources=(zeros,),
-                rows=partial(_zero_points, zeros),
-            ),
-            "weight_shape": shape_tensor(shape, codes),
-        } | {name: stored[name] for name in ("bias",) if name in stored}
+                rows=partial(self._zero_points, zeros),
+            )
+        return tensors | {name: stored[name] for name in ("bias",) if name in stored}
 
+    def _repacked(self, codes: TensorInfo, sign: int, reader: Reader, rows: slice) -> Array:
+        """Some rows (outputs) of the weight, in words along the inputs."""
+        chosen = np.arange(codes.shape[1] * CODES)[rows]
+        words, places = np.divmod(chosen, CODES)
+        shifts = (np.asarray(self.places)[places] * BITS).astype(np.uint32)
+        values = (bits_of(reader, codes)[:, words].astype(np.uint32) >> shifts) & np.uint32(15)
+        return packed(values ^ np.uint32(sign), BITS).T
 
-def _repacked(codes: TensorInfo, reader: Reader, rows: slice) -> Array:
-    """Some rows (outputs) of the weight, in words along the inputs."""
-    chosen = np.arange(codes.shape[1] * CODES)[rows]
-    words, places = np.divmod(chosen, CODES)
-    shifts = (np.asarray(PLACES)[places] * BITS).astype(np.uint32)
-    values = (bits_of(reader, codes)[:, words].astype(np.uint32) >> shifts) & np.uint32(15)
-    return packed(values, BITS).T
-
-
-def _zero_points(zeros: TensorInfo, reader: Reader, rows: slice) -> Array:
-    return packed(unpacked(bits_of(reader, zeros), BITS, PLACES).T, BITS)[rows]
+    def _zero_points(self, zeros: TensorInfo, reader: Reader, rows: slice) -> Array:
+        return packed(unpacked(bits_of(reader, zeros), BITS, self.places).T, BITS)[rows]
 
 
 def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
@@ -112,8 +125,9 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     config = Config(values, SOURCE)
     bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")
     if config.required("zero_point") is False:
-        expected = "true: without zero points vLLM's kernels differ in what they take for the middle"
-        config.wrong("zero_point", expected, "false", "quantize with zero points, or by another method")
+        expected = "true: without zero points vLLM takes slower kernels on GPUs, and others on CPUs"
+        fix = "quantize with zero points, or `vexport convert`"
+        config.wrong("zero_point", expected, "false", fix, severity="warning")
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             config.wrong(key, "a number", repr(value))

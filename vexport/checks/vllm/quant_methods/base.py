@@ -113,8 +113,8 @@ class QuantMethod:
     `group_of` answers for vLLM's name of a layer and the name of one of its members, both those of the routed
     experts of a layer: None where vLLM keeps it. `skip_key` names the list that keeps layers;
     `quantizes_head` says whether the output head is quantized where that list does not name it; `source` is
-    vLLM's file, `modules` what every decoder layer stores quantized where that is known, `stays` why a
-    checkpoint cannot be written in compressed-tensors.
+    vLLM's file, `cache_scales` its own names for the KV cache's scales, `modules` what every decoder layer
+    stores quantized where that is known, `stays` why a checkpoint cannot be written in compressed-tensors.
     """
 
     name: str
@@ -124,6 +124,7 @@ class QuantMethod:
     group_of: Callable[[str, str], MethodGroup | None]
     quantizes_head: bool = False
     kv_cache: bool = False
+    cache_scales: Mapping[str, str] = field(default_factory=dict)
     modules: Sequence[str] = ()
     stays: str = ""
     problems: Sequence[Problem] = field(default_factory=tuple)
@@ -156,6 +157,13 @@ class Config:
                 return tuple(map(str, value))
         return ()
 
-    def wrong(self, key: str, expected: str, got: str, fix: str = "correct it, or export again") -> None:
+    def wrong(
+        self,
+        key: str,
+        expected: str,
+        got: str,
+        fix: str = "correct it, or export again",
+        severity: Severity = "error",
+    ) -> None:
         """Note a problem."""
-        self.problems.append(Problem(where=key, expected=expected, got=got, fix=fix))
+        self.problems.append(Problem(where=key, expected=expected, got=got, fix=fix, severity=severity))
