@@ -80,6 +80,21 @@ def test_baseline_tells_habit_from_damage() -> None:
     assert [f.severity for f in canary_findings([STUCK, GOOD, GOOD], baseline=[GOOD])] == ["warning"]
 
 
+def test_where_vllm_agrees_with_the_weights_the_evaluation_judges_them() -> None:
+    (stuck,) = canary_findings([STUCK], baseline=[GOOD], agrees=True)
+    assert stuck.severity == "warning"
+    assert "if the evaluation passes" in stuck.fix
+    (broken,) = canary_findings([replace(GOOD, non_finite=3)], baseline=[GOOD], agrees=True)
+    assert broken.severity == "error"
+
+
+def test_a_baseline_that_loops_is_no_witness() -> None:
+    loop = "The melting point of water is 100 degrees, which is why one says so."
+    words = replace(ENDLESS, text=f" one hundred degrees. {loop} And again: {loop} In short: {loop} It ends")
+    assert canary_findings([replace(ENDLESS, ended_after=20)], baseline=[words]) == []
+    assert canary_findings([STUCK], baseline=[words]) == []
+
+
 ENDLESS = replace(GOOD, text=" one of the many things that a long text may be about", tokens=200)
 
 
@@ -91,6 +106,7 @@ ENDLESS = replace(GOOD, text=" one of the many things that a long text may be ab
         (replace(ENDLESS, ended_after=40), ENDLESS, ["error"]),
         (replace(ENDLESS, ended_after=40), None, []),
         (replace(ENDLESS, ended_after=120), ENDLESS, []),
+        (replace(ENDLESS, ended_after=87), ENDLESS, []),
         (replace(GOOD, ended_after=1), replace(GOOD, ended_after=3), []),
         (replace(ENDLESS, text="одна из тех вещей, о которых может быть текст"), ENDLESS, ["error"]),
         (replace(ENDLESS, text="одна из тех вещей"), ENDLESS, []),

@@ -147,7 +147,7 @@ def conclude(outcome: str, name: str, reason: str) -> None:
     why = "" if is_read() else f": {reason}"
     if outcome == "FAIL":
         fix = "see the report; keep the worst layers or choose a scheme with more bits"
-        raise CheckpointFailed(name, got=f"FAIL{why}", need="a loss within the margin", fix=fix)
+        raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix)
     if outcome == "INCONCLUSIVE":
         fix = "use more documents or a wider margin"
-        raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="evidence that settles it", fix=fix)
+        raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="", fix=fix)

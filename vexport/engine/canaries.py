@@ -12,17 +12,25 @@ _LONGEST_CYCLE = 6
 # A text of fewer letters has no recognizable script; an answer of fewer tokens has no early end.
 _LEAST_LETTERS = 20
 _LEAST_TOKENS = 8
+# A text that ends after as many tokens has been one; a broken export ends in its first sentence.
+_WHOLE_TOKENS = 48
+# A text in which as many words stand this often loops, if not to its end (SmolLM2-135M does).
+_LOOP_WORDS, _LOOP_TIMES = 8, 3
 _NUMBERS = "non-finite log-probabilities"
 _FIX = "compare the checkpoint with its source (`vexport check --source`), or quantize with a finer scheme"
+_FIX_QUANTIZED = "nothing if the evaluation passes: vLLM computes what the checkpoint holds"
 
 
-def canary_findings(canaries: Sequence[Canary], baseline: Sequence[Canary] | None = None) -> list[Finding]:
+def canary_findings(
+    canaries: Sequence[Canary], baseline: Sequence[Canary] | None = None, *, agrees: bool = False
+) -> list[Finding]:
     """A finding for each degenerate continuation.
 
     With the baseline's continuations of the same prompts, one that the baseline shares is none; the others
     are errors if they are half of all or more, else warnings, since one continuation may change by chance.
-    Without a baseline each is a warning: the model may have the habit itself. Numbers that are not finite
-    are always an error.
+    Without a baseline each is a warning: the model may have the habit itself. So it is where the
+    log-probabilities of vLLM are those of the reference (`agrees`): then the weights say so, and what
+    quantization costs is for the evaluation to judge. Numbers that are not finite are always an error.
     """
     others = {canary.prompt: canary for canary in baseline or ()}
     degenerate = [
@@ -30,10 +38,13 @@ def canary_findings(canaries: Sequence[Canary], baseline: Sequence[Canary] | Non
         for number, canary in enumerate(canaries)
         if (found := symptom(canary, others.get(canary.prompt))) is not None
     ]
-    broken = baseline is not None and 2 * len(degenerate) >= len(canaries)
+    broken = baseline is not None and not agrees and 2 * len(degenerate) >= len(canaries)
     severity: Severity = "error" if broken else "warning"
+    fix = _FIX_QUANTIZED if agrees and baseline is not None else _FIX
     return [
-        _finding(number, canary, found, "error" if found == _NUMBERS else severity)
+        _finding(number, canary, found, "error", _FIX)
+        if found == _NUMBERS
+        else _finding(number, canary, found, severity, fix)
         for number, canary, found in degenerate
     ]
 
@@ -41,7 +52,7 @@ def canary_findings(canaries: Sequence[Canary], baseline: Sequence[Canary] | Non
 def not_finite(canaries: Sequence[Canary]) -> list[Finding]:
     """The findings that hold for any text, also of a model to which the prompts mean nothing."""
     return [
-        _finding(number, canary, _NUMBERS, "error")
+        _finding(number, canary, _NUMBERS, "error", _FIX)
         for number, canary in enumerate(canaries)
         if canary.non_finite
     ]
@@ -52,7 +63,7 @@ def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
     if canary.non_finite:
         return _NUMBERS
     if (alone := _alone(canary)) is not None:
-        return alone if baseline is None or _alone(baseline) is None else None
+        return alone if baseline is None or not (_alone(baseline) or _loops(baseline)) else None
     if baseline is not None and _early(canary, baseline):
         return "an early end"
     before = canary.prompt if baseline is None else baseline.text
@@ -79,9 +90,18 @@ def _cycles(words: Sequence[str]) -> bool:
 
 
 def _early(canary: Canary, baseline: Canary) -> bool:
-    """Whether the model ends before half of what the baseline says."""
+    """Whether the model ends before half of what the baseline says, early in the text, and not of a loop."""
     whole = baseline.tokens if baseline.ended_after is None else baseline.ended_after
-    return canary.ended_after is not None and whole >= _LEAST_TOKENS and 2 * canary.ended_after < whole
+    ended = canary.ended_after
+    if ended is None or ended >= _WHOLE_TOKENS or _loops(baseline):
+        return False
+    return whole >= _LEAST_TOKENS and 2 * ended < whole
+
+
+def _loops(canary: Canary) -> bool:
+    words = canary.text.split()
+    parts = Counter(tuple(words[i : i + _LOOP_WORDS]) for i in range(len(words) - _LOOP_WORDS + 1))
+    return max(parts.values(), default=0) >= _LOOP_TIMES
 
 
 def _script(text: str) -> str:
@@ -91,12 +111,12 @@ def _script(text: str) -> str:
     return script if scripts.total() >= _LEAST_LETTERS and 2 * letters > scripts.total() else ""
 
 
-def _finding(number: int, canary: Canary, found: str, severity: Severity) -> Finding:
+def _finding(number: int, canary: Canary, found: str, severity: Severity, fix: str) -> Finding:
     return Finding(
         check="canary",
         severity=severity,
         where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
         expected="finite numbers and text in the prompt's language that does not repeat itself",
         got=f"{found} in {canary.tokens} tokens ({canary.finish_reason}): {canary.text[-80:]!r}",
-        fix=_FIX,
+        fix=fix,
     )

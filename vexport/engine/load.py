@@ -62,14 +62,17 @@ def load_report(
         return _report(result, [refused(result)], None)
     agreement, disagreements = _agreement(result, prompts)
     known = reported(result.checkpoint, vllm=result.vllm)
-    findings = [*_canaries(result, prompts, baseline), *_short(result), *disagreements, *known]
+    agrees = agreement is not None and not disagreements
+    findings = [*_canaries(result, prompts, baseline, agrees=agrees), *_short(result), *disagreements, *known]
     return _report(result, findings, agreement)
 
 
-def _canaries(result: SessionResult, prompts: Prompts, baseline: SessionResult | None) -> list[Finding]:
+def _canaries(
+    result: SessionResult, prompts: Prompts, baseline: SessionResult | None, *, agrees: bool
+) -> list[Finding]:
     """What is wrong with the continuations, against the baseline's or, for bad ones, the reference's."""
     if baseline is not None:
-        return canary_findings(result.canaries, baseline.canaries)
+        return canary_findings(result.canaries, baseline.canaries, agrees=agrees)
     if not prompts.natural:
         return not_finite(result.canaries)
     findings = canary_findings(result.canaries)
