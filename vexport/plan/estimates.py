@@ -25,8 +25,8 @@ SEARCH_MEMORY = 500_000_000
 MEMORY, MEMORY_PER_PARAMETER = 290_000_000, 0.0027
 # `check`: 1.1 B parameters in 1.6 to 2.3 s, 1 s of it the start; 260 MB.
 CHECK_NANOSECONDS, CHECK_MEMORY = 0.9, 260_000_000
-# Floating-point operations a second of a calibration's forward, by processor time of one thread of a CPU with
-# bf16 matrix units: SmolLM2-135M in FP8, 28 rows of 512 tokens more took 16.8 s more. A CPU without them takes
+# Floating-point operations a second of a calibration's forward, by processor time of one thread of a CPU
+# with bf16 matrix units: SmolLM2-135M in FP8, 28 rows of 512 tokens more took 16.8 s more. Without them it is
 # several times as long. torch and transformers are loaded first.
 FORWARD_FLOPS = 1.8e11
 # The same of rounding by text, of which much is large products: SmolLM2-135M in W4A16_G64, 64 rows of 512
