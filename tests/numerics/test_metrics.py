@@ -12,6 +12,7 @@ from vexport.numerics.metrics import (
     EXACT_DB,
     KL_ROWS,
     array_error,
+    divergence_of_logits,
     kl_divergence,
     quantization_error,
     sqnr_db,
@@ -50,6 +51,15 @@ def test_divergence_is_that_of_scipy_at_every_position() -> None:
     assert kl_divergence(reference[:0], measured[:0]).shape == (0,)
     with pytest.raises(ValueError, match="log-probabilities"):
         kl_divergence(reference, measured[:, 1:])
+
+
+def test_divergence_of_logits_is_the_sum_over_all_positions() -> None:
+    """Of more positions than are taken at a time, in the dtype of a model."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(1, 150, 40, generator=generator).bfloat16() for _ in range(2)]
+    expected = kl_divergence(*(one[0].float().log_softmax(-1) for one in logits)).sum()
+    assert divergence_of_logits(*logits) == pytest.approx(float(expected), rel=1e-9)
+    assert divergence_of_logits(logits[0], logits[0]) == 0
 
 
 @pytest.mark.parametrize("largest", [1e-30, 0.03, 1.0, 448.0, 6e4])

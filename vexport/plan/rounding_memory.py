@@ -22,8 +22,9 @@ MOST_STATES = 2**30
 # Matrices (in, in) that factorizing one H and correcting weights hold at once, and weights (out, in) that
 # rounding a group does, all float32.
 FACTOR_MATRICES, GROUP_WEIGHTS = 6, 6
-# Log-probabilities of one row, and what their divergence takes, where recipes are chosen by rows held out.
-LOGITS = 5
+# Where recipes are chosen by rows held out: the logits of one row in two streams, in the model's dtype. What
+# the layers took has not been given back to the system by then.
+LOGITS = 2
 # A quantized layer as compressed-tensors dequantizes it and as the model holds it, for each of its bytes.
 QUANTIZED_COPIES = 2.0
 
@@ -73,8 +74,8 @@ def _pass_bytes(index: SourceIndex, plan: Plan, one: Pass, tokens: int) -> int:
     )
     judged = len(one.recipes) > 1
     vocabulary = text_config(index.config).get("vocab_size")
-    logits = tokens * (vocabulary if isinstance(vocabulary, int) else 0) * FLOAT32 * LOGITS if judged else 0
-    return around + (1 + len(one.recipes)) * min(states, MOST_STATES) + max(in_layer, logits)
+    logits = tokens * (vocabulary if isinstance(vocabulary, int) else 0) * BFLOAT16 * LOGITS if judged else 0
+    return around + (1 + len(one.recipes)) * min(states, MOST_STATES) + in_layer + logits
 
 
 def _moments(groups: list[FusionGroup], recipes: tuple[Recipe, ...]) -> Mapping[str, int]:

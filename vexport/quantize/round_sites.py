@@ -65,4 +65,5 @@ def round_sites(
             made[group.name], how[group.name] = round_group(
                 group, weights, moments, recipe, model.index, factor=factor
             )
+            model.reader.release(model.index.tensors[member.weight] for member in group.members)
     return made, how

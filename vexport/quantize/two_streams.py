@@ -22,7 +22,7 @@ from vexport.calibration.ranks import add_up, in_row_order, on_first, rank_and_s
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.numerics.metrics import kl_divergence
+from vexport.numerics.metrics import divergence_of_logits
 from vexport.quantize.applied import QuantizedLayer, QuantizedModel
 from vexport.quantize.group_inputs import GroupInputs
 from vexport.quantize.ranked_sums import RankedSums, own_rows
@@ -253,27 +253,23 @@ class RoundingStream:
         own = list[tuple[int, tuple[int, list[float]]]]()
         for position, row in enumerate(self.rows):
             if row >= self.fitted:
-                expected = self._logprobs(captured, position, source[position])
-                own.append((row, (len(expected), self._divergences(captured, position, branches, expected))))
+                divergences = self._divergences(captured, position, branches, source[position])
+                own.append((row, (self.batches[row].ids.numel(), divergences)))
         found = in_row_order(own)
         tokens = sum(number for number, _ in found)
         for place, branch in enumerate(branches):
             branch.divergence = sum(each[place] for _, each in found) / tokens if tokens else None
 
     def _divergences(
-        self, captured: Captured, position: int, branches: Sequence[Branch], expected: torch.Tensor
+        self, captured: Captured, position: int, branches: Sequence[Branch], states: torch.Tensor
     ) -> list[float]:
-        """The sums of KL of each branch over the tokens of a row."""
-        found = []
+        """The sums of KL of each branch over the tokens of a row; `states` are the source's."""
+        found, expected = [], self._logits(captured, position, states)
         for branch in branches:
             with self.quantized.applied(branch.outside):
-                measured = self._logprobs(captured, position, branch.hidden[position])
-            found.append(float(kl_divergence(expected, measured).sum()))
+                measured = self._logits(captured, position, branch.hidden[position])
+            found.append(divergence_of_logits(expected, measured))
         return found
-
-    def _logprobs(self, captured: Captured, position: int, states: torch.Tensor) -> torch.Tensor:
-        logits = self._logits(captured, position, states)
-        return torch.log_softmax(logits.to(torch.float32), dim=-1).flatten(0, -2)
 
     def _logits(self, captured: Captured, position: int, states: torch.Tensor) -> torch.Tensor:
         """What the model makes of the hidden states of this rank's row behind the last decoder layer."""

@@ -19,7 +19,7 @@ from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
-from vexport.numerics.metrics import kl_divergence
+from vexport.numerics.metrics import divergence_of_logits
 from vexport.quantize.applied import QuantizedModel
 from vexport.quantize.round_sites import GroupWeights
 from vexport.sensitivity.trials import Trial, TrialInputs, layers_of, parameter_of
@@ -195,28 +195,28 @@ class TrialStream:
         for position, one in enumerate(states) if heads else ():
             with ExitStack() as block:
                 noted = {trial: block.enter_context(own.inputs.noted()) for trial, own in inputs.items()}
-                self._logprobs(position, one, rest)
+                self._logits(position, one, rest)
             for trial, own in inputs.items():
                 own.add(noted[trial])
         quantized = {trial: layers_of(self.quantized, trial, own.rounded()) for trial, own in inputs.items()}
         for position, one in enumerate(states):
-            plain = self._logprobs(position, one, rest)
+            plain = self._logits(position, one, rest)
             for trial, after in carried.items():
-                losses[trial] += _divergence(plain, self._logprobs(position, after[position], rest))
+                losses[trial] += divergence_of_logits(plain, self._logits(position, after[position], rest))
             for trial, layers in quantized.items():
                 with self.quantized.applied(layers):
-                    losses[trial] += _divergence(plain, self._logprobs(position, one, rest))
+                    losses[trial] += divergence_of_logits(plain, self._logits(position, one, rest))
         tokens = sum(ids.numel() for ids in self.ids)
         for trial, total in losses.items():
             outcomes[trial].loss = total / tokens
         for _ in heads:
             on_step()
 
-    def _logprobs(self, position: int, states: torch.Tensor, rest: Rest) -> torch.Tensor:
-        """Log-probabilities at every position of a batch, (tokens, vocabulary), in float32."""
+    def _logits(self, position: int, states: torch.Tensor, rest: Rest) -> torch.Tensor:
+        """Logits at every position of a batch, (1, tokens, vocabulary)."""
         with replayed_layers(self.layers, states.to(self.device), rest):
             logits: torch.Tensor = self.model(input_ids=self.ids[position], use_cache=False).logits
-        return torch.log_softmax(logits.to(torch.float32), dim=-1).flatten(0, -2)
+        return logits
 
     def _load(self, number: int) -> None:
         self.weights.load(self.layers[number], f"{self.name}.{number}")
@@ -231,8 +231,3 @@ def relative_error(plain: States, changed: States) -> float:
         total += float((noise / exact.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)).sum())
         tokens += noise.numel()
     return total / tokens
-
-
-def _divergence(plain: torch.Tensor, changed: torch.Tensor) -> float:
-    """The sum over tokens of KL(plain || changed), of log-probabilities (tokens, vocabulary)."""
-    return float(kl_divergence(plain, changed).sum())
