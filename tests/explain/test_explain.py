@@ -114,7 +114,7 @@ def test_without_a_name_all_are_listed() -> None:
 def test_the_shell_completes_names() -> None:
     context = cli.commands["explain"].make_context("explain", [])
     found = [item.value for item in complete_topic(context, cli.commands["explain"].params[0], "nvfp4")]
-    assert found == ["NVFP4", "NVFP4A16", "nvfp4_expanded_mse"]
+    assert found == ["NVFP4", "NVFP4A16", "nvfp4_expanded_mse", "nvfp4_expanded_imatrix"]
 
 
 def test_a_terminal_gets_no_markup() -> None:
@@ -149,7 +149,7 @@ def test_every_option_and_command_is_explained() -> None:
 def test_an_option_says_what_each_command_makes_of_it() -> None:
     said = vexport("explain", "--overwrite").stdout
     assert "run: Start again in a run directory that exists." in said
-    assert "quantize, convert, repair: Replace OUT" in said
+    assert "quantize, merge, convert, repair: Replace OUT" in said
 
 
 def test_every_key_of_a_scenario_is_explained() -> None:

@@ -116,7 +116,7 @@ def watched_by(plan: Plan, *, all_experts: bool = True) -> Watched:
     importance = {
         member.name: Importance.zeros(member.in_features)
         for group in plan.groups
-        if group.observer == observer_names.IMPORTANCE and group.rounding == "nearest"
+        if group.observer in observer_names.BY_IMPORTANCE and group.rounding == "nearest"
         for member in group.members
     }
     layers: dict[str, tuple[LinearPlan, ...]] = {}

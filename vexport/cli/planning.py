@@ -166,7 +166,7 @@ plan_options = stacked(
         metavar="O",
         shell_complete=complete_observer,
         help="How weight ranges are found [default: memoryless_minmax; with gptq and refit, below 8 bits, "
-        "imatrix_mse].",
+        "imatrix_mse, for NVFP4 nvfp4_expanded_imatrix].",
     ),
     click.option(
         "--rounding",

@@ -104,9 +104,9 @@ def divergence_of_logits(reference: "torch.Tensor", measured: "torch.Tensor") ->
 
     Log-probabilities are float32, of a few positions at a time: those of a long row fill gigabytes.
     """
-    total = 0.0
-    rows = zip(reference.flatten(0, -2).split(KL_ROWS), measured.flatten(0, -2).split(KL_ROWS), strict=True)
-    for expected, got in rows:
-        pair = (one.float().log_softmax(dim=-1) for one in (expected, got))
+    total, expected, got = 0.0, reference.flatten(0, -2), measured.flatten(0, -2)
+    for start in range(0, len(expected), KL_ROWS):
+        rows = slice(start, start + KL_ROWS)
+        pair = (one[rows].float().log_softmax(dim=-1) for one in (expected, got))
         total += float(kl_divergence(*pair).sum())
     return total

@@ -9,7 +9,7 @@ from importlib import import_module
 from vexport.observers.args import ObserverArgs, OptionValue
 from vexport.observers.base import Observer, QParamsDict
 from vexport.observers.flatten import flatten_for_calibration
-from vexport.observers.imatrix import IMatrixMSEObserver
+from vexport.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
 from vexport.observers.importance import Importance
 from vexport.observers.minmax import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
 from vexport.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
@@ -41,6 +41,7 @@ __all__ = [
     "MemorylessMinMaxObserver",
     "MinMaxObserver",
     "MovingAverageMSEObserver",
+    "NVFP4ExpandedIMatrixObserver",
     "NVFP4ExpandedMSEObserver",
     "Observer",
     "ObserverArgs",

@@ -1,6 +1,7 @@
 """The search for the range with the least error, each error weighted by how large its inputs are."""
 
 import warnings
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from vexport.observers.base import Range
 from vexport.observers.flatten import WEIGHT, flatten_for_calibration
 from vexport.observers.importance import Importance
 from vexport.observers.mse import MemorylessMSEObserver
-from vexport.observers.options import ImportanceOptions, SearchOptions
+from vexport.observers.options import ImportanceOptions
 from vexport.observers.search import Search
 
 # Where a weight's columns are input channels within each group (llm-compressor, observers/imatrix.py).
@@ -29,11 +30,11 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     """
 
     registry_name = "imatrix_mse"
-    defaults: ClassVar[SearchOptions] = DEFAULTS
+    defaults: ClassVar[ImportanceOptions] = DEFAULTS
 
     def configure(self, given: dict[str, OptionValue]) -> None:
         """Read the keywords of the search and `strict`."""
-        options = self.read(DEFAULTS, given)
+        options = self.read(self.defaults, given)
         super().configure(given)
         self.strict = options.strict
         self.gathered: Importance | None = None
@@ -102,3 +103,14 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         if self.strategy not in STRATEGIES:
             return f"strategy {self.strategy} has no importance, need one of {', '.join(STRATEGIES)}"
         return self.gathered.problem(channels) if self.gathered else "no importance data available"
+
+
+class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
+    """The same search between 1.5 and 0.5 times the range, for NVFP4 [nvfp4_expanded_imatrix].
+
+    With a larger block scale the largest value of a block may become 4, next to which e2m1 is finer than
+    next to 6 (four over six, arXiv 2512.02010).
+    """
+
+    registry_name = "nvfp4_expanded_imatrix"
+    defaults: ClassVar[ImportanceOptions] = replace(DEFAULTS, expand=1.5, maxshrink=1 - 0.5 / 1.5)

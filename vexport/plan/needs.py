@@ -49,18 +49,17 @@ def statistics_need(plan: Plan) -> CalibrationNeed | None:
     if static:
         return CalibrationNeed(where=static[0], samples="samples for its static scales")
     nearest = [group for group in plan.groups if group.rounding == "nearest"]
-    if any(group.observer == observer_names.IMPORTANCE for group in nearest):
-        return CalibrationNeed(
-            where=f"observer {observer_names.IMPORTANCE}", samples="samples that show importance"
-        )
-    return None
+    weighted = next((one.observer for one in nearest if one.observer in observer_names.BY_IMPORTANCE), None)
+    if weighted is None:
+        return None
+    return CalibrationNeed(where=f"observer {weighted}", samples="samples that show importance")
 
 
 def rules_need_calibration(rules: Sequence[Rule], kv_cache: KvCache | None) -> bool:
     """Whether a plan by these rules may need samples; it does unless they match no layer."""
     return kv_cache is not None or any(
         rule.rounding not in (None, "nearest")
-        or rule.observer == observer_names.IMPORTANCE
+        or rule.observer in observer_names.BY_IMPORTANCE
         or get_scheme(rule.scheme).args.calibrated
         for rule in rules
         if rule.scheme not in (KEEP, AUTO)

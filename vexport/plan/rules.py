@@ -9,7 +9,7 @@ from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan.linears import Place
 from vexport.scenario import Rule
 from vexport.types import Finding
-from vexport.types.observer_names import IMPORTANCE, MIN_MAX
+from vexport.types.observer_names import EXPANDED, IMPORTANCE, MIN_MAX
 from vexport.types.patterns import matches as pattern_matches
 from vexport.types.rounding import Rounding
 
@@ -18,7 +18,7 @@ PATTERN = "re:"
 # Weights of fewer bits are rounded by calibration text.
 FEW_BITS = 8
 # Strategies of weights whose groups of columns can be searched by the importance of those.
-BY_IMPORTANCE = ("channel", "group", "tensor_group")
+WITH_IMPORTANCE = ("channel", "group", "tensor_group")
 # A rule that keeps what some models do not have matches nothing without being wrong.
 MAY_BE_ABSENT = re.compile(
     r"(?:.*\.)?(?:lm_head|embed_out|embed_tokens|embed_positions|word_embeddings|wte|wpe|\w*router\w*|\w*gate|\w*norm\w*)$"
@@ -61,8 +61,9 @@ def default_observer(scheme: str, rounding: Rounding) -> str:
     weights = chosen.args.weights
     # A power of two leaves a search little to choose.
     coarse = weights.num_bits >= FEW_BITS or chosen.format.exponent_scales
-    searched = rounding != "nearest" and not coarse and weights.strategy in BY_IMPORTANCE
-    return IMPORTANCE if searched else MIN_MAX[0]
+    if rounding == "nearest" or coarse or weights.strategy not in WITH_IMPORTANCE:
+        return MIN_MAX[0]
+    return EXPANDED if weights.strategy == "tensor_group" else IMPORTANCE
 
 
 def _applies(rule: Rule, name: str, place: Place) -> bool:

@@ -13,7 +13,7 @@ from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.schemes import get_scheme
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
 from vexport.types import Calibration, FusionGroup, LinearPlan
-from vexport.types.observer_names import IMPORTANCE, MIN_MAX, UNWEIGHTED
+from vexport.types.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
 
 
 def search_scales(
@@ -25,7 +25,7 @@ def search_scales(
     """
     observers = []
     # What enters a layer that text should round, but that its streams do not reach, was not gathered.
-    if group.observer == IMPORTANCE and group.rounding != "nearest":
+    if group.observer in BY_IMPORTANCE and group.rounding != "nearest":
         group = replace(group, observer=UNWEIGHTED)
     for member in group.members:
         weight = read_weight(reader, index.tensors[member.weight], member.part)

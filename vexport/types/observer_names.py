@@ -52,10 +52,15 @@ OBSERVERS: Mapping[str, ObserverName] = {
         kind="NVFP4ExpandedMSEObserver",
         summary="Least quantization error between 1.8 and 0.8 times the range, for NVFP4",
     ),
+    "nvfp4_expanded_imatrix": ObserverName(
+        file="imatrix",
+        kind="NVFP4ExpandedIMatrixObserver",
+        summary="The same search between 1.5 and 0.5 times the range, for NVFP4",
+    ),
 }
 # A weight is observed once, so these all give the range of its values.
 MIN_MAX = ("memoryless_minmax", "static_minmax", "minmax")
-# Searches by what calibration gathers.
-IMPORTANCE = "imatrix_mse"
+# Searches by what calibration gathers, and the one of them that weights are rounded with in NVFP4.
+BY_IMPORTANCE = (IMPORTANCE := "imatrix_mse", EXPANDED := "nvfp4_expanded_imatrix")
 # The same search for weights of whose inputs nothing is known.
 UNWEIGHTED = "memoryless_mse"
