@@ -1,10 +1,14 @@
 """Quantizes micro models with GPTQModel; `make.py` runs it in its environment."""
 
 import json
+import os
 import sys
 
-import torch
-from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+# GPTQModel starts no threads, and fails, where half of the cores is one.
+os.cpu_count = lambda: 8
+
+import torch  # noqa: E402
+from gptqmodel import BACKEND, GPTQModel, QuantizeConfig  # noqa: E402
 
 VOCABULARY = 64
 # Bits, group size and symmetry of a recipe.

@@ -159,12 +159,16 @@ def quark_int4(weight: torch.Tensor, *, symmetric: bool) -> Tensors:
     grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
     scales = (grouped.abs().amax(dim=2) / 7).half()
     codes = (grouped / scales[:, :, None].float()).round().clamp(-8, 7).to(torch.int64) & 15
-    return {"weight": awq_packed(codes.reshape(weight.shape).T), "weight_scale": scales.T}
+    packed = awq_packed(codes.reshape(weight.shape).T)
+    zeros = torch.zeros(scales.shape[1], packed.shape[1], dtype=torch.int32)
+    return {"weight": packed, "weight_scale": scales.T, "weight_zero_point": zeros}
 
 
 def quark_int8(weight: torch.Tensor) -> Tensors:
     scale = weight.float().abs().amax(dim=1) / 127
-    return {"weight": (weight.float() / scale[:, None]).round().to(torch.int8), "weight_scale": scale}
+    codes = (weight.float() / scale[:, None]).round().to(torch.int8)
+    zeros = torch.zeros(scale.shape, dtype=torch.int8)
+    return {"weight": codes, "weight_scale": scale, "weight_zero_point": zeros}
 
 
 def quark_mxfp4(weight: torch.Tensor) -> Tensors:
@@ -173,6 +177,14 @@ def quark_mxfp4(weight: torch.Tensor) -> Tensors:
 
 
 QUARK_FP8 = _side("fp8_e4m3", "per_tensor")
+QUARK_EXPORT: Json = {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"}
+QUARK_CACHE: Json = {
+    "weight": QUARK_FP8,
+    "input_tensors": QUARK_FP8,
+    "output_tensors": QUARK_FP8,
+    "bias": None,
+}
+QUARK_LAYERS: Json = {"*k_proj": QUARK_CACHE, "*v_proj": QUARK_CACHE}
 QUARK_FP4: Mapping[str, Json] = {"group_size": 32, "scale_format": "e8m0"}
 
 
@@ -232,7 +244,12 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torc
         lambda weight, largest: fp8_tensor(weight, largest, static=False),
     ),
     "quark-fp8": (
-        quark_config(QUARK_FP8, QUARK_FP8, export={"kv_cache_group": ["*k_proj"], "pack_method": "reorder"}),
+        quark_config(
+            QUARK_FP8,
+            QUARK_FP8,
+            export=QUARK_EXPORT,
+            layer_quant_config=QUARK_LAYERS,
+        ),
         lambda weight, largest: fp8_tensor(weight, largest),
     ),
     "quark-int8": (

@@ -215,6 +215,7 @@ SPOILED: Mapping[str, Mapping[str, tuple[Change, str, str]]] = {
     },
     "quark-fp8": {
         "no export": (config(QUANTIZATION, export=None), "config", "export"),
+        "a cache of which nothing is said": (quantization(layer_quant_config={}), "config", "kv_cache_group"),
         "another kind of weights": (
             quantization(global_quant_config={"weight": {"dtype": "fp6_e3m2"}}),
             "config",
@@ -245,11 +246,6 @@ SPOILED: Mapping[str, Mapping[str, tuple[Change, str, str]]] = {
         ),
     },
     "quark-int4": {
-        "zero points that are not there": (
-            quantization(**quark_config({"dtype": "uint4", "group_size": 64, "symmetric": False}, None)),
-            "completeness",
-            "weight_zero_point",
-        ),
         "other groups": (
             quantization(**quark_config({"dtype": "int4", "group_size": 128, "symmetric": True}, None)),
             "shapes",
@@ -566,6 +562,20 @@ def test_the_older_file_of_modelopt_is_judged(written: Written, tmp_path: Path) 
     assert (finding.check, "no group_size" in finding.got) == ("config", True)
 
 
+def test_gpus_that_run_no_fp8_cache_are_told(written: Written, tmp_path: Path) -> None:
+    """Triton's attention refuses it below SM 89, FlashInfer's runs it from 80 on with usual heads."""
+
+    def refused(root: Path) -> list[str]:
+        report = check_checkpoint(str(root), Target(sm=(75, 80, 89)))
+        return [each.where for each in report.findings if each.where.startswith("the FP8 KV cache")]
+
+    sound = written("modelopt-nvfp4")
+    assert refused(sound) == ["the FP8 KV cache (sm 75)"]
+    odd = spoiled(sound, tmp_path / "odd", config((), num_attention_heads=8, head_dim=32))
+    assert refused(odd) == ["the FP8 KV cache (sm 75/80)"]
+    assert refused(written("modelopt-fp8")) == refused(written("quark-fp8")) == []
+
+
 def test_another_version_is_judged_by_the_rules_of_this_one(written: Written) -> None:
     report = check_checkpoint(str(written("gptq")), Target(vllm=(0, 28)))
     (told,) = [each for each in report.findings if each.check == "versions"]
@@ -590,6 +600,7 @@ REFUSED = {
     "auto-round-mxfp4": ("other groups", "no scales", "one byte a code"),
     "quark-fp8": (
         "no export",
+        "a cache of which nothing is said",
         "another kind of weights",
         "inputs that are not quantized",
         "a layer that is excluded",

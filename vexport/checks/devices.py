@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.text_config import text_config
+from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, error, warning
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.base import GpuSupport
@@ -20,6 +21,9 @@ from vexport.version import PINNED
 
 NAME = "devices"
 DESCRIPTION = "heads, groups and blocks fit the ranks (--tp), schemes run as stored on the GPUs (--sm)"
+# FP8 caches in Triton's attention, and what FlashInfer's takes.
+TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
+SINKS = ".sinks"
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -29,6 +33,35 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _ranks(view)
     for group, fused_linears in _by_group(view):
         yield from _capabilities(view, group, fused_linears)
+    yield from _cache(view)
+
+
+def _cache(view: CheckpointView) -> Iterator[Finding]:
+    """GPUs on which no attention runs an FP8 KV cache: Triton's refuses it there, FlashInfer's may run it.
+
+    Sources: _get_backend_priorities in vllm/platforms/cuda.py, TritonAttentionImpl.__init__ and
+    supports_compute_capability, get_supported_head_sizes and supports_sink of FlashInferBackend in
+    vllm/v1/attention/backends. Latent attention (MLA) has others, which are not known here.
+    """
+    text, only_if_asked = text_config(view.index.config), view.method and view.method.cache_scales
+    if "kv_lora_rank" in text or only_if_asked or next(cache_scales(view), None) is None:
+        return
+    width, heads, hidden = (text.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
+    if not isinstance(width, int) and isinstance(heads, int) and isinstance(hidden, int) and heads:
+        width = hidden // heads
+    sinks = any(name.endswith(SINKS) for name in view.index.tensors)
+    runs = width in FLASHINFER_HEADS and not sinks
+    refusing = [sm for sm in view.target.sm if sm < (FLASHINFER_FROM if runs else TRITON_FP8_FROM)]
+    if refusing:
+        with_flashinfer = f", or {FLASHINFER_FROM} with FlashInfer"
+        reason = "attention sinks" if sinks else f"heads of {width}"
+        yield error(
+            NAME,
+            f"the FP8 KV cache (sm {_listed(refusing)})",
+            expected=f"SM {TRITON_FP8_FROM} or above{with_flashinfer if runs else ''}",
+            got=f"a GPU on which vLLM has no attention with an FP8 cache ({reason})",
+            fix="serve it elsewhere, or with --kv-cache-dtype bfloat16 (float16 below SM 80)",
+        )
 
 
 def _ranks(view: CheckpointView) -> Iterator[Finding]:

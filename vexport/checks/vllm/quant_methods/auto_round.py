@@ -65,6 +65,17 @@ class AsMxfp4(MethodFormat, Mxfp4):
     def vllm_scheme(self, args: Arguments) -> str:
         return "INCMxfp4LinearMethod"
 
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """No least capability is asked for (INCConfig.get_min_capability is 60), and Marlin takes SM 75."""
+        return from_turing(super().gpu_support(args))
+
+
+def from_turing(support: GpuSupport) -> GpuSupport:
+    """The same from SM 75 on."""
+    least = support.loads_from
+    bits = {75 if sm == least else sm: bits for sm, bits in support.input_bits.items()}
+    return replace(support, input_bits=bits)
+
 
 class AsMxfp8(MethodFormat, Mxfp8):
     """As compressed-tensors has it."""

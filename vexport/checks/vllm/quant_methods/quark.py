@@ -6,7 +6,9 @@ Source: vllm/model_executor/layers/quantization/quark/quark.py and schemes.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from typing import TypeGuard
 
+from vexport.checks.vllm.quant_methods.auto_round import from_turing
 from vexport.checks.vllm.quant_methods.awq import PLACES, Awq
 from vexport.checks.vllm.quant_methods.base import (
     Config,
@@ -23,6 +25,7 @@ from vexport.formats.base import Format, GpuSupport, Parameter
 from vexport.formats.fp8 import Fp8
 from vexport.formats.integer import Int8
 from vexport.formats.mxfp import Mxfp4
+from vexport.formats.parameters import exact
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import MX_GROUP, NVFP4_GROUP
 from vexport.types import Json
@@ -75,7 +78,8 @@ class QuarkInt8(MethodFormat, Int8):
         found = dict(super().parameters(args, shape))
         if args.weights.strategy == "channel":
             found["weight_scale"] = replace(found["weight_scale"], shape=shape[:1], along=(0,))
-        return found
+        scale = found["weight_scale"]
+        return found | {"weight_zero_point": exact("I8", scale.shape, along=scale.along)}
 
 
 class QuarkMxfp4(MethodFormat, Mxfp4):
@@ -87,6 +91,10 @@ class QuarkMxfp4(MethodFormat, Mxfp4):
 
     def vllm_scheme(self, args: Arguments) -> str:
         return "QuarkOCP_MX"
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        """The scheme asks for less than compressed-tensors', and Marlin's kernel takes SM 75."""
+        return from_turing(super().gpu_support(args))
 
 
 class QuarkNvfp4(ModelOptNvfp4):
@@ -121,12 +129,6 @@ class QuarkInt4(Awq):
     def vllm_scheme(self, args: Arguments) -> str:
         return "QuarkW4A16Int4"
 
-    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        found = dict(super().parameters(args, shape))
-        if args.weights.symmetric:
-            del found["weight_zero_point"]
-        return found
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
@@ -151,6 +153,7 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     kept = Patterns(config.names("exclude"))
     layers, base = values.get("layer_quant_config"), values.get("global_quant_config")
     cached = exported.get("kv_cache_group")
+    _cache(config, cached, layers)
     groups: dict[str, MethodGroup] = {}
     by_layer = {
         name: _group(config, f"layer_quant_config.{name}", each, method) for name, each in _dicts(layers)
@@ -177,6 +180,22 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
         cache_scales=CACHE_SCALES,
         problems=tuple(config.problems),
     )
+
+
+def _cache(config: Config, cached: Json, layers: Json) -> None:
+    """The settings of the KV cache are the outputs' of its layers (from_config, validate_kv_cache_config)."""
+    patterns = [str(each) for each in cached] if isinstance(cached, list) else []
+    named = [each for name, each in _dicts(layers) if any(fnmatch(name, pattern) for pattern in patterns)]
+    sides = [Side(values=each["output_tensors"]) for each in named if _has_outputs(each)]
+    if patterns and (
+        not sides or any(not side.has(dtype="fp8_e4m3", qscheme="per_tensor") for side in sides)
+    ):
+        expected = "layers of layer_quant_config with output_tensors in fp8_e4m3, per tensor"
+        config.wrong("export.kv_cache_group", expected, f"{', '.join(patterns)}, which have none"[:120])
+
+
+def _has_outputs(raw: Json) -> TypeGuard[dict[str, dict[str, Json]]]:
+    return isinstance(raw, dict) and isinstance(raw.get("output_tensors"), dict)
 
 
 def _dicts(value: Json) -> Iterator[tuple[str, Json]]:
