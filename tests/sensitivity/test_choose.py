@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
@@ -196,3 +197,15 @@ def test_a_budget_out_of_reach_says_what_is_in_reach(key: str, limit: float) -> 
     }
     assert f"auto.{key}" in str(caught.value)
     assert said[key] in str(caught.value)
+
+
+def test_a_size_that_no_candidate_reaches_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    scenarios = Path(__file__).parent.parent.parent / "scenarios"
+    text = (scenarios / "demo-auto.yaml").read_text(encoding="utf-8").replace("bits: 7.0", "bits: 5.0")
+    scenario = tmp_path / "tight.yaml"
+    scenario.write_text(text.replace("demo/", f"{scenarios}/demo/"))
+    for command in (("plan", scenario), ("run", scenario, "--run-dir", tmp_path / "run")):
+        ran = vexport(*command)
+        assert ran.code == 2
+        assert "auto.bits: got 5, need at least 5.660 bits per weight of the whole model" in ran.stderr
+    assert not (tmp_path / "run" / "calibration").exists()

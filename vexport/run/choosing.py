@@ -10,6 +10,7 @@ from vexport.run.state import CALIBRATION, CANDIDATES, MIXED, PLAN, SENSITIVITY,
 from vexport.scenario import Rule
 from vexport.scenario import Sensitivity as SensitivitySettings
 from vexport.sensitivity import measure as losses
+from vexport.sensitivity.auto import require_in_reach
 from vexport.sensitivity.choose import mixed_scheme
 from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
 from vexport.sensitivity.step_time import step_times
@@ -29,6 +30,8 @@ def plan_candidates(run: Run) -> Plan:
     """
     if is_mixed(run):
         plain = build_plan(run.index, rules_with((), {}, run.scenario.rules), run.planning)
+        if run.scenario.auto is not None:
+            require_in_reach(run.index, run.units, plain, run.scenario.auto)
         return probe_plan(plain, run.units)
     plan = build_plan(run.index, run.scenario.rules, run.planning)
     if plan.refusals:

@@ -9,7 +9,7 @@ from vexport.files import from_json
 from vexport.plan import Settings, build_plan
 from vexport.plan.source import plan_headers, settings_of, source_index
 from vexport.scenario import Auto, Rule, Scenario
-from vexport.sensitivity.choose import mixed_scheme
+from vexport.sensitivity.choose import mixed_scheme, require_size_in_reach
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
 from vexport.sensitivity.step_time import step_times
 from vexport.types import Finding, OnProgress, Plan, Sensitivity, silent
@@ -41,6 +41,7 @@ def plan_mixed(
     known = _measured(run_dir, layer_groups)
     if known is None:
         plan = build_plan(index, rules_with(layer_groups, smallest(layer_groups), rules), settings)
+        require_in_reach(index, layer_groups, plain, auto)
         return replace(plan, notes=(*plan.notes, *_refused(layer_groups), _not_measured(auto, run_dir)))
     mixed = mixed_scheme(
         known.groups,
@@ -54,6 +55,18 @@ def plan_mixed(
     chosen = {one.name: one.scheme for one in mixed.choices}
     plan = build_plan(index, rules_with(layer_groups, chosen, rules), settings)
     return replace(plan, notes=(*plan.notes, *_refused(layer_groups)))
+
+
+def require_in_reach(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto) -> None:
+    """Raise InputError where the smallest candidates are beyond a budget of size; `plan` has the rest."""
+    schemes = smallest(layer_groups)
+    least = sum(layer_group.bytes_in(schemes[layer_group.name]) for layer_group in layer_groups)
+    require_size_in_reach(
+        auto,
+        least + rest_bytes(index, layer_groups, plan),
+        source_bytes=index.num_bytes,
+        parameters=index.num_parameters,
+    )
 
 
 def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> Sensitivity | None:

@@ -22,6 +22,8 @@ from vexport.types import Choice, GroupSensitivity, MixedScheme, Tradeoff
 # large models have few different sums of bytes.
 MOST_MIXTURES = 1 << 15
 MOST_TRADEOFFS = 50
+# Budgets of the output's size.
+_SIZES = ("bits", "bytes", "share")
 # Seconds: in these, times of layers are whole numbers.
 _TICK = 1e-12
 
@@ -107,7 +109,7 @@ def mixed_scheme(
     elif kind == "loss":
         within, least = np.flatnonzero(mixtures.loss <= limit)[:1], float(mixtures.loss[-1])
     else:
-        most = {"bits": limit * parameters / 8, "bytes": limit, "share": limit * source_bytes}[kind]
+        most = _most_bytes(auto, source_bytes, parameters)
         within, least = np.flatnonzero(sizes <= most)[-1:], float(sizes[0])
     if not within.size:
         raise _out_of_reach(auto, least, source_bytes, parameters)
@@ -125,6 +127,21 @@ def mixed_scheme(
         choices=choices,
         frontier=tuple(_tradeoffs(sizes, by_size.loss)),
     )
+
+
+def require_size_in_reach(auto: Auto, least_bytes: int, *, source_bytes: int, parameters: int) -> None:
+    """Raise InputError where the smallest candidates, `least_bytes` of output, are beyond a budget of size.
+
+    What needs no measurement is said before one.
+    """
+    if auto.budget[0] in _SIZES and least_bytes > _most_bytes(auto, source_bytes, parameters):
+        raise _out_of_reach(auto, float(least_bytes), source_bytes, parameters)
+
+
+def _most_bytes(auto: Auto, source_bytes: int, parameters: int) -> float:
+    """The bytes that a budget of size allows."""
+    kind, limit = auto.budget
+    return {"bits": limit * parameters / 8, "bytes": limit, "share": limit * source_bytes}[kind]
 
 
 def _timed(options: Sequence[Choice], times: StepTimes) -> list[Choice]:
@@ -151,7 +168,7 @@ def _out_of_reach(auto: Auto, least: float, source_bytes: int, parameters: int) 
     """`least` are bytes, nats or seconds, as the budget has it."""
     kind, limit = auto.budget
     reached = {
-        "bits": f"at least {8 * least / parameters:.3f} bits per weight",
+        "bits": f"at least {8 * least / parameters:.3f} bits per weight of the whole model",
         "bytes": f"at least {least:.0f} bytes",
         "share": f"at least {least / source_bytes:.3f} of the source",
         "loss": f"at least {least:.3g} nats per token",
