@@ -155,7 +155,7 @@ def main() -> None:
     print(f"expected: {LOW:.0%} to {HIGH:.0%} of the bound")
     for row in found:
         print(
-            f"{row.scheme:12} {row.concurrency:3} at once: step {row.step_ms:.2f} ms, bound {row.bound_ms:.2f} ms"
+            f"{row.scheme:12} {row.concurrency:3} at once: step {row.step_ms:.2f}, bound {row.bound_ms:.2f}"
             f" ({row.reached:.0%}); weights {row.held_bytes / 1e6:8.2f} MB, predicted"
             f" {row.predicted_bytes / 1e6:8.2f} ({row.predicted_bytes / row.held_bytes - 1:+.1%});"
             f" KV {row.kv_token_bytes:.0f} B a token, predicted {row.predicted_kv_token_bytes:.0f}"

@@ -18,6 +18,7 @@ COMMANDS = {
     "plan",
     "recommend",
     "bench",
+    "compare",
     "quantize",
     "merge",
     "check",

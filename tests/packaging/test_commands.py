@@ -62,6 +62,7 @@ CALLS: Mapping[str, Sequence[Call]] = {
         ((QUANTIZED, "with-source", "--source", PLAIN), "quantize"),
     ],
     "load": [((QUANTIZED,), "vllm"), ((QUANTIZED, "--dry"), "vllm")],
+    "compare": [((PLAIN, "--schemes", "W4A16"), "vllm")],
     "bench": [((QUANTIZED,), "vllm"), (("--results", SERVED), WORKS)],
     "eval": [((QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"), "vllm")],
     "verdict": [(("results", "results"), WORKS)],

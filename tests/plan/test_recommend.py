@@ -281,3 +281,29 @@ def test_a_dry_load_cannot_ask_about_amd() -> None:
     ran = vexport("load", MOE, "--dry", "--gpu", "MI300X")
     assert ran.code == 2
     assert "MI300X: see `vexport recommend`" in ran.stderr
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_plan_shows_what_a_rank_holds(tp: int, tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "model")
+    call = ("plan", source, "--scheme", "W4A16", "--gpu", "h100,L40S", "--tp", tp, "--format", "json")
+    rooms = json.loads(vexport(*call).stdout)["outlook"]["rooms"]
+    assert [(room["gpu"], room["tp"]) for room in rooms] == [("H100", tp), ("L40S", tp)]
+    found = recommend(read_index(source), Target(card=H100, tp=tp))
+    row = row_of(found, "W4A16")
+    assert (rooms[0]["weight_bytes"], rooms[0]["kv_tokens"]) == (row.weight_bytes, row.kv_tokens)
+    assert rooms[0]["source_weight_bytes"] == found.source_row.weight_bytes
+    scenario = tmp_path / "mixed.yaml"
+    scenario.write_text(
+        f"{{name: mixed, source: {source}, kv_cache: fp8, calibration: {{data: default}}, "
+        f"rules: [{{match: 're:.*down_proj', scheme: keep}}, {{match: Linear, scheme: W4A16}}]}}"
+    )
+    ran = vexport("plan", scenario, "--gpu", "H100", "--format", "json")
+    (mixed,) = json.loads(ran.stdout)["outlook"]["rooms"]
+    assert row.weight_bytes <= mixed["weight_bytes"] < found.source_row.weight_bytes or tp == 2
+    assert mixed["kv_tokens"] == pytest.approx(2 * mixed["source_kv_tokens"], rel=0.01)
+
+
+def test_plan_without_a_scheme_points_to_recommend(tmp_path: Path) -> None:
+    ran = vexport("plan", save_llama(tmp_path / "model"), "--gpu", "H100")
+    assert (ran.code, "vexport recommend" in ran.stderr) == (2, True)

@@ -5,6 +5,7 @@ import click
 from vexport.cli.bench import bench
 from vexport.cli.catalog import explain_command, list_command
 from vexport.cli.check import check
+from vexport.cli.compare import compare
 from vexport.cli.convert import convert
 from vexport.cli.demo import demo
 from vexport.cli.evaluate import evaluate
@@ -27,6 +28,7 @@ COMMANDS: tuple[click.Command, ...] = (
     bench,
     evaluate,
     run,
+    compare,
     report,
     verdict_command,
     convert,

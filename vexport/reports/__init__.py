@@ -17,11 +17,20 @@ from vexport.reports.checkpoints import (
     dry_load_documents,
     load_documents,
 )
+from vexport.reports.comparison import comparison_document
 from vexport.reports.files import page_link, run_files
 from vexport.reports.history import Run, by_time, history_document
 from vexport.reports.run import run_document
 from vexport.reports.speed import speed_document
-from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, SpeedReport, Verdict
+from vexport.types import (
+    CheckReport,
+    DryLoadReport,
+    LoadReport,
+    Report,
+    SchemeComparison,
+    SpeedReport,
+    Verdict,
+)
 
 T = TypeVar("T")
 
@@ -63,6 +72,12 @@ SPEED_FORMATS: dict[str, Callable[[Sequence[SpeedReport]], str]] = {
     "json": lambda reports: json.dumps(list[SpeedReport], list(reports)),
     "html": lambda reports: html.render(speed_document(reports)),
     "markdown": lambda reports: markdown.render(speed_document(reports)),
+}
+COMPARISON_FORMATS: dict[str, Callable[[SchemeComparison], str]] = {
+    "text": lambda comparison: text.render([comparison_document(comparison)]),
+    "json": lambda comparison: json.dumps(SchemeComparison, comparison),
+    "html": lambda comparison: html.render(comparison_document(comparison)),
+    "markdown": lambda comparison: markdown.render(comparison_document(comparison)),
 }
 VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
     "text": lambda verdict: text.render([verdict_document(verdict)]),
@@ -140,6 +155,11 @@ def render_history(
 def render_speeds(reports: Sequence[SpeedReport], format: str) -> str:
     """Measured speeds in one of SPEED_FORMATS, in order; JSON is always a list."""
     return _renderer(SPEED_FORMATS, format)(reports)
+
+
+def render_comparison(comparison: SchemeComparison, format: str) -> str:
+    """Several schemes in one of COMPARISON_FORMATS."""
+    return _renderer(COMPARISON_FORMATS, format)(comparison)
 
 
 def render_verdict(verdict: Verdict, format: str) -> str:

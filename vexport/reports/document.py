@@ -26,7 +26,7 @@ class Cell:
     """A value with a remark on it (its interval).
 
     `tone` is the CSS class of a status or severity, `badge` draws the text as a label in that tone; `mono` is
-    for names of tensors and layers, `href` a link relative to the page.
+    for names of tensors and layers, `href` a link relative to the page; `grey` is drawn back.
     """
 
     text: str
@@ -35,6 +35,7 @@ class Cell:
     badge: bool = False
     mono: bool = False
     href: str = ""
+    grey: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from vexport.reports.document import columns, facts, row
 from vexport.reports.formatting import count, duration, percent, plural, ratio, size
 from vexport.scenario import Evaluate
 from vexport.scenario.suites import SUITES
-from vexport.types import Finding, FusionGroup, Outlook, Plan, SchemeTable
+from vexport.types import Finding, FusionGroup, Outlook, Plan, RankRoom, SchemeTable
 
 # Lines of text; a plan as JSON has everything.
 MOST_KINDS = 16
@@ -108,6 +108,7 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("runs from", f"{outlook.generation} on{_in_full(outlook)}"),
         ("estimates", f"about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk"),
         ("", f"(on two idle CPU cores, files in memory{faster})"),
+        *((f"{room.tp} x {room.gpu}", _room(room)) for room in outlook.rooms),
         *(("note", note) for note in _findings(plan.notes)),
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
         ("documents", documents_needed(evaluate))
@@ -117,6 +118,18 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("next", outlook.next_command) if outlook.next_command else None,
     )
     return doc.Document(title=plan.source, parts=(doc.Paragraph(title), rows), wide=True)
+
+
+def _room(room: RankRoom) -> str:
+    """Weights and KV tokens of a rank, next to those of the unquantized model."""
+    return (
+        f"weights of a rank {size(room.weight_bytes)}, unquantized {size(room.source_weight_bytes)}; "
+        f"KV cache of {_kv_tokens(room.kv_tokens)} tokens, unquantized {_kv_tokens(room.source_kv_tokens)}"
+    )
+
+
+def _kv_tokens(tokens: int | None) -> str:
+    return count(tokens) if tokens != 0 else "no"
 
 
 def suite_lines(settings: Evaluate | None, parameters: int) -> list[str]:

@@ -16,6 +16,7 @@ from vexport.types import (
     Quantized,
     Recommendation,
     Report,
+    SchemeComparison,
     SchemeTable,
     SpeedReport,
 )
@@ -42,6 +43,7 @@ def schemas() -> Mapping[str, str]:
         "quantize.schema.json": _titled("vexport quantize --format json", json_schema(Quantized)),
         "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),
         "bench.schema.json": _titled("vexport bench --format json", json_schema(list[SpeedReport])),
+        "compare.schema.json": _titled("vexport compare --format json", json_schema(SchemeComparison)),
         "dry-load.schema.json": _titled("vexport load --dry --format json", json_schema(list[DryLoadReport])),
     }
 

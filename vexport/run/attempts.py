@@ -12,8 +12,10 @@ from vexport.types import Attempt, Promotion
 
 ATTEMPTS = "attempts"
 FILE = "attempts.json"
+# What is known of the baseline, whatever is compared with it.
+BASELINE_STAGES = (f"serve {BASELINE}", f"load {BASELINE}", f"time {BASELINE}")
 # What the next round starts from as well.
-SHARED_STAGES = ("calibrate", "sensitivity", f"serve {BASELINE}", f"load {BASELINE}", f"time {BASELINE}")
+SHARED_STAGES = ("calibrate", "sensitivity", *BASELINE_STAGES)
 SHARED_FILES = (
     "calibration",
     "sensitivity",

@@ -1,6 +1,7 @@
 """The run directory: which stage is done, and from what it was made."""
 
-from collections.abc import Collection, Mapping
+import shutil
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +101,18 @@ class RunDirectory:
     def finish(self, stage: str, inputs: Digests, seconds: float) -> None:
         """Record that a stage is done; its outputs must be in place already."""
         self._stages[stage] = StageRecord(inputs=dict(inputs), seconds=seconds)
+        write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
+
+    def adopt(self, other: "RunDirectory", stages: Sequence[str], folder: str) -> None:
+        """Take the finished `stages` of another run, whose files lie in `folder`, where this one has none.
+
+        What was made from other inputs is refused later, by `is_done`.
+        """
+        if any(name in self._stages for name in stages) or not any(name in other._stages for name in stages):
+            return
+        shutil.rmtree(self.root / folder, ignore_errors=True)
+        shutil.copytree(other.root / folder, self.root / folder)
+        self._stages |= {name: other._stages[name] for name in stages if name in other._stages}
         write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
 
     def forget_all_but(self, names: Collection[str]) -> None:

@@ -9,10 +9,11 @@ from vexport.engine.arguments import require_arguments
 from vexport.engine.session import engines_share_imports, require_vllm
 from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate
-from vexport.run.directory import SCENARIO
+from vexport.run.attempts import BASELINE_STAGES
+from vexport.run.directory import SCENARIO, RunDirectory
 from vexport.run.naming import portable
 from vexport.run.promoting import may_promote, promote, require_promotable
-from vexport.run.serving import EngineOptions, require_tasks, task_files
+from vexport.run.serving import BASELINE, EngineOptions, require_tasks, task_files
 from vexport.run.stages import MEASURE, do, finish
 from vexport.run.state import SENSITIVITY, Run
 from vexport.run.timing import require_length
@@ -29,11 +30,13 @@ def run_scenario(
     overwrite: bool,
     until_pass: bool = False,
     file: Path | None = None,
+    baseline_of: Path | None = None,
 ) -> Report:
     """Do every stage of a scenario that is not done yet and write the report.
 
     With `until_pass` the groups that lose most get more bits after a verdict of FAIL, round by round, until
-    it is another or the rounds are used up. Raises InputError for an unusable source, rule, calibration or
+    it is another or the rounds are used up. With `baseline_of`, a finished run directory, its baseline's
+    results are taken where this run has none. Raises InputError for an unusable source, rule, calibration or
     task, and where `folder` overlaps one of them or the scenario's `file`; EnvironmentFault where vLLM is
     missing or dies. A checkpoint that fails is a report with outcome FAIL.
     """
@@ -43,6 +46,8 @@ def run_scenario(
     _require_usable(scenario, options)
     run = Run(scenario, folder, options)
     run.directory.begin(overwrite=overwrite)
+    if baseline_of is not None:
+        run.directory.adopt(RunDirectory(baseline_of), BASELINE_STAGES, f"eval/{BASELINE}")
     if file is not None:
         _keep_scenario(file, folder)
     if scenario.speed is not None:

@@ -16,6 +16,7 @@ from vexport.types.accuracy import (
 )
 from vexport.types.calibration import Calibration, ExpertCoverage, HeadRanges, InputRange, KeyValueRanges
 from vexport.types.calibration_data import CalibrationData
+from vexport.types.comparison import ComparedScheme, SchemeComparison, SpeedKind
 from vexport.types.findings import CheckReport, Finding, Severity
 from vexport.types.loading import (
     ENGINE_CHECK,
@@ -33,7 +34,7 @@ from vexport.types.loading import (
     SequenceMemory,
     device_words,
 )
-from vexport.types.outlook import Estimate, KeptShare, Outlook, SchemeOutlook, SchemeTable
+from vexport.types.outlook import Estimate, KeptShare, Outlook, RankRoom, SchemeOutlook, SchemeTable
 from vexport.types.parts import Merged, Part, WrittenPart
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
@@ -80,6 +81,7 @@ __all__ = [
     "CellStatus",
     "CheckReport",
     "Choice",
+    "ComparedScheme",
     "Comparison",
     "DecodeBound",
     "Distance",
@@ -112,6 +114,7 @@ __all__ = [
     "MatrixCell",
     "MatrixRow",
     "RankMemory",
+    "RankRoom",
     "SequenceMemory",
     "Merged",
     "Method",
@@ -128,6 +131,7 @@ __all__ = [
     "Recommendation",
     "Report",
     "Runs",
+    "SchemeComparison",
     "SchemePoint",
     "Scalar",
     "SchemeLoss",
@@ -135,6 +139,7 @@ __all__ = [
     "Sensitivity",
     "Severity",
     "SpeedBound",
+    "SpeedKind",
     "SpeedPoint",
     "SpeedReport",
     "SpeedTool",

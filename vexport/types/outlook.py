@@ -26,6 +26,22 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankRoom:
+    """What each of `tp` GPUs of a name holds: weights by the plan and unquantized, and tokens next to them.
+
+    The tokens are those of sequences of 4,096; 0 where the weights do not fit, None where headers do not tell
+    the KV cache.
+    """
+
+    gpu: str
+    tp: int
+    weight_bytes: int
+    source_weight_bytes: int
+    kv_tokens: int | None
+    source_kv_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """What comes of a plan.
 
@@ -33,7 +49,7 @@ class Outlook:
     `least_sm` is the least compute capability on which vLLM loads every scheme, 0 for any; `full_sm` the
     least on which it multiplies inputs of as many bits as are stored, None where no GPU does; `samples` is
     the text that calibrates, empty where none is needed; `disk_bytes` is what OUT takes. `next_command` is
-    empty where the plan is refused.
+    empty where the plan is refused. `rooms` are of the GPUs that were asked about.
     """
 
     quantized_parameters: int
@@ -48,6 +64,7 @@ class Outlook:
     disk_bytes: int
     estimates: tuple[Estimate, ...]
     next_command: str
+    rooms: tuple[RankRoom, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Points and lines over two axes: documents against a difference, bytes or bits against a loss."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,13 +18,17 @@ _SAME_PLACE = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A labelled place, in per cent from the left and from the top; `mark` is written next to it."""
+    """A labelled place, in per cent from the left and from the top; `mark` is written next to it.
+
+    One that is `grey` is drawn back: another is better in everything.
+    """
 
     x: float
     y: float
     label: str
     outcome: Outcome | None = None
     mark: str = ""
+    grey: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +129,49 @@ def scheme_chart(runs: Sequence[SchemePoint]) -> Plane | None:
         y_ticks=_log_ticks(up),
         points=_marked(marks, [run.number for run, _ in known]),
         lines=_by_source([run for run, _ in known], marks),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """A scheme on a chart of loss: what it costs across (bytes, tokens/s, ...), and the KL that it has."""
+
+    name: str
+    at: float
+    kl: float
+    outcome: Outcome | None
+    grey: bool
+
+
+def pareto_chart(title: str, unit: str, costs: Sequence[Cost], shown: Callable[[float], str]) -> Plane | None:
+    """The loss of each scheme against a cost, `shown` in words; None with fewer than two.
+
+    A line joins the schemes that are not grey.
+    """
+    if len(costs) < 2:
+        return None
+    across, up = padded([cost.at for cost in costs]), _log_axis([cost.kl for cost in costs])
+    ordered = sorted(costs, key=lambda cost: cost.at)
+    points = tuple(
+        Point(
+            x=across.at(cost.at),
+            y=_height(up, cost.kl),
+            label=f"{cost.name}: {shown(cost.at)}, KL {small(cost.kl)}",
+            outcome=cost.outcome,
+            mark=cost.name,
+            grey=cost.grey,
+        )
+        for cost in ordered
+    )
+    front = [point for point in points if not point.grey]
+    return Plane(
+        title=title,
+        x_unit=unit,
+        y_unit="KL, nats per token",
+        x_ticks=tuple(Tick(across.at(value), shown(value)) for value in across.values()),
+        y_ticks=_log_ticks(up),
+        points=points,
+        lines=(" ".join(f"{point.x},{point.y}" for point in front),) if len(front) > 1 else (),
     )
 
 
