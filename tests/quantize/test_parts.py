@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.command import vexport
 from tests.models import save_llama, write_calibration
@@ -232,3 +234,26 @@ def test_a_merge_waits_for_nobody(source: Path, tmp_path: Path) -> None:
     assert ran.code == 2
     assert "being written: 2" in ran.errors[0]
     assert "wait, then merge" in ran.errors[0]
+
+
+def test_parts_of_a_check_find_together_what_one_check_finds(source: Path, tmp_path: Path) -> None:
+    assert vexport("quantize", source, tmp_path / "out", *OPTIONS[:2], "--quiet").code == 0
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight_scale"].view(torch.uint8)[:] = 0x7F
+    tensors["model.layers.2.input_layernorm.weight"][:] = 2.0
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    def findings(*options: object) -> tuple[int, set[str]]:
+        ran = vexport("check", tmp_path / "out", "--source", source, "--format", "json", *options)
+        (report,) = json.loads(ran.stdout)
+        own = (each for each in report["findings"] if each["severity"] != "info")
+        return ran.code, {f"{each['check']} {each['where']}" for each in own}
+
+    code, expected = findings()
+    parts = [findings("--part", f"{number}/4") for number in (1, 2, 3, 4)]
+    assert code == 1
+    assert {finding for _, found in parts for finding in found} == expected
+    # Three decoder layers are dealt to four parts; what was spoiled is in the second and in the third.
+    assert [code for code, _ in parts] == [0, 1, 1, 0]
+    assert any("down_proj" in finding for finding in parts[1][1])

@@ -66,7 +66,8 @@ def _compared(
         origins.release()
         on_layer(number + 1, len(quantized))
     yield from tensors.changed(view, reader, origins, {layer.name for layer in quantized})
-    yield from files.changed(view.index, source.index)
+    if view.part is None or view.part.number == 1:
+        yield from files.changed(view.index, source.index)
     yield from _summary(view, ratios, answers=bool(inputs))
 
 

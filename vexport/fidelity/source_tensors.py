@@ -6,6 +6,7 @@ import torch
 
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.layers import Layer, layers_of
+from vexport.checks.vllm.share import is_own
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source
 from vexport.plan.linears import names_of
@@ -49,8 +50,11 @@ class SourceTensors:
 
     def missing(self) -> Iterator[TensorInfo]:
         """The source's tensors of which nothing was asked."""
+        part = self._view.part
         yield from (
-            tensor for tensor in self._source.index.tensors.values() if tensor.name not in self._found
+            tensor
+            for tensor in self._source.index.tensors.values()
+            if tensor.name not in self._found and is_own(tensor.name, part)
         )
 
     def release(self) -> None:

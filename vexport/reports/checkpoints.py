@@ -41,7 +41,11 @@ _SHORT: dict[CellStatus, str] = {
 
 def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[doc.Document]:
     """One for each checkpoint; its findings, those of a kind as one unless `every`."""
-    return [_document("check", report, (), every=every) for report in reports]
+    named = [
+        replace(report, checkpoint=f"{report.checkpoint} ({report.part})") if report.part else report
+        for report in reports
+    ]
+    return [_document("check", report, (), every=every) for report in named]
 
 
 def load_documents(reports: Sequence[LoadReport]) -> list[doc.Document]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from vexport.errors import VexportError
+from vexport.types.parts import Part
 
 Severity = Literal["error", "warning", "info"]
 
@@ -40,7 +41,8 @@ class CheckReport:
     """The findings on one checkpoint; `ok` means that none of them is an error.
 
     `vllm`, `tp` and `sm` say what it was judged for: a version, tensor parallel sizes and compute
-    capabilities, of which none means any. A report from before they were written has no version.
+    capabilities, of which none means any. A report from before they were written has no version. With a
+    `part` it is of that share of the layers alone.
     """
 
     checkpoint: str
@@ -49,3 +51,4 @@ class CheckReport:
     vllm: str = ""
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()
+    part: Part | None = None

@@ -82,10 +82,9 @@ def translate(view: CheckpointView) -> Translated:
             stored_names[renamed_scale] = name
     config = {**view.index.config, KEY: _config(view, tensors)}
     index = replace(view.index, config=config, tensors=tensors)
-    reader = DerivedReader(view.reader, derived)
-    return Translated(
-        view=CheckpointView(index, reader, view.target), layers=layers, stored_names=stored_names
-    )
+    own = CheckpointView(index, DerivedReader(view.reader, derived), view.target)
+    own.part = view.part
+    return Translated(view=own, layers=layers, stored_names=stored_names)
 
 
 def _described(group: MethodGroup, own: str) -> str:

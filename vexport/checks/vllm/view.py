@@ -26,7 +26,7 @@ from vexport.checks.vllm.target import ANY, Target
 from vexport.formats.parsing import parse_args as parse_args
 from vexport.formats.partition import is_head
 from vexport.plan import is_embedding
-from vexport.types import Finding, Json, TensorInfo
+from vexport.types import Finding, Json, Part, TensorInfo
 from vexport.types.patterns import Patterns
 from vexport.version import PINNED, short_version
 
@@ -86,6 +86,8 @@ class CheckpointView:
         self.index = index
         self.reader = reader
         self.target = target
+        # Of several checks the one that this view is for; its index has that share of the tensors alone.
+        self.part: Part | None = None
         self.config_path = str(index.root / "config.json")
         # By the names of a fused layer and its members, on which alone the answers rest.
         self._ignored: dict[tuple[str, ...], list[str]] = {}
