@@ -85,8 +85,8 @@ def check_checkpoint(
 
     `target` says what it is to be served with, `against` compares it with its source
     (`vexport.fidelity.compare`). A `part` looks at the numbers of its share of the layers; the first one also
-    at all that is told from headers and files. Raises InputError where there is no checkpoint at all; broken files are
-    findings.
+    at all that is told from headers and files. Raises InputError where there is no checkpoint at all; broken
+    files are findings.
     """
     root = root or Path(name)
     require_config(root)

@@ -63,7 +63,7 @@ def _scale(
         if bad:
             yield _bad(tensor, f"{bad} of {codes.size} values NaN (e8m0 255)")
         return
-    if parameter == "weight_scale" and tensor.dtype == "F8_E4M3" and scales.above_zero(view.reader, tensor):
+    if parameter == "weight_scale" and scales.above_zero(view.reader, tensor):
         return
     numbers = scales.numbers(view.reader, tensor)
     wrong = {

@@ -19,15 +19,35 @@ PLACEHOLDER = 1.0
 SAMPLE = 1 << 14
 
 
+# How the bits of a positive number are read as an integer, which keeps their order, and those of infinity or NaN.
+POSITIVE = {
+    "F8_E4M3": ("u1", E4M3_NAN),
+    "BF16": ("<u2", 0x7F80),
+    "F16": ("<u2", 0x7C00),
+    "F32": ("<u4", 0x7F800000),
+}
+
+
 def above_zero(reader: Reader, tensor: TensorInfo) -> bool:
-    """Whether all codes of e4m3 are those of finite numbers above zero: told from two of them."""
-    codes = np.frombuffer(reader.raw(tensor), np.uint8)
-    return bool(codes.min() > 0 and codes.max() < E4M3_NAN)
+    """Whether all numbers of a dtype in POSITIVE are finite and above zero: told from their bits."""
+    return _positive_ends(reader, tensor) is not None
+
+
+def _positive_ends(reader: Reader, tensor: TensorInfo) -> bytes | None:
+    """The bits of the least and the largest number, where all are finite and above zero."""
+    if tensor.dtype not in POSITIVE:
+        return None
+    kind, end = POSITIVE[tensor.dtype]
+    bits = np.frombuffer(reader.raw(tensor), kind)
+    least, largest = bits.min(), bits.max()
+    return least.tobytes() + largest.tobytes() if 0 < least and largest < end else None
 
 
 def ends(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
     """The least and the largest of a scale's values, which have been found sound."""
-    if scale.dtype in ("U8", "F8_E4M3"):
+    if (positive := _positive_ends(reader, scale)) is not None:
+        values = _decoded(positive, scale.dtype)
+    elif scale.dtype in ("U8", "F8_E4M3"):
         codes = np.frombuffer(reader.raw(scale), np.uint8) & np.uint8(0xFF if scale.dtype == "U8" else 0x7F)
         values = _decoded(bytes((codes.min(), codes.max())), scale.dtype)
     else:

@@ -82,9 +82,9 @@ def translate(view: CheckpointView) -> Translated:
             stored_names[renamed_scale] = name
     config = {**view.index.config, KEY: _config(view, tensors)}
     index = replace(view.index, config=config, tensors=tensors)
-    own = CheckpointView(index, DerivedReader(view.reader, derived), view.target)
-    own.part = view.part
-    return Translated(view=own, layers=layers, stored_names=stored_names)
+    translated = CheckpointView(index, DerivedReader(view.reader, derived), view.target)
+    translated.part = view.part
+    return Translated(view=translated, layers=layers, stored_names=stored_names)
 
 
 def _described(group: MethodGroup, own: str) -> str:
