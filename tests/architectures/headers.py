@@ -40,8 +40,32 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, object]]] = {
             "vocab_size": 151936,
         },
     ),
+    "Llama-3.1-405B": (
+        "llama",
+        {
+            "hidden_size": 16384,
+            "intermediate_size": 53248,
+            "num_hidden_layers": 126,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
     # transformers' defaults are DeepSeek-V3's own; its last layer predicts a second token.
     "DeepSeek-V3": ("deepseek_v3", {"num_nextn_predict_layers": 1}),
+    "Kimi-K2": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 384,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "vocab_size": 163840,
+        },
+    ),
 }
 
 

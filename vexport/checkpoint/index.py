@@ -24,13 +24,15 @@ FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|
 class SourceIndex:
     """A checkpoint folder as its headers describe it.
 
-    `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template, licence).
+    `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template, licence);
+    `repeated` are tensors of whose name a later file has another.
     """
 
     root: Path
     config: Mapping[str, Json]
     tensors: Mapping[str, TensorInfo]
     side_files: tuple[Path, ...]
+    repeated: tuple[TensorInfo, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -62,14 +64,19 @@ def read_index(root: Path) -> SourceIndex:
     require_checkpoint(root)
     config = read_json_object(root / "config.json")
     tensors: dict[str, TensorInfo] = {}
+    repeated: list[TensorInfo] = []
     for file in weight_files(root):
-        tensors.update(read_header(file))
+        found = read_header(file)
+        repeated += [tensors[name] for name in found.keys() & tensors.keys()]
+        tensors.update(found)
     side_files = tuple(
         path
         for path in sorted(root.iterdir())
         if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
     )
-    return SourceIndex(root=root, config=config, tensors=tensors, side_files=side_files)
+    return SourceIndex(
+        root=root, config=config, tensors=tensors, side_files=side_files, repeated=tuple(repeated)
+    )
 
 
 def require_checkpoint(root: Path) -> None:

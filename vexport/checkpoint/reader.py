@@ -82,6 +82,11 @@ class Reader:
         for tensor in tensors:
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_DONTNEED)
 
+    def expect(self, tensors: Iterable[TensorInfo]) -> None:
+        """Tell the kernel that these tensors will be read soon: it begins to read them all at once."""
+        for tensor in tensors:
+            self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_WILLNEED)
+
     def release_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
         """The same for the pages of a view of a tensor's `weight`; they may be read again."""
         self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_DONTNEED)

@@ -21,18 +21,19 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     names, without one all files of the folder. Of two tensors of a name the one that is read last stays.
     """
     root = view.index.root
-    indexed = (root / INDEX_NAME).is_file()
+    if (root / INDEX_NAME).is_file():
+        for tensor in view.index.repeated:
+            yield _twice(view, tensor, view.index.tensors[tensor.name])
+        first = {tensor.name: tensor for tensor in reversed(view.index.repeated)}
+        yield from _index(view, {**view.index.tensors, **first})
+        return
     places: dict[str, TensorInfo] = {}
-    named = {tensor.file for tensor in view.index.tensors.values()}
-    for file in sorted(named if indexed else root.glob("*.safetensors")):
+    for file in sorted(root.glob("*.safetensors")):
         for name, tensor in read_header(file).items():
             other = places.setdefault(name, tensor)
             if other is not tensor:
                 yield _twice(view, other, tensor)
-    if indexed:
-        yield from _index(view, places)
-    else:
-        yield from _strays(view, places)
+    yield from _strays(view, places)
 
 
 def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
@@ -65,7 +66,8 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
     weight_map = read_json_object(view.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
     lost = [name for name in listed if name not in places]
-    whole = [name for name, file in listed.items() if Path(str(file)).is_absolute()]
+    absolute = {str(file) for file in {*map(str, listed.values())} if Path(file).is_absolute()}
+    whole = [name for name, file in listed.items() if str(file) in absolute]
     elsewhere = [
         name for name in listed.keys() & places.keys() - {*whole} if listed[name] != places[name].file.name
     ]

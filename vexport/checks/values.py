@@ -14,7 +14,7 @@ from vexport.checks.tensors.payloads import beyond, not_finite
 from vexport.checks.tensors.plausible import global_scale_size, implausible, input_scale_size
 from vexport.checks.tensors.scales import LAYER_SCALES, MANY
 from vexport.checks.vllm.arguments import ConfigGroup
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
 from vexport.numerics.constants import E8M0_NAN
 from vexport.types import Finding, TensorInfo
 
@@ -23,11 +23,15 @@ DESCRIPTION = "no NaN or infinity anywhere, every scale above zero and of a plau
 # AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
 # of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
 LEAST_OF_EITHER_SIGN = 0.02
+# Layers whose scales are being read while those of one are looked at: a disk or server answers them at once.
+AHEAD = 32
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
-    for fused in view.fused_linears:
+    for number, fused in enumerate(view.fused_linears):
+        for later in view.fused_linears[number + AHEAD : number + AHEAD + 1]:
+            view.reader.expect(_scales_of(later))
         group = view.group_of(fused)
         broken = False
         for parameters in fused.members.values():
@@ -51,6 +55,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from lost(view, NAME)
     yield from empty(view, NAME)
     yield from not_finite(view, NAME)
+
+
+def _scales_of(fused: FusedLinear) -> Iterator[TensorInfo]:
+    for parameters in fused.members.values():
+        yield from (parameters[name] for name in LAYER_SCALES if name in parameters)
 
 
 def _scale(

@@ -41,7 +41,6 @@ def not_finite(view: CheckpointView, check: str) -> Iterator[Finding]:
         if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in (*NOT_FINITE, "F32"):
             continue
         bad = _count_not_finite(view, tensor)
-        view.reader.release([tensor])
         if bad:
             yield error(
                 check,
@@ -56,5 +55,9 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
     size = BITS[tensor.dtype] // 8
     codes = np.frombuffer(view.reader.raw(tensor), dtype=f"<u{size}")
     mask = codes.dtype.type(NOT_FINITE.get(tensor.dtype, 0x7F800000))
-    parts = (codes[start : start + RUN] for start in range(0, codes.size, RUN))
-    return sum(int(np.count_nonzero((part & mask) == mask)) for part in parts)
+    bad = 0
+    for start in range(0, codes.size, RUN):
+        part = codes[start : start + RUN]
+        bad += int(np.count_nonzero((part & mask) == mask))
+        view.reader.release([tensor])
+    return bad

@@ -16,10 +16,10 @@ E8M0_BIAS = 127
 # A scale that no calibration gives: what a producer begins with, and what vLLM takes where a cache has none.
 PLACEHOLDER = 1.0
 # So many values of a scale show its middle.
-SAMPLE = 1 << 14
+SAMPLE = 1 << 11
 
 
-# How the bits of a positive number are read as an integer, which keeps their order, and those of infinity or NaN.
+# The integer that the bits of a positive number are, in the same order; and from which on they are no number.
 POSITIVE = {
     "F8_E4M3": ("u1", E4M3_NAN),
     "BF16": ("<u2", 0x7F80),
@@ -40,7 +40,7 @@ def _positive_ends(reader: Reader, tensor: TensorInfo) -> bytes | None:
     kind, end = POSITIVE[tensor.dtype]
     bits = np.frombuffer(reader.raw(tensor), kind)
     least, largest = bits.min(), bits.max()
-    return least.tobytes() + largest.tobytes() if 0 < least and largest < end else None
+    return least.tobytes() + largest.tobytes() if least > 0 and largest < end else None
 
 
 def ends(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
