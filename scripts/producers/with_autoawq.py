@@ -17,7 +17,9 @@ def main() -> None:
         # The tokenizer's class is one of a newer transformers than AutoAWQ takes.
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(Path(source) / "tokenizer.json"))
         config = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": recipe}
-        model.quantize(tokenizer, quant_config=config, calib_data=[TEXT] * 64, max_calib_seq_len=32)
+        model.quantize(
+            tokenizer, quant_config=config, calib_data=[TEXT] * 64, max_calib_seq_len=32, apply_clip=False
+        )
         model.save_quantized(name)
 
 

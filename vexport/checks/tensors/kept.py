@@ -33,13 +33,14 @@ def empty(view: CheckpointView, check: str) -> Iterator[Finding]:
 def narrowed(view: CheckpointView, check: str) -> Iterator[Finding]:
     """A config that says float16 of a model of bfloat16, whose larger numbers float16 does not have.
 
-    Producers of other methods say so on purpose: for AWQ and GPTQ they turn the model to float16.
+    Where scales are in float16 the producer meant it: AutoRound turns models to float16 for AWQ and GPTQ.
     """
     config = view.index.config
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
     stored = {tensor.dtype for name, tensor in view.index.tensors.items() if name.endswith("norm.weight")}
     if dtype in HALF and stored == {"BF16"}:
-        yield (error if view.method is None else warning)(
+        meant = any(tensor.dtype == "F16" for tensor in view.index.tensors.values())
+        yield (warning if meant else error)(
             check,
             f"{view.config_path}: dtype",
             expected="bfloat16, as the norms are stored",
