@@ -4,18 +4,18 @@
 
 Bandwidth and the peak of bf16 are measured first, in this process, on as many threads as vLLM takes; for
 8-bit inputs the peak is taken as twice that of bf16. MODEL is timed as it is and in each scheme whose CPU
-kernels are native, by `vexport bench`. A step is compared with the bound on a card of that bandwidth and
-peak; weights and KV cache with what vLLM holds. Linux only.
+kernels are native, by `vexport bench`; a sequence is one block of the KV cache of vLLM's CPU build (128
+tokens). A step is compared with the bound on a card of that bandwidth and peak; weights and KV cache with
+what vLLM holds. Linux only.
 """
 
 import argparse
-import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ from vexport.scenario.serve import Serve
 from vexport.types import SpeedReport, Workload, silent
 
 SCHEMES = ("W8A8", "FP8_DYNAMIC", "W4A16")
+UNQUANTIZED = "bf16"
 # What is read and multiplied to find the machine's limits: several times its caches.
 READ_BYTES, SIDE, REPEATS = 1 << 30, 4096, 5
 
@@ -88,37 +89,51 @@ def quantized(model: Path, schemes: Sequence[str], folder: Path) -> dict[str, Pa
     return outs
 
 
-def rows(
-    index: SourceIndex, reports: Sequence[tuple[str, SpeedReport]], workload: Workload, card: Card
-) -> list[Row]:
-    """A row for each point of each report."""
-    plan = build_plan(index, (Rule(match="Linear", scheme=PROBE),), Settings().lenient)
-    weights, kv_cache = rank_weights(index, plan, 1), kv_cache_of(index, 1)
-    assert kv_cache is not None, "headers tell the KV cache of this model"
-    # On average half of the answer is in the cache.
-    context = workload.input_len + workload.output_len // 2
-    rank = Rank(card=card, weights=weights, kv_cache=kv_cache, context=context)
-    cache_bytes = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * 2**30
-    found = []
-    for name, report in reports:
-        scheme = None if name == "bf16" else name
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A model on this machine, with half of an answer in its cache on average."""
+
+    rank: Rank
+
+    @classmethod
+    def of(cls, index: SourceIndex, workload: Workload, card: Card) -> "Prediction":
+        """From the model's headers."""
+        plan = build_plan(index, (Rule(match="Linear", scheme=PROBE),), Settings().lenient)
+        kv_cache = kv_cache_of(index, 1)
+        assert kv_cache is not None, "headers tell the KV cache of this model"
+        context = workload.input_len + workload.output_len // 2
+        weights = rank_weights(index, plan, 1)
+        return cls(rank=Rank(card=card, weights=weights, kv_cache=kv_cache, context=context))
+
+    def rows(self, name: str, report: SpeedReport) -> Iterator[Row]:
+        """What was measured next to it, for each number of requests; nothing of emulated kernels."""
+        scheme = None if name == UNQUANTIZED else name
+        cache_bytes = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * 2**30
         for point in report.points:
             assert point.itl is not None
             assert report.weight_bytes is not None
             assert report.kv_tokens is not None
-            found.append(
-                Row(
-                    scheme=name,
-                    concurrency=point.concurrency,
-                    step_ms=1000 * point.itl,
-                    bound_ms=1000 * rank.decode_seconds(scheme, point.concurrency),
-                    held_bytes=report.weight_bytes,
-                    predicted_bytes=weights.num_bytes(scheme),
-                    kv_token_bytes=cache_bytes / report.kv_tokens,
-                    predicted_kv_token_bytes=kv_cache.sequence_bytes(context) / context,
-                )
+            yield Row(
+                scheme=name,
+                concurrency=point.concurrency,
+                step_ms=1000 * point.itl,
+                bound_ms=1000 * self.rank.decode_seconds(scheme, point.concurrency),
+                held_bytes=report.weight_bytes,
+                predicted_bytes=self.rank.weights.num_bytes(scheme),
+                kv_token_bytes=cache_bytes / report.kv_tokens,
+                predicted_kv_token_bytes=self.rank.kv_cache.sequence_bytes(self.rank.context)
+                / self.rank.context,
             )
-    return found
+
+
+def shown(row: Row) -> str:
+    """A row as a line."""
+    return (
+        f"{row.scheme:12} {row.concurrency:3} at once: step {row.step_ms:.2f}, bound {row.bound_ms:.2f} ms"
+        f" ({row.reached:.0%}); weights {row.held_bytes / 1e6:.2f} MB, predicted"
+        f" {row.predicted_bytes / 1e6:.2f} ({row.predicted_bytes / row.held_bytes - 1:+.1%});"
+        f" KV {row.kv_token_bytes:.0f} B a token, predicted {row.predicted_kv_token_bytes:.0f}"
+    )
 
 
 def main() -> None:
@@ -129,10 +144,9 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--scheme", action="append", default=[])
     parser.add_argument("--concurrency", default="1,8")
-    parser.add_argument("--input-len", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=96)
+    parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     card = this_machine()
     concurrency = tuple(int(number) for number in options.concurrency.split(","))
@@ -140,26 +154,17 @@ def main() -> None:
     engine = EngineOptions(
         serve=Serve(timeout=600), vllm_python=None, trust_remote_code=False, on_progress=silent
     )
+    print(f"read {card.bandwidth / 1e9:.1f} GB/s, bf16 {card.peak['bf16'] / 1e12:.2f} TFLOPS")
+    print(f"expected: {LOW:.0%} to {HIGH:.0%} of the bound", flush=True)
+    predicted = Prediction.of(read_index(options.model), workload, card)
     where = nullcontext(str(options.folder)) if options.folder else tempfile.TemporaryDirectory()
     with where as folder, engines_share_imports():
-        outs = {"bf16": options.model, **quantized(options.model, options.scheme or SCHEMES, Path(folder))}
-        reports = time_checkpoints({str(out): "checkpoint" for out in outs.values()}, workload, engine)
-    named = list(zip(outs, reports, strict=True))
-    found = rows(read_index(options.model), named, workload, card)
-    if options.json:
-        print(
-            json.dumps({"bandwidth": card.bandwidth, "peak": dict(card.peak), "rows": [*map(asdict, found)]})
-        )
-        return
-    print(f"read {card.bandwidth / 1e9:.1f} GB/s, bf16 {card.peak['bf16'] / 1e12:.2f} TFLOPS")
-    print(f"expected: {LOW:.0%} to {HIGH:.0%} of the bound")
-    for row in found:
-        print(
-            f"{row.scheme:12} {row.concurrency:3} at once: step {row.step_ms:.2f}, bound {row.bound_ms:.2f}"
-            f" ({row.reached:.0%}); weights {row.held_bytes / 1e6:8.2f} MB, predicted"
-            f" {row.predicted_bytes / 1e6:8.2f} ({row.predicted_bytes / row.held_bytes - 1:+.1%});"
-            f" KV {row.kv_token_bytes:.0f} B a token, predicted {row.predicted_kv_token_bytes:.0f}"
-        )
+        schemes = options.scheme or SCHEMES
+        outs = {UNQUANTIZED: options.model, **quantized(options.model, schemes, Path(folder))}
+        for name, out in outs.items():
+            (report,) = time_checkpoints({str(out): "checkpoint"}, workload, engine)
+            lines = [shown(row) for row in predicted.rows(name, report)]
+            print("\n".join(lines) or f"{name:12} {report.unmeasured}", flush=True)
 
 
 if __name__ == "__main__":

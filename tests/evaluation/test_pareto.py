@@ -61,6 +61,11 @@ def test_the_data_does_not_decide_where_size_and_speed_disagree() -> None:
     assert "the speed of some that passed is not known" in found.reasons[0]
 
 
+def test_of_two_that_cost_the_same_the_one_that_loses_less_is_taken() -> None:
+    rows = [scheme("FP8", 80, 0.002, (100, 200)), scheme("W8A8", 80, 0.0004, (101, 199))]
+    assert decide(rows).scheme == decide(rows[::-1]).scheme == "W8A8"
+
+
 def test_one_that_passes_and_is_slower_than_the_baseline_says_so() -> None:
     baseline = ComparedScheme(scheme="unquantized", num_bytes=160, rates=((1, 90.0), (8, 500.0)))
     found = decide([scheme("W4A16", 50, 0.02, (100, 200))], baseline)

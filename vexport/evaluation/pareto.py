@@ -1,5 +1,6 @@
 """Which of several schemes to take: those that no other dominates, and whether the data decides."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +44,7 @@ def _no_dearer(one: ComparedScheme, other: ComparedScheme) -> bool:
 def decide(
     rows: Sequence[ComparedScheme], baseline: ComparedScheme | None = None, speed: str = "measured"
 ) -> Decision:
-    """Of the schemes that pass, the one that is smallest and fastest, if one is both.
+    """Of the schemes that pass, the one that is smallest and fastest, if one is both; of equals the least KL.
 
     What passed has lost no more than was accepted: among those cost decides, not the rest of the loss.
     `speed` says what the speeds are; what the `baseline` is faster in is said too.
@@ -51,7 +52,8 @@ def decide(
     passed = [row for row in rows if row.outcome == "PASS"]
     if not passed:
         return Decision(scheme="", reasons=(_none_passed(rows),))
-    cheapest = next((row for row in passed if all(_no_dearer(row, other) for other in passed)), None)
+    cheap = [row for row in passed if all(_no_dearer(row, other) for other in passed)]
+    cheapest = min(cheap, key=lambda row: math.inf if row.mean_kl is None else row.mean_kl, default=None)
     if cheapest is None:
         return Decision(scheme="", reasons=(_split(passed, speed),))
     why = [*_why(cheapest, passed, rows, speed), *_slower(cheapest, baseline)]

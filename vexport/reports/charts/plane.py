@@ -14,6 +14,8 @@ from vexport.types import Look, MixedScheme, Outcome, SchemePoint, Verdict
 _BELOW = 3.0
 # Per cent of the chart: what is nearer than this has its marks on each other.
 _SAME_PLACE = 4.0
+# Costs that differ by less than this share of themselves are drawn as if they differed by that much.
+_LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +152,8 @@ def pareto_chart(title: str, unit: str, costs: Sequence[Cost], shown: Callable[[
     """
     if len(costs) < 2:
         return None
-    across, up = padded([cost.at for cost in costs]), _log_axis([cost.kl for cost in costs])
+    least = _LEAST_SHARE * max(cost.at for cost in costs)
+    across, up = padded([cost.at for cost in costs], least=least), _log_axis([cost.kl for cost in costs])
     ordered = sorted(costs, key=lambda cost: cost.at)
     points = tuple(
         Point(
