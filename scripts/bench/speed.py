@@ -1,12 +1,12 @@
-"""What vLLM does on this CPU next to what `vexport recommend` says: decode speed by the bound, and memory.
+"""What vLLM does on this CPU next to what `vexport recommend` says: decode speed, and the KV cache.
 
     .venv/bin/python scripts/bench/speed.py MODEL [--scheme W4A16]... [--concurrency 1,8] [--folder DIR]
 
 Bandwidth and the peak of bf16 are measured first, in this process, on as many threads as vLLM takes; for
 8-bit inputs the peak is taken as twice that of bf16. MODEL is timed as it is and in each scheme whose CPU
 kernels are native, by `vexport bench`; a sequence is one block of the KV cache of vLLM's CPU build (128
-tokens). A step is compared with the bound on a card of that bandwidth and peak; weights and KV cache with
-what vLLM holds. Linux only.
+tokens). A step is compared with the bound on a card of that bandwidth and peak; the KV cache with
+what vLLM counts. Linux only.
 """
 
 import argparse
@@ -43,14 +43,12 @@ READ_BYTES, SIDE, REPEATS = 1 << 30, 4096, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One scheme: a step as it was and by the bound, in milliseconds, and memory in bytes."""
+    """One scheme: a step as it was and by the bound, in milliseconds; KV cache of a token in bytes."""
 
     scheme: str
     concurrency: int
     step_ms: float
     bound_ms: float
-    held_bytes: int
-    predicted_bytes: int
     kv_token_bytes: float
     predicted_kv_token_bytes: float
 
@@ -111,15 +109,12 @@ class Prediction:
         cache_bytes = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * 2**30
         for point in report.points:
             assert point.itl is not None
-            assert report.weight_bytes is not None
             assert report.kv_tokens is not None
             yield Row(
                 scheme=name,
                 concurrency=point.concurrency,
                 step_ms=1000 * point.itl,
                 bound_ms=1000 * self.rank.decode_seconds(scheme, point.concurrency),
-                held_bytes=report.weight_bytes,
-                predicted_bytes=self.rank.weights.num_bytes(scheme),
                 kv_token_bytes=cache_bytes / report.kv_tokens,
                 predicted_kv_token_bytes=self.rank.kv_cache.sequence_bytes(self.rank.context)
                 / self.rank.context,
@@ -130,9 +125,7 @@ def shown(row: Row) -> str:
     """A row as a line."""
     return (
         f"{row.scheme:12} {row.concurrency:3} at once: step {row.step_ms:.2f}, bound {row.bound_ms:.2f} ms"
-        f" ({row.reached:.0%}); weights {row.held_bytes / 1e6:.2f} MB, predicted"
-        f" {row.predicted_bytes / 1e6:.2f} ({row.predicted_bytes / row.held_bytes - 1:+.1%});"
-        f" KV {row.kv_token_bytes:.0f} B a token, predicted {row.predicted_kv_token_bytes:.0f}"
+        f" ({row.reached:.0%}); KV {row.kv_token_bytes:.0f}, predicted {row.predicted_kv_token_bytes:.0f}"
     )
 
 

@@ -52,7 +52,7 @@ class Throughput:
 
     points: tuple[SpeedPoint, ...]
     kv_tokens: int | None
-    weight_bytes: int
+    weight_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class SpeedReport:
     """The speed of one checkpoint; `unmeasured` says why there is none.
 
     `start_seconds` is the start of the engine with its weights, without the imports; `weight_bytes` are
-    those of a rank as its kernels hold them; `log_tail` is the end of the log of one that died.
+    those of a rank as its kernels hold them, None on a CPU; `log_tail` is the log of one that died
     """
 
     checkpoint: str
