@@ -47,6 +47,8 @@ JOBS: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = (
         "with_modelopt.py",
         (("llama", "FP8-KV"), ("llama", "NVFP4-KV"), ("llama", "MXFP8"), ("llama", "MIXED")),
     ),
+    (".venv-gptqmodel", "with_gptqmodel.py", (("llama", "W4"), ("llama", "W3"))),
+    (".venv-autoawq", "with_autoawq.py", (("llama", "GEMM"),)),
     (
         ".venv-quark",
         "with_quark.py",

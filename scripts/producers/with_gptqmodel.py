@@ -12,7 +12,7 @@ from gptqmodel import BACKEND, GPTQModel, QuantizeConfig  # noqa: E402
 
 VOCABULARY = 64
 # Bits, group size and symmetry of a recipe.
-RECIPES = {"W4": (4, 32, True), "W8": (8, 32, True), "W4-ASYM": (4, 32, False), "W3": (3, 32, True)}
+RECIPES = {"W4": (4, 32, True), "W3": (3, 32, True)}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints in the producers' own formats, as AutoRound, ModelOpt and Quark wrote them.
+"""Checkpoints in the producers' own formats, as AutoRound, AutoAWQ, GPTQModel, ModelOpt and Quark wrote them.
 
 `scripts/producers/make.py` makes them.
 """
@@ -82,7 +82,9 @@ def cut(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_producers_write_has_no_error(name: str) -> None:
-    assert [each for each in problems(CHECKPOINTS / name) if each.severity == "error"] == []
+    """But for what vLLM refuses: GPTQ of 3 bits, which can be converted."""
+    errors = [each for each in problems(CHECKPOINTS / name) if each.severity == "error"]
+    assert ["3 bits" in each.got for each in errors] == ([True] if name.endswith("W3") else [])
 
 
 @pytest.mark.parametrize("name", SPOILED)
