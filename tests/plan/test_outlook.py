@@ -105,6 +105,7 @@ def test_a_scenario_ends_with_the_run(narrow: Path, tmp_path: Path) -> None:
     path.write_text(rules + "calibration: {data: x.jsonl, samples: 7, seq_len: 9}\n")
     ran = vexport("plan", path)
     assert "7 samples of 9 tokens at most" in ran.stdout
+    assert f"note: {tmp_path}/x.jsonl: got no such file" in ran.stderr
     assert ran.stdout.splitlines()[-1].split(maxsplit=1) == ["next", f"vexport run {path}"]
 
 

@@ -12,6 +12,7 @@ from vexport.cli.base import command, note, print_text, require_plan
 from vexport.cli.effects import PLAN_OPTIONS, given_values, note_unused, require_scenario_alone
 from vexport.cli.options import PATH, Answer, format_option, gpus, is_scenario, revision_option
 from vexport.cli.planning import PlanOptions, plan_options, requested_rules, scheme_option
+from vexport.errors import InputError
 from vexport.types import Outlook, Plan
 
 if TYPE_CHECKING:
@@ -92,7 +93,20 @@ def _plan_scenario(
     then = shlex.join(["vexport", "run", source, *given_values("run_dir")])
     outlook = _outlook(index, plan, scenario.calibration, then)
     outlook = _with_rooms(outlook, index, plan, cards, scenario.serve.planned_ranks)
+    _note_missing_data(scenario)
     _print(source, plan, outlook, answer, scenario)
+
+
+def _note_missing_data(scenario: "Scenario") -> None:
+    """A note for each text that is named and not there: a plan does without it, a run does not."""
+    from vexport.checkpoint.data_name import require_data
+
+    named = (scenario.calibration and scenario.calibration.data, scenario.evaluate and scenario.evaluate.text)
+    for name in filter(None, named):
+        try:
+            require_data(name)
+        except InputError as problem:
+            note(f"{problem}; `vexport run` needs it")
 
 
 def _plan_rules(
