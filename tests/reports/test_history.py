@@ -251,3 +251,12 @@ def test_a_report_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     assert f"{tmp_path / 'second' / 'report.json'}:1" in ran.errors[0]
     alone = vexport("report", tmp_path / "second", tmp_path / "none")
     assert (alone.code, alone.stdout, len(alone.errors)) == (2, "", 2)
+
+
+def test_a_folder_of_runs_is_answered_by_how_to_name_them(tmp_path: Path) -> None:
+    (tmp_path / "monday").mkdir()
+    ran = vexport("report", tmp_path)
+    assert ran.code == 2
+    assert "call `vexport run` first" in ran.stderr
+    (tmp_path / "monday" / "report.json").write_text("{}")
+    assert f"name the runs in it: `vexport report {tmp_path}/*`" in vexport("report", tmp_path).stderr

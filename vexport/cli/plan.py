@@ -101,8 +101,11 @@ def _note_missing_data(scenario: "Scenario") -> None:
     """A note for each text that is named and not there: a plan does without it, a run does not."""
     from vexport.checkpoint.data_name import require_data
 
-    named = (scenario.calibration and scenario.calibration.data, scenario.evaluate and scenario.evaluate.text)
-    for name in filter(None, named):
+    calibration = scenario.calibration.data if scenario.calibration else None
+    text = scenario.evaluate.text if scenario.evaluate else None
+    for name in (calibration, text):
+        if name is None:
+            continue
         try:
             require_data(name)
         except InputError as problem:

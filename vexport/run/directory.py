@@ -166,7 +166,9 @@ def read_report(folder: Path) -> Report:
     """The report of a finished run directory; InputError where there is none."""
     path = folder / REPORT_FILE
     if not path.is_file():
-        got, fix = f"no {REPORT_FILE}", "call `vexport run` first"
+        runs = sorted(folder.glob(f"*/{REPORT_FILE}"))
+        fix = f"name the runs in it: `vexport report {folder}/*`" if runs else "call `vexport run` first"
+        got = f"no {REPORT_FILE}"
         raise InputError(str(folder), got=got, need="a finished run directory", fix=fix)
     return from_json(Report, path)
 
