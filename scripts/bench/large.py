@@ -11,11 +11,10 @@ processor, one thread; memory is the largest resident set. Linux only.
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, header_bytes, write_index
 from vexport.checks import check_checkpoint
-from vexport.cli import main as vexport
 from vexport.plan import build_plan
 from vexport.plan.source import DEFAULTS, rules_for
 from vexport.quantize.stream import planned_shards, write_config
@@ -71,14 +69,6 @@ def save_quantized(source: Path, folder: Path, scheme: str) -> None:
     write_config(index, plan, folder, "config.json")
 
 
-def plan(source: Path, scheme: str) -> str:
-    """Call `vexport plan`."""
-    sys.argv = ["vexport", "plan", str(source), "--scheme", scheme, "--quiet", "-o", os.devnull]
-    with suppress(SystemExit):
-        vexport()
-    return ""
-
-
 def check(checkpoint: Path) -> str:
     """Check a checkpoint's headers and random numbers."""
     import vexport.checks
@@ -101,18 +91,19 @@ def main(models: Sequence[str], schemes: Sequence[str], folder: Path) -> None:
             quantized = folder / f"{model}-{scheme}"
             if not quantized.is_dir():
                 save_quantized(source, quantized, scheme)
-            measured(f"| {model} | plan --scheme {scheme}", partial(plan, source, scheme))
-            measured(f"| {model} | check {scheme}", partial(check, quantized))
+            command = ["-m", "vexport", "plan", str(source), "--scheme", scheme, "--quiet"]
+            measured(f"plan {model} --scheme {scheme}", command, os.devnull)
+            measured(f"check {model} {scheme}", [__file__, "--checked", str(quantized)], "/dev/stdout")
 
 
-def measured(title: str, call: Callable[[], str]) -> None:
-    """Print what a call takes in a forked process, and its note."""
-    print(title, end=" | ", flush=True)
-    child = os.fork()
-    if not child:
-        print(call(), end="", flush=True)
-        os._exit(0)
-    _, _, usage = os.wait4(child, 0)
+def measured(title: str, arguments: Sequence[str], answer: str) -> None:
+    """Print what a call of Python takes, and where its answer goes to."""
+    print(f"| {title}", end=" | ", flush=True)
+    with Path(answer).open("w") as stream:
+        process = subprocess.Popen([sys.executable, *arguments], stdout=stream)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    print(f"exit code {process.returncode}", end="")
     print(f" | {usage.ru_utime + usage.ru_stime:.1f} s | {usage.ru_maxrss / 1000:.0f} MB |", flush=True)
 
 
@@ -121,6 +112,10 @@ if __name__ == "__main__":
     parser.add_argument("--model", action="append", choices=tuple(CONFIGS))
     parser.add_argument("--scheme", action="append")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--checked", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.checked:
+        print(check(given.checked), end=", ", flush=True)
+        raise SystemExit
     with tempfile.TemporaryDirectory() as temporary:
         main(given.model or LARGE, given.scheme or ["W4A16"], given.folder or Path(temporary))
