@@ -23,6 +23,8 @@ LAYER_KINDS = "ALLOWED_ATTN_LAYER_TYPES"
 MODEL = re.compile(r"^class (\w+(?:Model|For[A-Z]\w+))\(", re.MULTILINE)
 # Types whose values config.json can hold, and that can be told from each other there.
 SIMPLE = ("None", "bool", "dict", "float", "int", "list", "str")
+# The keys of a dict, of which none is required.
+ROPE = "RopeParameters"
 Fields = dict[str, list[str]]
 
 
@@ -126,6 +128,7 @@ def judged(fields: Fields, base: Mapping[str, list[str]] = MappingProxyType({}))
 def types_of(annotation: ast.expr) -> list[str]:
     """The parts of a union; empty where one of them is no plain type, which takes any value."""
     parts = [ast.unparse(part) for part in union(annotation)]
+    parts = [part for part in parts if part != ROPE or "dict" not in parts]
     return parts if all(part.partition("[")[0] in SIMPLE for part in parts) else []
 
 

@@ -4,14 +4,17 @@ import json
 import random
 import warnings
 from collections.abc import Mapping
+from functools import cache
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
-from transformers import LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from vexport.architectures import architecture_table
 from vexport.architectures.configs import config_table
-from vexport.checks.vllm.decoder import missing_sizes
+from vexport.architectures.decoders import decoders
+from vexport.checks.vllm.decoder import SIZES, missing_sizes
 from vexport.checks.vllm.fields import wrong_types
-from vexport.checks.vllm.settings import wrong_settings
+from vexport.checks.vllm.settings import WrongSetting, wrong_settings
 from vexport.formats.arguments import QuantArgs, SchemeArgs, contradictions
 from vexport.formats.parsing import MOST_BITS, parse_args
 from vexport.types import Json
@@ -101,37 +104,54 @@ def _vexport(raw: dict[str, Json]) -> QuantArgs | str:
     return next(contradictions(SchemeArgs(weights=args, input_activations=None)), args)
 
 
+# Whose config has rules on keys that no other has, of which vexport knows none.
+OWN_RULES = frozenset(
+    {"cohere2_moe", "dbrx", "deepseek_v4", "falcon_h1", "falcon_mamba", "gptj", "granitemoehybrid"}
+    | {"inkling_text", "jamba", "laguna", "mamba", "mamba2", "qwen4_exp", "qwen4_exp_text", "zamba2"}
+)
+KINDS = sorted(config_table().fields.keys() - OWN_RULES)
+# Looked into by transformers where they are true; vexport holds them to their types.
+ALSO_UNDECLARED = ("layer_types", "rope_parameters")
+
+
+@cache
+def sound_config(kind: str) -> str:
+    """The config.json of a model type: transformers' own defaults."""
+    defaults = CONFIG_MAPPING[kind]().to_dict()
+    kept = {key: value for key, value in defaults.items() if value is not None and "label" not in key}
+    return json.dumps({**kept, "architectures": [architecture_table().text_models[kind]], "model_type": kind})
+
+
 def random_model_config(rng: random.Random) -> dict[str, Json]:
-    """The config.json of a small Llama, with up to two values of another kind."""
-    config: dict[str, Json] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 32,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "max_position_embeddings": 64,
-        "dtype": "bfloat16",
-    }
-    fields = {**config_table().base, **config_table().fields["llama"]}
-    for key in rng.sample([*fields, "rope_parameters", "layer_types"], rng.randint(0, 2)):
+    """The config.json of a model type, with up to two values of another kind."""
+    kind = rng.choice(KINDS)
+    config: dict[str, Json] = json.loads(sound_config(kind))
+    fields = {**config_table().base, **config_table().fields[kind]}
+    for key in rng.sample(sorted({*fields, *ALSO_UNDECLARED}), rng.randint(0, 2)):
         config[key] = rng.choice(JSON)
-    return config
+    return {**config, "model_type": kind}
 
 
 def config_disagreement(config: dict[str, Json]) -> str | None:
     """Where transformers refuses what vexport takes, or vexport names a type that transformers takes."""
-    types = [*wrong_types("llama", config)]
-    ours = bool(types or [*wrong_settings(config)] or missing_sizes("LlamaForCausalLM", config))
+    kind = str(config["model_type"])
+    name = architecture_table().text_models[kind]
+    types = [*wrong_types(kind, config)]
+    ours = bool(types)
+    if name in decoders():
+        ours = ours or bool([*wrong_settings(config)] or missing_sizes(name, config))
     try:
         with warnings.catch_warnings(action="ignore"):
-            LlamaConfig.from_dict(json.loads(json.dumps(config)))
+            CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(config)))
     except Exception as error:
         return None if ours else f"{config}: transformers refuses ({error!r:.300}), vexport takes it"
-    # Fields of every config are held to their types here though transformers only reads them.
-    own = [setting for setting in types if setting.key not in config_table().base]
+    own = [setting for setting in types if not _is_stricter(kind, setting, config)]
     return f"{config}: transformers takes it, vexport {own}" if own else None
+
+
+def _is_stricter(kind: str, setting: WrongSetting, config: dict[str, Json]) -> bool:
+    """What vexport refuses on purpose: types that transformers only reads, and sizes below 1."""
+    key, value = setting.key, config.get(setting.key)
+    if key in ALSO_UNDECLARED and not (key in config_table().fields[kind] and isinstance(value, list | dict)):
+        return True
+    return key in config_table().base or (key in SIZES and type(value) is int and value < 1)

@@ -9,7 +9,7 @@ from vexport.architectures.decoders import decoders
 from vexport.checks.tensors.kept import narrowed
 from vexport.checks.vllm.decoder import impossible_size, layout_of, missing_sizes
 from vexport.checks.vllm.fields import wrong_types
-from vexport.checks.vllm.settings import wrong_settings
+from vexport.checks.vllm.settings import WrongSetting, wrong_settings
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.types import Finding, Json
 
@@ -39,16 +39,18 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         key, got = impossible
         yield _wrong(view, key, "at most as many as there are tensors", got)
         return
+    told = dict[str, WrongSetting]()
     if view.class_name in decoders():
         for key in missing_sizes(view.class_name, config):
             got = repr(config[key]) if key in config else "none: transformers would take its own default"
-            yield _wrong(view, key, "a size", got)
+            told[key] = WrongSetting(key=key, expected="a size", got=got)
         yield from _sizes(view, config)
-        for setting in wrong_settings(config):
-            yield _wrong(view, setting.key, setting.expected, setting.got)
+        told = {setting.key: setting for setting in (*told.values(), *wrong_settings(config))}
     if _kind(view) in architecture_table().text_models and "auto_map" not in config:
         for setting in wrong_types(_kind(view), config):
-            yield _wrong(view, setting.key, setting.expected, setting.got)
+            told.setdefault(setting.key, setting)
+    for setting in told.values():
+        yield _wrong(view, setting.key, setting.expected, setting.got)
 
 
 def _class(view: CheckpointView) -> Iterator[Finding]:

@@ -13,9 +13,15 @@ from vexport.checks.vllm.settings import WrongSetting
 from vexport.types import Json
 
 # Keys of which other checks say what is wrong with them, of any type.
-JUDGED_ELSEWHERE = ("architectures", "dtype", "rms_norm_eps", *SIZES)
+JUDGED_ELSEWHERE = ("architectures", "dtype")
+# Looked into whether a config declares them or not.
+READ_OF_ALL = {"layer_types": ("list", "None"), "rope_parameters": ("dict", "None")}
 # Whose config refuses a hidden size that heads do not divide, also with a head_dim (validate_architecture).
-DIVIDED = frozenset({"llama"})
+DIVIDED = frozenset({"deepseek_v2", "hrm_text", "llama", "minicpm3"})
+# Whose config makes `layer_types` as long as there are layers.
+COMPLETED = frozenset({"deepseek_v4"})
+# Whose config bounds initializer_range (an `interval`).
+SPREAD = frozenset({"gemma4_text", "hrm_text", "llama", "olmo_hybrid"})
 NUMBER = re.compile(r"\s*[+-]?\d+(_\d+)*\s*")
 TYPES: Mapping[str, type] = {
     "None": type(None),
@@ -31,22 +37,23 @@ TYPES: Mapping[str, type] = {
 def wrong_types(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
     """Values of another type than the fields of a model type have."""
     table = config_table()
-    fields = {**table.base, **table.fields[kind]} if kind in table.fields else {}
+    fields = {**READ_OF_ALL, **table.base, **table.fields.get(kind, {})}
     for key, types in fields.items():
         if key in config and key not in JUDGED_ELSEWHERE and not _fits(config[key], types):
             yield WrongSetting(key=key, expected=" | ".join(types), got=repr(config[key]))
-    yield from _layer_types(config)
+    yield from _layer_types(kind, config)
     yield from _values(kind, config)
 
 
 def _values(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
     """What transformers' validators refuse of values that have the right type."""
-    rope, labels = config.get("rope_parameters"), config.get("id2label")
+    labels = config.get("id2label")
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     spread = config.get("initializer_range", 0.0)
-    if not isinstance(rope, dict | None):
-        yield WrongSetting(key="rope_parameters", expected="dict | None", got=repr(rope))
-    if isinstance(spread, float) and not 0 <= spread <= 1:
+    for key in SIZES:
+        if type(size := config.get(key)) is int and size < 1:
+            yield WrongSetting(key=key, expected="a size", got=str(size))
+    if kind in SPREAD and isinstance(spread, float) and not 0 <= spread <= 1:
         yield WrongSetting(key="initializer_range", expected="from 0 to 1", got=repr(spread))
     if isinstance(labels, dict) and not all(NUMBER.fullmatch(key) for key in labels):
         yield WrongSetting(key="id2label", expected="numbers as keys", got=", ".join(map(repr, labels)))
@@ -55,18 +62,15 @@ def _values(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
         yield WrongSetting(key="hidden_size", expected=expected, got=str(width))
 
 
-def _layer_types(config: Mapping[str, Json]) -> Iterator[WrongSetting]:
+def _layer_types(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
     """One known kind of attention for each layer (validate_layer_type)."""
     stored, kinds = config.get("layer_types"), config_table().layer_kinds
-    if stored is None:
-        return
     if not isinstance(stored, list):
-        yield WrongSetting(key="layer_types", expected="list[str] | None", got=repr(stored))
         return
-    for unknown in sorted({str(kind) for kind in stored} - {*kinds}):
+    for unknown in sorted({str(each) for each in stored} - {*kinds}):
         yield WrongSetting(key="layer_types", expected=f"each one of {', '.join(kinds)}", got=unknown)
     layers = config.get("num_hidden_layers")
-    if layers != len(stored):
+    if type(layers) is int and layers != len(stored) and kind not in COMPLETED:
         yield WrongSetting(
             key="layer_types", expected=f"one for each of {layers} layers", got=f"{len(stored)}"
         )
@@ -74,8 +78,11 @@ def _layer_types(config: Mapping[str, Json]) -> Iterator[WrongSetting]:
 
 def _fits(value: Json, types: tuple[str, ...]) -> bool:
     """Whether a value is of one of the types, of any where there are none."""
-    return not types or any(_is(value, name.partition("[")[0]) for name in types)
+    return not types or any(_is(value, name) for name in types)
 
 
 def _is(value: Json, name: str) -> bool:
-    return isinstance(value, TYPES[name]) and not (name == "int" and isinstance(value, bool))
+    outer, _, inner = name.rstrip("]").partition("[")
+    if not isinstance(value, TYPES[outer]) or (outer == "int" and isinstance(value, bool)):
+        return False
+    return not isinstance(value, list) or inner not in TYPES or all(_is(each, inner) for each in value)
