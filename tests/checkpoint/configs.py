@@ -32,6 +32,7 @@ JSON: tuple[Json, ...] = (
     1.5,
     2.0,
     -0.0,
+    35,
     10**6,
     10**30,
     "",
@@ -106,8 +107,9 @@ def _vexport(raw: dict[str, Json]) -> QuantArgs | str:
 
 # Whose config has rules on keys that no other has, of which vexport knows none.
 OWN_RULES = frozenset(
-    {"cohere2_moe", "dbrx", "deepseek_v4", "falcon_h1", "falcon_mamba", "gptj", "granitemoehybrid"}
-    | {"inkling_text", "jamba", "laguna", "mamba", "mamba2", "qwen4_exp", "qwen4_exp_text", "zamba2"}
+    {"cohere2_moe", "dbrx", "deepseek_v4", "falcon", "falcon_h1", "falcon_mamba", "gemma3n_text"}
+    | {"gptj", "granitemoehybrid", "hy_v4", "inkling_text", "jamba", "laguna", "longcat_flash", "mamba"}
+    | {"mamba2", "qwen4_exp", "qwen4_exp_text", "zamba2"}
 )
 KINDS = sorted(config_table().fields.keys() - OWN_RULES)
 # Looked into by transformers where they are true; vexport holds them to their types.

@@ -110,7 +110,7 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
         need = "a name that ends in lm-eval's date"
         raise InputError(str(file), got=file.name, need=need, fix="give the folder that lm-eval wrote")
     path = file.with_name(f"samples_{task}_{stamp[1]}.jsonl")
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return None
     output_type = str(_mapping(_mapping(content, "configs"), task).get("output_type", ""))
     return read_samples(path, task, output_type=output_type, higher_is_better=_directions(content, task))

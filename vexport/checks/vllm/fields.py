@@ -17,11 +17,19 @@ JUDGED_ELSEWHERE = ("architectures", "dtype")
 # Looked into whether a config declares them or not.
 READ_OF_ALL = {"layer_types": ("list", "None"), "rope_parameters": ("dict", "None")}
 # Whose config refuses a hidden size that heads do not divide, also with a head_dim (validate_architecture).
-DIVIDED = frozenset({"deepseek_v2", "hrm_text", "llama", "minicpm3"})
+DIVIDED = frozenset(
+    {"deepseek_v2", "gemma2", "gemma3_text", "gemma3n_text", "hrm_text", "hyperclovax", "llama", "minicpm3"}
+)
+# Heads of test checkpoints may be odd up to this size.
+LARGEST_ODD = 4
+# Whose layers have heads of several sizes.
+HETEROGENEOUS = frozenset({"gemma4_text"})
+# Of latent attention, whose config overwrites head_dim with it.
+LATENT = "qk_rope_head_dim"
 # Whose config makes `layer_types` as long as there are layers.
 COMPLETED = frozenset({"deepseek_v4"})
 # Whose config bounds initializer_range (an `interval`).
-SPREAD = frozenset({"gemma4_text", "hrm_text", "llama", "olmo_hybrid"})
+SPREAD = frozenset({"hrm_text", "llama", "olmo_hybrid"})
 NUMBER = re.compile(r"\s*[+-]?\d+(_\d+)*\s*")
 TYPES: Mapping[str, type] = {
     "None": type(None),
@@ -57,9 +65,23 @@ def _values(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
         yield WrongSetting(key="initializer_range", expected="from 0 to 1", got=repr(spread))
     if isinstance(labels, dict) and not all(NUMBER.fullmatch(key) for key in labels):
         yield WrongSetting(key="id2label", expected="numbers as keys", got=", ".join(map(repr, labels)))
+    head, rope = config.get("head_dim"), config.get("rope_parameters")
+    odd = type(head) is int and head > LARGEST_ODD and head % 2 == 1 and kind not in HETEROGENEOUS
+    if odd and _rotates_all(rope) and LATENT not in config_table().fields.get(kind, {}):
+        yield WrongSetting(
+            key="head_dim", expected="an even number, as its positions rotate pairs", got=str(head)
+        )
     if kind in DIVIDED and type(width) is int and type(heads) is int and heads > 0 and width % heads:
         expected = f"a multiple of num_attention_heads {heads}"
         yield WrongSetting(key="hidden_size", expected=expected, got=str(width))
+
+
+def _rotates_all(rope: Json) -> bool:
+    """Whether rotary positions take the whole of a head (validate_rope)."""
+    if not isinstance(rope, dict) or not rope:
+        return False
+    inner = [each for each in rope.values() if isinstance(each, dict)]
+    return any(each.get("partial_rotary_factor", 1.0) == 1.0 for each in inner or [rope])
 
 
 def _layer_types(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:

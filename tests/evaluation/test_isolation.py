@@ -1,0 +1,55 @@
+"""One broken file among several: named, and the others answered or nothing done; what is printed is whole."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from tests.models import write_calibration
+
+pytestmark = pytest.mark.fault(
+    "one broken file among several results or calibration files: named before any work; nothing half written"
+)
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "garbage": lambda file: file.write_bytes(bytes(range(256)) * 9),
+    "latin-1": lambda file: file.write_bytes('{"text": "déjà"}\n'.encode("latin-1")),
+    "a folder": lambda file: file.unlink() or file.mkdir(),
+    "a loop of links": lambda file: file.unlink() or file.symlink_to(file.name),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("side", ["baseline", "twin"])
+def test_a_broken_file_of_results_is_named(how: str, side: str, lm_eval_runs: Path, tmp_path: Path) -> None:
+    """A file of samples of one task among three: no verdict is given on what is left."""
+    for name in ("baseline", "twin"):
+        shutil.copytree(lm_eval_runs / name, tmp_path / name)
+    file = sorted((tmp_path / side).rglob("samples_*.jsonl"))[1]
+    BROKEN[how](file)
+    for format_ in ("json", "junit"):
+        answer = tmp_path / f"answer.{format_}"
+        ran = vexport("verdict", tmp_path / "baseline", tmp_path / "twin", "--format", format_, "-o", answer)
+        assert (ran.code, ran.stdout, len(ran.errors)) == (2, "", 1), ran
+        assert str(file) in ran.errors[0]
+        assert not answer.exists()
+
+
+@pytest.mark.parametrize("how", ["garbage", "latin-1", "a loop of links"])
+def test_a_broken_file_of_calibration_is_named(how: str, llama: Path, tmp_path: Path) -> None:
+    """The last of three in a folder, so that the first ones are read before it is met."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("a", "b", "c"):
+        write_calibration(data / f"{name}.jsonl", rows=2)
+    BROKEN[how](data / "c.jsonl")
+    words = ("quantize", llama, tmp_path / "out", "--scheme", "FP8", "--calibration", data, "--seq-len", "8")
+    ran = vexport(*words, "--samples", "6", "--quiet")
+    named = [line for line in ran.errors if str(data / "c.jsonl") in line]
+    assert (ran.code, ran.stdout) == (2, ""), ran
+    assert named == ran.errors
+    assert named
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
