@@ -13,12 +13,27 @@ pytestmark = pytest.mark.fault(
     "one broken file among several results or calibration files: named before any work; nothing half written"
 )
 
-BROKEN: dict[str, Callable[[Path], object]] = {
-    "empty": lambda file: file.write_bytes(b""),
-    "garbage": lambda file: file.write_bytes(bytes(range(256)) * 9),
-    "latin-1": lambda file: file.write_bytes('{"text": "déjà"}\n'.encode("latin-1")),
-    "a folder": lambda file: file.unlink() or file.mkdir(),
-    "a loop of links": lambda file: file.unlink() or file.symlink_to(file.name),
+
+def replaced(replace: Callable[[Path], None]) -> Callable[[Path], None]:
+    """What takes the place of a file."""
+
+    def apply(file: Path) -> None:
+        file.unlink()
+        replace(file)
+
+    return apply
+
+
+def wrote(data: bytes) -> Callable[[Path], None]:
+    return lambda file: None if file.write_bytes(data) else None
+
+
+BROKEN: dict[str, Callable[[Path], None]] = {
+    "empty": wrote(b""),
+    "garbage": wrote(bytes(range(256)) * 9),
+    "latin-1": wrote('{"text": "déjà"}\n'.encode("latin-1")),
+    "a folder": replaced(Path.mkdir),
+    "a loop of links": replaced(lambda file: file.symlink_to(file.name)),
 }
 
 

@@ -114,17 +114,21 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
         raise InputError(str(path), got="a mount point", need="a folder that can be renamed", fix=fix)
     refuse_existing(path, overwrite=overwrite)
     work = working_folder(path)
-    with _locked(work, path) as record:
-        _settle(path, work)
-        refuse_existing(path, overwrite=overwrite)
-        yield work, record
-        _sign(work / NEW)
-        _sync(work / NEW)
-        refuse_existing(path, overwrite=overwrite)
-        _swap(path, work)
-        _sync_entry(path.parent)
-        shutil.rmtree(work / OLD, ignore_errors=True)
-        _remove_working_folder(work)
+    try:
+        with _locked(work, path) as record:
+            _settle(path, work)
+            refuse_existing(path, overwrite=overwrite)
+            yield work, record
+            _sign(work / NEW)
+            _sync(work / NEW)
+            refuse_existing(path, overwrite=overwrite)
+            _swap(path, work)
+            _sync_entry(path.parent)
+            shutil.rmtree(work / OLD, ignore_errors=True)
+            _remove_working_folder(work)
+    except OSError as error:
+        error.filename = error.filename or str(work)  # a full disk names no file
+        raise
 
 
 @contextmanager
