@@ -63,6 +63,7 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, object]]] = {
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 2.827,
+            "num_nextn_predict_layers": 0,
             "vocab_size": 163840,
         },
     ),

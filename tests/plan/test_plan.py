@@ -223,7 +223,9 @@ def test_the_predicted_size_is_the_written_one(family: str, scheme: str, tmp_pat
 REAL = {
     "Llama-3.3-70B": (70_553_706_496, 560, "self_attn.qkv_proj", 80),
     "Qwen3-235B-A22B": (235_093_634_560, 94 * (4 + 128 * 3), "w13", 94 * 128),
+    "Llama-3.1-405B": (405_853_388_800, 126 * 7, "self_attn.qkv_proj", 126),
     "DeepSeek-V3": (684_489_845_504, 61 * 5 + 3 * 3 + 58 * (257 * 3), "fused_qkv_a_proj", 61),
+    "Kimi-K2": (1_026_408_232_448, 61 * 5 + 3 + 60 * (385 * 3), "fused_qkv_a_proj", 61),
 }
 
 
