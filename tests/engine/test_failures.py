@@ -1,5 +1,6 @@
 """Whose fault a failure is, read from logs as vLLM writes them."""
 
+import signal
 import subprocess
 import sys
 import venv
@@ -121,3 +122,13 @@ def test_a_package_for_another_torch_is_named(tmp_path: Path) -> None:
     failure = failure_from_exit(log, 1)
     assert failure.kind == "mismatched build"
     assert "pip uninstall torchvision" in str(EngineFault("vLLM", failure))
+
+
+def test_a_crash_is_no_one_elses_to_handle() -> None:
+    """tvm_ffi's own handler allocates memory, and hung where the crash had interrupted an allocation."""
+    crash = "import os, signal, tvm_ffi; end_at_crashes(); os.kill(os.getpid(), signal.SIGSEGV)"
+    code = f"from vexport.engine.worker import end_at_crashes; {crash}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in ran.stderr
+    assert "Segfault encountered" not in ran.stderr

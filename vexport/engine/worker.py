@@ -4,6 +4,7 @@ One engine start: load, greedy canaries, full-vocabulary log-probabilities, and 
 calls this one knows them. The result file is written whole or not at all; a worker that dies leaves none.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -71,6 +72,17 @@ def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:
     return 0
 
 
+def end_at_crashes() -> None:
+    """From now on a crash ends the process at once, with Python's stack in the log.
+
+    tvm_ffi, which vLLM imports, handles SIGSEGV by code that allocates memory (src/ffi/backtrace.cc): where
+    memory was being allocated, the process waited for itself until the timeout.
+    """
+    faulthandler.disable()
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    faulthandler.enable()
+
+
 def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks | None) -> SessionResult:
     """Everything the request asks for; an exception becomes part of the result and goes to the log."""
     from vllm import __version__ as version
@@ -79,6 +91,7 @@ def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks |
     platform = str(current_platform.device_type)
     result = SessionResult(name=request.name, checkpoint=request.checkpoint, platform=platform, vllm=version)
     report("load", 0, 1)
+    end_at_crashes()
     arguments = model_arguments(request, platform)
     try:
         start = time.monotonic()
@@ -88,6 +101,7 @@ def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks |
             return replace(result, problem=problem)
         return replace(result, failure=_failure("refused", error))
     seconds = time.monotonic() - start
+    end_at_crashes()
     report("load", 1, 1)
     try:
         result = _use(llm, request, replace(result, seconds={"load": seconds}), report)
