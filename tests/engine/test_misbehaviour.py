@@ -101,11 +101,12 @@ def serve(log: Path, disturber: Callable[[str, int, int], None]) -> Served:
 
 
 # What is done, in which phase, and how the error names it. A run with VEXPORT_EVERY_FAULT does all.
-FAULTS: dict[Callable[..., None], FailureKind] = {
-    kill_core: "out of memory",
-    freeze_worker: "timed out",
-    crash_worker: "crashed",
-    kill_worker: "out of memory",
+FAULTS: dict[Callable[..., None], tuple[FailureKind, ...]] = {
+    # vLLM may name the core's end before it knows the signal
+    kill_core: ("out of memory", "crashed"),
+    freeze_worker: ("timed out",),
+    crash_worker: ("crashed",),
+    kill_worker: ("out of memory",),
 }
 SAMPLE = [(kill_worker, "load"), (freeze_worker, "canaries"), (crash_worker, "addition")]
 EVERY = [(fault, phase) for fault in FAULTS for phase in PHASES]
@@ -131,7 +132,8 @@ def test_a_disturbed_engine_is_one_error(
         serve(log, disturber)
     print(f"{caught.value} after {time.monotonic() - disturber.at:.1f} s")
     assert time.monotonic() - disturber.at < SOON
-    assert (caught.value.exit_code, caught.value.failure.kind) == (4, FAULTS[fault])
+    assert caught.value.exit_code == 4
+    assert caught.value.failure.kind in FAULTS[fault]
     assert "\n" not in str(caught.value)
     assert_nothing_left(log, disturber)
 

@@ -34,6 +34,8 @@ _NO_COMPILER = re.compile(
 _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError")
 # The operating system's out-of-memory killer ends a process with SIGKILL.
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
+# vLLM had not learned its exit code yet; a core that refuses a checkpoint says why in the log.
+_SILENT_CORE = re.compile(r"Failed core proc\(s\): \{\}")
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*|^(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
 # One without a message, which the line of code before it in the traceback explains.
@@ -72,9 +74,9 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
     What looks like a refusal but is the platform's fault becomes "out of memory" or "unsupported".
     """
     message = failure.message
-    if _WRAPPER.search(message):
-        message = last_exception(log) or message
-    kind: FailureKind = failure.kind
+    cause = last_exception(log) if _WRAPPER.search(message) else None
+    message = cause or message
+    kind: FailureKind = "crashed" if cause is None and _SILENT_CORE.search(message) else failure.kind
     if _OUT_OF_MEMORY.search(message) or _KILLED_CORE.search(failure.message):
         kind = "out of memory"
     elif is_mismatch(message):
@@ -92,7 +94,7 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
     cause = last_exception(log)
     message = f"the worker ended with {ending}" + (f" after {cause}" if cause else "")
     kind: FailureKind = "mismatched build" if is_mismatch(message) else "crashed"
-    if code == -9 or _OUT_OF_MEMORY.search(message):
+    if code == -9 or _OUT_OF_MEMORY.search(message) or _KILLED_CORE.search(message):
         kind = "out of memory"
     return EngineFailure(kind=kind, message=message, log_tail=log_tail(log))
 

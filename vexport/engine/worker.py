@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _MOST_MESSAGE = 1000
 CPU = "cpu"
+# For vLLM to raise by itself that its core has ended.
+_CORE_GRACE_SECONDS = 3
 _EVERY_SESSION = (
     "vllm.model_executor.models.llama",
     "vllm.v1.engine.core",
@@ -83,6 +85,27 @@ def end_at_crashes() -> None:
     faulthandler.enable()
 
 
+def end_with_core(llm: "LLM") -> threading.Event:
+    """End this process soon after the engine's core, until the event that is returned is set.
+
+    On a GPU the core is a process of its own. vLLM notes where it ended (v1/engine/core_client.py,
+    start_engine_core_monitor), but who waits for its answers waits for ever.
+    """
+    done = threading.Event()
+    resources = getattr(llm.llm_engine.engine_core, "resources", None)
+
+    def watch() -> None:
+        while not done.wait(1):
+            if resources.engine_dead and not done.wait(_CORE_GRACE_SECONDS):
+                codes = resources.engine_manager.finished_procs()
+                print(f"RuntimeError: the engine ended. Failed core proc(s): {codes}", file=sys.stderr)
+                os._exit(1)
+
+    if resources is not None:
+        threading.Thread(target=watch, daemon=True).start()
+    return done
+
+
 def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks | None) -> SessionResult:
     """Everything the request asks for; an exception becomes part of the result and goes to the log."""
     from vllm import __version__ as version
@@ -102,6 +125,7 @@ def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks |
         return replace(result, failure=_failure("refused", error))
     seconds = time.monotonic() - start
     end_at_crashes()
+    done = end_with_core(llm)
     report("load", 1, 1)
     try:
         result = _use(llm, request, replace(result, seconds={"load": seconds}), report)
@@ -117,6 +141,7 @@ def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks |
     except Exception as error:
         return replace(result, failure=_failure("crashed", error))
     finally:
+        done.set()
         llm.llm_engine.engine_core.shutdown()
 
 
