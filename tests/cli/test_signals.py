@@ -12,10 +12,10 @@ import pytest
 
 from tests.cli.striking import CODES, FINISHED, RESUME, Struck, strike
 from tests.packaging.environment import ROOT
-from tests.packaging.test_commands import CALLS, folder
+from tests.packaging.test_commands import CALLS, folder, parts
 from tests.quantize.test_streaming import write_model
 
-__all__ = ["folder"]
+__all__ = ["folder", "parts"]
 # Three, and what a busy machine adds.
 SOON = 6.0
 # Calls that start a vLLM: the signal comes before its engine stands.
