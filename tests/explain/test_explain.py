@@ -148,7 +148,7 @@ def test_every_option_and_command_is_explained() -> None:
 
 def test_an_option_says_what_each_command_makes_of_it() -> None:
     said = vexport("explain", "--overwrite").stdout
-    assert "run: Start again in a run directory that exists." in said
+    assert "run, compare: Start again in a run directory that exists." in said
     assert "quantize, merge, convert, repair: Replace OUT" in said
 
 

@@ -93,8 +93,8 @@ def compare(
     if not schemes:
         raise click.UsageError("--schemes: name at least one scheme.")
     base = _base(source, schemes[0], scenario_file)
-    scenarios = _scenarios(schemes, base)
     require_engine((interpreter.vllm_python,))
+    scenarios = _scenarios(schemes, base)
     from vexport.plan.recommend import Target
     from vexport.run.comparing import compare_schemes
 
