@@ -48,8 +48,7 @@ def test_a_refusal_names_tensor_layer_and_remedy(tmp_path: Path) -> None:
     ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W4A16", "--quiet")
     assert ran.code == 2
     assert (
-        "weight_shape [2] of query_key_value, of which vLLM takes each tensor for 768 rows"
-        in ran.errors[0]
+        "weight_shape [2] of query_key_value, of which vLLM takes each tensor for 768 rows" in ran.errors[0]
     )
     assert "--ignore query_key_value" in ran.errors[0]
     kept = ("--scheme", "W4A16", "--on-unsupported-shape", "keep", "--quiet")

@@ -31,10 +31,10 @@ def codes(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torc
 
 def by_formula(name: str, stored: Tensors) -> torch.Tensor:
     """A layer's weight as the producer's own code computes it."""
-    if name.startswith("gptq"):
+    if name.startswith("gptq") or name == "auto-round":
         q = codes(stored["qweight"].T).T
         return ((q - 8) * stored["scales"].repeat_interleave(GROUP, dim=0)).T
-    if name == "awq":
+    if name in ("awq", "auto-round-awq"):
         order = (0, 4, 1, 5, 2, 6, 3, 7)
         q, zeros = codes(stored["qweight"], order), codes(stored["qzeros"], order)
         zeros, scales = (each.repeat_interleave(GROUP, dim=0) for each in (zeros, stored["scales"]))
@@ -44,12 +44,24 @@ def by_formula(name: str, stored: Tensors) -> torch.Tensor:
         q = torch.stack([stored["weight"] & 15, stored["weight"] >> 4], dim=-1).flatten(-2)
         scale = stored["weight_scale"].float() * stored["weight_scale_2"]
         return table[q.long()] * scale.repeat_interleave(16, dim=1)
+    if name.endswith("mxfp4"):
+        table = torch.tensor([*FP4, *(-each for each in FP4)])
+        packed = stored["weight_packed" if "weight_packed" in stored else "weight"].view(torch.uint8)
+        q = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+        scale = torch.exp2(stored["weight_scale"].view(torch.uint8).float() - 127)
+        return table[q.long()] * scale.repeat_interleave(32, dim=1)
     scale = stored["weight_scale_inv" if "weight_scale_inv" in stored else "weight_scale"]
+    if name == "quark-int8":
+        return stored["weight"].float() * scale.reshape(-1, 1)
     wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1) if scale.ndim == 2 else scale
     return stored["weight"].float() * wide
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name != "gptq-8bit"])
+# Of which the producer's own files are converted in tests/producers.
+WITHOUT_FORMULA = ("gptq-8bit", "quark-int4", "quark-uint4")
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name not in WITHOUT_FORMULA])
 def test_the_values_stay(model: Path, tmp_path: Path, name: str) -> None:
     source, out = write(name, model, tmp_path / "source"), tmp_path / "out"
     ran = vexport("convert", source, out, "--format", "json", "--quiet")
@@ -70,7 +82,7 @@ def test_the_values_stay(model: Path, tmp_path: Path, name: str) -> None:
     assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], kept)
     written = json.loads((out / "config.json").read_text())["quantization_config"]
     assert written["quant_method"] == "compressed-tensors"
-    assert (written["kv_cache_scheme"] is not None) is (name == "modelopt-nvfp4")
+    assert (written["kv_cache_scheme"] is not None) is (name in ("modelopt-nvfp4", "quark-fp8"))
 
 
 def test_zero_points_that_vllm_refuses_are_kept(model: Path, tmp_path: Path) -> None:
