@@ -92,7 +92,10 @@ def end_with_core(llm: "LLM") -> threading.Event:
     start_engine_core_monitor), but who waits for its answers waits for ever.
     """
     done = threading.Event()
-    resources = getattr(llm.llm_engine.engine_core, "resources", None)
+    core = llm.llm_engine.engine_core
+    if not hasattr(core, "resources"):  # it runs in this process
+        return done
+    resources = core.resources
 
     def watch() -> None:
         while not done.wait(1):
@@ -101,8 +104,7 @@ def end_with_core(llm: "LLM") -> threading.Event:
                 print(f"RuntimeError: the engine ended. Failed core proc(s): {codes}", file=sys.stderr)
                 os._exit(1)
 
-    if resources is not None:
-        threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
     return done
 
 
