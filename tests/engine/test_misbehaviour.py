@@ -147,9 +147,10 @@ def test_garbage_and_stray_children_do_no_harm(tmp_path: Path, monkeypatch: pyte
 
     def scribble(worker: int, *core: int) -> None:
         for pipe in Path(f"/proc/{worker}/fd").iterdir():
-            if str(pipe.readlink()).startswith("pipe:") and os.access(pipe, os.W_OK):
-                with pipe.open("wb", buffering=0) as stream:
-                    stream.write(GARBAGE)
+            with suppress(FileNotFoundError):  # it was closed while we looked
+                if str(pipe.readlink()).startswith("pipe:") and os.access(pipe, os.W_OK):
+                    with pipe.open("wb", buffering=0) as stream:
+                        stream.write(GARBAGE)
         with log.open("ab") as stream:
             stream.write(GARBAGE)
 
