@@ -35,7 +35,7 @@ ROUNDING_FLOPS = 2e11
 CALIBRATION_START_SECONDS, CALIBRATION_MEMORY = 12.0, 650_000_000
 # With the kernels that round: SmolLM2-135M in W4A16_G64. Of 2 layers, refitted on 4 rows of 128 tokens (one
 # recipe) and on 8 of 256 (four), it took 1066 and 1153 MB, 184 and 248 MB of it what `rounding_bytes` counts;
-# of all 30, on 32 rows of 512, a refit took 1530 MB, 361 of it that (judging 64 positions at a time, now 16).
+# of all 30 in NVFP4, on 64 rows of 512, a refit took 1357 MB, 361 of it that.
 ROUNDING_MEMORY = 980_000_000
 
 
