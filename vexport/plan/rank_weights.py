@@ -1,7 +1,7 @@
 """The weights that one rank holds, and which of them a token goes through; from headers alone."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -24,7 +24,7 @@ from vexport.plan.linears import (
     names_of,
 )
 from vexport.plan.shapes import repeated, split_of
-from vexport.types import Json, LinearPlan, Plan, TensorInfo
+from vexport.types import FusionGroup, Json, LinearPlan, Plan, TensorInfo
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -105,14 +105,20 @@ def rank_weights(index: SourceIndex, plan: Plan, tp: int) -> RankWeights:
         else:
             held += MODEL_BYTES * prod(tensor.shape) // (tp if tensor is table else 1)
     row = MODEL_BYTES * table.shape[1] if table else 0
-    parts = (*_quantizable(plan, names, tp, text), *(replace(one, number=n) for one, n in others.items()))
+    parts = (
+        *_quantizable(plan.groups, names, tp, text),
+        *(replace(one, number=n) for one, n in others.items()),
+    )
     return RankWeights(parts=parts, experts=_experts(text), held_bytes=held, row_bytes=row)
 
 
-def group_parts(index: SourceIndex, plan: Plan, tp: int) -> list[Part]:
-    """The groups of a plan alone, cut to one of `tp` ranks."""
-    names = names_of(index, resolve(index.architecture, index.config)[0])
-    return _quantizable(plan, names, tp, text_config(index.config))
+def group_parts(
+    index: SourceIndex, choices: Iterable[Sequence[FusionGroup]], tp: int
+) -> Iterator[list[Part]]:
+    """The parts of each choice of a plan's groups, cut to one of `tp` ranks."""
+    names, text = names_of(index, resolve(index.architecture, index.config)[0]), text_config(index.config)
+    for groups in choices:
+        yield _quantizable(groups, names, tp, text)
 
 
 def _table(kept: Sequence[TensorInfo], text: Mapping[str, Json]) -> TensorInfo | None:
@@ -126,10 +132,12 @@ def _table(kept: Sequence[TensorInfo], text: Mapping[str, Json]) -> TensorInfo |
     return max(tables, key=lambda table: table.shape[0], default=None)
 
 
-def _quantizable(plan: Plan, names: Names, tp: int, text: Mapping[str, Json]) -> list[Part]:
-    """The groups of a plan, alike in shapes, routing and how they are cut, as one part each."""
+def _quantizable(
+    groups: Sequence[FusionGroup], names: Names, tp: int, text: Mapping[str, Json]
+) -> list[Part]:
+    """The groups, alike in shapes, routing and how they are cut, as one part each."""
     counted: Counter[tuple[bool, tuple[Shape, ...]]] = Counter()
-    for group in plan.groups:
+    for group in groups:
         split = split_of(group, names)
         routed = moe_layer(group.members[0].name) is not None
         counted[routed, tuple(_cut(one, split, tp, text) for one in group.members)] += 1

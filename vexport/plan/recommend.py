@@ -16,7 +16,15 @@ from vexport.plan.kv_tokens import KvCacheOfRank, kv_cache_of
 from vexport.plan.rank_weights import RankWeights, rank_weights
 from vexport.plan.table import PROBE, scheme_table
 from vexport.scenario import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Rule
-from vexport.types import Candidate, Plan, Recommendation, Runs, SchemeOutlook, observer_names
+from vexport.types import (
+    DEFAULT_CONTEXT,
+    Candidate,
+    Plan,
+    Recommendation,
+    Runs,
+    SchemeOutlook,
+    observer_names,
+)
 from vexport.version import PINNED, Version, short_version
 
 UNQUANTIZED = "unquantized"
@@ -33,7 +41,7 @@ class Target:
 
     card: Card
     tp: int = 1
-    context: int = 4096
+    context: int = DEFAULT_CONTEXT
     vllm: Version = PINNED
 
 

@@ -1,7 +1,6 @@
 """What a rank holds by a plan, and what fits next to it on a GPU: from headers alone."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.gpus import Card
@@ -10,10 +9,7 @@ from vexport.plan.kv_tokens import kv_cache_of
 from vexport.plan.rank_weights import group_parts, rank_weights
 from vexport.plan.table import PROBE
 from vexport.scenario import Rule
-from vexport.types import Plan, RankRoom
-
-# Tokens of the sequences that are counted, as `vexport recommend` counts them.
-CONTEXT = 4096
+from vexport.types import DEFAULT_CONTEXT, Plan, RankRoom
 
 
 def rank_rooms(
@@ -23,8 +19,8 @@ def rank_rooms(
     for tp in sizes if cards else ():
         held, source = weights_held(index, plan, tp)
         cache = kv_cache_of(index, tp)
-        sequence = cache.sequence_bytes(CONTEXT) // (2 if plan.kv_cache else 1) if cache else None
-        plain = cache.sequence_bytes(CONTEXT) if cache else None
+        sequence = cache.sequence_bytes(DEFAULT_CONTEXT) // (2 if plan.kv_cache else 1) if cache else None
+        plain = cache.sequence_bytes(DEFAULT_CONTEXT) if cache else None
         for card in cards:
             yield RankRoom(
                 gpu=card.name,
@@ -40,10 +36,11 @@ def weights_held(index: SourceIndex, plan: Plan, tp: int) -> tuple[int, int]:
     """Bytes of a rank's weights by the plan, and of the source's."""
     probe = build_plan(index, (Rule(match="Linear", scheme=PROBE),), Settings(ranks=(tp,)).lenient)
     source = rank_weights(index, probe, tp).num_bytes(None)
+    groups = {name: [group for group in plan.groups if group.scheme == name] for name in plan.schemes}
     saved = sum(
-        part.num_bytes(None) - part.num_bytes(group.scheme)
-        for group in plan.groups
-        for part in group_parts(index, replace(plan, groups=(group,)), tp)
+        part.num_bytes(None) - part.num_bytes(scheme)
+        for scheme, parts in zip(groups, group_parts(index, groups.values(), tp), strict=True)
+        for part in parts
     )
     return source - saved, source
 
@@ -51,4 +48,4 @@ def weights_held(index: SourceIndex, plan: Plan, tp: int) -> tuple[int, int]:
 def _tokens(card: Card, weight_bytes: int, sequence: int | None) -> int | None:
     if not sequence:
         return None
-    return max(0, card.usable_bytes - weight_bytes) * CONTEXT // sequence
+    return max(0, card.usable_bytes - weight_bytes) * DEFAULT_CONTEXT // sequence

@@ -122,14 +122,14 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
 
 def _room(room: RankRoom) -> str:
     """Weights and KV tokens of a rank, next to those of the unquantized model."""
-    return (
-        f"weights of a rank {size(room.weight_bytes)}, unquantized {size(room.source_weight_bytes)}; "
-        f"KV cache of {_kv_tokens(room.kv_tokens)} tokens, unquantized {_kv_tokens(room.source_kv_tokens)}"
-    )
+    own = _held(room.weight_bytes, room.kv_tokens)
+    return f"weights {own} on each; unquantized {_held(room.source_weight_bytes, room.source_kv_tokens)}"
 
 
-def _kv_tokens(tokens: int | None) -> str:
-    return count(tokens) if tokens != 0 else "no"
+def _held(weight_bytes: int, kv_tokens: int | None) -> str:
+    if kv_tokens == 0:
+        return f"{size(weight_bytes)} leave no room for a KV cache"
+    return f"{size(weight_bytes)} and a KV cache of {count(kv_tokens)} tokens"
 
 
 def suite_lines(settings: Evaluate | None, parameters: int) -> list[str]:

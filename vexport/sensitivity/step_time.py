@@ -1,7 +1,7 @@
 """What a choice of schemes takes a step of one sequence on a GPU, by the bound of `vexport recommend`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
@@ -14,9 +14,7 @@ from vexport.plan.rank_weights import group_parts, rank_weights
 from vexport.plan.table import PROBE
 from vexport.scenario import Auto, Rule
 from vexport.sensitivity.layer_groups import LayerGroup
-
-# Tokens of the sequence whose KV cache the step reads: the default of `vexport recommend`.
-CONTEXT = 4096
+from vexport.types import DEFAULT_CONTEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +44,18 @@ def step_times(
         need, fix = "one that headers tell", "use a budget of bits, bytes, share or loss"
         raise InputError("auto.gpu", got="a KV cache of unknown size", need=need, fix=fix)
     weights = rank_weights(index, plan, tp)
-    rank = Rank(card=CARDS[auto.gpu], weights=weights, kv_cache=kv_cache, context=CONTEXT)
-
-    def seconds(layer_group: LayerGroup, scheme: str) -> float:
-        own = next((one for one in layer_group.options if one.scheme == scheme), layer_group.options[0])
-        parts = group_parts(index, replace(plan, groups=own.groups), tp)
-        stored = None if scheme == KEEP else scheme
-        return sum(rank.part_seconds(part, stored, 1, 1) for part in parts) / LOW
-
-    whole = rank.decode_seconds(None, 1) / LOW
-    times = {
-        (one.name, scheme): seconds(one, scheme)
+    rank = Rank(card=CARDS[auto.gpu], weights=weights, kv_cache=kv_cache, context=DEFAULT_CONTEXT)
+    choices = {
+        (one.name, scheme): one.groups_in(scheme)
         for one in layer_groups
         for scheme in dict.fromkeys((KEEP, *one.allowed))
     }
+    times = {
+        (name, scheme): sum(
+            rank.part_seconds(part, None if scheme == KEEP else scheme, 1, 1) / LOW for part in parts
+        )
+        for (name, scheme), parts in zip(choices, group_parts(index, choices.values(), tp), strict=True)
+    }
+    whole = rank.decode_seconds(None, 1) / LOW
     rest = whole - sum(times[one.name, KEEP] for one in layer_groups)
     return StepTimes(rest=rest, groups=times)

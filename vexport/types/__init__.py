@@ -39,7 +39,14 @@ from vexport.types.parts import Merged, Part, WrittenPart
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
 from vexport.types.quantized import Quantized
-from vexport.types.recommendation import Candidate, DecodeBound, Recommendation, Runs, SpeedBound
+from vexport.types.recommendation import (
+    DEFAULT_CONTEXT,
+    Candidate,
+    DecodeBound,
+    Recommendation,
+    Runs,
+    SpeedBound,
+)
 from vexport.types.report import KindSize, LayerError, LayerErrors, Report
 from vexport.types.sensitivity import (
     Attempt,
@@ -60,6 +67,7 @@ from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
 from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, silent
 
 __all__ = [
+    "DEFAULT_CONTEXT",
     "Estimate",
     "KeptShare",
     "Outlook",

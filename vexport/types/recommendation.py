@@ -9,6 +9,10 @@ from typing import Literal
 Runs = Literal["in full", "weights only", "coarser inputs", "with a package", "no", "not known"]
 
 
+# Tokens of a sequence where none are named: of its prompt, and in its KV cache.
+DEFAULT_CONTEXT = 4096
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBound:
     """Tokens a second that `batch` sequences get together: 50 and 90 % of the bound.
