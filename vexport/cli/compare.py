@@ -1,16 +1,15 @@
 """Several schemes of one model on one page."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from vexport.cli.base import command, print_text
-from vexport.cli.effects import note_default_calibration
+from vexport.cli.effects import with_default_text
 from vexport.cli.engine import Interpreter, interpreter_option
-from vexport.cli.options import PATH, POSITIVE, Answer, format_option, one_gpu
+from vexport.cli.options import PATH, Answer, format_option, server_options
 from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.errors.extras import raise_problems
 
@@ -40,24 +39,7 @@ def _schemes(text: str) -> tuple[str, ...]:
     metavar="FILE",
     help="Its rules, with each scheme in turn, its calibration, tasks and settings.",
 )
-@click.option(
-    "--gpu",
-    "card",
-    type=one_gpu,
-    metavar="NAME",
-    help="GPU for memory and a bound on speed, e.g. L40S.",
-)
-@click.option(
-    "--tp", type=POSITIVE, metavar="N", default=1, show_default=True, help="How many of them share the model."
-)
-@click.option(
-    "--context",
-    type=POSITIVE,
-    metavar="N",
-    default=4096,
-    show_default=True,
-    help="Tokens of a sequence.",
-)
+@server_options(required=False)
 @click.option("--run-dir", type=PATH, help="Where everything goes [default: runs/compare-NAME].")
 @click.option("--overwrite", is_flag=True, help="Start again in a run directory that exists.")
 @interpreter_option
@@ -94,37 +76,26 @@ def compare(
         raise click.UsageError("--schemes: name at least one scheme.")
     base = _base(source, schemes[0], scenario_file)
     require_engine((interpreter.vllm_python,))
-    scenarios = _scenarios(schemes, base)
     from vexport.plan.recommend import Target
-    from vexport.run.comparing import compare_schemes
+    from vexport.run.comparing import compare_schemes, with_scheme
 
+    scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes])
     target = Target(card=card, tp=tp, context=context) if card else None
     folder = run_dir or Path("runs") / f"compare-{base.name}"
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(base.serve, on_progress)
-        found = compare_schemes(scenarios, folder, options, target, overwrite=overwrite)
+        found = compare_schemes(
+            base.name,
+            dict(zip(schemes, scenarios, strict=True)),
+            folder,
+            options,
+            target,
+            overwrite=overwrite,
+        )
     print_text(render_comparison(found.comparison, answer.format_))
     click.echo(f"page: {folder / 'compare.html'}", err=answer.format_ != "text")
     raise_problems(found.faults)
     _conclude(found.comparison)
-
-
-def _scenarios(schemes: Sequence[str], base: "Scenario") -> "dict[str, Scenario]":
-    """A scenario for each scheme; where one needs text and none is named, all have ours."""
-    from vexport.plan.needs import rounded_to_nearest, rules_need_calibration
-    from vexport.run.comparing import with_scheme
-    from vexport.scenario import default_calibration
-
-    found = {scheme: with_scheme(base, scheme) for scheme in schemes}
-    needed = any(rules_need_calibration(one.rules, one.kv_cache) for one in found.values())
-    if base.calibration is not None or not needed:
-        return found
-    note_default_calibration()
-    text = default_calibration()
-    return {
-        scheme: one.model_copy(update={"calibration": text, "rules": rounded_to_nearest(one.rules)})
-        for scheme, one in found.items()
-    }
 
 
 def _base(source: str, scheme: str, file: Path | None) -> "Scenario":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from vexport.types import Part
+from vexport.types import DEFAULT_CONTEXT, Part
 from vexport.version import short_version
 
 if TYPE_CHECKING:
@@ -145,6 +145,36 @@ def one_gpu(text: str) -> "Card":
     if len(cards) > 1:
         raise click.BadParameter("several GPUs; name one, and call it again for another.")
     return cards[0]
+
+
+def server_options(*, required: bool) -> Decorator:
+    """--gpu, --tp and --context: on what a model is to be served, as one GPU or several that share it."""
+    return stacked(
+        click.option(
+            "--gpu",
+            "card",
+            type=one_gpu,
+            metavar="NAME",
+            required=required,
+            help="GPU to serve on, e.g. L40S.",
+        ),
+        click.option(
+            "--tp",
+            type=POSITIVE,
+            metavar="N",
+            default=1,
+            show_default=True,
+            help="How many of them share the model.",
+        ),
+        click.option(
+            "--context",
+            type=POSITIVE,
+            metavar="N",
+            default=DEFAULT_CONTEXT,
+            show_default=True,
+            help="Tokens of a sequence: of its prompt, and in its KV cache.",
+        ),
+    )
 
 
 def is_scenario(source: str) -> bool:

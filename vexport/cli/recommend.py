@@ -6,12 +6,11 @@ import click
 
 from vexport.cli.base import command, print_text
 from vexport.cli.options import (
-    POSITIVE,
     Answer,
     format_option,
     is_scenario,
-    one_gpu,
     revision_option,
+    server_options,
     vllm_option,
 )
 
@@ -22,20 +21,7 @@ if TYPE_CHECKING:
 @command()
 @click.argument("source", metavar="SOURCE")
 @revision_option
-@click.option(
-    "--gpu", "card", type=one_gpu, metavar="NAME", required=True, help="GPU to serve on, e.g. L40S."
-)
-@click.option(
-    "--tp", type=POSITIVE, metavar="N", default=1, show_default=True, help="How many of them share the model."
-)
-@click.option(
-    "--context",
-    type=POSITIVE,
-    metavar="N",
-    default=4096,
-    show_default=True,
-    help="Tokens of a sequence: of its prompt, and in its KV cache.",
-)
+@server_options(required=True)
 @vllm_option
 @format_option(("text", "json"))
 def recommend(

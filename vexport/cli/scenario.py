@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import add_step_summary, command, conclude, print_text
-from vexport.cli.effects import note_default_calibration
+from vexport.cli.effects import with_default_text
 from vexport.cli.engine import Interpreter, interpreter_option, serve_options
 from vexport.cli.options import FORMATS, PATH, Answer, answer_file, format_option
 
@@ -50,16 +50,11 @@ def run(
     """
     from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
-    from vexport.plan.needs import rounded_to_nearest, rules_need_calibration
     from vexport.reports import render
-    from vexport.scenario import default_calibration, read_scenario
+    from vexport.scenario import read_scenario
     from vexport.scenario.serve import with_options
 
-    parsed = read_scenario(scenario)
-    if parsed.calibration is None and rules_need_calibration(parsed.rules, parsed.kv_cache):
-        note_default_calibration()
-        rules = rounded_to_nearest(parsed.rules)
-        parsed = parsed.model_copy(update={"calibration": default_calibration(), "rules": rules})
+    (parsed,) = with_default_text([read_scenario(scenario)])
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
     parsed = parsed.model_copy(update={"serve": serve})
     require_engine((interpreter.vllm_python,))

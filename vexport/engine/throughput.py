@@ -16,7 +16,7 @@ from vexport.types import OnProgress, SpeedPoint, Throughput, Workload
 if TYPE_CHECKING:
     from vllm import LLM
 
-RUNS, MOST_RUNS = 3, 4
+RUNS = 3
 # Of the median: where runs deviate by more, one more is made.
 DEVIATION = 0.01
 SEED = 0

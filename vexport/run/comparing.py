@@ -52,6 +52,7 @@ class Compared:
 
 @engines_share_imports()
 def compare_schemes(
+    name: str,
     scenarios: Mapping[str, Scenario],
     folder: Path,
     options: EngineOptions,
@@ -59,10 +60,11 @@ def compare_schemes(
     *,
     overwrite: bool,
 ) -> Compared:
-    """Run each scenario, named by its scheme, that is not done yet; they differ in their rules alone.
+    """Run each scenario that is not done yet, and compare them under a name.
 
-    A scheme that cannot be made, or whose engine dies, is a row that says so. Raises what the first one
-    raised where none has a report, and InputError for a folder of something else.
+    The scenarios are named by their schemes; they differ in their rules alone. A scheme that cannot be made,
+    or whose engine dies, is a row that says so. Raises what the first one raised where none has a report, and
+    InputError for a folder of something else.
     """
     _begin(folder, overwrite=overwrite)
     first = next(iter(scenarios.values()))
@@ -84,9 +86,9 @@ def compare_schemes(
             problems[scheme] = error
     if not reports:
         raise next(iter(problems.values()))
-    comparison = _comparison(first, scenarios, reports, problems, found)
-    for name, format_ in PAGES.items():
-        write_text(folder / name, render_comparison(comparison, format_))
+    comparison = _comparison(name, scenarios, reports, problems, found)
+    for page, format_ in PAGES.items():
+        write_text(folder / page, render_comparison(comparison, format_))
     faults = tuple(error for error in problems.values() if isinstance(error, EnvironmentFault))
     return Compared(comparison=comparison, faults=faults)
 
@@ -112,20 +114,20 @@ def with_scheme(scenario: Scenario, scheme: str) -> Scenario:
 
 
 def _comparison(
-    scenario: Scenario,
-    names: Mapping[str, Scenario],
+    name: str,
+    scenarios: Mapping[str, Scenario],
     reports: Mapping[str, Report],
     problems: Mapping[str, VexportError],
     found: Recommendation | None,
 ) -> SchemeComparison:
     on_gpu = {row.scheme: row for row in found.schemes} if found else {}
     rows = [
-        _row(name, reports[name], on_gpu.get(name))
-        if name in reports
-        else ComparedScheme(scheme=name, reason=str(problems[name]), on_gpu=on_gpu.get(name))
-        for name in names
+        _row(scheme, reports[scheme], on_gpu.get(scheme))
+        if scheme in reports
+        else ComparedScheme(scheme=scheme, reason=str(problems[scheme]), on_gpu=on_gpu.get(scheme))
+        for scheme in scenarios
     ]
-    first = next(iter(reports.values()))
+    scenario, first = next(iter(scenarios.values())), next(iter(reports.values()))
     engines = [report.baseline_load.engine for report in reports.values()]
     kind = _speed_kind(rows)
     baseline = _with_rates(_baseline_row(first, found.source_row if found else None), kind)
@@ -134,7 +136,7 @@ def _comparison(
         schemes, baseline, f"by the bound on {found.gpu}" if found and kind == "bound" else "measured"
     )
     return SchemeComparison(
-        name=scenario.name.removesuffix(f"-{next(iter(names))}"),
+        name=name,
         source=portable(scenario.source),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         vexport=__version__,
