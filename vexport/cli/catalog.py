@@ -56,19 +56,17 @@ def explain_command(name: tuple[str, ...], answer: Answer) -> None:
 
 def _entry(name: str) -> "Entry":
     """What the pages say of a name, else the help of a command or an option; InputError without any."""
-    from vexport.explain import explain
+    from vexport.explain import KEY, explain
 
+    option = _of_command_line(name)
     try:
         entry = explain(name)
     except InputError:
-        option = _of_command_line(name)
         if option is None:
             raise
         return option
     # `--limit` is a key of a scenario too; who types dashes asks for the option.
-    return (
-        _of_command_line(name) if name.startswith("-") and entry.kind == "scenario key" else None
-    ) or entry
+    return option if option and name.startswith("-") and entry.kind == KEY else entry
 
 
 def _of_command_line(name: str) -> "Entry | None":

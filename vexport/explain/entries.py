@@ -23,9 +23,9 @@ _SOURCE = re.compile(r"^Layouts?: (.+?)\.?\Z", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An explanation: `kind` is scheme, observer, check, finding, key, option, topic or page.
+    """An explanation under the heading `title`.
 
-    `title` is the heading.
+    `kind` is scheme, observer, check, finding, scenario key, option, command, topic or page.
     """
 
     name: str
