@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -156,6 +157,37 @@ def test_int4_on_outliers_fails_and_says_why(tmp_path: Path, runs: Path) -> None
     assert "worst: addition" in ran.stdout
     assert report_of(runs / "int4")["outcome"] == "FAIL"
     assert "FAIL" in (runs / "int4" / "report.html").read_text()
+
+
+def test_after_a_failed_load_the_answers_are_shown_and_decide_nothing(tmp_path: Path, runs: Path) -> None:
+    """A load gate is failed by hand: what does it in vLLM would need an engine more."""
+    folder = tmp_path / "run"
+    if not (runs / "int4").is_dir():
+        assert run(shortened("demo-hard-int4", tmp_path, 300), runs / "int4").code == 1
+    shutil.copytree(runs / "int4", folder)
+    shutil.copyfile(folder / "scenario.yaml", scenario := tmp_path / "again.yaml")
+    load = json.loads((folder / "load.json").read_text())
+    finding = {
+        "check": "canary",
+        "severity": "error",
+        "where": "a prompt",
+        "got": "a loop",
+        "fix": "a finer scheme",
+    }
+    load |= {"ok": False, "findings": [{**finding, "expected": "text"}]}
+    (folder / "load.json").write_text(json.dumps(load))
+    ran = run(scenario, folder)
+    assert ran.code == 1
+    assert "load: a prompt" in ran.stdout
+    report = report_of(folder)
+    verdict = report["verdict"]
+    assert isinstance(verdict, dict)
+    assert {task["documents"] for task in verdict["tasks"]} == {300}
+    assert "evaluate" not in (folder / "report.md").read_text()
+    for name in ("report.md", "report.html"):
+        text = (folder / name).read_text()
+        assert "what it answered is for information" in text
+        assert "--until-pass" not in text
 
 
 def test_the_same_function_is_indistinguishable(tmp_path: Path, runs: Path) -> None:

@@ -134,11 +134,11 @@ CARDS: Mapping[str, Card] = {
             bandwidth=1_792 * _GB,
             peak=_peak(209.5, fp8=419, int8=838, fp4=1_676),
         ),
-        # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1,307.4 TFLOPS BF16, 2,614.9 FP8 and INT8.
+        # AMD Instinct MI300X data sheet: 5.3 TB/s, 1,307.4 TFLOPS BF16, 2,614.9 FP8 and INT8.
         # gfx942: AMD GPU specifications (rocm.docs.amd.com).
         Card(
             name="MI300X",
-            memory_bytes=196_608 * _MIB,
+            memory_bytes=196_592 * _MIB,
             sm=0,
             bandwidth=5_300 * _GB,
             peak=_peak(1_307.4, fp8=2_614.9, int8=2_614.9),

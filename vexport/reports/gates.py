@@ -30,6 +30,7 @@ from vexport.types import (
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
 _NOT_RUN = "not run: an earlier gate failed"
+_NOT_ASKED = "not asked for: the scenario has no `evaluate`"
 _ORDER: dict[Severity, int] = {severity: number for number, severity in enumerate(SEVERITIES)}
 
 
@@ -155,7 +156,8 @@ def _load_gate(name: str, report: LoadReport) -> Gate:
 
 def _evaluation_gates(report: Report) -> tuple[Gate, ...]:
     if report.verdict is None:
-        return (Gate(name="evaluate", status="SKIPPED", message=_NOT_RUN),)
+        message = _NOT_ASKED if report.outcome == "PASS" else _NOT_RUN
+        return (Gate(name="evaluate", status="SKIPPED", message=message),)
     return _accuracy_gates(report.verdict)
 
 

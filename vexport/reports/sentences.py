@@ -57,7 +57,7 @@ def next_step(report: Report) -> tuple[str, str]:
             "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows), or accept a larger "
             "loss.",
         )
-    if report.verdict is not None:
+    if report.load.ok:
         return "", (
             "Keep the layers that lose most, choose a scheme with more bits, or let vexport do so: "
             "vexport run SCENARIO --until-pass."

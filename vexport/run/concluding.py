@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from vexport.calibration.coverage import expert_coverage
 from vexport.checkpoint.card import inherited_card
+from vexport.errors import VexportError
 from vexport.files import from_json, write_text
 from vexport.reports import render
 from vexport.reports.gates import checkpoint_gate
@@ -52,6 +53,7 @@ from vexport.types import (
 from vexport.version import __version__
 
 SEEN_TEXT = "the text that decides is the calibration data: give text that the checkpoint was not made with"
+LOAD_DECIDES = "the checkpoint failed at load, which decides: what it answered is for information"
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 # The page comes last: it links to what is there.
 RENDERED = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
@@ -65,12 +67,25 @@ def measure_drift(run: Run) -> Drift | None:
 
 def is_evaluated(run: Run) -> bool:
     """Whether both models answered tasks, or read the text that decides."""
-    loaded = run.get(LOADED)
-    return loaded is not None and loaded.ok and run.scenario.evaluate is not None
+    served = run.get(SERVED_CANDIDATE)
+    return served is not None and served.result.failure is None and run.scenario.evaluate is not None
 
 
-def judge(run: Run) -> Verdict:
-    """The paired comparison of both models' answers, or of what they make of the text."""
+def judge(run: Run) -> Verdict | None:
+    """The paired comparison of both models' answers, or of what they make of the text.
+
+    Where the load gate has failed it decides nothing, and is None for answers that cannot be compared.
+    """
+    if run.result(LOADED).ok:
+        return _judge(run)
+    try:
+        verdict = _judge(run)
+    except VexportError:
+        return None
+    return replace(verdict, warnings=(*verdict.warnings, LOAD_DECIDES))
+
+
+def _judge(run: Run) -> Verdict:
     settings, folder = run.scenario.evaluate, run.folder / "eval"
     assert settings is not None
     if settings.text is not None:

@@ -31,7 +31,8 @@ def require_promotable(scenario: Scenario) -> None:
 def may_promote(report: Report, run: Run) -> bool:
     """Whether a round failed on accuracy, and another is left."""
     rounds = len(read_attempts(run.folder).failed) + 1
-    return report.verdict is not None and report.outcome == "FAIL" and rounds < MOST_ROUNDS
+    is_lossy = report.load.ok and report.verdict is not None and report.outcome == "FAIL"
+    return is_lossy and rounds < MOST_ROUNDS
 
 
 def promote(report: Report, run: Run) -> bool:
