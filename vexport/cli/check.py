@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import add_step_summary, command, print_text, require_no_internal_error, require_ok
-from vexport.cli.options import PATH, Answer, device_options, format_option, part_option, vllm_option
+from vexport.cli.options import Answer, device_options, format_option, part_option, vllm_option
 from vexport.errors import VexportError, file_problem
 from vexport.errors.extras import raise_problems
 from vexport.types import CheckReport, Part
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--calibration",
-    type=PATH,
-    metavar="FILE.jsonl",
-    help="With --source: run this text through SOURCE and compare what its layers compute with the static "
-    "scales of inputs and KV cache.",
+    metavar="DATA",
+    help="With --source: run this text, named as for `vexport quantize`, through SOURCE and compare what its "
+    "layers compute with the static scales of inputs and KV cache.",
 )
 @part_option("Look at this share of the layers alone, e.g. 3/8; all parts pass where the whole does.")
 @device_options
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 def check(
     checkpoints: tuple[str, ...],
     source: str | None,
-    calibration: Path | None,
+    calibration: str | None,
     part: Part | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
@@ -111,7 +110,7 @@ def _checked(
     return reports, problems
 
 
-def _against(source: str | None, calibration: Path | None, on_progress: "OnProgress") -> "Against | None":
+def _against(source: str | None, calibration: str | None, on_progress: "OnProgress") -> "Against | None":
     """The comparison with a source, which alone needs torch."""
     if source is None:
         return None
@@ -126,7 +125,7 @@ def _against(source: str | None, calibration: Path | None, on_progress: "OnProgr
     return against(root, on_layer=partial(on_progress, "compare (layers)"), observed=observed)
 
 
-def _observed(root: Path, calibration: Path, on_progress: "OnProgress") -> "Observed":
+def _observed(root: Path, calibration: str, on_progress: "OnProgress") -> "Observed":
     from vexport.checkpoint.index import read_index
     from vexport.fidelity.activations import observe
     from vexport.quantize.samples import calibration_samples

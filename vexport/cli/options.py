@@ -164,7 +164,7 @@ def server_options(*, required: bool) -> Decorator:
             metavar="N",
             default=1,
             show_default=True,
-            help="How many of them share the model.",
+            help="GPUs that share the model.",
         ),
         click.option(
             "--context",

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 @revision_option
 @scheme_option
 @click.option(
-    "--run-dir", type=PATH, help="Where `run` measured what scheme: auto chooses by [default: runs/NAME]."
+    "--run-dir",
+    type=PATH,
+    help="Run directory with the losses that `scheme: auto` chooses by [default: runs/NAME].",
 )
 @click.option(
     "--gpu",

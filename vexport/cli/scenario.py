@@ -47,6 +47,7 @@ def run(
     Examples:
       vexport run SCENARIO.yaml
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
+      vexport run SCENARIO.yaml --until-pass
     """
     from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine

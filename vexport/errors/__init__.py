@@ -60,6 +60,18 @@ class EnvironmentFault(VexportError):
     exit_code = 4
 
 
+class EnvironmentFaults(EnvironmentFault):
+    """Several faults that are reported together (exit 4)."""
+
+    def __init__(self, problems: Sequence[VexportError]) -> None:
+        self.problems = tuple(problems)
+        first = problems[0]
+        super().__init__(first.where, got=first.got, need=first.need, fix=first.fix)
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
 class InternalError(VexportError):
     """A mistake of ours in one part of the work, which the others go on without (exit 4).
 

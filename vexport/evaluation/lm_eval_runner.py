@@ -30,6 +30,7 @@ from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
 from vexport.evaluation.stopping import SequentialTest, Stopping, look_line, require_unit_range, write_looks
 from vexport.evaluation.task_data import explained_downloads
+from vexport.evaluation.task_needs import allow_code, missing, require_allowed
 from vexport.evaluation.tasks import GROUP_SUFFIX
 from vexport.files import atomic_path, from_json
 from vexport.types import Look, OnProgress
@@ -243,13 +244,17 @@ def _group_folders(request: SessionRequest) -> list[Path]:
 def load_tasks(request: SessionRequest, manager: "TaskManager", names: Sequence[str]) -> list["Task | Group"]:
     """The tasks, and the outermost groups, which lm-eval then aggregates."""
     tasks: list[Task | Group] = []
+    allow_code(trust=request.trust_remote_code)
     for task in names:
+        require_allowed(task, manager, trust=request.trust_remote_code)
         try:
             name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
             tasks += outermost(manager.load([name]))
         except VexportError:
             raise
         except Exception as error:
+            if (fault := missing(error, task)) is not None:
+                raise fault from error
             need, fix = "a task that lm-eval can load", "correct the task"
             got = f"{type(error).__name__}: {error}"
             raise InputError(f"task {task}", got=got, need=need, fix=fix) from error

@@ -10,7 +10,7 @@ from vexport.checkpoint.hub.failures import diagnose, downloaded, is_network_err
 from vexport.checkpoint.hub.names import OFFLINE_DATA, HubName, offline_variable
 from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import run_worker, session_error
-from vexport.errors import EnvironmentFault, InputError, VexportError, raise_all
+from vexport.errors import EnvironmentFault, EnvironmentFaults, InputError, VexportError, raise_all
 from vexport.evaluation.tasks import is_local_dataset, reads_hub
 from vexport.types import PROGRESS_DETAIL, OnProgress
 
@@ -51,21 +51,27 @@ def fetch_task_data(
     )
     errors = [session_error(problem) for problem in fetched.problems]
     raise_all([error for error in errors if isinstance(error, InputError)])
-    if len(errors) > 1:
+    if errors:
         raise _joined(errors)
-    for error in errors:
-        raise error
 
 
 def _joined(errors: Sequence[VexportError]) -> EnvironmentFault:
-    """The faults of several data sets as one, with what to do about each of them."""
+    """One fault for each kind, with what to do about each task and data set."""
+    kinds: dict[tuple[str, str], list[VexportError]] = {}
+    for error in errors:
+        kinds.setdefault((error.got, error.need), []).append(error)
+    faults = [_same(same) for same in kinds.values()]
+    return faults[0] if len(faults) == 1 else EnvironmentFaults(faults)
+
+
+def _same(errors: Sequence[VexportError]) -> EnvironmentFault:
     first, *others = errors
-    return EnvironmentFault(
-        f"{len(errors)} data sets of the tasks: {', '.join(error.where for error in errors)}",
-        got=first.got,
-        need=first.need,
-        fix="; ".join([first.fix, *(error.fix.rpartition(": ")[2] for error in others)]),
-    )
+    where = ", ".join(error.where for error in errors)
+    if others and first.where.startswith("dataset "):
+        where = f"{len(errors)} data sets of the tasks: {where}"
+    fixes = dict.fromkeys(error.fix for error in errors)
+    fix = "; ".join([first.fix, *(fix.rpartition(": ")[2] for fix in [*fixes][1:])])
+    return EnvironmentFault(where, got=first.got, need=first.need, fix=fix)
 
 
 def _read_copy(

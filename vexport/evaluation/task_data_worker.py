@@ -5,7 +5,7 @@ It builds the tasks once; imports lm-eval and datasets, but no vLLM.
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from vexport.engine.messages import InputProblem, SessionRequest
@@ -13,6 +13,7 @@ from vexport.engine.worker import end_with_parent, input_problem, reporter
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.evaluation.lm_eval_runner import load_tasks, task_manager
 from vexport.evaluation.task_data import STAGE, Fetched, explained_downloads
+from vexport.evaluation.task_needs import nltk_problem, task_settings
 from vexport.files import from_json, to_json, write_text
 from vexport.types import OnProgress
 
@@ -45,12 +46,33 @@ def fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]
     report(STAGE, 0, len(request.tasks))
     manager = task_manager(request)
     for number, task in enumerate(request.tasks):
+        before = set(sys.modules)
         try:
             with explained_downloads(report, number, len(request.tasks)):
                 load_tasks(request, manager, [task])
         except VexportError as error:
             yield error
+            yield from _data_problem(task_settings(task, manager), report)
+        yield from nltk_problem(task, before)
     report(STAGE, len(request.tasks), len(request.tasks))
+
+
+def _data_problem(settings: Mapping[str, object], report: OnProgress) -> Iterator[VexportError]:
+    """Why the documents of a task that cannot be loaded cannot be had either, if so: all is said at once."""
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.config.task import TaskConfig
+
+    if not isinstance(settings.get("dataset_path"), str):
+        return
+    task = ConfigurableTask.__new__(ConfigurableTask)
+    task._config = TaskConfig(task="documents")
+    task.DATASET_PATH, task.DATASET_NAME = settings["dataset_path"], settings.get("dataset_name")
+    kwargs = settings.get("dataset_kwargs")
+    try:
+        with explained_downloads(report, 0, 1):
+            task.download(dict(kwargs) if isinstance(kwargs, Mapping) else None)
+    except VexportError as error:
+        yield error
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""What tasks of the suites need besides documents is named, with what brings it, before an engine starts."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from vexport.evaluation.task_needs import missing
+
+SCENARIO = (
+    "name: a\nsource: {source}\nrules: [{{match: Linear, scheme: W8A8}}]\nevaluate: {{suite: {suite}}}\n"
+)
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture
+def cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder without anything of the hub, which is not reached."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk_data"))
+    return tmp_path
+
+
+def run(folder: Path, llama: Path, suite: str, *options: str) -> tuple[int, str]:
+    path = folder / f"{suite}.yaml"
+    path.write_text(SCENARIO.format(source=llama, suite=suite))
+    ran = vexport("run", path, "--run-dir", folder / suite, "--quiet", *options)
+    return ran.code, ran.stderr
+
+
+def test_code_needs_trust_then_its_metric_and_its_documents(cut_off: Path, llama: Path) -> None:
+    code, errors = run(cut_off, llama, "code")
+    assert code == 2
+    for task in ("humaneval", "mbpp"):
+        assert f"task {task}: it runs Python that the model writes; add --trust-remote-code" in errors
+    code, errors = run(cut_off, llama, "code", "--trust-remote-code")
+    assert code == 4
+    assert "task humaneval, task mbpp: got no metric code_eval" in errors
+    assert "evaluate.load('code_eval')" in errors
+    for name in ("openai/openai_humaneval", "google-research-datasets/mbpp"):
+        assert f"`hf download --repo-type dataset {name}`" in errors
+
+
+def test_chat_needs_the_data_of_nltk_and_its_documents(
+    cut_off: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadow = cut_off / "shadow"
+    shadow.mkdir()
+    for name, text in {"langdetect": "", "immutabledict": "immutabledict = dict"}.items():
+        (shadow / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(shadow), prepend=":")
+    code, errors = run(cut_off, llama, "chat")
+    assert code == 4
+    assert "task ifeval: got no punkt_tab of NLTK" in errors
+    assert "python -m nltk.downloader punkt_tab" in errors
+    for name in ("google/IFEval", "openai/gsm8k", "truthfulqa/truthful_qa"):
+        assert f"`hf download --repo-type dataset {name}`" in errors
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
+    fault = missing(ModuleNotFoundError("No module named 'langdetect'", name="langdetect"), "ifeval")
+    assert fault is not None
+    assert str(fault) == (
+        "task ifeval: got no Python module langdetect, need it to score; `pip install 'lm-eval[ifeval]'`"
+    )
+    assert missing(ValueError("a broken template"), "mine") is None
