@@ -14,7 +14,7 @@ from vexport.cli.options import PATH, Answer, format_option
 @click.option("--overwrite", is_flag=True, help="Replace OUT if vexport made it and nothing else is in it.")
 @format_option(("text", "json"))
 def convert(checkpoint: Path, out: Path, overwrite: bool, answer: Answer) -> None:
-    """Convert CHECKPOINT (fp8, gptq, awq, modelopt ...) to compressed-tensors in OUT, without loss.
+    """Convert CHECKPOINT (fp8, modelopt, gptq, awq) to compressed-tensors in OUT, without loss.
 
     Reads fp8, modelopt, gptq, awq, auto-round and quark. Needs no source and no calibration. Each layer is
     dequantized before and after, which must give the same values. If a layer cannot be converted, it is named
