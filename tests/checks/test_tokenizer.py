@@ -69,6 +69,18 @@ REFUSED: list[tuple[str, Change]] = [
     (f"{GENERATION}: temperature", written(GENERATION, {"temperature": "hot"})),
     (f"{GENERATION}: temperature", written(GENERATION, {"temperature": -1.0})),
     (f"{GENERATION}: top_p", written(GENERATION, {"top_p": 5.0})),
+    (f"{GENERATION}: max_new_tokens", written(GENERATION, {"max_new_tokens": 0})),
+    (f"{GENERATION}: early_stopping", written(GENERATION, {"early_stopping": "soon"})),
+    (f"{GENERATION}: cache_implementation", written(GENERATION, {"cache_implementation": "fast"})),
+    (f"{GENERATION}: num_return_sequences", written(GENERATION, {"num_return_sequences": 2})),
+    (f"{GENERATION}: eos_token_id", written(GENERATION, {"eos_token_id": "2"})),
+    (f"{SETTINGS}: eos_token", written(SETTINGS, {"eos_token": {"content": "</s>"}})),
+    (f"{SETTINGS}: padding_side", written(SETTINGS, {"padding_side": "top"})),
+    (f"{SETTINGS}: tokenizer_class", written(SETTINGS, {"tokenizer_class": 5})),
+    (f"{SETTINGS}: added_tokens_decoder", written(SETTINGS, {"added_tokens_decoder": {"one": {}}})),
+    (f"{SETTINGS}: extra_special_tokens", written(SETTINGS, {"extra_special_tokens": [5]})),
+    ("special_tokens_map.json: eos_token", written("special_tokens_map.json", {"eos_token": 5})),
+    ("added_tokens.json: new", written("added_tokens.json", {"new": "7"})),
 ]
 STARTED: list[Change] = [
     without(SETTINGS),
@@ -78,6 +90,10 @@ STARTED: list[Change] = [
     written(GENERATION, {"eos_token_id": [2, 3], "temperature": 0.6, "top_k": 20, "do_sample": True}),
     raw(GENERATION, b"{,"),
     raw("preprocessor_config.json", b"{"),
+    written(SETTINGS, {"eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False}}),
+    written("special_tokens_map.json", {"eos_token": {"content": "</s>", "lstrip": False}}),
+    all_of(written(SETTINGS, {"added_tokens_decoder": {}}), raw("special_tokens_map.json", b"{")),
+    written(GENERATION, {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 1.5}),
 ]
 
 

@@ -5,11 +5,18 @@ A checkpoint without any tokenizer is served with another one's (`--tokenizer`):
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from vexport.checkpoint.tokenizer import FILE as TOKENIZER
 from vexport.checkpoint.tokenizer import open_tokenizer
+from vexport.checks.vllm.generation import wrong_generation
+from vexport.checks.vllm.tokenizer_files import (
+    as_merged,
+    reads_older_files,
+    wrong_added_tokens,
+    wrong_tokenizer_settings,
+)
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.checks.vllm.vocabulary import beyond
 from vexport.errors import InputError
@@ -19,29 +26,16 @@ from vexport.types import Finding, Json
 NAME = "tokenizer"
 DESCRIPTION = "vLLM starts with the tokenizer and generation_config.json, and the vocabulary has their tokens"
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
-# What transformers reads as objects where it is there.
-OBJECTS = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json")
+# Read only next to settings of older versions of transformers.
+SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
 # Files that hold a vocabulary, or code that brings one.
 VOCABULARY = re.compile(r"tokenizer\.json|tekken\.json|vocab.*|.*\.(model|tiktoken|py)$")
-# What SamplingParams takes (_verify_args in vllm/sampling_params.py).
-RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    "repetition_penalty": ("above 0", lambda value: value > 0),
-    "presence_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
-    "frequency_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
-    "temperature": ("from 0 to 2", lambda value: 0 <= value <= 2),
-    "top_k": ("a whole number from -1", lambda value: value >= -1 and value == int(value)),
-    "top_p": ("above 0, up to 1", lambda value: 0 < value <= 1),
-    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
-    "max_new_tokens": ("at least 1", lambda value: value >= 1),
-}
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on the files next to the weights that vLLM starts with."""
     root = view.index.root
-    for name in OBJECTS:
-        if (root / name).is_file():
-            yield from _unreadable(root / name)
+    yield from tokenizer_findings(root)
     names = [path.name for path in view.index.side_files]
     if not any(VOCABULARY.match(name) for name in names):
         missing = error if SETTINGS in names else warning
@@ -53,23 +47,41 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         fix = "copy the source's tokenizer"
         yield missing(NAME, str(root / TOKENIZER), expected="a vocabulary", got=got, fix=fix)
     if (root / GENERATION).is_file():
-        yield from _generation(root / GENERATION)
+        yield from generation_findings(root / GENERATION)
     yield from beyond(view, NAME)
 
 
-def _unreadable(path: Path) -> Iterator[Finding]:
+def tokenizer_findings(root: Path) -> Iterator[Finding]:
+    """Findings on the files of the tokenizer that transformers reads."""
+    if (root / TOKENIZER).is_file():
+        yield from _file(root / TOKENIZER)
+    objects: dict[str, dict[str, Json]] = {}
+    for name in (SETTINGS, SPECIAL, ADDED):
+        if (root / name).is_file() and (name == SETTINGS or reads_older_files(objects.get(SETTINGS, {}))):
+            try:
+                objects[name] = read_json_object(root / name)
+            except InputError as problem:
+                yield Finding.of(problem, check=NAME, severity="error")
+    settings, special = objects.get(SETTINGS, {}), objects.get(SPECIAL, {})
+    for wrong in wrong_tokenizer_settings(as_merged(settings, special)):
+        name = SPECIAL if wrong.key in special else SETTINGS
+        yield _broken(root / name, wrong.key, wrong.expected, wrong.got)
+    for wrong in wrong_added_tokens(objects.get(ADDED, {})):
+        yield _broken(root / ADDED, wrong.key, wrong.expected, wrong.got)
+
+
+def _file(path: Path) -> Iterator[Finding]:
     try:
         content = read_json_object(path)
-        if path.name == TOKENIZER:
-            open_tokenizer(path)
+        open_tokenizer(path)
     except InputError as problem:
         yield Finding.of(problem, check=NAME, severity="error")
         return
-    if path.name == TOKENIZER and not isinstance(content.get("added_tokens"), list):
+    if not isinstance(content.get("added_tokens"), list):
         yield _broken(path, "added_tokens", "a list", "no such list")
 
 
-def _generation(path: Path) -> Iterator[Finding]:
+def generation_findings(path: Path) -> Iterator[Finding]:
     """Defaults of every request; vLLM goes on without them where they are no JSON.
 
     transformers turns syntax errors into an OSError, which vLLM catches (try_get_generation_config); values
@@ -89,14 +101,8 @@ def _generation(path: Path) -> Iterator[Finding]:
             NAME, str(path), expected="a JSON object", got=repr(content), fix="copy the source's file"
         )
         return
-    for key, (expected, is_valid) in RANGES.items():
-        value = content.get(key)
-        if value is not None and not (_is_number(value) and is_valid(float(str(value)))):
-            yield _broken(path, key, expected, repr(value))
-
-
-def _is_number(value: Json) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
+    for wrong in wrong_generation(content):
+        yield _broken(path, wrong.key, wrong.expected, wrong.got)
 
 
 def _broken(path: Path, key: str, expected: str, got: str) -> Finding:

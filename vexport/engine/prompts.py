@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.errors import InputError
+from vexport.errors.escaping import first_line
 
 TEXTS = (
     "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is",
@@ -69,8 +70,8 @@ def fixed_prompts(
 def _tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError, KeyError) as error:
-        raise _no_tokenizer(checkpoint, str(error).partition("\n")[0]) from error
+    except Exception as error:  # transformers raises any class for a file that it does not understand
+        raise _no_tokenizer(checkpoint, first_line(error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where no file is found
         raise _no_tokenizer(checkpoint, "no vocabulary")
     return tokenizer

@@ -62,18 +62,34 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     request = json.load(sys.stdin)
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda format: "2026-01-01"
     try:
-        template = environment.from_string(request["template"])
-    except (jinja2.TemplateError, RecursionError, MemoryError, ValueError) as error:
+        template = compiled(request["template"])
+    except Exception as error:  # of jinja, or of Python, which compiles what jinja writes
         print(json.dumps({"syntax": words(error)}))
         return
     print(json.dumps({"rendered": rendered(template, request["tokens"])}))
+
+
+def compiled(template: str) -> jinja2.Template:
+    """As transformers compiles it, but for the time of day."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda format: "2026-01-01"
+    return environment.from_string(template)
+
+
+def to_json(
+    x: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter, whose arguments templates name."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def refuse(message: str) -> NoReturn:
@@ -97,7 +113,9 @@ def render(
 ) -> dict[str, object]:
     """One conversation: the error, whether the template raised it itself, and whether the user is heard."""
     try:
-        text = template.render(messages=messages, tools=None, add_generation_prompt=True, **tokens)
+        text = template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens
+        )
     except Exception as error:  # whatever a template does wrong
         return {"error": words(error), "refused": type(error) is jinja2.TemplateError, "has_user": False}
     return {"error": "", "refused": False, "has_user": USER in text}
