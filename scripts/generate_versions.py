@@ -25,6 +25,7 @@ CT = f"{QUANTIZATION}/compressed_tensors"
 KERNELS = "vllm/model_executor/kernels/linear/__init__.py"
 ARGUMENTS = "compressed_tensors/quantization/quant_args.py"
 FORMATS = "compressed_tensors/config/base.py"
+WEIGHTS = "vllm/model_executor/model_loader/weight_utils.py"
 REGISTRIES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 PLATFORMS = ("CPU", "CUDA")
 TABLE = "VocabParallelEmbedding"
@@ -79,6 +80,10 @@ def facts(wheel: Wheel, cache: Path) -> Entry:
         "orderings_need_groups": "actorder is not None and strategy not in" in other.text(ARGUMENTS),
         "refuses_orderings": "activation ordering" in config,
         "quantizes_tables": f"isinstance(layer, {TABLE})" in config,
+        "refuses_sparsity": "model without sparsity" in config,
+        "ignores_fused_patterns": "layer_name not in ignore" not in wheel.text(f"{CT}/utils.py"),
+        "unties_heads": "def maybe_untie_word_embeddings" in wheel.text("vllm/config/model.py"),
+        "refuses_missing_files": "referenced in index but missing" in wheel.text(WEIGHTS),
         "schemes": schemes(wheel),
         **widths(wheel),
         "kernels": kernels(wheel),
@@ -164,7 +169,7 @@ def methods(wheel: Wheel) -> list[str]:
 
 def cache_scales(wheel: Wheel) -> list[str]:
     """The patterns by which names of the KV cache's scales are found, sorted."""
-    files = (f"{QUANTIZATION}/base_config.py", "vllm/model_executor/model_loader/weight_utils.py")
+    files = (f"{QUANTIZATION}/base_config.py", WEIGHTS)
     texts = {
         node.value
         for file in files

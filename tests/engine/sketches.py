@@ -11,6 +11,7 @@ Tensor = tuple[str, tuple[int, ...]]
 _BITS = {"F8_E4M3": 8, "U8": 8, "BF16": 16, "F32": 32, "I32": 32, "I64": 64}
 FORMATS = {
     "FP8_DYNAMIC": "float-quantized",
+    "FP8_BLOCK": "float-quantized",
     "NVFP4": "nvfp4-pack-quantized",
     "NVFP4A16": "nvfp4-pack-quantized",
     "W4A16": "pack-quantized",
@@ -122,6 +123,9 @@ def _quantized(preset: str, out: int, width: int) -> dict[str, Tensor]:
     """What compressed-tensors stores of a linear layer."""
     if preset == "FP8_DYNAMIC":
         return {"weight": ("F8_E4M3", (out, width)), "weight_scale": ("BF16", (out, 1))}
+    if preset == "FP8_BLOCK":
+        blocks = (-(-out // 128), -(-width // 128))
+        return {"weight": ("F8_E4M3", (out, width)), "weight_scale": ("BF16", blocks)}
     if preset == "W4A16":
         return {
             "weight_packed": ("I32", (out, width // 8)),

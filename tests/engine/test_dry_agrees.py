@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
+from tests.mutations.edits import QUANTIZATION, config
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.target import Target
 from vexport.engine.dry.load import dry_loads
@@ -28,6 +29,9 @@ SKETCHES: Mapping[str, tuple[Mapping[str, object], str]] = {
     "few key heads": ({**LLAMA, "num_key_value_heads": 2}, "FP8_DYNAMIC"),
     "experts": (QWEN3_MOE, "W4A16"),
 }
+# An FP8 cache runs in FlashInfer from SM 80 on, with heads of 64, 128, 256 or 512 numbers; else from SM 89.
+CACHES = {"cache, heads of 32": LLAMA, "cache, heads of 64": {**LLAMA, "head_dim": 64}}
+CACHE_SCHEME = {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
 def static(checkpoint: Path, tp: int, sm: int) -> str:
@@ -37,8 +41,17 @@ def static(checkpoint: Path, tp: int, sm: int) -> str:
     return "refused" if "error" in severities else "other precision" if "warning" in severities else "loads"
 
 
+def with_cache(folder: Path, model: Mapping[str, object]) -> Path:
+    """A sketch with the scales of an FP8 KV cache."""
+    names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(2) for kind in "kv"]
+    made = sketch(folder, model, "FP8_DYNAMIC", dict.fromkeys(names, ("F32", (1,))))
+    config(QUANTIZATION, kv_cache_scheme=CACHE_SCHEME)(made)
+    return made
+
+
 def test_check_and_dry_load_agree(good: Callable[[str], Path], tmp_path: Path) -> None:
-    made = [sketch(tmp_path / name, config, preset, {}) for name, (config, preset) in SKETCHES.items()]
+    made = [sketch(tmp_path / name, model, preset, {}) for name, (model, preset) in SKETCHES.items()]
+    made += [with_cache(tmp_path / name, model) for name, model in CACHES.items()]
     checkpoints = [*(good(scheme) for scheme in SCHEMES), *made]
     reports = dry_loads(checkpoints, tp=TP, sm=SM)
     differ = [

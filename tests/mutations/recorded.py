@@ -4,7 +4,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-RECORDS = Path(__file__).parent / "vllm-0.32.0.jsonl"
+FOLDER = Path(__file__).parent
+# The newest vLLM that runs on a CPU, and the oldest whose wheel was read.
+PINNED_RECORDS = FOLDER / "vllm-0.32.0.jsonl"
+OLDEST_RECORDS = FOLDER / "vllm-0.20.2.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,19 +26,19 @@ class Record:
     further: float | None = None
 
 
-def read_records() -> list[Record]:
-    """All records, in order; none where nothing was recorded yet."""
-    if not RECORDS.exists():
+def read_records(file: Path = PINNED_RECORDS) -> list[Record]:
+    """All records of one vLLM, in order; none where nothing was recorded yet."""
+    if not file.exists():
         return []
-    return [Record(**json.loads(line)) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
+    return [Record(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def write_record(record: Record) -> None:
+def write_record(record: Record, file: Path) -> None:
     """Add a record, in the place of the one that there is of this mutation."""
-    lines = RECORDS.read_text(encoding="utf-8").splitlines(keepends=True) if RECORDS.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     line = json.dumps({key: value for key, value in asdict(record).items() if value is not None}) + "\n"
     start = json.dumps({"good": record.good, "name": record.name})[:-1] + ","
     places = [number for number, known in enumerate(lines) if known.startswith(start)]
     for number in places or [len(lines)]:
         lines[number : number + 1] = [line]
-    RECORDS.write_text("".join(lines), encoding="utf-8")
+    file.write_text("".join(lines), encoding="utf-8")

@@ -22,6 +22,7 @@ from vexport.checks.vllm.view import (
     warning,
 )
 from vexport.types import Finding
+from vexport.version import short_version
 
 NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
@@ -115,17 +116,21 @@ def _is_read_matrix(view: CheckpointView, module: str, modules: Iterable[str]) -
 
 
 def _untied_head(view: CheckpointView) -> Iterator[Finding]:
-    """vLLM takes the head that is stored, transformers the embeddings (try_verify_and_update_config)."""
-    tensors = view.index.tensors
-    head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    """A head next to a config that ties it to the embeddings: transformers takes these, vLLM from 0.29 on the
+    head (maybe_untie_word_embeddings in config/model.py), before that the embeddings."""
+    tensors, version = view.index.tensors, short_version(view.target.vllm)
+    table = tensors.get("model.embed_tokens.weight")
+    head = tensors.get("lm_head.weight") or tensors.get("lm_head.weight_packed")
     if view.index.config.get("tie_word_embeddings") is not True or head is None or table is None:
         return
     if not same_bytes(view.reader, head, view.reader, table):
-        yield warning(
+        unties = view.facts.unties_heads
+        got = "vLLM would use it, transformers would not" if unties else f"vLLM {version} does not load it"
+        yield (warning if unties else error)(
             NAME,
             head.name,
             expected="no head, or that of the embeddings, as config.json ties them",
-            got="a different head: vLLM would use it, transformers would not",
+            got=f"a different head: {got}",
             fix="set tie_word_embeddings to false, or remove the head",
         )
 

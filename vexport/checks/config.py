@@ -15,6 +15,7 @@ from vexport.formats.arguments import contradictions, described
 from vexport.formats.parsing import parse_args
 from vexport.types import Finding, Json
 from vexport.types.patterns import REGEX, expression
+from vexport.version import short_version
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
@@ -147,8 +148,11 @@ def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Find
         got = (
             f"one with targets {sparsity.get('targets')}" if sparsity.get("targets") else "one without format"
         )
-        expected = "no sparsity, which vLLM no longer loads"
-        yield _finding(view, "sparsity_config", expected, got, "export without sparsity compression")
+        refuses, version = view.facts.refuses_sparsity, short_version(view.target.vllm)
+        expected = "no sparsity, which vLLM no longer loads" if refuses else "no sparsity"
+        got = got if refuses else f"{got}, which vLLM {version} reads by rules that are not known here"
+        finding = _finding(view, "sparsity_config", expected, got, "export without sparsity compression")
+        yield finding if refuses else replace(finding, severity="warning")
 
 
 def _pruned_experts(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:

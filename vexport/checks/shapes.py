@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checks.tensors.casts import is_lossless_cast, rounded
+from vexport.checks.tensors.casts import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout
 from vexport.checks.vllm.quant_methods import MethodGroup
@@ -20,7 +20,6 @@ DESCRIPTION = "dtypes and shapes are those that the config announces, and fused 
 
 # Rounded to 16 bits they move all weights or inputs of a layer alike, by .4 %: far less than FP4 does.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
-SIXTEEN_BITS = ("F16", "BF16")
 LAYER_SCALES = frozenset({"weight_scale", "input_scale", "weight_scale_inv", "scales"})
 CACHE_SCALES = (".k_scale", ".v_scale")
 
@@ -103,13 +102,14 @@ def _dtype(
     if tensor.dtype in expected.dtypes:
         return
     wanted = f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})"
-    rounded_little = tensor.name.endswith(GLOBAL_SCALES) and tensor.dtype in SIXTEEN_BITS
-    if rounded_little or is_lossless_cast(view.reader, tensor, expected.dtype):
+    little = tensor.name.endswith(GLOBAL_SCALES) and is_rounded_little(view.reader, tensor)
+    if little or is_lossless_cast(view.reader, tensor, expected.dtype):
+        loss = "and they were rounded by 0.4 % at most" if little else "without a loss"
         yield warning(
             NAME,
             tensor.name,
             expected=wanted,
-            got=f"{tensor.dtype}, whose values vLLM casts without a loss",
+            got=f"{tensor.dtype}, whose values vLLM casts {loss}",
             fix="export it again, or `vexport repair`",
         )
         return
@@ -168,11 +168,11 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
         for dtype in ("BF16", "F16"):
             few = dtypes.get(dtype, [])
             for name in few if len(few) < len(whole) else ():
-                yield error(
+                yield warning(
                     NAME,
                     name,
                     expected=f"dtype F32, as {parameter} of {whole[0].rpartition('.')[0]} has",
-                    got=f"{dtype}, which has fewer digits",
+                    got=f"{dtype}, which has fewer digits: answers move, no further than by rounding weights",
                     fix="export it again",
                 )
 

@@ -1,5 +1,6 @@
 """Which of a folder's files vLLM loads, and whether they agree."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from vexport.files import read_json_object
 from vexport.types import Finding, TensorInfo
 
 NAME = "shards"
+SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors)")
 DESCRIPTION = "vLLM loads the files that the index means, and every tensor is in one of them only"
 
 
@@ -28,12 +30,23 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _index(view, {**view.index.tensors, **first})
         return
     places: dict[str, TensorInfo] = {}
-    for file in sorted(root.glob("*.safetensors")):
-        for name, tensor in read_header(file).items():
+    files = {file: read_header(file) for file in sorted(root.glob("*.safetensors"))}
+    for header in files.values():
+        for name, tensor in header.items():
             other = places.setdefault(name, tensor)
             if other is not tensor:
-                yield _twice(view, other, tensor)
+                unread = _is_remnant(other.file.name, files) and files[other.file].keys() <= header.keys()
+                yield _twice(view, other, tensor, unread=unread)
     yield from _strays(view, places)
+
+
+def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bool:
+    """Whether a file is a shard of several of which others are missing, as an older export leaves it."""
+    shard = SHARD.fullmatch(name)
+    if shard is None:
+        return False
+    several = sum(file.name.startswith(shard["start"]) and file.name.endswith(shard["of"]) for file in files)
+    return several < int(shard["count"])
 
 
 def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
@@ -52,11 +65,15 @@ def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[
         )
 
 
-def _twice(view: CheckpointView, first: TensorInfo, second: TensorInfo) -> Finding:
+def _twice(view: CheckpointView, first: TensorInfo, second: TensorInfo, *, unread: bool = False) -> Finding:
+    """A tensor in two files; `unread` where the first file is a remnant, all of which the second has too."""
     got = f"one in {first.file.name} and one in {second.file.name}"
     expected = "each tensor in one file"
     if same_bytes(view.reader, first, view.reader, second):
         return warning(NAME, first.name, expected=expected, got=f"{got}, alike", fix="remove one")
+    if unread:
+        got = f"{got}, different, of which vLLM keeps the latter"
+        return warning(NAME, first.name, expected=expected, got=got, fix=f"remove {first.file.name}")
     fix = "remove the wrong one: vLLM keeps the one that it happens to read last"
     return error(NAME, first.name, expected=expected, got=f"{got}, different", fix=fix)
 

@@ -18,7 +18,7 @@ from vexport.checks.vllm.quant_methods.modelopt import (
     ModelOptNvfp4,
     WeightOnlyNvfp4,
 )
-from vexport.checks.vllm.quant_methods.quark import (
+from vexport.checks.vllm.quant_methods.quark_formats import (
     QuarkFp8,
     QuarkFp8Block,
     QuarkInt4,

@@ -34,6 +34,10 @@ class VersionFacts:
     orderings_need_groups: bool
     refuses_orderings: bool
     quantizes_tables: bool
+    refuses_sparsity: bool
+    ignores_fused_patterns: bool
+    unties_heads: bool
+    refuses_missing_files: bool
     schemes: Mapping[str, int]
     widths: tuple[int, ...]
     asymmetric_widths: tuple[int, ...]

@@ -19,6 +19,9 @@ CONTAINED_IN = {
     "F32": ("F64",),
 }
 INTEGERS = {"U8": (0, 255), "I8": (-128, 127), "I32": (-(2**31), 2**31 - 1), "I64": (-(2**63), 2**63 - 1)}
+# From here on a whole number is within .2 % of what it was rounded from; bfloat16 is within .4 %.
+WHOLE = 256.0
+SIXTEEN_BITS = ("BF16", "F16")
 # From here on the values of e4m3 are whole numbers: integers have kept them.
 WHOLE_E4M3 = 8.0
 # Integers of one size wrap: the bits stay.
@@ -40,6 +43,13 @@ def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
         whole = tensor.dtype not in WIDER_THAN_BYTES[:3] or bool(values.min(initial=WHOLE_E4M3) >= WHOLE_E4M3)
         return whole and bool(np.isin(values, to_numpy(E4M3_CODES, dtype)).all())
     return bool(np.array_equal(values, rounded(values, dtype)))
+
+
+def is_rounded_little(reader: Reader, tensor: TensorInfo) -> bool:
+    """Whether what a single scale lost when it was stored in this dtype moves no answer by much."""
+    if tensor.dtype in SIXTEEN_BITS:
+        return True
+    return tensor.dtype in INTEGERS and bool(reader.floats(tensor).min(initial=WHOLE) >= WHOLE)
 
 
 def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDArray[np.float64]:

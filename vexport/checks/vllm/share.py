@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from vexport.checks.vllm.view import CheckpointView
+from vexport.plan.linears import STACK
 from vexport.types import Part
 
 
@@ -21,5 +22,5 @@ def is_own(tensor: str, part: Part | None) -> bool:
     """Whether a part looks at a tensor; without a part all are looked at."""
     if part is None:
         return True
-    number = next((int(word) for word in tensor.split(".") if word.isascii() and word.isdecimal()), 0)
-    return number % part.of == part.number - 1
+    stack = STACK.search(tensor)
+    return (int(stack[1]) if stack else 0) % part.of == part.number - 1

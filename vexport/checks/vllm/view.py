@@ -245,7 +245,10 @@ class CheckpointView:
         if method is not None:
             members = [name for name in parts if self._group_by_method(method, fused, name) is None]
         else:
-            members = list(ignored(fused.name, parts, self.ignore, self.architecture))
+            by_pattern = self.facts.ignores_fused_patterns
+            members = list(
+                ignored(fused.name, parts, self.ignore, self.architecture, fused_patterns=by_pattern)
+            )
         if parts == tuple(fused.members):
             return members
         return list(fused.members) if len(members) == len(parts) else []

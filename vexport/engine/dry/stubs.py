@@ -23,8 +23,9 @@ _EXTENSIONS = (
     "vllm.vllm_flash_attn._vllm_fa2_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
-# Imported by multimodal classes for pictures and sound only, of which there are none here.
-_OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "timm")
+# Imported by multimodal classes for pictures and sound only, of which there are none here; and FlashInfer by
+# backends of attention, which are chosen as if it were here.
+_OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "timm", "flashinfer")
 # The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts rests.
 _FLASHINFER = (
     "has_flashinfer",
