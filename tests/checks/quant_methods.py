@@ -1,6 +1,7 @@
 """Micro checkpoints of other quantization methods, packed as their producers pack (read in their sources)."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import copytree
@@ -63,10 +64,11 @@ def awq_packed(values: torch.Tensor) -> torch.Tensor:
 
 def fp8_block(weight: torch.Tensor) -> Tensors:
     rows, columns = weight.shape
-    blocks = weight.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    whole = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = whole.reshape(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
     scale = blocks.abs().amax(dim=(1, 3)) / 448
-    codes = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale_inv": scale}
+    codes = (blocks / scale[:, None, :, None]).reshape(whole.shape).to(torch.float8_e4m3fn)
+    return {"weight": codes[:rows, :columns], "weight_scale_inv": scale}
 
 
 def fp8_tensor(weight: torch.Tensor, largest: torch.Tensor, *, static: bool = True) -> Tensors:
@@ -276,7 +278,13 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torc
 }
 # Names of the KV cache's scales within the layers of keys and values.
 CACHE_SCALES = {"modelopt-nvfp4": "{}_scale", "quark-fp8": "output_scale"}
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
+QUANTIZED = re.compile(r"_proj(_with_mqa)?$|\.w[123]$")
 
 
 def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
@@ -288,13 +296,17 @@ def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
     written: Tensors = {}
     for key, value in tensors.items():
         module, _, parameter = key.rpartition(".")
-        if not module.endswith("_proj") or parameter != "weight":
+        if not QUANTIZED.search(module) or parameter != "weight":
             written[key] = value
             continue
         prefix, _, projection = module.rpartition(".")
         parts = next((each for each in FUSED if projection in each), (projection,))
         largest = torch.stack(
-            [tensors[f"{prefix}.{part}.weight"].float().abs().max() for part in parts]
+            [
+                tensors[f"{prefix}.{part}.weight"].float().abs().max()
+                for part in parts
+                if f"{prefix}.{part}.weight" in tensors
+            ]
         ).max()
         for part, tensor in quantized(value, largest).items():
             written[f"{module}.{part}"] = tensor.contiguous()

@@ -17,7 +17,7 @@ from vexport.checks.vllm.target import Target
 from vexport.checks.vllm.versions import DIFFERENCES, KNOWN
 from vexport.formats import FORMATS
 from vexport.plan import known_bad as plan_notes
-from vexport.types import Finding
+from vexport.types import Finding, Json
 from vexport.version import PINNED, Version, short_version
 
 
@@ -128,7 +128,7 @@ def test_a_plan_tells_what_is_known_of_its_vllm(llama: Path, monkeypatch: pytest
     assert notes == {"FP8_BLOCK": ["vLLM 0.32, SM 120"], "FP8_DYNAMIC": []}
 
 
-SPARSE = {"format": "sparse-24-bitmask", "targets": ["Linear"], "sparsity_structure": "2:4"}
+SPARSE: Json = {"format": "sparse-24-bitmask", "targets": ["Linear"], "sparsity_structure": "2:4"}
 QKV = "model.layers.0.self_attn.qkv_proj"
 
 
@@ -137,7 +137,9 @@ QKV = "model.layers.0.self_attn.qkv_proj"
     [
         (config(WHOLE, tie_word_embeddings=True), "lm_head.weight", (0, 28), (0, 29), ("error", "warning")),
         (
-            all_of(config(WHOLE, tie_word_embeddings=True), rename("lm_head.weight", "lm_head.weight_packed")),
+            all_of(
+                config(WHOLE, tie_word_embeddings=True), rename("lm_head.weight", "lm_head.weight_packed")
+            ),
             "lm_head.weight_packed",
             (0, 28),
             (0, 29),
@@ -150,7 +152,13 @@ QKV = "model.layers.0.self_attn.qkv_proj"
             (0, 22),
             ("warning", "error"),
         ),
-        (config(QUANTIZATION, ignore=["lm_head", "re:.*qkv_proj"]), "q_proj", (0, 29), (0, 30), ("", "error")),
+        (
+            config(QUANTIZATION, ignore=["lm_head", "re:.*qkv_proj"]),
+            "q_proj",
+            (0, 29),
+            (0, 30),
+            ("", "error"),
+        ),
         (config(QUANTIZATION, ignore=["lm_head", QKV]), "q_proj", (0, 29), (0, 30), ("error", "error")),
     ],
 )

@@ -10,6 +10,7 @@ from tests.mutations.edits import QUANTIZATION, config
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.target import Target
 from vexport.engine.dry.load import dry_loads
+from vexport.types import Json
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -31,7 +32,13 @@ SKETCHES: Mapping[str, tuple[Mapping[str, object], str]] = {
 }
 # An FP8 cache runs in FlashInfer from SM 80 on, with heads of 64, 128, 256 or 512 numbers; else from SM 89.
 CACHES = {"cache, heads of 32": LLAMA, "cache, heads of 64": {**LLAMA, "head_dim": 64}}
-CACHE_SCHEME = {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False}
+CACHE_SCHEME: Json = {
+    "type": "float",
+    "num_bits": 8,
+    "symmetric": True,
+    "strategy": "tensor",
+    "dynamic": False,
+}
 
 
 def static(checkpoint: Path, tp: int, sm: int) -> str:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.architectures.families import save_family
 from tests.checks.quant_methods import CHECKPOINTS, GROUP, packed_along_rows, write
 from tests.command import vexport
 from tests.models import dequantized, errors, save_llama
 from tests.mutations.edits import QUANTIZATION, Tensors, all_of, config, drop, put, spoiled, tensors
+from vexport.types import Json
 
 DOWN = "model.layers.1.mlp.down_proj"
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -61,28 +63,69 @@ def by_formula(name: str, stored: Tensors) -> torch.Tensor:
 WITHOUT_FORMULA = ("gptq-8bit", "quark-int4", "quark-uint4")
 
 
+def same_values(source: Path, out: Path, layer: str, name: str) -> bool:
+    """Whether a layer of the result has the weight that the producer's formula has of the stored one."""
+    start = f"{layer}."
+    stored = {
+        key.removeprefix(start): value
+        for key, value in load_file(source / "model.safetensors").items()
+        if key.startswith(start)
+    }
+    weight = dequantized(out, layer)
+    return torch.equal(weight, by_formula(name, stored).to(weight.dtype))
+
+
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name not in WITHOUT_FORMULA])
 def test_the_values_stay(model: Path, tmp_path: Path, name: str) -> None:
     source, out = write(name, model, tmp_path / "source"), tmp_path / "out"
     ran = vexport("convert", source, out, "--format", "json", "--quiet")
     assert ran.code == 0, ran.stderr
     report = json.loads(ran.stdout)
-    assert (report["ok"], report["layers"]) == (True, 14)
+    assert (report["ok"], report["layers"], report["exact"]) == (True, 14, 14)
     assert errors(out) == []
-    start = f"{DOWN}."
-    stored = {
-        key.removeprefix(start): value
-        for key, value in load_file(source / "model.safetensors").items()
-        if key.startswith(start)
-    }
-    expected, weight = by_formula(name, stored), dequantized(out, DOWN)
-    assert report["exact"] == 14
-    assert torch.equal(weight, expected.to(weight.dtype))
-    kept = load_file(source / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], kept)
-    written = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert written["quant_method"] == "compressed-tensors"
-    assert (written["kv_cache_scheme"] is not None) is (name in ("modelopt-nvfp4", "quark-fp8"))
+    assert same_values(source, out, DOWN, name)
+
+
+ROUTERS: Json = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))]
+MODELOPT_ROUTERS: Json = ["lm_head", "*.mlp.gate"]
+# What of a method's config keeps the routers.
+KEEPS: dict[str, dict[str, Json]] = {
+    "gptq": {},
+    "awq": {},
+    "fp8-block": {"ignored_layers": ROUTERS},
+    "fp8-static": {"ignored_layers": ROUTERS},
+    "modelopt-fp8": {"ignore": MODELOPT_ROUTERS},
+    "modelopt-nvfp4": {"ignore": MODELOPT_ROUTERS},
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
+def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A micro mixture of experts: all layers alike, or one plain layer, latent attention, shared experts."""
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    return save_family(str(request.param), folder, moe_intermediate_size=256)
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_the_values_of_experts_stay(experts: Path, tmp_path: Path, name: str) -> None:
+    source, out = write(name, experts, tmp_path / "source", **KEEPS[name]), tmp_path / "out"
+    assert errors(source) == []
+    ran = vexport("convert", source, out, "--format", "json", "--quiet")
+    assert ran.code == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["layers"] == report["exact"] > 24
+    assert errors(out) == []
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        assert same_values(source, out, f"model.layers.1.mlp.experts.3.{projection}", name)
+
+
+def test_experts_that_compressed_tensors_cannot_hold_are_refused(tmp_path: Path) -> None:
+    """vLLM runs experts of one scale with inputs by token for `fp8`, not for compressed-tensors."""
+    model = save_family("qwen3-moe", tmp_path / "model")
+    source = write("fp8-dynamic", model, tmp_path / "source", ignored_layers=ROUTERS)
+    ran = vexport("convert", source, tmp_path / "out", "--quiet")
+    assert (ran.code, (tmp_path / "out").exists()) == (1, False)
+    assert "routed experts" in ran.stdout + ran.stderr
 
 
 def test_zero_points_that_vllm_refuses_are_kept(model: Path, tmp_path: Path) -> None:
