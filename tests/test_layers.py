@@ -35,7 +35,7 @@ LATE = {
     "cli": ("vexport",),
     "quantize": ("vexport",),
     "explain": ("vexport",),
-    "checkpoint": ("huggingface_hub",),
+    "checkpoint": ("fsspec", "huggingface_hub"),
     "repair": ("vexport",),
     "fidelity": ("vexport",),
     "formats": ("vexport",),

@@ -120,6 +120,21 @@ def test_a_plan_reads_headers_only(machine: Machine, hub: Hub) -> None:
     assert hub.content("/model.safetensors") >= weights.stat().st_size
 
 
+def test_the_files_of_an_index_are_read(machine: Machine, hub: Hub, tmp_path: Path) -> None:
+    """Headers alone for a plan, whole for a quantization."""
+    source = hub.repositories[MODEL].folder
+    made = machine.run("quantize", source, tmp_path / "sharded", *FP8, "--max-shard-size", "100KB")
+    assert made.code == 0, made.stderr
+    hub.repositories["tests/sharded"] = Repository(folder=tmp_path / "sharded")
+    names = sorted(file.name for file in (tmp_path / "sharded").glob("*.safetensors"))
+    assert len(names) > 1
+    for command in (("plan", "tests/sharded", *FP8), ("check", "tests/sharded")):
+        hub.requests.clear()
+        assert machine.run(*command).code in (0, 2)
+        read = {one.path.rpartition("/")[2] for one in hub.requests if one.path.endswith(".safetensors")}
+        assert sorted(read) == names
+
+
 def test_a_recommendation_reads_headers_only(machine: Machine, hub: Hub) -> None:
     weights = hub.repositories[MODEL].folder / "model.safetensors"
     ran = machine.run("recommend", MODEL, "--gpu", "L40S")

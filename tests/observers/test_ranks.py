@@ -62,15 +62,18 @@ def check_extremes(rank: int) -> None:
 
 
 def check_averages(rank: int) -> None:
-    """The mean of the ranks' moving averages, over the ranks that saw anything."""
+    """One moving average over all observations in their order, as of one process; of any share of them."""
     for name in ("minmax", "mse"):
-        parts = [observed(name, TENSOR, share(number)).range()[1] for number in range(RANKS)]
-        shared = observed(name, TENSOR, share(rank))
-        shared.sync_activation_stats()
-        assert torch.equal(shared.range()[1], (parts[0] + parts[1]) / 2)
-        lonely = observed(name, TENSOR, share(0) if rank == 0 else [])
-        lonely.sync_activation_stats()
-        assert torch.equal(lonely.range()[1], parts[0])
+        alone = observed(name, TENSOR, samples()).range()
+        for own in (share(rank), samples() if rank == 0 else []):
+            shared = Observer.load_from_registry(name, base_name="input", args=TENSOR)
+            for position, value in enumerate(own):
+                shared.position = rank * len(own) + position
+                shared(value)
+            shared.sync_activation_stats()
+            assert torch.equal(shared.range()[0], alone[0])
+            assert torch.equal(shared.range()[1], alone[1])
+            assert shared.tokens == 42
 
 
 def check_importance(rank: int) -> None:

@@ -30,6 +30,9 @@ with Reader() as reader:
     tensor.file.open("r+b").truncate(4096)
     print(sum(data))
 """
+READ_AND_FAIL = READ_AFTER_CUT.replace(
+    'tensor.file.open("r+b").truncate(4096)', "import os, signal; os.kill(os.getpid(), signal.SIGBUS)"
+)
 
 
 def job(source: Path, out: Path, interrupt_after: int = 0, change: Path | None = None) -> QuantizeJob:
@@ -79,6 +82,15 @@ def test_a_file_cut_while_it_is_mapped_ends_in_one_line(tmp_path: Path) -> None:
     (line,) = ran.stderr.splitlines()
     assert line.startswith(f"error: {source}/model")
     assert "cut while it was read" in line
+
+
+def test_a_disk_that_fails_under_a_map_is_a_fault_of_the_environment(tmp_path: Path) -> None:
+    """SIGBUS while no file has become shorter, as after EIO or ESTALE."""
+    source = write_model(tmp_path / "source", hidden=256, layers=1)
+    ran = subprocess.run([sys.executable, "-c", READ_AND_FAIL, source], capture_output=True, text=True)
+    assert ran.returncode == 4
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("error: weights: got a read that failed, need a working disk or network")
 
 
 @pytest.mark.parametrize("place", ["the first unit", "the last unit", "the record"])

@@ -15,7 +15,7 @@ from vexport.calibration.data import Samples
 from vexport.calibration.device import require_device
 from vexport.calibration.hidden import MEMORY_BYTES, hidden_states
 from vexport.calibration.layerwise import Batch, Failure, LayerByLayer, OnLayer
-from vexport.calibration.ranks import gather, own_share, process_group, rank_and_size, sync
+from vexport.calibration.ranks import gather, process_group, rank_and_size, require_same_weights, sync
 from vexport.calibration.watch import Watched, watched_by
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
@@ -82,19 +82,20 @@ def watch(
     `on_layer(done, total)` reports progress. Layers run on the torch device `device`; what waits for its
     turn, and every statistic in the end, is in main memory. `batch_size` samples of equal length run at once
     (see above for what that changes); hidden states beyond `memory_bytes` go to a temporary file. Under
-    torchrun, or in a process group, the samples are split over the ranks and every rank ends with the same
-    statistics. Raises CheckpointFailed where an activation is not finite, InputError for a model that cannot
-    run layer by layer and for an unusable device.
+    torchrun, or in a process group, the batches are dealt to the ranks and every rank ends with what one
+    process would find. Raises CheckpointFailed where an activation is not finite, InputError for a model that
+    cannot run layer by layer, for an unusable device and where ranks have different weights.
     """
     require_device(device)
     with process_group(), torch.no_grad():
-        rank, _ = rank_and_size()
-        batches = make_batches(own_share(samples), batch_size)
+        rank, size = rank_and_size()
+        batches = make_batches(samples, batch_size)[rank::size]
         with Reader() as reader, hidden_states(memory_bytes) as hidden:
             model = LayerByLayer(
                 index, reader, batches, hidden, watched, trust_remote_code=trust_remote_code, device=device
             )
             failure = model.run(on_layer if rank == 0 else _quiet) if batches else None
+        require_same_weights(index.root, model.weights.checksums if batches else {})
         raise_first([one for found in gather([failure] if failure else []) for one in found])
         sync(watched)
 

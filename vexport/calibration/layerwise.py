@@ -10,6 +10,7 @@ from vexport.calibration.capture import LayerCall, Rest, base_of, capture_layer_
 from vexport.calibration.finite import NotFinite, first_not_finite, is_finite
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.model import build_on_meta, decoder_layers, unload
+from vexport.calibration.ranks import rank_and_size
 from vexport.calibration.watch import Watched
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
@@ -80,8 +81,10 @@ class LayerByLayer:
     def _layer(self, number: int, calls: Sequence[LayerCall]) -> Failure | None:
         """Run all batches through one layer, each in place."""
         layer, name = self.layers[number], f"{self.name}.{number}"
+        rank, size = rank_and_size()
         with self.watched.watching(layer, name, self.weights) as inputs:
             for position, call in enumerate(calls):
+                self.watched.position.batch = position * size + rank
                 output = call.run(layer, self._states(position))
                 if inputs.not_finite or not is_finite(output):
                     break
@@ -122,7 +125,9 @@ class LayerByLayer:
             return None
         in_base = set(base_of(self.model).modules())
         part = base_of(self.model) if in_base.issuperset(outside) else self.model
+        rank, size = rank_and_size()
         for position in range(len(self.batches)):
+            self.watched.position.batch = position * size + rank
             forward = self._forward(part, position)
             with replayed_layers(self.layers, self._states(position), rest):
                 with self.watched.watching(self.model, "", self.weights) as inputs:

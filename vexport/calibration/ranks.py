@@ -3,16 +3,16 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from vexport.calibration.attention import CachedStates
-from vexport.calibration.data import Samples
 from vexport.calibration.watch import Watched
-from vexport.errors import VexportError
+from vexport.errors import InputError, VexportError
 from vexport.observers.ranks import count_over_ranks, reduction_device, sum_over_ranks
 
 T = TypeVar("T")
@@ -42,12 +42,6 @@ def rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def own_share(samples: Samples) -> Samples:
-    """The samples that this rank runs: every size-th one, from the rank on."""
-    rank, size = rank_and_size()
-    return replace(samples, token_ids=samples.token_ids[rank::size], rows=samples.rows[rank::size])
 
 
 def gather(value: T) -> list[T]:
@@ -115,8 +109,26 @@ def in_row_order(found: Sequence[tuple[int, T]]) -> list[T]:
     return [value for _, value in sorted(everywhere, key=lambda item: item[0])]
 
 
+def require_same_weights(root: Path, own: dict[str, int]) -> None:
+    """InputError on all ranks where one has read other bytes of a tensor; `own` are emptied. All call."""
+    rank, size = rank_and_size()
+    everyone = gather((root, dict(own)))
+    own.clear()
+    first: dict[str, tuple[int, int]] = {}
+    for other, (place, checksums) in enumerate(everyone):
+        for name, checksum in checksums.items():
+            known, reader = first.setdefault(name, (checksum, other))
+            if checksum != known:
+                raise InputError(
+                    f"rank {other} of {size}: {place}",
+                    got=f"other bytes in {name} than rank {reader}",
+                    need="the same source on all ranks",
+                    fix="copy the model to that host again",
+                )
+
+
 def sync(watched: Watched) -> None:
-    """Give every rank the statistics of all ranks: minima and maxima exactly, moving averages as their mean.
+    """Give every rank the statistics that one process would have.
 
     Every rank calls it, also one that saw nothing.
     """

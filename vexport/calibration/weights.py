@@ -6,6 +6,7 @@ in its GPT-NeoX), those of a bare base model (`h.0` in many a GPT-2), and parame
 """
 
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -69,7 +71,7 @@ class Weights:
     def __init__(
         self, index: SourceIndex, reader: Reader, model: transformers.PreTrainedModel, device: str = "cpu"
     ) -> None:
-        self._root = index.root
+        self.root = index.root
         self._reader = reader
         self._model = model
         self._device = device
@@ -81,6 +83,9 @@ class Weights:
             for tensor in recipe.stored:
                 self._parameters[tensor.name] = (*self._parameters.get(tensor.name, ()), name)
         self._float32 = tuple(model._get_dtype_plan(model.dtype))
+        self._is_compared = dist.is_available() and dist.is_initialized()
+        # CRC-32 of the tensors read so far, where other ranks read them too.
+        self.checksums: dict[str, int] = {}
 
     def stored_as(self, parameter: str) -> tuple[tuple[str, ...], ...]:
         """The tensors that a parameter is made of: one tuple for each part of it, in it one name an expert.
@@ -138,7 +143,7 @@ class Weights:
     def load(self, module: torch.nn.Module, prefix: str) -> None:
         """Fill the module named `prefix`; InputErrors name what the checkpoint lacks."""
         missing = self._fill(module, prefix, lambda name: True)
-        raise_all([_missing(self._root, name) for name in missing])
+        raise_all([_missing(self.root, name) for name in missing])
 
     def load_around(self, layers_name: str) -> None:
         """Fill what lies outside the decoder layers.
@@ -169,16 +174,18 @@ class Weights:
 
     def _values(self, recipe: ParameterRecipe) -> Mapping[str, torch.Tensor]:
         try:
+            if self._is_compared:
+                self.checksums |= {one.name: zlib.crc32(self._reader.raw(one)) for one in recipe.stored}
             return recipe.values(partial(read_tensor, self._reader), self._model)
         except (ValueError, RuntimeError) as error:
-            raise _unfit(self._root, recipe, first_line(error)) from None
+            raise _unfit(self.root, recipe, first_line(error)) from None
 
     def _put(self, owner: torch.nn.Module, name: str, value: torch.Tensor) -> None:
         """Make a value the owner's parameter or buffer, in the dtype that transformers loads it in."""
         present = getattr(owner, last_part(name))
         if present.shape != value.shape:
             reason = f"shape {tuple(value.shape)}, not {tuple(present.shape)}"
-            raise _unfit(self._root, self._recipes[name], reason)
+            raise _unfit(self.root, self._recipes[name], reason)
         value = value.to(self._device, self._dtype(name, present), copy=self._recipes[name].rule is None)
         if last_part(name) in owner._parameters:
             value = torch.nn.Parameter(value, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Reads tensors lazily from memory-mapped safetensors files."""
+"""Reads tensors lazily: from memory-mapped safetensors files, or by ranges from object storage."""
 
 import mmap
 from collections.abc import Iterable
@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
+from vexport.checkpoint.remote.mirror import remote_of
+from vexport.checkpoint.remote.ranges import RemoteWeights
 from vexport.checkpoint.truncated import changed, explain_bus_errors
 from vexport.types import TensorInfo, WeightPart
 
@@ -27,6 +29,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
+        self._remotes: dict[Path, RemoteWeights | None] = {}
         self._opening = Lock()
 
     def __enter__(self) -> "Reader":
@@ -40,10 +43,13 @@ class Reader:
     def raw(self, tensor: TensorInfo) -> memoryview:
         """The bytes of a tensor, without a copy; valid while the reader is open.
 
-        InputError where its file has become shorter since its header was read.
+        InputError where its file has become shorter since its header was read; of object storage, what
+        `Storage.read` raises.
         """
         if tensor.start == tensor.end:
             return memoryview(b"")
+        if remote := self._remote(tensor.file):
+            return remote.bytes_of(tensor)
         mapped = self._map(tensor.file)
         if tensor.end > len(mapped):
             raise changed(
@@ -80,20 +86,32 @@ class Reader:
     def release(self, tensors: Iterable[TensorInfo]) -> None:
         """Tell the kernel that these tensors' pages are no longer needed."""
         for tensor in tensors:
+            if remote := self._remote(tensor.file):
+                remote.release(tensor)
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_DONTNEED)
 
     def expect(self, tensors: Iterable[TensorInfo]) -> None:
         """Tell the kernel that these tensors will be read soon: it begins to read them all at once."""
         for tensor in tensors:
+            if remote := self._remote(tensor.file):
+                remote.expect([tensor])
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_WILLNEED)
+
+    def expect_remote(self, tensors: Iterable[TensorInfo]) -> None:
+        """The same for tensors that lie in object storage; others are near enough."""
+        for tensor in tensors:
+            if remote := self._remote(tensor.file):
+                remote.expect([tensor])
 
     def release_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
         """The same for the pages of a view of a tensor's `weight`; they may be read again."""
-        self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_DONTNEED)
+        if tensor.file in self._maps:
+            self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_DONTNEED)
 
     def expect_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
         """Tell the kernel that a view will be read soon: it begins to, if it has not yet."""
-        self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_WILLNEED)
+        if tensor.file in self._maps:
+            self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_WILLNEED)
 
     def close(self) -> None:
         """Unmap all files; views that are still alive keep theirs until they go."""
@@ -103,6 +121,20 @@ class Reader:
             except BufferError:
                 continue
         self._maps.clear()
+        for remote in self._remotes.values():
+            if remote is not None:
+                remote.close()
+        self._remotes.clear()
+
+    def _remote(self, file: Path) -> RemoteWeights | None:
+        """Where a file's bytes are to be had; None where they are in the file."""
+        folder = file.parent
+        if folder not in self._remotes:
+            with self._opening:
+                if folder not in self._remotes:
+                    remote = remote_of(folder)
+                    self._remotes[folder] = RemoteWeights(folder, remote) if remote else None
+        return self._remotes[folder]
 
     def _map(self, file: Path) -> mmap.mmap:
         with self._opening:

@@ -6,7 +6,7 @@ import signal
 from functools import cache
 from pathlib import Path
 
-from vexport.errors import InputError
+from vexport.errors import EnvironmentFault, InputError, VexportError
 
 _MAPS = Path("/proc/self/maps")
 _SHARD = ".safetensors"
@@ -26,6 +26,8 @@ def changed(file: Path, got: str) -> InputError:
 def explain_bus_errors() -> None:
     """Make the end of a process that reads a mapped file beyond its new end one line and exit code 2.
 
+    Where no file has become shorter, its disk or server failed (EIO, ESTALE): exit code 4.
+
     The signal comes in the middle of a read, in any thread, and returns to the same read: Python's own
     handlers, which run later, never would. Nothing is done where there is no /proc to name the file.
     """
@@ -34,10 +36,13 @@ def explain_bus_errors() -> None:
 
 
 def _on_bus_error(number: int) -> None:
-    files = [str(file) for file in truncated_files()]
-    error = changed(Path(", ".join(files) or "a file that is read"), "one that was cut while it was read")
+    files = ", ".join(str(file) for file in truncated_files())
+    error: VexportError = changed(Path(files), "one that was cut while it was read")
+    if not files:
+        need, fix = "a working disk or network", "see dmesg, then run the same command again to resume"
+        error = EnvironmentFault("weights", got="a read that failed", need=need, fix=fix)
     os.write(2, f"error: {error}\n".encode())
-    os._exit(InputError.exit_code)
+    os._exit(error.exit_code)
 
 
 def truncated_files() -> list[Path]:

@@ -11,7 +11,7 @@ import click
 from vexport.cli.colour import wants_colour
 from vexport.cli.commands import COMMANDS
 from vexport.cli.help import WIDEST, OrderedGroup
-from vexport.errors import EnvironmentFaults, InputErrors, VexportError, file_problem
+from vexport.errors import EnvironmentFaults, InputErrors, ToldElsewhere, VexportError, file_problem
 from vexport.errors.escaping import clip, visible
 from vexport.errors.extras import unforeseen
 from vexport.version import __version__
@@ -61,6 +61,8 @@ def _failed(error: BaseException) -> int:
         message = " ".join(error.format_message().split())
         message = message if message.endswith((".", "?")) else f"{message}."
         return _say([f"{command}: {message} See `{command} --help`."], error.exit_code)
+    if isinstance(error, ToldElsewhere):
+        return error.exit_code
     if isinstance(error, InputErrors | EnvironmentFaults):
         return _say([str(problem) for problem in error.problems], error.exit_code)
     if isinstance(error, BrokenPipeError):

@@ -26,6 +26,7 @@ EXTRAS: Mapping[str, str] = {
     "torch": "quantize",
     "transformers": "quantize",
     "datasets": "data",
+    "fsspec": "storage",
     "pyarrow": "data",
     "lm_eval": "vllm",
     "tqdm": "vllm",

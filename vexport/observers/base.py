@@ -48,7 +48,7 @@ class Observer(torch.nn.Module):
 
     registry_name: ClassVar[str] = ""
     defaults: ClassVar[Options] = Options()
-    # How statistics of activations are reduced over ranks.
+    # How statistics of activations are reduced over ranks: "average" combines all observations once more.
     reduction: ClassVar[ranks.Reduction | None] = None
 
     def __init__(self, base_name: str, args: ObserverArgs, **observer_kwargs: OptionValue) -> None:
@@ -63,6 +63,9 @@ class Observer(torch.nn.Module):
         self._shared: SharedRange | None = None
         self._seat = 0
         self._weight: Tiles | None = None
+        # Where what comes next stands in the order of all ranks, and what was seen, where that counts.
+        self.position = 0
+        self._observed: list[tuple[int, Range]] = []
 
     @staticmethod
     def load_from_registry(
@@ -210,6 +213,7 @@ class Observer(torch.nn.Module):
         """Forget everything seen, the token count and with whom a scale is shared."""
         self.low = self.high = self._weight = None
         self.tokens = 0
+        self._observed = []
         if self._shared is not None:
             self._shared.leave(self._seat)
         self._shared = None
@@ -235,7 +239,14 @@ class Observer(torch.nn.Module):
         self.tokens = ranks.count_over_ranks(self.tokens)
         if self.reduction is None or self.base_name == WEIGHT:
             return
-        reduced = ranks.reduce_range(self.low, self.high, self.reduction)
+        if self.reduction == "average":
+            observed = ranks.in_order(self._observed)
+            self.low = self.high = None
+            for low, high in observed:
+                self._combine(low, high)
+            self._observed = []
+            return
+        reduced = ranks.reduce_range(self.low, self.high)
         if reduced is not None:
             self.low, self.high = reduced
             self._deposit()
@@ -285,6 +296,8 @@ class Observer(torch.nn.Module):
             self._combine(*extremes_of(tiles))
 
     def _combine(self, low: torch.Tensor, high: torch.Tensor) -> None:
+        if self.reduction == "average" and self.base_name != WEIGHT and ranks.is_distributed():
+            self._observed.append((self.position, (low, high)))
         if self.low is not None and self.high is not None and self.base_name != WEIGHT:
             low, high = self.combine((self.low, self.high), (low, high))
         self.low, self.high = low, high

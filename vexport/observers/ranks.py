@@ -1,5 +1,6 @@
 """Statistics reduced over the ranks of torch.distributed; a rank that saw nothing takes part."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -14,11 +15,10 @@ def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def reduce_range(low: torch.Tensor | None, high: torch.Tensor | None, reduction: Reduction) -> Range | None:
-    """MIN and MAX ("extremes") or AVG ("average") of all ranks' ranges, None where no rank has one.
+def reduce_range(low: torch.Tensor | None, high: torch.Tensor | None) -> Range | None:
+    """MIN and MAX of all ranks' ranges, None where no rank has one.
 
-    Ranks without a range change nothing; the average is over those that have one. Every rank must call.
-    Raises ValueError where shapes differ.
+    Ranks without a range change nothing. Every rank must call. Raises ValueError where shapes differ.
     """
     own = None if low is None else (tuple(low.shape), low.dtype)
     everyone: list[tuple[tuple[int, ...], torch.dtype] | None] = [None] * distributed.get_world_size()
@@ -31,12 +31,20 @@ def reduce_range(low: torch.Tensor | None, high: torch.Tensor | None, reduction:
             f"statistics over ranks: got {sorted(map(str, set(seen)))}, need one shape and dtype"
         )
     shape, dtype = seen[0]
-    if reduction == "average":
-        return _mean(low, shape, dtype, len(seen)), _mean(high, shape, dtype, len(seen))
     return (
         _reduced(low, shape, torch.inf, distributed.ReduceOp.MIN).to(dtype),
         _reduced(high, shape, -torch.inf, distributed.ReduceOp.MAX).to(dtype),
     )
+
+
+def in_order(observed: Sequence[tuple[int, Range]]) -> list[Range]:
+    """The ranges that all ranks saw, given with their positions, in that order. Every rank must call."""
+    own = [(position, (low.cpu(), high.cpu())) for position, (low, high) in observed]
+    everyone = [own] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, own)
+    seen = sorted((one for found in everyone for one in found), key=lambda one: one[0])
+    device = reduction_device()
+    return [(low.to(device), high.to(device)) for _, (low, high) in seen]
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
@@ -54,10 +62,6 @@ def count_over_ranks(count: int) -> int:
 def reduction_device() -> torch.device:
     """Where the backend reduces tensors."""
     return torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
-
-
-def _mean(value: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> torch.Tensor:
-    return (_reduced(value, shape, 0.0, distributed.ReduceOp.SUM) / ranks).to(dtype)
 
 
 def _reduced(

@@ -1,16 +1,15 @@
 """One quantization: what is asked for, and its steps plan, calibrate, write."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.truncated import changed
-from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
+from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
 from vexport.formats.packing.base import Array
@@ -28,6 +27,7 @@ from vexport.plan import require_accepted
 from vexport.plan.needs import calibration_need, needs_rounding, needs_search
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.parts import (
+    CONFIG,
     made_from,
     own_shards,
     part_folder,
@@ -40,7 +40,14 @@ from vexport.quantize.parts import (
 )
 from vexport.quantize.recipe import recipe, write_recipe
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
-from vexport.quantize.stream import Search, input_digest, planned_shards, quantize
+from vexport.quantize.stream import (
+    Search,
+    finish,
+    forget_progress,
+    input_digest,
+    planned_shards,
+    write_shards,
+)
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
 from vexport.types import Calibration, OnProgress, Part, Plan, silent
@@ -78,42 +85,51 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def has_ranks() -> bool:
+    """Whether torchrun has started several processes for this work."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def quantize_source(
     job: QuantizeJob, on_plan: Callable[[Plan], None] = lambda plan: None
 ) -> tuple[Plan, Calibration | None, RoundingReport | None]:
     """Quantize a checkpoint; `on_plan` sees the plan before anything else is done.
 
     The answer is what was done, what the samples showed where they were run, and how the weights were rounded
-    by them. Under torchrun all ranks calibrate and round, and the first one writes. Of a part that is written
-    already by the same job nothing is done.
+    by them. Under torchrun all ranks calibrate, round and write. Of a part that is written already by the
+    same job nothing is done.
     """
     _require_separate(job, Path(job.source).expanduser())
-    if is_rank_zero():
-        refuse_existing(job.out, overwrite=job.overwrite)
-    index, plan = plan_source(job.source, job.rules, job.planning, on_progress=job.on_progress)
-    _require_separate(job, index.root)
-    require_accepted(plan)
-    require_calibration(plan, job.calibration)
-    on_plan(plan)
-    if job.part is not None:
-        return plan, _quantize_part(job, job.part, index, plan), None
-    with _process_group():
+    if job.part is not None and has_ranks():
+        raise unsuited(job.part, is_rounded=False)
+    with _ranks():
+        if is_rank_zero():
+            refuse_existing(job.out, overwrite=job.overwrite)
+        index, plan = plan_source(job.source, job.rules, job.planning, on_progress=job.on_progress)
+        _require_separate(job, index.root)
+        require_accepted(plan)
+        require_calibration(plan, job.calibration)
+        on_plan(plan)
+        if job.part is not None:
+            return plan, _quantize_part(job, job.part, index, plan), None
+        if has_ranks():
+            from vexport.quantize.over_ranks import require_equal_inputs
+
+            require_equal_inputs(made_from(index, plan, _settings(job)), index.root)
         calibration = job.calibrate(index, plan)
         if is_rank_zero():
             rounding = write_checkpoint(job, index, plan, calibration)
         else:
-            with TemporaryDirectory(prefix="vexport-rank-") as folder:
-                _, rounding = _rounded(job, index, plan, calibration, Path(folder))
+            rounding = _write_weights(job, index, plan, calibration, None)
     return plan, calibration, rounding
 
 
 def _quantize_part(job: QuantizeJob, part: Part, index: SourceIndex, plan: Plan) -> Calibration | None:
     """Write one part of the checkpoint; what calibration shows is shared with the others."""
-    if needs_rounding(plan) or os.environ.get("WORLD_SIZE", "1") != "1":
-        raise unsuited(part, is_rounded=needs_rounding(plan))
+    if needs_rounding(plan):
+        raise unsuited(part, is_rounded=True)
     shards = own_shards(planned_shards(index, plan, shard_bytes=job.shard_bytes), part, index)
-    settings = (job.shard_bytes, job.calibration.model_dump_json() if job.calibration else None)
-    own = made_from(index, plan, settings)
+    own = made_from(index, plan, _settings(job))
     require_fitting(job.out, part, own, overwrite=job.overwrite)
     calibration = None
     if calibration_need(plan):
@@ -125,16 +141,21 @@ def _quantize_part(job: QuantizeJob, part: Part, index: SourceIndex, plan: Plan)
     return calibration
 
 
+def _settings(job: QuantizeJob) -> object:
+    """What decides the bytes besides the source and the plan."""
+    return job.shard_bytes, job.calibration.model_dump_json() if job.calibration else None
+
+
 @contextmanager
-def _process_group() -> Iterator[None]:
-    """Within the block torchrun's ranks form a process group; a process alone needs none, nor torch."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+def _ranks() -> Iterator[None]:
+    """Within the block torchrun's ranks work together; a process alone needs no torch for it."""
+    if not has_ranks():
         yield
         return
     require_extra("torch", "several ranks")
-    from vexport.calibration.ranks import process_group
+    from vexport.calibration.rank_watch import watched_ranks
 
-    with process_group():
+    with watched_ranks():
         yield
 
 
@@ -143,15 +164,14 @@ def write_checkpoint(
     index: SourceIndex,
     plan: Plan,
     calibration: Calibration | None,
-    finish: Callable[[Path], None] = lambda folder: None,
+    publish: Callable[[Path], None] = lambda folder: None,
 ) -> RoundingReport | None:
     """Write the quantized checkpoint with its recipe, or a part of it, which appears whole or not at all.
 
-    `finish` is called with the folder in which all else is. A call that was broken off is continued by the
+    `publish` is called with the folder in which all else is. A call that was broken off is continued by the
     next one with the same arguments. The answer is how the weights were rounded, where calibration text
     decided it.
     """
-    search = _search() if needs_search(plan) else None
     digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
     # What is continued was begun with as many rows held out.
     held_out = job.calibration.held_out if job.calibration else None
@@ -182,25 +202,54 @@ def write_checkpoint(
             compilation.end()
             job.on_progress(stage, done, total)
 
-        watched = replace(job, on_progress=on_progress)
-        finished, rounding = _rounded(watched, index, plan, calibration, aside_folder(folder))
-        seen = calibration
-        if rounding is not None and calibration is not None:
-            seen = replace(calibration, kv_ranges={**calibration.kv_ranges, **rounding.cached})
-        quantize(
-            index,
-            plan,
-            seen,
-            folder,
-            search=search,
-            finished=finished,
-            shard_bytes=job.shard_bytes,
-            part=job.part,
-            on_progress=on_progress,
-        )
-        finish(folder)
+        rounding = _write_weights(replace(job, on_progress=on_progress), index, plan, calibration, folder)
+        shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
+        if job.part is None:
+            finish(index, plan, folder, shards)
+        elif job.part.number == 1:
+            finish(index, plan, folder, shards, CONFIG)
+        forget_progress(folder, shards)
+        publish(folder)
         if input_digest(index, plan, calibration, shard_bytes=job.shard_bytes) != digest:
             raise changed(index.root, "files of another size or time than when the work began")
+    return rounding
+
+
+def _write_weights(
+    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None, folder: Path | None
+) -> RoundingReport | None:
+    """Round the weights and write their files, with the other ranks those of this one; all of them call.
+
+    `folder` is the working folder, of the first rank's host; others pass None.
+    """
+    shards: Sequence[Shard] = planned_shards(index, plan, shard_bytes=job.shard_bytes)
+    if job.part is not None:
+        shards = own_shards(shards, job.part, index)
+    if has_ranks():
+        from vexport.quantize.over_ranks import folder_and_share
+
+        folder, shards = folder_and_share(folder, shards, index)
+    assert folder is not None
+    finished, rounding = _rounded(job, index, plan, calibration, aside_folder(folder))
+    if rounding is not None and calibration is not None:
+        calibration = replace(calibration, kv_ranges={**calibration.kv_ranges, **rounding.cached})
+    write = partial(
+        write_shards,
+        index,
+        plan,
+        calibration,
+        folder,
+        shards,
+        search=_search() if needs_search(plan) else None,
+        finished=finished,
+        on_progress=job.on_progress,
+    )
+    if has_ranks():
+        from vexport.quantize.over_ranks import written_by_all
+
+        written_by_all(write)
+    else:
+        write()
     return rounding
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.remote.mirror import remote_of
 from vexport.checkpoint.writer import Shard, WriteUnit
 from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
@@ -115,10 +116,7 @@ def write_manifest(part: Part, made_from: MadeFrom, shards: Sequence[Shard], fol
 
 
 def own_shards(shards: Sequence[Shard], part: Part, index: SourceIndex) -> tuple[Shard, ...]:
-    """The shards that a part writes: the largest first, each to the part with the least to read so far.
-
-    InputError where there are fewer shards than parts.
-    """
+    """The shards that a part writes. InputError where there are fewer shards than parts."""
     if part.of > len(shards):
         raise InputError(
             f"--part {part.number}/{part.of}",
@@ -126,12 +124,20 @@ def own_shards(shards: Sequence[Shard], part: Part, index: SourceIndex) -> tuple
             need="at least one file for each part",
             fix=f"use at most {len(shards):,} parts, or a smaller --max-shard-size in all of them",
         )
+    return dealt(shards, part.of, index)[part.number - 1]
+
+
+def dealt(shards: Sequence[Shard], count: int, index: SourceIndex) -> list[tuple[Shard, ...]]:
+    """The shards dealt to so many writers: the largest first, each to the one with least to read."""
     work = [sum(_bytes_read(unit, index) for unit in shard.units) for shard in shards]
-    loads, owners = [0] * part.of, dict[int, int]()
+    loads, owners = [0] * count, dict[int, int]()
     for number in sorted(range(len(shards)), key=lambda number: -work[number]):
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += work[number]
-    return tuple(shard for number, shard in enumerate(shards) if owners[number] == part.number - 1)
+    return [
+        tuple(shard for number, shard in enumerate(shards) if owners[number] == owner)
+        for owner in range(count)
+    ]
 
 
 def _bytes_read(unit: WriteUnit, index: SourceIndex) -> int:
@@ -157,8 +163,14 @@ def made_from(index: SourceIndex, plan: Plan, settings: object) -> MadeFrom:
 
 
 def source_digest(index: SourceIndex) -> str:
-    """SHA-256 of a source's config, its headers, and its weights at SAMPLES evenly spread places."""
+    """SHA-256 of a source's config, its headers, and its weights at SAMPLES evenly spread places.
+
+    Of one in object storage the versions of its files are taken.
+    """
     digest = hashlib.sha256(repr(sorted(index.config.items())).encode())
+    if remote := remote_of(index.root):
+        digest.update(remote.digest().encode())
+        return digest.hexdigest()
     step, position, place = max(1, index.num_bytes // SAMPLES), 0, 0
     for tensor in index.tensors.values():
         digest.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name)).encode())

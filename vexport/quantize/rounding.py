@@ -9,7 +9,7 @@ from pathlib import Path
 from vexport.calibration.data import Samples
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import OnLayer
-from vexport.calibration.ranks import on_first
+from vexport.calibration.ranks import on_first, rank_and_size
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.files import from_json, to_json, write_text
@@ -43,8 +43,8 @@ def round_weights(
     Finished layers lie in `folder`: a call that was broken off is continued by the next one. Where a refit
     is asked for and there are rows to hold out, `held_out` or a share of them, several strengths run next to
     each other and the one with the least KL over those rows is taken; plain GPTQ is among them. Of much text
-    only a part is used to choose, and all of it to round. Torchrun's ranks call it together, each with its
-    own `folder`, of which the first rank's alone is read and has the bytes.
+    only a part is used to choose, and all of it to round. Torchrun's ranks call it together; `folder` is the
+    first one's, which alone writes there. Where another does not see it, it gets no bytes.
     """
     if not on_first((folder / CHOICE).is_file):
         with Reader() as reader:
@@ -52,7 +52,8 @@ def round_weights(
                 index, plan, calibration, reader, trust_remote_code=trust_remote_code, device=device
             )
             report = _rounded(stream, samples, folder, held_out, on_progress)
-        write_text(folder / CHOICE, to_json(report))
+        if rank_and_size()[0] == 0:
+            write_text(folder / CHOICE, to_json(report))
     report = on_first(lambda: from_json(RoundingReport, folder / CHOICE))
     return _layers(folder, report.chosen).tensors(), report
 
@@ -69,8 +70,9 @@ def _rounded(
     if not on_first((folder / TRIAL).is_file):
         on_trial = partial(on_progress, "try strengths (layers)")
         trial = _run(stream, text, recipes, held_out, folder, on_trial, TRIAL_LAYERS)
-        write_text(folder / TRIAL, to_json(replace(trial, layers=())))
-    for file in folder.glob(f"{TRIAL_LAYERS}*"):
+        if rank_and_size()[0] == 0:
+            write_text(folder / TRIAL, to_json(replace(trial, layers=())))
+    for file in folder.glob(f"{TRIAL_LAYERS}*") if rank_and_size()[0] == 0 else ():
         file.unlink()
     found = on_first(lambda: from_json(RoundingReport, folder / TRIAL))
     chosen = Recipe(strength=found.chosen.strength, ridge=found.chosen.ridge)
@@ -112,7 +114,9 @@ def _run(
         Strength(**asdict(branch.recipe), divergence=branch.divergence): branch.done for branch in branches
     }
     chosen = min(tried, key=lambda strength: strength.divergence or 0.0)
-    return RoundingReport(chosen=chosen, tried=tuple(tried), layers=tried[chosen].how())
+    # The first rank's report counts, which may have removed these files meanwhile.
+    layers = tried[chosen].how() if rank_and_size()[0] == 0 else ()
+    return RoundingReport(chosen=chosen, tried=tuple(tried), layers=layers)
 
 
 def _layers(folder: Path, recipe: Recipe | Strength, prefix: str = "") -> RoundedLayers:

@@ -23,6 +23,7 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.progress import progress_file
 from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.remote.mirror import remote_of
 from vexport.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
     Array,
@@ -51,7 +52,6 @@ from vexport.outputs.replaceable import RECIPE
 from vexport.plan import blocks, output_blocks
 from vexport.plan.blocks import group_layout
 from vexport.plan.needs import calibration_need, needs_search
-from vexport.quantize.parts import CONFIG, own_shards
 from vexport.types import (
     AttentionLayer,
     Calibration,
@@ -59,7 +59,6 @@ from vexport.types import (
     Json,
     LinearPlan,
     OnProgress,
-    Part,
     Plan,
     TensorInfo,
     observer_names,
@@ -85,12 +84,33 @@ def quantize(
     search: Search | None = None,
     finished: Mapping[str, Array] | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    part: Part | None = None,
     on_progress: OnProgress = silent,
 ) -> None:
     """Write the quantized checkpoint into `folder`: weights, side files, config.json last.
 
-    Of a `part` its own shards are written; by the first also what is no shard, config.json as `parts.CONFIG`.
+    As `write_shards` of all of them, then `finish`.
+    """
+    shards = planned_shards(index, plan, shard_bytes=shard_bytes)
+    write_shards(
+        index, plan, calibration, folder, shards, search=search, finished=finished, on_progress=on_progress
+    )
+    finish(index, plan, folder, shards)
+    forget_progress(folder, shards)
+
+
+def write_shards(
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    folder: Path,
+    shards: Sequence[Shard],
+    *,
+    search: Search | None = None,
+    finished: Mapping[str, Array] | None = None,
+    on_progress: OnProgress = silent,
+) -> None:
+    """Write some files of weights of a quantized checkpoint into `folder`, and how far each is written.
+
     `folder` is empty or holds what a call that was broken off left there, with the same arguments: it is
     continued. `finished` has the bytes of tensors that are rounded already. `on_progress` counts the bytes
     handed to the writer. Raises InputError where a scheme needs a calibration and there is none, or where a
@@ -99,10 +119,9 @@ def quantize(
     if calibration is None and (need := calibration_need(plan)):
         raise need.missing()
     assert search or not needs_search(plan), "observers that search need `search`"
-    shards = planned_shards(index, plan, shard_bytes=shard_bytes)
-    own = shards if part is None else own_shards(shards, part, index)
-    total = sum(shard.num_bytes for shard in own)
+    total = sum(shard.num_bytes for shard in shards)
     threads, done = len(os.sched_getaffinity(0)), 0
+    is_remote = remote_of(index.root) is not None
     with Reader() as reader, ThreadPoolExecutor(threads) as pool, each_warning_once():
         seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
         stream = Stream(
@@ -112,21 +131,36 @@ def quantize(
             reader=reader,
             pool=pool,
             finished=finished or {},
+            is_remote=is_remote,
         )
-        for shard in own:
-            with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
+        for shard in shards:
+            with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads, copies=not is_remote) as writer:
                 done += sum(unit.num_bytes for unit in shard.units[: writer.done])
-                for unit in shard.units[writer.done :]:
+                units = shard.units[writer.done :]
+                for number, unit in enumerate(units):
+                    if is_remote:
+                        reader.expect_remote(stream.read_for(units[number + 1 : number + 2]))
                     for chunk in stream.chunks(unit):
                         writer.write(chunk)
+                    if is_remote:
+                        reader.release(stream.read_for([unit]))
                     done += unit.num_bytes
                     on_progress("quantize (bytes)", done, total)
-    if part is None or part.number == 1:
-        write_index(folder, shards)
-        _copy_side_files(index, folder)
-        write_config(index, plan, folder, "config.json" if part is None else CONFIG)
-    for shard in own:
-        progress_file(folder / shard.name).unlink()
+
+
+def finish(
+    index: SourceIndex, plan: Plan, folder: Path, shards: Sequence[Shard], config: str = "config.json"
+) -> None:
+    """Write what a checkpoint has besides weights: the index of all `shards`, side files, `config` last."""
+    write_index(folder, shards)
+    _copy_side_files(index, folder)
+    write_config(index, plan, folder, config)
+
+
+def forget_progress(folder: Path, shards: Sequence[Shard]) -> None:
+    """Remove what tells how far shards are written: they are whole."""
+    for shard in shards:
+        progress_file(folder / shard.name).unlink(missing_ok=True)
 
 
 def planned_shards(index: SourceIndex, plan: Plan, *, shard_bytes: int) -> tuple[Shard, ...]:
@@ -156,17 +190,34 @@ class Stream:
     pool: ThreadPoolExecutor
     rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
     finished: Mapping[str, Array] = field(default_factory=dict)
+    is_remote: bool = False
 
     def chunks(self, unit: WriteUnit) -> Iterator[Chunk]:
         """What is written for a unit, in order: a kept tensor itself, or the packed weights of a group."""
         if isinstance(unit.source, TensorInfo):
-            yield unit.source
+            yield partial(self.stored, unit.source) if self.is_remote else unit.source
             return
         if isinstance(unit.source, AttentionLayer):
             for scale in kv_scales(unit.source, self.calibration.kv_ranges):
                 yield partial(np.asarray, scale)
             return
         yield from self.packed_group(unit.source)
+
+    def read_for(self, units: Sequence[WriteUnit]) -> list[TensorInfo]:
+        """The source's tensors that units are made of, but for what is rounded already."""
+        found: dict[str, TensorInfo] = {}
+        for unit in units:
+            if isinstance(unit.source, TensorInfo):
+                found[unit.source.name] = unit.source
+            elif isinstance(unit.source, FusionGroup) and unit.tensors[0].name not in self.finished:
+                found |= {member.weight: self.index.tensors[member.weight] for member in unit.source.members}
+        return list(found.values())
+
+    def stored(self, tensor: TensorInfo) -> Array:
+        """The bytes of a tensor that is kept."""
+        data = np.frombuffer(self.reader.raw(tensor), np.uint8)
+        self.reader.release([tensor])
+        return data
 
     def packed_group(self, group: FusionGroup) -> Iterator[Callable[[], Array]]:
         """A group's tensors by the kernels, member by member, a few rows at a time, or as they are kept."""

@@ -18,7 +18,7 @@ from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
-from vexport.calibration.ranks import add_up, in_row_order, on_first, rank_and_size
+from vexport.calibration.ranks import add_up, in_row_order, on_first, rank_and_size, require_same_weights
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
@@ -109,6 +109,7 @@ class RoundingStream:
 
     def _load(self, number: int) -> None:
         self.weights.load(self.layers[number], f"{self.name}.{number}")
+        require_same_weights(self.weights.root, self.weights.checksums)
 
     def _layer(
         self, number: int, calls: Sequence[LayerCall], branches: Sequence[Branch], source: HiddenStates

@@ -81,7 +81,7 @@ def _fetch_config(name: HubName) -> Path:
 
 def needed_weights(listing: Listing, folder: Path) -> list[str]:
     """The weight files of a listing whose index, if any, lies in `folder`. InputError where it has none."""
-    indexed = index_file_names(folder / INDEX_NAME) if INDEX_NAME in listing.sizes else []
+    indexed = index_file_names(folder) if INDEX_NAME in listing.sizes else []
     names = weight_names(listing.sizes, indexed)
     if not names:
         fix = "choose a repository with safetensors (pickled weights are never loaded)"
