@@ -159,3 +159,17 @@ def test_a_recipe_stands_alone(tmp_path: Path, llama: Path) -> None:
         assert vexport("quantize", llama, tmp_path / "out", *call, *options).code == 2
     with pytest.raises(InputError, match="need a recipe"):
         read_recipe(tmp_path / "none.yaml")
+
+
+def test_a_refused_modifier_does_not_spoil_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "SmoothQuantModifier: {smoothing_strength: 0.8}\nGPTQModifier: {scheme: W8A8, ignore: [lm_head]}\n"
+    )
+    with pytest.raises(InputError) as caught:
+        read_recipe(path)
+    assert "SmoothQuantModifier" in str(caught.value)
+    assert "GPTQModifier" not in str(caught.value).partition("need QuantizationModifier or GPTQModifier")[2]
+    path.write_text('recipe = [GPTQModifier(scheme="W8A8", targets="Linear")]\n')
+    with pytest.raises(InputError, match="write it as YAML"):
+        read_recipe(path)

@@ -76,12 +76,14 @@ def read_recipe(path: Path) -> Recipe:
     content = load_yaml(path, "a recipe")
     modifiers = list(_modifiers(content, str(path)))
     if not modifiers:
-        need = f"a recipe of llm-compressor with {' or '.join(MODIFIERS)}"
-        raise InputError(str(path), got="no modifier", need=need, fix="check the file")
+        need = f"a recipe of llm-compressor in YAML with {' or '.join(MODIFIERS)}"
+        fix = "write it as YAML; llm-compressor saves recipe.yaml with each checkpoint"
+        raise InputError(str(path), got="no modifier", need=need, fix=fix)
     problems = [problem for modifier in modifiers for problem in _unknown(modifier)]
-    ignored = [_strings(modifier, "ignore", problems) for modifier in modifiers]
+    followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
+    ignored = [_strings(modifier, "ignore", problems) for modifier in followed]
     if any(set(one) != set(ignored[0]) for one in ignored):
-        first = modifiers[1]
+        first = followed[1]
         need = "the same in every modifier, as the first rule that matches decides"
         problems.append(first.problem("ignore", "another list than the first modifier's", need, "join them"))
     rules = [Rule(match=pattern, scheme="keep") for pattern in ignored[0] if not problems]
