@@ -13,6 +13,7 @@ from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.fidelity import files, tensors
 from vexport.fidelity.activations import Observed, mismatches
+from vexport.fidelity.smoothing import Smoothing
 from vexport.fidelity.source import Source
 from vexport.fidelity.source_tensors import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
@@ -56,8 +57,11 @@ def _compared(
     origins = SourceTensors(view, source, reader)
     quantized = [layer for layer in layers_of(view).values() if layer.is_quantized]
     ratios: dict[str, float] = {}
+    smoothing = Smoothing(view, origins, reader)
     for number, layer in enumerate(quantized):
         comparison = _compare(view, origins, layer, inputs)
+        if isinstance(comparison, WeightComparison) and comparison.is_doubtful and not inputs:
+            comparison = _smoothed(view, origins, layer, smoothing) or comparison
         if isinstance(comparison, Finding):
             yield comparison
         else:
@@ -65,7 +69,9 @@ def _compared(
             yield from _judged(layer, comparison, answers=bool(inputs))
         origins.release()
         on_layer(number + 1, len(quantized))
-    yield from tensors.changed(view, reader, origins, {layer.name for layer in quantized})
+    yield from _factors(smoothing)
+    names = {layer.name for layer in quantized}
+    yield from tensors.changed(view, reader, origins, names, smoothing.norms)
     if view.part is None or view.part.number == 1:
         yield from files.changed(view.index, source.index)
     yield from _summary(view, ratios, answers=bool(inputs))
@@ -84,6 +90,30 @@ def _compare(
         sizes = f"a source of {[sum(len(piece) for piece in pieces), pieces[0].shape[1]]}"
         return _incomparable(view, layer, f"tensors that do not fit {sizes}", "export the checkpoint again")
     return comparison
+
+
+def _smoothed(
+    view: CheckpointView, origins: SourceTensors, layer: Layer, smoothing: Smoothing
+) -> WeightComparison | None:
+    """The comparison with a smoothed weight; None where that explains nothing."""
+    pieces = smoothing.expected(layer.name, origins.weight(layer))
+    comparison = compare_weight(view, layer, pieces) if pieces else None
+    if comparison is None or comparison.faults:
+        return None
+    smoothing.accept(layer.name)
+    return comparison
+
+
+def _factors(smoothing: Smoothing) -> Iterator[Finding]:
+    if smoothing.layers:
+        yield Finding(
+            check=SOURCE,
+            severity="info",
+            where=f"{smoothing.layers[0]} and {len(smoothing.layers) - 1} more layers",
+            expected="the source's weight",
+            got="it with factors on its inputs or outputs, which the norm or layer next to it undoes",
+            fix="nothing: AWQ and SmoothQuant do so; the weights were compared without these factors",
+        )
 
 
 def _judged(layer: Layer, comparison: WeightComparison, *, answers: bool) -> Iterator[Finding]:

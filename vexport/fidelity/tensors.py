@@ -25,12 +25,13 @@ TIED = ("lm_head.weight", "embed_out.weight")
 
 
 def changed(
-    view: CheckpointView, reader: Reader, origins: SourceTensors, quantized: Set[str]
+    view: CheckpointView, reader: Reader, origins: SourceTensors, quantized: Set[str], explained: Set[str]
 ) -> Iterator[Finding]:
-    """Findings on tensors that are kept, changed without a need, new or lost."""
+    """Findings on tensors that are kept, changed without a need, new or lost; `explained` are as they are
+    because layers after them were smoothed."""
     for name, tensor in view.index.tensors.items():
         module, _, parameter = name.rpartition(".")
-        if ADDED.match(name) or (module in quantized and parameter != "bias"):
+        if ADDED.match(name) or name in explained or (module in quantized and parameter != "bias"):
             continue
         yield from _kept(view, reader, origins, tensor)
     origins.release()

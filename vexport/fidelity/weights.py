@@ -73,6 +73,11 @@ class WeightComparison:
     first_wrong_row: int
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether it has faults, or less of the source than rounding to nearest leaves."""
+        return self.rounding_db - self.snr_db > REFITTED_DB or bool(self.faults)
+
+    @property
     def faults(self) -> tuple[str, ...]:
         """What is implausible, in words."""
         noise = 10 ** (-self.snr_db / 10)

@@ -1,0 +1,103 @@
+"""Smoothed weights against the model before that step: factors that are undone are none of the errors."""
+
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checks.quant_methods import write
+from tests.models import save_llama
+from tests.mutations.edits import Change, put
+from vexport.checks import check_checkpoint
+from vexport.fidelity.compare import against
+from vexport.types import Finding
+
+LAYER = "model.layers.1"
+# What is divided by factors, whole or by rows, and what has its columns multiplied by them.
+STEPS = (
+    ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    ("self_attn.v_proj", ("self_attn.o_proj",)),
+    ("mlp.up_proj", ("mlp.down_proj",)),
+)
+PEER = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A micro Llama whose values are as wide as its outputs."""
+    folder = tmp_path_factory.mktemp("smoothing") / "model"
+    return save_llama(folder, num_hidden_layers=2, num_key_value_heads=4)
+
+
+def smoothed(source: Path, folder: Path) -> Path:
+    """The same model with factors of a half to two between each norm or layer and what reads it."""
+    copytree(source, folder)
+    values, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(0)
+    for before, after in STEPS:
+        old = values[f"{LAYER}.{before}.weight"]
+        factors = 2 ** (2 * torch.rand(old.shape[0], generator=generator) - 1)
+        divisor = factors if old.ndim == 1 else factors[:, None]
+        values[f"{LAYER}.{before}.weight"] = (old / divisor).to(old.dtype)
+        for name in after:
+            weight = values[f"{LAYER}.{name}.weight"]
+            values[f"{LAYER}.{name}.weight"] = (weight * factors).to(weight.dtype)
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def found(checkpoint: Path, source: Path) -> list[Finding]:
+    """What the comparison with the source says."""
+    compare = against(source, on_layer=lambda done, total: None)
+    return [
+        each for each in check_checkpoint(str(checkpoint), against=compare).findings if each.check == "source"
+    ]
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_factors_that_are_undone_are_told(source: Path, tmp_path: Path, method: str) -> None:
+    checkpoint = write(method, smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
+    findings = found(checkpoint, source)
+    assert [each.where for each in findings if each.severity == "error"] == []
+    (told,) = [each for each in findings if "factors on its inputs" in each.got]
+    assert told.severity == "info"
+    assert "and 6 more layers" in told.where
+
+
+def halved(rows: slice, columns: slice) -> Change:
+    """Scales of some groups of a layer a half of what they were."""
+
+    def change(scales: torch.Tensor) -> torch.Tensor:
+        scales = scales.clone()
+        scales[rows, columns] /= 2
+        return scales
+
+    return put(f"{LAYER}.mlp.down_proj.scales", change)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (put(f"{LAYER}.input_layernorm.weight", lambda value: value * 1.5), "input_layernorm.weight"),
+        (put(f"{LAYER}.post_attention_layernorm.weight", torch.ones_like), "mlp.up_proj"),
+        (halved(slice(None), slice(None)), "mlp.down_proj"),
+        (halved(slice(0, 2), slice(None)), "mlp.down_proj"),
+    ],
+)
+def test_factors_that_nothing_undoes_are_errors(
+    source: Path, tmp_path: Path, change: Change, where: str
+) -> None:
+    checkpoint = write("awq", smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
+    change(checkpoint)
+    assert f"{LAYER}.{where}" in [
+        each.where for each in found(checkpoint, source) if each.severity == "error"
+    ]
+
+
+def test_autoawqs_own_checkpoint_differs_where_its_factors_do() -> None:
+    """On a CPU AutoAWQ left factors between up_proj and down_proj that do not cancel (0.8 to 1.2)."""
+    checkpoint = PEER / "producers" / "methods" / "autoawq-llama-GEMM"
+    findings = found(checkpoint, PEER / "peer" / "llama")
+    assert [each.where for each in findings if each.severity == "error"] == ["model.layers.0.mlp.up_proj"]

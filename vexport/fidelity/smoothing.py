@@ -1,0 +1,96 @@
+"""The weight that a smoothed layer should have: its source's, with factors that another tensor undoes.
+
+AWQ and SmoothQuant multiply the columns of a weight by factors, and divide by them the norm before it, or the
+rows of the layer before it. A norm is stored as it is and tells its factors. Between two layers (v and o, up
+and down) they are found in both weights, and must agree: then no other change of a weight passes for them.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
+from vexport.checks.vllm.layers import layers_of
+from vexport.checks.vllm.view import CheckpointView
+from vexport.fidelity.dequantize import dequantized
+from vexport.fidelity.source_tensors import Pieces, SourceTensors
+from vexport.plan.linears import STACK
+
+# The norm whose output a layer reads, and the layers whose outputs one reads element by element.
+NORMS: Mapping[str, str] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm.weight"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm.weight"),
+}
+AFTER: Mapping[str, str] = {"v_proj": "o_proj", "up_proj": "down_proj"}
+BEFORE: Mapping[str, str] = {after: before for before, after in AFTER.items()}
+# Rounding to 4 bits moves the factor of a row or column of some hundred weights by a percent or two.
+MOST_DISAGREEMENT = 0.1
+
+
+class Smoothing:
+    """The factors of a checkpoint against its source; `norms` are those that are explained by them."""
+
+    def __init__(self, view: CheckpointView, origins: SourceTensors, reader: Reader) -> None:
+        self._view, self._origins, self._reader = view, origins, reader
+        self.norms: set[str] = set()
+        self.layers: list[str] = []
+
+    def expected(self, name: str, pieces: Pieces) -> Pieces | None:
+        """The source's weight of a layer with its factors; None where there are none."""
+        weight = torch.cat(tuple(pieces)).float()
+        prefix, _, projection = name.rpartition(".")
+        columns = self._of_norm(name)
+        if columns is not None and columns.shape == weight.shape[1:]:
+            weight = weight * columns
+        first = name if projection in AFTER else f"{prefix}.{BEFORE.get(projection, '')}"
+        between = self._between(first) if projection in AFTER or projection in BEFORE else None
+        if between is not None:
+            weight = weight / between[:, None] if projection in AFTER else weight * between
+        return None if columns is None and between is None else (weight,)
+
+    def accept(self, name: str) -> None:
+        """Note a layer that is its source's with these factors."""
+        self.layers.append(name)
+        if norm := self._norm_of(name):
+            self.norms.add(norm)
+
+    def _norm_of(self, name: str) -> str:
+        stack, norm = STACK.search(name), NORMS.get(name.rpartition(".")[2])
+        return f"{name[: stack.end()]}{norm}" if stack and norm else ""
+
+    def _of_norm(self, name: str) -> torch.Tensor | None:
+        """What the norm before a layer was divided by, (in,)."""
+        norm = self._norm_of(name)
+        own, origin = self._view.index.tensors.get(norm), self._origins.tensor(norm) if norm else None
+        if own is None or origin is None or own.shape != origin.shape or own.dtype not in TORCH_DTYPES:
+            return None
+        before, after = read_tensor(self._reader, origin).float(), read_tensor(self._view.reader, own).float()
+        factors = before / after
+        usable = bool(torch.isfinite(factors).all()) and bool((factors > 0).all())
+        return None if not usable or torch.equal(before, after) else factors
+
+    @cache  # noqa: B019 - lives as long as one comparison
+    def _between(self, first: str) -> torch.Tensor | None:
+        """The factors between a layer and the one that reads its outputs, where both show the same."""
+        prefix, _, projection = first.rpartition(".")
+        second = f"{prefix}.{AFTER[projection]}"
+        rows, columns = self._gains(first, 1), self._gains(second, 0)
+        if rows is None or columns is None or rows.shape != columns.shape:
+            return None
+        agree = bool(((rows * columns - 1).abs() < MOST_DISAGREEMENT).all())
+        return (columns / rows).sqrt() if agree and bool((rows > 0).all()) else None
+
+    def _gains(self, name: str, axis: int) -> torch.Tensor | None:
+        """By which factor each row (axis 1) or column (axis 0) of a weight is larger than its source's."""
+        layer = layers_of(self._view).get(name)
+        own = dequantized(self._view, name) if layer is not None and layer.is_quantized else None
+        pieces = self._origins.weight(layer) if layer is not None else ()
+        if own is None or not pieces:
+            return None
+        source, factors = torch.cat(tuple(pieces)).float(), self._of_norm(name)
+        source = source if factors is None else source * factors
+        if own.shape != source.shape:
+            return None
+        return (own.float() * source).sum(axis) / source.square().sum(axis)
