@@ -15,9 +15,11 @@ LATENT = "kv_a_proj_with_mqa"
 
 
 def attention_layers(
-    linears: Iterable[LinearPlan], names: Names, text: Mapping[str, Json], kv_cache: KvCache
+    linears: Iterable[LinearPlan], names: Names, text: Mapping[str, Json], kv_cache: KvCache | None
 ) -> tuple[AttentionLayer, ...]:
-    """The attention layers of the decoder; `text` is the language model's config."""
+    """The decoder's attention layers with scales of their own, by the language model's config `text`."""
+    if kv_cache is None:
+        return ()
     per_head = KV_CACHES[kv_cache].strategy == "attn_head"
     return tuple(
         AttentionLayer(
