@@ -38,6 +38,8 @@ REFITTED_DB = 3.0
 # most rows have more noise in the same columns, so may a part, but for what has lost three quarters.
 WRONG_PART_NOISE = 0.25
 WRONG_PART_FACTOR = 50.0
+# Next to a value that outweighs its row rounding itself leaves a part's smaller ones that far off.
+OWN_ROUNDING_FACTOR = 2.0
 MOST_COARSE_NOISE = 0.75
 WRONG_PART_GAIN = 0.35
 PART_COLUMNS = 128
@@ -266,7 +268,7 @@ def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tenso
 
     A search that weighs errors by the inputs gives columns next to a very large one coarse scales.
     """
-    usual = WRONG_PART_FACTOR * rounding.mean()
+    usual = torch.maximum(WRONG_PART_FACTOR * rounding.mean(), OWN_ROUNDING_FACTOR * rounding)
     if len(noise) < FEWEST_PARTS:
         return usual
     of_columns = WRONG_PART_FACTOR * noise.median(dim=0).values
