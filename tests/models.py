@@ -63,9 +63,10 @@ def write_calibration(path: Path, rows: int = 8, length: int = 32, vocabulary: i
 
 
 def quantize(source: Path, out: Path, scheme: str, *options: object) -> Path:
-    """Quantize a checkpoint, which must succeed, to `out`: to nearest, unless the options say otherwise."""
-    rounding = () if "--rounding" in options else ("--rounding", "nearest")
-    ran = vexport("quantize", source, out, "--scheme", scheme, *rounding, *options, "--quiet")
+    """Quantize a checkpoint, which must succeed, to `out`: to nearest and as it is, unless told otherwise."""
+    plain = {"--rounding": "nearest", "--smoothing": "0"}
+    added = [word for name, value in plain.items() if name not in options for word in (name, value)]
+    ran = vexport("quantize", source, out, "--scheme", scheme, *added, *options, "--quiet")
     assert ran.code == 0, ran.stderr
     return out
 

@@ -131,8 +131,8 @@ def _beside(root: Path, name: str) -> Against:
     """The comparison with the source, and where scales are static with what that computes."""
     text = calibration_of(root, name)
     source = source_of(root, name)
-    observed = _observed(source, text) if text.exists() else None
-    return against(source, on_layer=lambda done, total: None, observed=observed)
+    observe = (lambda smoothing: _observed(source, text)) if text.exists() else None
+    return against(source, on_layer=lambda done, total: None, observe=observe)
 
 
 @cache

@@ -110,11 +110,7 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
 @pytest.mark.parametrize(
     ("modifier", "keys", "words"),
     [
-        (
-            "SmoothQuantModifier",
-            "smoothing_strength: 0.8",
-            "SmoothQuantModifier: got a modifier that vexport",
-        ),
+        ("SmoothQuantModifier", "mappings: [a]", "got no modifier"),
         ("AWQModifier", "scheme: W4A16", "AWQModifier: got a modifier"),
         ("HessianGatherer", "scheme: W4A16", "HessianGatherer: got a modifier"),
         ("GPTQModifier", "{scheme: W4A16, actorder: group}", "actorder: got 'group'"),

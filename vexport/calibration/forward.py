@@ -18,10 +18,10 @@ from vexport.calibration.layerwise import Batch, Failure, LayerByLayer, OnLayer
 from vexport.calibration.ranks import gather, process_group, rank_and_size, require_same_weights, sync
 from vexport.calibration.watch import Watched, watched_by
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import reader_of
 from vexport.errors import CheckpointFailed, InputError
 from vexport.observers import Importance, Observer
-from vexport.types import Calibration, InputRange, KeyValueRanges, Plan
+from vexport.types import Calibration, InputRange, KeyValueRanges, Plan, Smoothing
 
 
 def calibrate(
@@ -35,6 +35,7 @@ def calibrate(
     device: str = "cpu",
     batch_size: int = 1,
     memory_bytes: int = MEMORY_BYTES,
+    smoothing: Mapping[str, Smoothing] | None = None,
 ) -> Calibration:
     """Run the samples through the model and record what static scales, importance and the KV cache need.
 
@@ -53,6 +54,7 @@ def calibrate(
             device=device,
             batch_size=batch_size,
             memory_bytes=memory_bytes,
+            smoothing=smoothing,
         )
     return Calibration(
         rows=samples.rows,
@@ -62,6 +64,7 @@ def calibrate(
         importance={name: _importance(name, one) for name, one in watched.importance.items()},
         kv_ranges=_kv_ranges(index, watched.cached),
         data=samples.data,
+        smoothing=smoothing or {},
         routed={name: tuple(counts.tolist()) for name, counts in watched.routed.items()},
     )
 
@@ -76,21 +79,22 @@ def watch(
     device: str = "cpu",
     batch_size: int = 1,
     memory_bytes: int = MEMORY_BYTES,
+    smoothing: Mapping[str, Smoothing] | None = None,
 ) -> None:
     """Run the samples through the model; what it computes goes into `watched`.
 
     `on_layer(done, total)` reports progress. Layers run on the torch device `device`; what waits for its
     turn, and every statistic in the end, is in main memory. `batch_size` samples of equal length run at once
-    (see above for what that changes); hidden states beyond `memory_bytes` go to a temporary file. Under
-    torchrun, or in a process group, the batches are dealt to the ranks and every rank ends with what one
-    process would find. Raises CheckpointFailed where an activation is not finite, InputError for a model that
-    cannot run layer by layer, for an unusable device and where ranks have different weights.
+    (see above for what that changes); hidden states beyond `memory_bytes` go to a temporary file. The source is
+    read as smoothed. Under torchrun, or in a process group, the batches are dealt to the ranks and every rank
+    ends with what one process would find. Raises CheckpointFailed where an activation is not finite, InputError
+    for a model that cannot run layer by layer, for an unusable device and where ranks have different weights.
     """
     require_device(device)
     with process_group(), torch.no_grad():
         rank, size = rank_and_size()
         batches = make_batches(samples, batch_size)[rank::size]
-        with Reader() as reader, hidden_states(memory_bytes) as hidden:
+        with reader_of(smoothing or {}) as reader, hidden_states(memory_bytes) as hidden:
             model = LayerByLayer(
                 index, reader, batches, hidden, watched, trust_remote_code=trust_remote_code, device=device
             )

@@ -111,6 +111,14 @@ class Weights:
         """The parameters into which a stored tensor goes; empty where the model has no use for it."""
         return self._parameters.get(stored, ())
 
+    def plain_tensor(self, parameter: str) -> str | None:
+        """The stored tensor that is a parameter and nothing else, as it is; None where there is none."""
+        recipe = self._recipes.get(parameter)
+        if recipe is None or recipe.rule is not None or len(recipe.stored) != 1:
+            return None
+        name = recipe.stored[0].name
+        return name if self.parameters_of(name) == (parameter,) else None
+
     def parameters_from(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parameters that these tensors make, by name; other tensors they need are the checkpoint's.
 

@@ -16,7 +16,7 @@ from vexport.types import CheckReport, Part
 if TYPE_CHECKING:
     from vexport.checks import Against
     from vexport.checks.vllm.target import Target
-    from vexport.fidelity.activations import Observed
+    from vexport.fidelity.compare import Observe
     from vexport.types import OnProgress
 
 
@@ -121,11 +121,12 @@ def _against(source: str | None, calibration: str | None, on_progress: "OnProgre
     from vexport.fidelity.compare import against
 
     root = readable_source(source, on_progress)
-    observed = _observed(root, calibration, on_progress) if calibration else None
-    return against(root, on_layer=partial(on_progress, "compare (layers)"), observed=observed)
+    observe = _observation(root, calibration, on_progress) if calibration else None
+    return against(root, on_layer=partial(on_progress, "compare (layers)"), observe=observe)
 
 
-def _observed(root: Path, calibration: str, on_progress: "OnProgress") -> "Observed":
+def _observation(root: Path, calibration: str, on_progress: "OnProgress") -> "Observe":
+    """What runs the text through the source, smoothed as a checkpoint was; the text is read at once."""
     from vexport.checkpoint.index import read_index
     from vexport.fidelity.activations import observe
     from vexport.quantize.samples import calibration_samples
@@ -133,4 +134,4 @@ def _observed(root: Path, calibration: str, on_progress: "OnProgress") -> "Obser
 
     index, settings = read_index(root), Calibration(data=calibration)
     samples = calibration_samples(index, settings, settings.samples, trust_remote_code=False)
-    return observe(index, samples, on_layer=partial(on_progress, "observe (layers)"))
+    return partial(observe, index, samples, on_layer=partial(on_progress, "observe (layers)"))

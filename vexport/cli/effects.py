@@ -25,6 +25,7 @@ PLAN_OPTIONS = (
     "rounding",
     "ignore",
     "kv_cache",
+    "smoothing",
     "on_unsupported_shape",
     "tp",
 )
@@ -78,7 +79,7 @@ def with_default_text(scenarios: "Sequence[Scenario]") -> "list[Scenario]":
     from vexport.plan.needs import rounded_to_nearest, rules_need_calibration
     from vexport.scenario import default_calibration
 
-    needy = (one for one in scenarios if rules_need_calibration(one.rules, one.kv_cache))
+    needy = (one for one in scenarios if rules_need_calibration(one.rules, one.kv_cache, one.smoothing))
     if all(one.calibration is not None for one in needy):
         return list(scenarios)
     note_default_calibration()

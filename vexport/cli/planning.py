@@ -31,6 +31,7 @@ class PlanOptions:
     rounding: Rounding | None
     ignore: tuple[str, ...]
     kv_cache: KvCache | None
+    smoothing: float | None
     on_unsupported_shape: OnUnsupportedShape
     tp: tuple[int, ...] | None
 
@@ -40,7 +41,10 @@ class PlanOptions:
         from vexport.plan import Settings
 
         return Settings(
-            ranks=self.tp or (1,), on_unsupported_shape=self.on_unsupported_shape, kv_cache=self.kv_cache
+            ranks=self.tp or (1,),
+            on_unsupported_shape=self.on_unsupported_shape,
+            kv_cache=self.kv_cache,
+            smoothing=self.smoothing,
         )
 
 
@@ -82,7 +86,7 @@ scheme_option = stacked(
         "--recipe",
         type=PATH,
         metavar="FILE.yaml",
-        help="Recipe of llm-compressor (QuantizationModifier, GPTQModifier) in the place of a scheme.",
+        help="Recipe of llm-compressor (Quantization-, GPTQ-, SmoothQuantModifier) in the place of a scheme.",
     ),
 )
 
@@ -90,7 +94,7 @@ scheme_option = stacked(
 def requested_rules(
     scheme: str | None, recipe: Path | None, options: PlanOptions
 ) -> "tuple[tuple[Rule, ...], PlanOptions]":
-    """The rules of --scheme or --recipe, and the options with the KV cache that a recipe names.
+    """The rules of --scheme or --recipe, and the options with what a recipe says besides.
 
     Raises UsageError where both or none are given, or options say what a recipe says.
     """
@@ -116,7 +120,8 @@ def requested_rules(
     for text in found.notes:
         note(text)
     rules = (*ignored_rules(options.ignore), *found.rules)
-    return rules, replace(options, kv_cache=options.kv_cache or found.kv_cache)
+    smoothing = found.smoothing if options.smoothing is None else options.smoothing
+    return rules, replace(options, kv_cache=options.kv_cache or found.kv_cache, smoothing=smoothing)
 
 
 class GroupSizeType(click.ParamType["GroupSize"]):
@@ -184,6 +189,13 @@ plan_options = stacked(
         "--kv-cache",
         type=click.Choice(("fp8", "fp8_per_head")),
         help="Calibrate scales of an fp8 KV cache, for all heads of a layer or for each.",
+    ),
+    click.option(
+        "--smoothing",
+        type=click.FloatRange(0, 1),
+        metavar="S",
+        help="Scale large channels of inputs down and their weights up before both are rounded: 0 is off, "
+        "1 fully [default: 0.5 for INT8 and 4-bit inputs where text is given, else 0].",
     ),
     click.option(
         "--on-unsupported-shape",

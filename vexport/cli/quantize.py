@@ -81,7 +81,7 @@ def quantize(
 
     rules, options = requested_rules(scheme, recipe, options)
     samples = calibration.settings
-    is_default = samples is None and rules_need_calibration(rules, options.kv_cache)
+    is_default = samples is None and rules_need_calibration(rules, options.kv_cache, options.smoothing)
     if is_default:
         samples, rules = calibration.with_data(DEFAULT), rounded_to_nearest(rules)
 

@@ -26,7 +26,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import E4M3_MAX
 from vexport.observers import Importance, load_observer
 from vexport.plan.linears import Names, names_of
-from vexport.types import Finding, LinearPlan
+from vexport.types import Finding, LinearPlan, Smoothing
 
 # A scheme whose inputs have one static range a layer.
 STATIC = "FP8"
@@ -68,9 +68,13 @@ class KeptInputs(Importance):
 
 
 def observe(
-    index: SourceIndex, samples: Samples, *, on_layer: Callable[[int, int], None] = lambda done, total: None
+    index: SourceIndex,
+    samples: Samples,
+    smoothing: Mapping[str, Smoothing] | None = None,
+    *,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Observed:
-    """Run samples through an unquantized checkpoint; experts see the tokens that are routed to them.
+    """Run samples through an unquantized checkpoint, as smoothed; experts see what is routed to them.
 
     Raises what `vexport.calibration.forward.watch` raises.
     """
@@ -89,7 +93,7 @@ def observe(
         all_experts=False,
         cached={},
     )
-    watch(index, watched, samples, on_layer=on_layer, device=default_device())
+    watch(index, watched, samples, on_layer=on_layer, device=default_device(), smoothing=smoothing)
     return _observed(watched, names)
 
 

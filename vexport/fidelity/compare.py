@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import reader_of, smoothing_of
 from vexport.checks import SOURCE, Against
 from vexport.checks.devices import INDEX
 from vexport.checks.vllm.layers import Layer, layers_of
@@ -19,28 +20,41 @@ from vexport.fidelity.source_tensors import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
 from vexport.formats.schemes import named_scheme
-from vexport.types import Finding
+from vexport.types import Finding, Smoothing
 
 if TYPE_CHECKING:
     import torch
 
 OnLayer = Callable[[int, int], None]
+Observe = Callable[[Mapping[str, Smoothing]], Observed]
 
 
-def against(root: Path, *, on_layer: OnLayer, observed: Observed | None = None) -> Against:
+def against(root: Path, *, on_layer: OnLayer, observe: Observe | None = None) -> Against:
     """The comparison with the unquantized checkpoint `root`; InputError where that is none.
 
     Every quantized weight is dequantized by compressed-tensors' own code, some rows at a time; all other
-    tensors must be the same bytes, and the files next to the weights say the same. Where a text was
-    `observed`, what layers answer to it is compared instead of their weights, and static scales with it.
+    tensors must be the same bytes, and the files next to the weights say the same. Where `observe` runs a
+    text through the source, what layers answer to it is compared instead of their weights, and static scales
+    with it. Of a smoothed checkpoint the source is smoothed alike.
     """
     with Reader() as reader:
         _require_plain(Source(root, reader))
 
+    known: list[tuple[Mapping[str, Smoothing], Observed]] = []
+
+    def observed_as(smoothing: Mapping[str, Smoothing]) -> Observed | None:
+        if observe is None:
+            return None
+        if all(smoothing != other for other, _ in known):
+            known.append((smoothing, observe(smoothing)))
+        return next(observed for other, observed in known if other == smoothing)
+
     def compare(view: CheckpointView) -> Iterator[Finding]:
-        with Reader() as source_reader:
+        smoothing = smoothing_of(view.index.root)
+        observed = observed_as(smoothing)
+        with reader_of(smoothing) as reader:
             inputs = observed.samples if observed is not None else {}
-            yield from _compared(view, Source(root, source_reader), source_reader, on_layer, inputs)
+            yield from _compared(view, Source(root, reader), reader, on_layer, inputs)
         if observed is not None:
             yield from mismatches(view, observed)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
+from vexport.checkpoint.smoothed import source_reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
 from vexport.formats.dequantize import row_chunks, rows_of
 from vexport.formats.schemes import get_scheme
@@ -23,7 +24,7 @@ def layer_errors(
     """Signal-to-noise of every quantized weight against the source's, in plan order, a few rows at a time."""
     total = sum(len(group.members) for group in plan.groups)
     errors: list[LayerError] = []
-    with Reader() as old, Reader() as new:
+    with source_reader(written.root) as old, Reader() as new:
         for group in plan.groups:
             for member in group.members:
                 found = _layer_error(source, written, group, member, old, new)
@@ -56,7 +57,7 @@ def _layer_error(
 
 def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> Iterator[Finding]:
     """An error finding for every kept tensor whose bytes are not those of the source."""
-    with Reader() as old, Reader() as new:
+    with source_reader(written.root) as old, Reader() as new:
         for name in plan.kept:
             tensor, copy = source.tensors[name], written.tensors.get(name)
             if copy is None or not same_bytes(old, tensor, new, copy):

@@ -19,14 +19,16 @@ from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts,
 from vexport.plan.ranks import OTHER_RANKS, is_uneven, refused_ranks
 from vexport.plan.rules import Treatment, choose_rule, hidden_rules, require_matching_rules
 from vexport.plan.shapes import SHAPE, kept_instead, refusal, unsupported
+from vexport.plan.smoothing import smoothing_strength
 from vexport.scenario import Rule
-from vexport.types import AttentionLayer, Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
+from vexport.types import Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What else a plan depends on: tensor parallel sizes to serve, what becomes of unsupported shapes, the
-    KV cache, whether there is calibration text. With `smaller_groups` layers take the largest group size that
+    KV cache, whether there is calibration text and how much inputs are smoothed by it (None: as the schemes
+    need). With `smaller_groups` layers take the largest group size that
     fits before any is refused or kept. `origin` is what the advice of refusals names: options or keys of a
     scenario.
     """
@@ -36,6 +38,7 @@ class Settings:
     smaller_groups: bool = False
     kv_cache: KvCache | None = None
     has_text: bool = False
+    smoothing: float | None = None
     origin: Origin = "options"
 
     @property
@@ -67,26 +70,17 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
     chosen = {
         name: choose_rule(rules, name, place, has_text=settings.has_text) for name, place in places.items()
     }
-    refusals = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
-    groups = [] if refusals else list(_groups(modules, chosen, linears))
-    if settings.takes_smaller_groups:
-        groups, smaller = with_smaller_groups(groups, names, settings.ranks, text_config(index.config))
-        notes = (*notes, *smaller)
-    shape_findings = _shape_findings(groups, names, settings, index)
-    if settings.on_unsupported_shape == "keep":
-        groups, kept_notes = _without(groups, shape_findings)
-        notes = (*notes, *kept_notes)
-    else:
-        refusals.extend(shape_findings.values())
-    attention: tuple[AttentionLayer, ...] = ()
-    if settings.kv_cache is not None:
-        attention = attention_layers(linears.values(), names, text_config(index.config), settings.kv_cache)
-        refusals.extend(refused_caches(attention, linears.values()))
-    opaque = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
-    quantized = {member.name for group in groups for member in group.members}
+    misruled = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
+    groups = [] if misruled else list(_groups(modules, chosen, linears))
+    groups, fitted, unfit = _fitted(groups, names, settings, index)
     text = text_config(index.config)
+    attention = attention_layers(linears.values(), names, text, settings.kv_cache)
+    uncached = refused_caches(attention, linears.values()) if settings.kv_cache else ()
+    refusals = [*misruled, *unfit, *uncached]
+    quantized = {member.name for group in groups for member in group.members}
     if groups or not refusals:
         refusals = [*refused_ranks(modules, linears, quantized, names, settings.ranks, text), *refusals]
+    opaque = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
     weights = {member.weight for group in groups for member in group.members}
     kept = tuple(name for members in modules.values() for name in members if name not in quantized)
     known = known_bad_notes(index.architecture, groups, kv_cache=settings.kv_cache is not None)
@@ -101,9 +95,10 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
         refusals=tuple(refusals),
-        notes=(*notes, *_opaque_experts(opaque), *known),
+        notes=(*notes, *fitted, *_opaque_experts(opaque), *known),
         kv_cache=settings.kv_cache,
         attention=attention,
+        smoothing=smoothing_strength(groups, settings.smoothing, has_text=settings.has_text),
     )
 
 
@@ -142,6 +137,21 @@ def _groups(
                 rounding=treatment.rounding,
                 members=tuple(linears[member] for member in members),
             )
+
+
+def _fitted(
+    groups: list[FusionGroup], names: Names, settings: Settings, index: SourceIndex
+) -> tuple[list[FusionGroup], list[Finding], list[Finding]]:
+    """(groups, notes, refusals): where shapes do not fit, smaller groups, no scheme or a refusal."""
+    notes: list[Finding] = []
+    if settings.takes_smaller_groups:
+        groups, smaller = with_smaller_groups(groups, names, settings.ranks, text_config(index.config))
+        notes.extend(smaller)
+    unfit = _shape_findings(groups, names, settings, index)
+    if settings.on_unsupported_shape != "keep":
+        return groups, notes, list(unfit.values())
+    groups, kept = _without(groups, unfit)
+    return groups, [*notes, *kept], []
 
 
 def _mixed(

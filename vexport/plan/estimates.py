@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.plan.linears import STACK
-from vexport.plan.needs import needs_rounding, needs_search, statistics_need
+from vexport.plan.needs import needs_rounding, needs_search, ranges_need, statistics_need
 from vexport.plan.rounding_memory import passes_of, rounding_bytes
+from vexport.plan.smoothing import ROWS as SMOOTHING_ROWS
 from vexport.types import Estimate, Plan
 
 # Start of a command, and nanoseconds a parameter by bits of a quantized weight: 1.1 B parameters in 0.9 to
@@ -126,9 +127,11 @@ def _calibrate(index: SourceIndex, plan: Plan, samples: Samples) -> Estimate:
             in_layers += tensor.num_elements
     hidden = text_config(index.config).get("hidden_size")
     states = 2 * 2 * samples.all_tokens * (hidden if isinstance(hidden, int) else 0)
+    rows = samples.number if ranges_need(plan) else 0
+    rows += min(SMOOTHING_ROWS, samples.number) if plan.smoothing else 0
     return Estimate(
         stage="calibrate",
-        seconds=CALIBRATION_START_SECONDS + 2.0 * in_layers * samples.all_tokens / FORWARD_FLOPS,
+        seconds=CALIBRATION_START_SECONDS + 2.0 * in_layers * rows * samples.tokens / FORWARD_FLOPS,
         memory_bytes=CALIBRATION_MEMORY + max(layers.values(), default=0) + states,
         basis=f"{samples.number:,} samples of {samples.tokens:,} tokens at most",
     )

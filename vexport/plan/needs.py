@@ -40,8 +40,17 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
 
 
 def statistics_need(plan: Plan) -> CalibrationNeed | None:
-    """What of a plan needs statistics of the source's activations: static scales of inputs, keys or values,
-    weights searched by importance and rounded to nearest.
+    """What of a plan needs statistics of the source's activations: ranges, or smoothing alone."""
+    if need := ranges_need(plan):
+        return need
+    if not plan.smoothing:
+        return None
+    return CalibrationNeed(where="smoothing", samples="samples that show which channels are large")
+
+
+def ranges_need(plan: Plan) -> CalibrationNeed | None:
+    """The same of all samples: static scales of inputs, keys or values, weights searched by importance and
+    rounded to nearest.
     """
     static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
     if plan.attention:
@@ -55,14 +64,20 @@ def statistics_need(plan: Plan) -> CalibrationNeed | None:
     return CalibrationNeed(where=f"observer {weighted}", samples="samples that show importance")
 
 
-def rules_need_calibration(rules: Sequence[Rule], kv_cache: KvCache | None) -> bool:
+def rules_need_calibration(
+    rules: Sequence[Rule], kv_cache: KvCache | None, smoothing: float | None = None
+) -> bool:
     """Whether a plan by these rules may need samples; it does unless they match no layer."""
-    return kv_cache is not None or any(
-        rule.rounding not in (None, "nearest")
-        or rule.observer in observer_names.BY_IMPORTANCE
-        or get_scheme(rule.scheme).args.calibrated
-        for rule in rules
-        if rule.scheme not in (KEEP, AUTO)
+    return (
+        kv_cache is not None
+        or bool(smoothing)
+        or any(
+            rule.rounding not in (None, "nearest")
+            or rule.observer in observer_names.BY_IMPORTANCE
+            or get_scheme(rule.scheme).args.calibrated
+            for rule in rules
+            if rule.scheme not in (KEEP, AUTO)
+        )
     )
 
 

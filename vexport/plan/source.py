@@ -63,6 +63,7 @@ def settings_of(scenario: Scenario) -> Settings:
         on_unsupported_shape=scenario.on_unsupported_shape,
         kv_cache=scenario.kv_cache,
         has_text=scenario.calibration is not None,
+        smoothing=scenario.smoothing,
         origin="scenario",
     )
 

@@ -205,9 +205,9 @@ def write_checkpoint(
         rounding = _write_weights(replace(job, on_progress=on_progress), index, plan, calibration, folder)
         shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
         if job.part is None:
-            finish(index, plan, folder, shards)
+            finish(index, plan, calibration, folder, shards)
         elif job.part.number == 1:
-            finish(index, plan, folder, shards, CONFIG)
+            finish(index, plan, calibration, folder, shards, CONFIG)
         forget_progress(folder, shards)
         publish(folder)
         if input_digest(index, plan, calibration, shard_bytes=job.shard_bytes) != digest:

@@ -157,7 +157,7 @@ def made_from(index: SourceIndex, plan: Plan, settings: object) -> MadeFrom:
     return MadeFrom(
         vexport=__version__,
         source=source_digest(index),
-        plan=digest_bytes(repr((plan.groups, plan.attention, plan.kv_cache)).encode()),
+        plan=digest_bytes(repr((plan.groups, plan.attention, plan.kv_cache, plan.smoothing)).encode()),
         settings=digest_bytes(repr(settings).encode()),
     )
 

@@ -48,6 +48,8 @@ def recipe(
     }
     if plan.kv_cache:
         scenario["kv_cache"] = plan.kv_cache
+    if planning.smoothing is not None:
+        scenario["smoothing"] = planning.smoothing
     if settings is not None and calibration is not None:
         data = settings.model_dump(mode="json", exclude_none=True)
         local = settings.path

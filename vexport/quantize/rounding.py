@@ -11,7 +11,7 @@ from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.ranks import on_first, rank_and_size
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import reader_of
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.quantize.rounded_layers import RoundedLayers
@@ -47,7 +47,7 @@ def round_weights(
     first one's, which alone writes there. Where another does not see it, it gets no bytes.
     """
     if not on_first((folder / CHOICE).is_file):
-        with Reader() as reader:
+        with reader_of(calibration.smoothing) as reader:
             stream = RoundingStream(
                 index, plan, calibration, reader, trust_remote_code=trust_remote_code, device=device
             )

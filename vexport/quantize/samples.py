@@ -1,5 +1,6 @@
 """The calibration that a plan needs: its samples, and what they show."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,9 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.errors.extras import require_extra
 from vexport.plan.needs import calibration_need
+from vexport.plan.smoothing import smoothed_groups
 from vexport.scenario import Calibration as CalibrationSettings
-from vexport.types import Calibration, OnProgress, Plan
+from vexport.types import Calibration, OnProgress, Plan, Smoothing
 
 if TYPE_CHECKING:
     from vexport.calibration import Samples
@@ -39,8 +41,21 @@ def calibrate_plan(
         return None
     require_extra("torch", "calibrating")
     from vexport.calibration import calibrate, default_device
+    from vexport.calibration.smoothing import find_smoothing
 
+    device = settings.device or default_device()
     samples = calibration_samples(index, settings, settings.samples, trust_remote_code=trust_remote_code)
+    smoothing: Mapping[str, Smoothing] = {}
+    if plan.smoothing:
+        smoothing = find_smoothing(
+            index,
+            smoothed_groups(plan),
+            plan.smoothing,
+            samples,
+            on_layer=partial(on_progress, "smooth (layers)"),
+            trust_remote_code=trust_remote_code,
+            device=device,
+        )
     return calibrate(
         index,
         plan,
@@ -48,7 +63,8 @@ def calibrate_plan(
         on_layer=partial(on_progress, "calibrate (layers)"),
         trust_remote_code=trust_remote_code,
         all_experts=settings.all_experts,
-        device=settings.device or default_device(),
+        device=device,
+        smoothing=smoothing,
     )
 
 

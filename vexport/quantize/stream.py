@@ -24,6 +24,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.progress import progress_file
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.remote.mirror import remote_of
+from vexport.checkpoint.smoothed import reader_of, write_smoothing
 from vexport.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
     Array,
@@ -94,7 +95,7 @@ def quantize(
     write_shards(
         index, plan, calibration, folder, shards, search=search, finished=finished, on_progress=on_progress
     )
-    finish(index, plan, folder, shards)
+    finish(index, plan, calibration, folder, shards)
     forget_progress(folder, shards)
 
 
@@ -122,8 +123,12 @@ def write_shards(
     total = sum(shard.num_bytes for shard in shards)
     threads, done = len(os.sched_getaffinity(0)), 0
     is_remote = remote_of(index.root) is not None
-    with Reader() as reader, ThreadPoolExecutor(threads) as pool, each_warning_once():
-        seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
+    seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
+    with (
+        reader_of(seen.smoothing) as reader,
+        ThreadPoolExecutor(threads) as pool,
+        each_warning_once(),
+    ):
         stream = Stream(
             index=index,
             calibration=seen,
@@ -149,11 +154,17 @@ def write_shards(
 
 
 def finish(
-    index: SourceIndex, plan: Plan, folder: Path, shards: Sequence[Shard], config: str = "config.json"
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    folder: Path,
+    shards: Sequence[Shard],
+    config: str = "config.json",
 ) -> None:
     """Write what a checkpoint has besides weights: the index of all `shards`, side files, `config` last."""
     write_index(folder, shards)
     _copy_side_files(index, folder)
+    write_smoothing(calibration.smoothing if calibration else {}, folder)
     write_config(index, plan, folder, config)
 
 
@@ -195,7 +206,8 @@ class Stream:
     def chunks(self, unit: WriteUnit) -> Iterator[Chunk]:
         """What is written for a unit, in order: a kept tensor itself, or the packed weights of a group."""
         if isinstance(unit.source, TensorInfo):
-            yield partial(self.stored, unit.source) if self.is_remote else unit.source
+            is_in_file = not self.is_remote and unit.source.name not in self.calibration.smoothing
+            yield unit.source if is_in_file else partial(self.stored, unit.source)
             return
         if isinstance(unit.source, AttentionLayer):
             for scale in kv_scales(unit.source, self.calibration.kv_ranges):

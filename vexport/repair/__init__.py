@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import source_reader
 from vexport.checks import findings_of, findings_on
 from vexport.checks.vllm.methods import other_method
 from vexport.checks.vllm.view import CheckpointView
@@ -47,8 +48,8 @@ def repair_checkpoint(
         [NamedPath(label=label, path=path) for label, path in inputs.items()],
     )
     refuse_existing(out, overwrite=overwrite)
-    with Reader() as reader, Reader() as source_reader:
-        origin = _source(source, source_reader) if source else None
+    with Reader() as reader, source_reader(checkpoint) as original:
+        origin = _source(source, original) if source else None
         repairs: tuple[Repair, ...] = ()
         try:
             index, repairs = files.open_checkpoint(checkpoint)

@@ -105,6 +105,7 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
         ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
         ("calibration", f"needed; {outlook.samples}" if outlook.samples else "not needed"),
+        ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
         ("runs from", f"{outlook.generation} on{_in_full(outlook)}"),
         ("estimates", f"about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk"),
         ("", f"(on two idle CPU cores, files in memory{faster})"),

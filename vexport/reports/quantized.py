@@ -43,6 +43,8 @@ def quantized_answer(
         calibration_rows=len(calibration.rows) if calibration else 0,
         calibration_data=calibration.data if calibration else "",
         calibration_digest=calibration.digest if calibration else None,
+        smoothing=plan.smoothing,
+        smoothed_tensors=len(calibration.smoothing) if calibration else 0,
         experts=experts,
         rounding=rounding,
         warnings=(*_warnings(plan, len(members), quantized), *fallback_lines(rounding)),
@@ -63,6 +65,7 @@ def render_quantized(answer: Quantized, format_: str) -> str:
     rows = facts(
         ("size", f"{change} ({of_source}), {answer.bits:.2f} bits per weight"),
         ("calibrated", _calibrated(answer)) if answer.calibration_digest else None,
+        ("smoothed", _smoothed(answer)) if answer.smoothing else None,
         *(("experts", line) for line in coverage_lines(answer.experts)),
         *(("rounding", line) for line in rounding_lines(answer.rounding)),
         ("written", _written(answer.part)) if answer.part else None,
@@ -99,6 +102,13 @@ def _calibrated(answer: Quantized) -> str:
     return (
         f"{samples} of {answer.calibration_data or 'text'}, sha256 {(answer.calibration_digest or '')[:16]}"
     )
+
+
+def _smoothed(answer: Quantized) -> str:
+    """How far, and how many tensors changed for it."""
+    if not answer.smoothed_tensors:
+        return "nothing: no channels of this model can be scaled without changing what it computes"
+    return f"{plural(answer.smoothed_tensors, 'tensor')}, with strength {answer.smoothing:g}"
 
 
 def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
-"""llm-compressor's recipes as rules: QuantizationModifier and GPTQModifier; the rest is refused by name.
+"""llm-compressor's recipes as rules: QuantizationModifier and GPTQModifier, the strength of
+SmoothQuantModifier; the rest is refused by name.
 
-Source: llmcompressor/modifiers/quantization/quantization/mixin.py and gptq/base.py of llm-compressor 0.14.
+Source: llmcompressor/modifiers/quantization/quantization/mixin.py, gptq/base.py and
+transform/smoothquant/base.py of llm-compressor 0.14.
 """
 
 import re
@@ -18,6 +20,9 @@ from vexport.types import KvCache
 
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
 MODIFIERS = (QUANTIZATION, GPTQ)
+SMOOTHING, STRENGTH = "SmoothQuantModifier", "smoothing_strength"
+# Its default.
+SMOOTHING_STRENGTH = 0.5
 # Gathers what imatrix_mse weights errors by; here that observer gathers it itself.
 GATHERER = "IMatrixGatherer"
 # Stages and groups of modifiers are called like `quant_stage`, `DEFAULT_stage`, `quant_modifiers`.
@@ -57,6 +62,7 @@ class Recipe:
 
     rules: tuple[Rule, ...]
     kv_cache: KvCache | None
+    smoothing: float | None
     notes: tuple[str, ...]
 
 
@@ -74,12 +80,14 @@ class _Modifier:
 def read_recipe(path: Path) -> Recipe:
     """A recipe's file as rules. Raises InputErrors that name every key that cannot be followed."""
     content = load_yaml(path, "a recipe")
-    modifiers = list(_modifiers(content, str(path)))
+    every = list(_modifiers(content, str(path)))
+    modifiers = [modifier for modifier in every if modifier.name != SMOOTHING]
     if not modifiers:
         need = f"a recipe of llm-compressor in YAML with {' or '.join(MODIFIERS)}"
         fix = "write it as YAML; llm-compressor saves recipe.yaml with each checkpoint"
         raise InputError(str(path), got="no modifier", need=need, fix=fix)
     problems = [problem for modifier in modifiers for problem in _unknown(modifier)]
+    smoothings = [_smoothing(modifier, problems) for modifier in every if modifier.name == SMOOTHING]
     followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
     ignored = [_strings(modifier, "ignore", problems) for modifier in followed]
     if any(set(one) != set(ignored[0]) for one in ignored):
@@ -95,6 +103,7 @@ def read_recipe(path: Path) -> Recipe:
     return Recipe(
         rules=tuple(rules),
         kv_cache=next(iter(caches), None),
+        smoothing=next(iter(smoothings), None),
         notes=tuple(note for modifier in modifiers for note in _notes(modifier)),
     )
 
@@ -114,6 +123,18 @@ def _modifiers(content: object, where: str) -> Iterator[_Modifier]:
             yield _Modifier(name=name, keys=value if isinstance(value, dict) else {}, where=inside)
         else:
             yield from _modifiers(value, inside)
+
+
+def _smoothing(modifier: _Modifier, problems: list[InputError]) -> float:
+    """Its strength; which layers are smoothed against which others is found here, not named."""
+    for key in modifier.keys:
+        if key != STRENGTH and key not in _WITHOUT_EFFECT:
+            problems.append(modifier.problem(key, "a key of SmoothQuant's own", f"{STRENGTH} alone"))
+    strength = modifier.keys.get(STRENGTH, SMOOTHING_STRENGTH)
+    if isinstance(strength, int | float) and not isinstance(strength, bool) and 0 <= strength <= 1:
+        return float(strength)
+    problems.append(modifier.problem(STRENGTH, repr(strength), "a number from 0 to 1", "correct it"))
+    return 0.0
 
 
 def _unknown(modifier: _Modifier) -> Iterator[InputError]:

@@ -22,8 +22,9 @@ class Scenario(Section):
 
     `source` is a folder or a model of the hub, `revision` its branch, tag or commit (or ORG/NAME@REVISION).
     `on_unsupported_shape` says what becomes of layers whose shapes vLLM could not run; `kv_cache` how keys
-    and values are stored, in the model's dtype where it is not given. With `sensitivity` the report says
-    what quantizing each group of layers costs; a rule with scheme `auto` needs `auto` and implies it. With
+    and values are stored, in the model's dtype where it is not given; `smoothing` how far inputs are
+    smoothed, as far as the schemes need where it is not given. With `sensitivity` the report says what
+    quantizing each group of layers costs; a rule with scheme `auto` needs `auto` and implies it. With
     `speed` both models are timed.
     """
 
@@ -33,6 +34,7 @@ class Scenario(Section):
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
     on_unsupported_shape: OnUnsupportedShape = "refuse"
     kv_cache: KvCache | None = None
+    smoothing: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     calibration: Calibration | None = None
     auto: Auto | None = None
     sensitivity: Sensitivity | None = None

@@ -14,7 +14,14 @@ from vexport.types.accuracy import (
     TextVerdict,
     Verdict,
 )
-from vexport.types.calibration import Calibration, ExpertCoverage, HeadRanges, InputRange, KeyValueRanges
+from vexport.types.calibration import (
+    Calibration,
+    ExpertCoverage,
+    HeadRanges,
+    InputRange,
+    KeyValueRanges,
+    Smoothing,
+)
 from vexport.types.calibration_data import CalibrationData
 from vexport.types.comparison import ComparedScheme, SchemeComparison, SpeedKind
 from vexport.types.findings import CheckReport, Finding, Severity
@@ -67,6 +74,7 @@ from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
 from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, silent
 
 __all__ = [
+    "Smoothing",
     "DEFAULT_CONTEXT",
     "Estimate",
     "KeptShare",

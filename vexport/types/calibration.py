@@ -34,6 +34,17 @@ class KeyValueRanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Smoothing:
+    """The powers of two by which a stored tensor is multiplied: exponents of its rows and of its columns.
+
+    Both are int8 in base64, empty where all are 0; a tensor of one dimension has rows.
+    """
+
+    rows: str = ""
+    columns: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Input ranges by layer, and what a search by importance needs.
 
@@ -43,7 +54,8 @@ class Calibration:
     weights are searched by it. `kv_ranges` goes by the attention module's name in the checkpoint
     (`model.layers.0.self_attn`). `routed` has, by the name of a module of experts
     (`model.layers.0.mlp.experts`), how many tokens the router sent to each expert, whatever the experts'
-    statistics saw.
+    statistics saw. `smoothing` goes by the source's tensors: what else is here, but for `routed`, is of the
+    smoothed model.
     """
 
     rows: tuple[int, ...]
@@ -54,6 +66,7 @@ class Calibration:
     kv_ranges: Mapping[str, KeyValueRanges] = field(default_factory=dict)
     routed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     data: str = ""
+    smoothing: Mapping[str, Smoothing] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

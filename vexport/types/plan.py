@@ -59,6 +59,7 @@ class Plan:
 
     `ignore` says in vLLM's terms what stays unquantized; `notes` are warnings about what was assumed or kept.
     `attention` has the layers that get scales for the KV cache; none where `kv_cache` is None.
+    `smoothing` is the strength with which inputs are smoothed before anything else, 0 for not at all.
     """
 
     source: str
@@ -74,6 +75,7 @@ class Plan:
     notes: tuple[Finding, ...] = ()
     kv_cache: KvCache | None = None
     attention: tuple[AttentionLayer, ...] = ()
+    smoothing: float = 0.0
 
     @property
     def schemes(self) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ class Quantized:
     """A checkpoint that was written: what it is made of and what to type next.
 
     `layers` of `of_layers` linear layers are quantized, and `quantized_parameters` of `parameters`. `part` is
-    what was written where that is a part of it alone; the numbers are of the whole then.
+    what was written where that is a part of it alone; the numbers are of the whole then. `smoothing` is the
+    strength, for which `smoothed_tensors` were scaled.
     """
 
     checkpoint: str
@@ -28,6 +29,8 @@ class Quantized:
     calibration_rows: int
     calibration_data: str = ""
     calibration_digest: str | None
+    smoothing: float = 0.0
+    smoothed_tensors: int = 0
     experts: tuple[ExpertCoverage, ...]
     rounding: RoundingReport | None
     warnings: tuple[str, ...]

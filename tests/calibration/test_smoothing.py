@@ -1,0 +1,206 @@
+"""Smoothing changes weights and not what the model computes, in every family, and is known to `check`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.calibration.make import plan_for, samples
+from tests.calibration.models import configs, expert_configs, save
+from tests.command import vexport
+from tests.models import quantize, save_llama, write_calibration
+from vexport import calibration, plan
+from vexport.calibration.smoothing import find_smoothing
+from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import SMOOTHING, encode, reader_of
+from vexport.checkpoint.tensors import read_tensor
+from vexport.types import Smoothing
+
+TEXT = samples((16,) * 4)
+FAMILIES = {**configs(), **expert_configs()}
+# The layers whose inputs are smoothed, by the last part of their names: behind norms with a weight of their
+# own, and the last of a gated or plain MLP. Norms of Gemma and Qwen3-Next multiply by 1 + weight; the experts
+# of a layer read the same input, which is not followed; GPT-2 stores (in, out).
+SMOOTHED = {
+    "llama": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"},
+    "qwen3": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"},
+    "mistral": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"},
+    "gemma3": {"down_proj"},
+    "phi3": {"qkv_proj", "gate_up_proj"},
+    "gpt_neox": {"query_key_value", "dense_h_to_4h"},
+    "gpt2": set[str](),
+    "opt": {"q_proj", "k_proj", "v_proj", "fc1", "fc2", "out_proj"},
+    "bloom": {"query_key_value", "dense_h_to_4h"},
+    "mixtral": {"q_proj", "k_proj", "v_proj"},
+    "qwen3_moe": {"q_proj", "k_proj", "v_proj"},
+}
+
+
+def with_large_channels(folder: Path) -> Path:
+    """The checkpoint, with some channels behind its norms twenty times as large as the others."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in tensors.items():
+        if value.dim() == 1 and name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight")):
+            value[::16] += 19
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        return torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in TEXT.token_ids])
+
+
+def found_in(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
+    index, planned = plan_for(folder, scheme="W8A8")
+    found = find_smoothing(
+        index,
+        planned.groups,
+        0.5,
+        TEXT,
+        on_layer=lambda done, total: None,
+        trust_remote_code=False,
+        device="cpu",
+    )
+    return index, found
+
+
+def test_the_estimate_knows_how_many_rows() -> None:
+    assert plan.smoothing.ROWS == calibration.smoothing.ROWS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_smoothed_model_computes_the_same_bits(tmp_path: Path, family: str) -> None:
+    folder = with_large_channels(save(FAMILIES[family], tmp_path / family))
+    index, smoothing = found_in(folder)
+    with reader_of(smoothing) as reader:
+        tensors = {name: read_tensor(reader, tensor).clone() for name, tensor in index.tensors.items()}
+    before = load_file(folder / "model.safetensors")
+    changed = {name for name, value in tensors.items() if not torch.equal(value, before[name])}
+    assert changed == smoothing.keys()
+    readers = {name.split(".")[-2] for name, one in smoothing.items() if one.columns}
+    assert readers == SMOOTHED.get(family, readers)
+    expected = logits(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits(folder), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_exponents_of_rows_and_columns(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows, columns = np.array([-2, 0, 1, 3, -4], np.int8), np.arange(-3, 4, dtype=np.int8)
+    save_llama(tmp_path)
+    save_file({"a": weight, "n": weight[0].clone()}, tmp_path / "model.safetensors")
+    index = read_index(tmp_path)
+    smoothing = {
+        "a": Smoothing(rows=encode(rows), columns=encode(columns)),
+        "n": Smoothing(rows=encode(columns)),
+    }
+    expected = weight.float() * 2.0 ** (torch.tensor(rows)[:, None] + torch.tensor(columns))
+    with reader_of(smoothing) as reader, Reader() as plain:
+        assert torch.equal(read_tensor(reader, index.tensors["a"]), expected.to(dtype))
+        of_norm = weight[0].float() * 2.0 ** torch.tensor(columns)
+        assert torch.equal(read_tensor(reader, index.tensors["n"]), of_norm.to(dtype))
+        assert torch.equal(read_tensor(plain, index.tensors["a"]), weight)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_large_channels(save_llama(tmp_path_factory.mktemp("smoothing") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def text(source: Path) -> Path:
+    return write_calibration(source.with_name("text.jsonl"), rows=8)
+
+
+@pytest.fixture(scope="module")
+def smoothed(source: Path, text: Path) -> Path:
+    """By the default strength."""
+    out = source.with_name("W8A8")
+    assert vexport("quantize", source, out, "--scheme", "W8A8", "--calibration", text).code == 0
+    return out
+
+
+def test_quantize_smooths_and_check_knows(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
+    assert (smoothed / SMOOTHING).is_file()
+    assert vexport("check", smoothed, "--source", source).code == 0
+    assert vexport("check", smoothed, "--source", source, "--calibration", text).code == 0
+    plain = quantize(source, tmp_path / "plain", "W8A8", "--calibration", text)
+    assert not (plain / SMOOTHING).exists()
+    ran = vexport("check", smoothed, "--source", source, "--format", "json")
+    (report,) = json.loads(ran.stdout)
+    assert not [one for one in report["findings"] if one["severity"] == "error"]
+    tensors = load_file(smoothed / "model.safetensors")
+    norm = "model.layers.1.input_layernorm.weight"
+    tensors[norm] = tensors[norm] * 2
+    (tmp_path / "spoiled").mkdir()
+    for file in smoothed.iterdir():
+        (tmp_path / "spoiled" / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, tmp_path / "spoiled" / "model.safetensors", metadata={"format": "pt"})
+    ran = vexport("check", tmp_path / "spoiled", "--source", source)
+    assert ran.code == 1
+    assert norm in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"tensors": {"model.layers.0.input_layernorm.weight": {"rows": "AAAA"}}}', "[256]"),
+        ('{"tensors": {"model.layers.0.input_layernorm.weight": {"rows": "?"}}}', "base64"),
+        ('{"tensors": 5}', "tensors"),
+    ],
+)
+def test_exponents_that_do_not_fit(
+    source: Path, smoothed: Path, tmp_path: Path, content: str, said: str
+) -> None:
+    for file in smoothed.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / SMOOTHING).write_text(content, encoding="utf-8")
+    ran = vexport("check", tmp_path, "--source", source)
+    assert ran.code == 1
+    assert said in ran.stdout
+    assert SMOOTHING in ran.stdout
+
+
+def test_parts_are_smoothed_alike(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shards = ("--max-shard-size", "1MB", "--smoothing", 0.5)
+    for part in ("1/2", "2/2"):
+        quantize(source, out, "W8A8", "--calibration", text, "--part", part, *shards)
+    assert vexport("merge", out).code == 0
+    whole = quantize(source, tmp_path / "whole", "W8A8", "--calibration", text, *shards)
+    assert (out / SMOOTHING).read_bytes() == (whole / SMOOTHING).read_bytes()
+    for file in whole.glob("*.safetensors"):
+        assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_refit_is_smoothed(source: Path, text: Path, tmp_path: Path) -> None:
+    how = ("--rounding", "refit", "--smoothing", 0.5)
+    out = quantize(source, tmp_path / "out", "NVFP4", "--calibration", text, *how)
+    assert (out / SMOOTHING).is_file()
+    assert vexport("check", out, "--source", source, "--calibration", text).code == 0
+
+
+def test_a_recipe_with_smoothquant(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "quant_stage:\n  quant_modifiers:\n    SmoothQuantModifier: {smoothing_strength: 0.5}\n"
+        "    QuantizationModifier: {scheme: W8A8, targets: [Linear], ignore: [lm_head]}\n",
+        encoding="utf-8",
+    )
+    ran = vexport("quantize", source, tmp_path / "out", "--recipe", recipe, "--calibration", text)
+    assert ran.code == 0, ran.stderr
+    assert "smoothed" in ran.stdout
+    assert (tmp_path / "out" / SMOOTHING).read_bytes() == (smoothed / SMOOTHING).read_bytes()
+    recipe.write_text(recipe.read_text().replace("0.5", "2"), encoding="utf-8")
+    ran = vexport("quantize", source, tmp_path / "other", "--recipe", recipe, "--calibration", text)
+    assert ran.code == 2
+    assert "smoothing_strength" in ran.stderr

@@ -1,0 +1,292 @@
+"""Which channels of a model can be scaled without changing what it computes, and by how much.
+
+An input that is rounded loses what is small next to the largest values of its block or token. Where a norm,
+or a linear layer with nothing but products behind it, makes that input, its channels can be scaled there and
+back in the weights that read it (SmoothQuant, arXiv 2211.10438, equation 4): a_j^s / w_j^(1 - s), with the
+sizes of channel j in the inputs and in the weights and the strength s. Sizes are root mean squares, not the
+largest magnitudes that the paper takes: the KL that is left is a quarter to a third less (docs/rounding.md).
+Scales are powers of two, so that a folded layer computes the same bits; each fold is tried on a row of text
+and kept where it does.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from vexport.architectures.fusion import moe_layer
+from vexport.calibration.capture import LayerCall
+from vexport.calibration.data import Samples
+from vexport.calibration.device import require_device
+from vexport.calibration.forward import make_batches, raise_first
+from vexport.calibration.hidden import hidden_states
+from vexport.calibration.layerwise import Failure, LayerByLayer, OnLayer
+from vexport.calibration.model import joined
+from vexport.calibration.ranks import on_first, process_group
+from vexport.calibration.watch import Watched
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import encode
+from vexport.types import FusionGroup, Smoothing
+
+# Rows of text whose inputs are looked at, spread over all: their sizes hardly change with more.
+ROWS = 32
+# Channels are scaled by at most 2^8; one that is never used counts as this share of the largest.
+MOST, LEAST = 8, 1e-5
+
+
+def find_smoothing(
+    index: SourceIndex,
+    groups: Sequence[FusionGroup],
+    strength: float,
+    samples: Samples,
+    *,
+    on_layer: OnLayer,
+    trust_remote_code: bool,
+    device: str,
+) -> Mapping[str, Smoothing]:
+    """The exponents by stored tensor, for the inputs of these groups; the first rank finds them for all.
+
+    Raises what `vexport.calibration.forward.watch` raises.
+    """
+    require_device(device)
+    find = partial(
+        _find, index, groups, strength, samples, on_layer, trust_remote_code=trust_remote_code, device=device
+    )
+    with process_group():
+        return on_first(find)
+
+
+def _find(
+    index: SourceIndex,
+    groups: Sequence[FusionGroup],
+    strength: float,
+    samples: Samples,
+    on_layer: OnLayer,
+    *,
+    trust_remote_code: bool,
+    device: str,
+) -> Mapping[str, Smoothing]:
+    chosen = [number * len(samples.rows) // ROWS for number in range(ROWS)]
+    batches = make_batches(samples.taken(list(dict.fromkeys(chosen))), 1)
+    nothing = Watched(inputs={}, importance={}, layers={})
+    with torch.no_grad(), Reader() as reader, hidden_states() as hidden:
+        model = _Smoothed(
+            index, reader, batches, hidden, nothing, trust_remote_code=trust_remote_code, device=device
+        )
+        model.prepare(groups, strength)
+        failure = model.run(on_layer)
+    raise_first([failure] if failure else [])
+    return model.found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fold:
+    """Parameters whose rows are divided, and those whose columns are multiplied."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trace:
+    """What went through a layer's modules for one row of text, by their names in the layer."""
+
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+
+    def readers(self, made: torch.Tensor) -> list[str]:
+        """The modules that read a tensor that another one made."""
+        return [
+            name
+            for name, seen in self.inputs.items()
+            if seen.data_ptr() == made.data_ptr() and seen.shape[-1] == made.shape[-1]
+        ]
+
+
+class _Sizes:
+    """The root mean square of each channel of the inputs of modules, by their names."""
+
+    def __init__(self) -> None:
+        self._squares: dict[str, torch.Tensor] = {}
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @contextmanager
+    def watching(self, modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
+        """Within the block the modules' inputs are added up; one that several read is squared once."""
+        with ExitStack() as block:
+            for name, module in modules.items():
+                block.callback(module.register_forward_pre_hook(partial(self._see, name)).remove)
+            yield
+        self._last = None
+
+    def of(self, names: Iterable[str]) -> torch.Tensor:
+        """The largest among some modules' inputs, (channels,) float32, but for a factor that all share."""
+        return torch.stack([self._squares[name] for name in names if name in self._squares]).amax(0).sqrt()
+
+    def _see(self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if self._last is None or self._last[0] is not inputs[0]:
+            flat = inputs[0].reshape(-1, inputs[0].shape[-1]).to(torch.float32)
+            self._last = inputs[0], flat.square().sum(0)
+        squares = self._last[1]
+        self._squares[name] = self._squares[name] + squares if name in self._squares else squares
+
+
+class _Smoothed(LayerByLayer):
+    """Runs the source layer by layer; every layer is folded when its inputs have been seen."""
+
+    def prepare(self, groups: Sequence[FusionGroup], strength: float) -> None:
+        """Which layers' inputs matter, by the parameters of their weights."""
+        self.found: dict[str, Smoothing] = {}
+        self.wanted = {
+            parameter
+            for group in groups
+            for member in group.members
+            for parameter in self.weights.parameters_of(member.weight)
+        }
+        self.strength = strength
+
+    def _layer(self, number: int, calls: Sequence[LayerCall]) -> Failure | None:
+        layer, name = self.layers[number], f"{self.name}.{number}"
+        first = self._states(0).clone()
+        sizes = _Sizes()
+        with sizes.watching(self._wanted(layer, name)):
+            failure = super()._layer(number, calls)
+        if failure is None:
+            run = partial(calls[0].run, layer, first)
+            expected = run()
+            for fold in self._folds(layer, name, run):
+                self._try(layer, name, fold, sizes, lambda: torch.equal(run(), expected))
+        return failure
+
+    def _wanted(self, layer: torch.nn.Module, prefix: str) -> dict[str, torch.nn.Module]:
+        """The modules whose inputs matter, by their names in the layer."""
+        return {
+            name: module
+            for name, module in layer.named_modules()
+            if isinstance(module, torch.nn.Linear)
+            and f"{joined(prefix, name)}.weight" in self.wanted
+            and moe_layer(joined(prefix, name)) is None
+        }
+
+    def _folds(self, layer: torch.nn.Module, prefix: str, run: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
+        """Every pair that may be scaled against each other: norms first, then layers of the same module."""
+        wanted, trace = self._wanted(layer, prefix), _traced(layer, run)
+        parameters = dict(layer.named_parameters())
+        behind_norms = set[str]()
+        for name, made in trace.outputs.items():
+            own = _own(parameters, name)
+            readers = trace.readers(made)
+            read = [parameters[f"{reader}.weight"] for reader in readers]
+            is_norm = all(parameters[one].dim() == 1 for one in own)
+            fits = all(weight.dim() == 2 and weight.shape[1] == made.shape[-1] for weight in read)
+            if is_norm and fits and not wanted.keys().isdisjoint(readers):
+                behind_norms.update(readers)
+                yield _Fold(rows=own, columns=tuple(f"{reader}.weight" for reader in readers))
+        for name in wanted:
+            if name in behind_norms:
+                continue
+            columns = parameters[f"{name}.weight"].shape[1]
+            for other in _before(layer, name):
+                if parameters[f"{other}.weight"].shape[0] == columns:
+                    yield _Fold(rows=_own(parameters, other), columns=(f"{name}.weight",))
+
+    def _try(
+        self,
+        layer: torch.nn.Module,
+        prefix: str,
+        fold: _Fold,
+        sizes: _Sizes,
+        is_same: Callable[[], bool],
+    ) -> None:
+        """Scale the parameters, and keep it where the layer computes the same."""
+        parameters = {name: layer.get_parameter(name) for name in (*fold.rows, *fold.columns)}
+        tensors = {name: self.weights.plain_tensor(joined(prefix, name)) for name in parameters}
+        if not all(tensors.values()) or any(
+            name in self.found and (self.found[name].rows if own in fold.rows else self.found[name].columns)
+            for own, name in tensors.items()
+            if name
+        ):
+            return
+        exponents = self._exponents(parameters, fold, sizes)
+        before = {name: parameter.data for name, parameter in parameters.items()}
+        for name in fold.rows:
+            shape = (-1,) if parameters[name].dim() == 1 else (-1, 1)
+            parameters[name].data = _times(before[name], -exponents.view(shape))
+        for name in fold.columns:
+            parameters[name].data = _times(before[name], exponents)
+        if (
+            not exponents.any()
+            or not all(map(_is_exact, before.values(), parameters.values()))
+            or not is_same()
+        ):
+            for name, parameter in parameters.items():
+                parameter.data = before[name]
+            return
+        up, down = (encode((sign * exponents).to(torch.int8).cpu().numpy()) for sign in (1, -1))
+        for own, stored in tensors.items():
+            assert stored is not None
+            known = self.found.get(stored, Smoothing())
+            self.found[stored] = replace(known, rows=down) if own in fold.rows else replace(known, columns=up)
+
+    def _exponents(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        fold: _Fold,
+        sizes: _Sizes,
+    ) -> torch.Tensor:
+        """By which rows are divided and columns multiplied, as whole numbers in float32."""
+        inputs = sizes.of(name.removesuffix(".weight") for name in fold.columns)
+        squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
+        weights = torch.stack(squares).amax(0).sqrt()
+        scale = self.strength * _log2(inputs) - (1 - self.strength) * _log2(weights)
+        return (scale - scale.mean()).round().clamp(-MOST, MOST)
+
+
+def _traced(layer: torch.nn.Module, run: Callable[[], torch.Tensor]) -> _Trace:
+    """Run a layer, and what its modules with weights of their own read and made."""
+    trace = _Trace(inputs={}, outputs={})
+
+    def see(name: str, module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
+            trace.inputs[name], trace.outputs[name] = inputs[0], output
+
+    with ExitStack() as block:
+        for name, module in layer.named_modules():
+            if isinstance(module._parameters.get("weight"), torch.Tensor):
+                block.callback(module.register_forward_hook(partial(see, name)).remove)
+        run()
+    return trace
+
+
+def _own(parameters: Mapping[str, torch.Tensor], module: str) -> tuple[str, ...]:
+    """A module's own parameters, by their names in the layer."""
+    return tuple(name for name in parameters if name.rpartition(".")[0] == module)
+
+
+def _before(layer: torch.nn.Module, name: str) -> list[str]:
+    """The linear layers of the same module, the last one first: values before keys, up before gate."""
+    parent = name.rpartition(".")[0]
+    children = [joined(parent, child) for child, _ in layer.get_submodule(parent).named_children()]
+    found = [
+        child
+        for child in children
+        if child != name and isinstance(layer.get_submodule(child), torch.nn.Linear)
+    ]
+    return found[::-1]
+
+
+def _log2(magnitudes: torch.Tensor) -> torch.Tensor:
+    return magnitudes.clamp_min(max(LEAST * float(magnitudes.max()), 1e-30)).log2()
+
+
+def _times(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    return values * torch.exp2(exponents).to(values.dtype)
+
+
+def _is_exact(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether no digit was lost: of small numbers in float16, say."""
+    mantissas = torch.frexp(before.float()).mantissa, torch.frexp(after.float()).mantissa
+    return torch.equal(*mantissas)

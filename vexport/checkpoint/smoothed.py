@@ -1,0 +1,144 @@
+"""A source whose weights are smoothed: channels scaled by powers of two in one tensor and back in the next.
+
+What the model computes stays the same, to the bit, since powers of two change no digit. The exponents lie
+next to the weights that were made of it, in SMOOTHING.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from vexport.checkpoint.reader import Reader
+from vexport.errors import InputError
+from vexport.files import from_json, to_json, write_text
+from vexport.types import Smoothing, TensorInfo
+
+SMOOTHING = "smoothing.json"
+# Tensors that are kept: a weight is asked for run by run, the next one before the last run is done.
+KEPT = 2
+# Rows that are scaled at once: of so many elements.
+RUN_ELEMENTS = 1 << 24
+# The elements that can be scaled: BF16 as its bits.
+VIEWS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
+Array = npt.NDArray[np.generic]
+Exponents = npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """The exponents of a checkpoint's tensors, by the source's names."""
+
+    tensors: Mapping[str, Smoothing]
+
+
+class SmoothedReader(Reader):
+    """A reader of a source that gives its tensors smoothed."""
+
+    def __init__(self, smoothing: Mapping[str, Smoothing]) -> None:
+        super().__init__()
+        self._smoothing = smoothing
+        self._last: dict[str, Array] = {}
+        self._scaling = Lock()
+
+    def raw(self, tensor: TensorInfo) -> memoryview:
+        """The bytes of a tensor, of a smoothed one a copy, which is kept while others are few."""
+        own = self._smoothing.get(tensor.name)
+        if own is None:
+            return super().raw(tensor)
+        with self._scaling:
+            if tensor.name not in self._last:
+                while len(self._last) >= KEPT:
+                    del self._last[next(iter(self._last))]
+                self._last[tensor.name] = _scaled(super().raw(tensor), tensor, own)
+            return self._last[tensor.name].data.cast("B")
+
+    def release_view(self, tensor: TensorInfo, view: Array) -> None:
+        """Give back the pages of a view; one of a copy has none."""
+        if tensor.name not in self._smoothing:
+            super().release_view(tensor, view)
+
+    def expect_view(self, tensor: TensorInfo, view: Array) -> None:
+        """Read ahead for a view; one of a copy is there."""
+        if tensor.name not in self._smoothing:
+            super().expect_view(tensor, view)
+
+
+def source_reader(checkpoint: Path) -> Reader:
+    """A reader of the source that a checkpoint was made of, smoothed as it was then."""
+    return reader_of(smoothing_of(checkpoint))
+
+
+def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
+    """How the source of a checkpoint was smoothed; InputError where its exponents cannot be read."""
+    path = checkpoint / SMOOTHING
+    if not path.is_file():
+        return {}
+    smoothing = from_json(_File, path).tensors
+    for name, one in smoothing.items():
+        for text in (one.rows, one.columns):
+            try:
+                base64.b64decode(text, validate=True)
+            except ValueError:
+                fix = "export the checkpoint again"
+                raise InputError(f"{path}: {name}", got="no base64", need="exponents", fix=fix) from None
+    return smoothing
+
+
+def reader_of(smoothing: Mapping[str, Smoothing]) -> Reader:
+    """A reader of a source that gives its tensors as smoothed, or as they are."""
+    return SmoothedReader(smoothing) if smoothing else Reader()
+
+
+def write_smoothing(smoothing: Mapping[str, Smoothing], folder: Path) -> None:
+    """Leave the exponents next to the weights; without any, no file."""
+    if smoothing:
+        write_text(folder / SMOOTHING, to_json(_File(tensors=smoothing)))
+
+
+def encode(exponents: Exponents) -> str:
+    """Exponents as JSON text: base64 of their bytes."""
+    return base64.b64encode(exponents.astype(np.int8).tobytes()).decode("ascii")
+
+
+def decode(text: str) -> Exponents:
+    """The other way round."""
+    return np.frombuffer(base64.b64decode(text), np.int8)
+
+
+def _scaled(stored: memoryview, tensor: TensorInfo, own: Smoothing) -> Array:
+    """The values (rows, columns) times 2^(rows' + columns' exponents), in the tensor's dtype."""
+    rows, columns = (decode(text).astype(np.int32) for text in (own.rows, own.columns))
+    height, width = tensor.shape[0] if tensor.shape else 1, tensor.shape[1] if len(tensor.shape) == 2 else 1
+    fits = rows.size in (0, height) and columns.size in (0, width) and len(tensor.shape) in (1, 2)
+    if tensor.dtype not in VIEWS or not fits:
+        raise InputError(
+            f"{tensor.file}: {tensor.name}",
+            got=f"{tensor.dtype} {list(tensor.shape)}",
+            need=f"the tensor that {SMOOTHING} of the checkpoint has exponents for",
+            fix="name the source that the checkpoint was made of",
+        )
+    rows = rows if rows.size else np.zeros(height, np.int32)
+    columns = columns if columns.size else np.zeros(width, np.int32)
+    values: Array = np.frombuffer(stored, VIEWS[tensor.dtype]).reshape(height, width)
+    out = np.empty_like(values)
+    for part in _parts(height, width):
+        out[part] = _times(values[part], rows[part, None] + columns)
+    return out
+
+
+def _times(values: Array, exponents: npt.NDArray[np.int32]) -> Array:
+    if values.dtype != np.uint16:
+        return np.ldexp(values, exponents)
+    wide = (values.astype(np.uint32) << 16).view(np.float32)
+    return (np.ldexp(wide, exponents).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _parts(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, RUN_ELEMENTS // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, start + step)

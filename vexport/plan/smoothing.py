@@ -1,0 +1,31 @@
+"""Whether inputs are smoothed before they are rounded, and those of which layers."""
+
+from collections.abc import Sequence
+
+from vexport.formats.schemes import get_scheme
+from vexport.types import FusionGroup, Plan
+
+# The strength that is best for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and on ours.
+STRENGTH = 0.5
+# Rows of text whose inputs are looked at (vexport.calibration.smoothing; a test holds them equal).
+ROWS = 32
+
+
+def smoothing_strength(groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool) -> float:
+    """What was asked for; without it the default where text was named and some inputs lose much, else 0."""
+    if asked is not None:
+        return asked if groups else 0.0
+    return STRENGTH if has_text and any(map(_gains, groups)) else 0.0
+
+
+def smoothed_groups(plan: Plan) -> tuple[FusionGroup, ...]:
+    """Those whose inputs lose much, or all where none does: weights have their part of it too."""
+    return tuple(filter(_gains, plan.groups)) or plan.groups
+
+
+def _gains(group: FusionGroup) -> bool:
+    """Integers lose what is small next to the largest input of a token, 4 bits what is in a block."""
+    inputs = get_scheme(group.scheme).args.input_activations
+    if inputs is None or inputs.num_bits > 8:
+        return False
+    return not inputs.is_float or (inputs.num_bits == 4 and group.rounding != "nearest")
