@@ -4,7 +4,7 @@
 
 Each model, and a small Gemma 3 with windows that is made here, is quantized without data and loaded in vLLM.
 The weights are the bytes of its parameters and buffers when all are loaded: before kernels of the CPU build
-pack them again, and after. The KV cache has 1 GiB: vLLM says how many tokens that is, a multiple of its block.
+pack them again, and after. The KV cache has 1 GiB: vLLM says how many tokens that is, whole blocks.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def hold(checkpoint: Path) -> Held:
 
     base_loader.process_weights_after_loading = counted
     request = SessionRequest(checkpoint=checkpoint, name="memory", max_model_len=LENGTH)
-    llm = _load(model_arguments(request, CPU) | {"skip_tokenizer_init": True}, CPU)
+    llm = _load(dict(model_arguments(request, CPU)) | {"skip_tokenizer_init": True}, CPU)
     config = llm.llm_engine.vllm_config.cache_config
     (packed,) = llm.collective_rpc("vexport_weight_bytes")
     assert config.num_gpu_blocks is not None

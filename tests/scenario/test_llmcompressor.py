@@ -159,12 +159,10 @@ def test_a_recipe_stands_alone(tmp_path: Path, llama: Path) -> None:
 
 def test_a_refused_modifier_does_not_spoil_the_others(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "SmoothQuantModifier: {smoothing_strength: 0.8}\nGPTQModifier: {scheme: W8A8, ignore: [lm_head]}\n"
-    )
+    path.write_text("AWQModifier: {duo_scaling: true}\nGPTQModifier: {scheme: W8A8, ignore: [lm_head]}\n")
     with pytest.raises(InputError) as caught:
         read_recipe(path)
-    assert "SmoothQuantModifier" in str(caught.value)
+    assert "AWQModifier" in str(caught.value)
     assert "GPTQModifier" not in str(caught.value).partition("need QuantizationModifier or GPTQModifier")[2]
     path.write_text('recipe = [GPTQModifier(scheme="W8A8", targets="Linear")]\n')
     with pytest.raises(InputError, match="write it as YAML"):

@@ -85,10 +85,11 @@ def watch(
 
     `on_layer(done, total)` reports progress. Layers run on the torch device `device`; what waits for its
     turn, and every statistic in the end, is in main memory. `batch_size` samples of equal length run at once
-    (see above for what that changes); hidden states beyond `memory_bytes` go to a temporary file. The source is
-    read as smoothed. Under torchrun, or in a process group, the batches are dealt to the ranks and every rank
-    ends with what one process would find. Raises CheckpointFailed where an activation is not finite, InputError
-    for a model that cannot run layer by layer, for an unusable device and where ranks have different weights.
+    (see above for what that changes); hidden states beyond `memory_bytes` go to a temporary file. The source
+    is read as smoothed. Under torchrun, or in a process group, the batches are dealt to the ranks and every
+    rank ends with what one process would find. Raises CheckpointFailed where an activation is not finite,
+    InputError for a model that cannot run layer by layer, for an unusable device and where ranks have
+    different weights.
     """
     require_device(device)
     with process_group(), torch.no_grad():
