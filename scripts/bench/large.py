@@ -93,14 +93,14 @@ def main(models: Sequence[str], schemes: Sequence[str], folder: Path) -> None:
                 save_quantized(source, quantized, scheme)
             command = ["-m", "vexport", "plan", str(source), "--scheme", scheme, "--quiet"]
             measured(f"plan {model} --scheme {scheme}", command, os.devnull)
-            measured(f"check {model} {scheme}", [__file__, "--checked", str(quantized)], "/dev/stdout")
+            measured(f"check {model} {scheme}", [__file__, "--checked", str(quantized)], None)
 
 
-def measured(title: str, arguments: Sequence[str], answer: str) -> None:
-    """Print what a call of Python takes, and where its answer goes to."""
+def measured(title: str, arguments: Sequence[str], answer: str | None) -> None:
+    """Print what a call of Python takes; its answer goes to a file, or is printed too."""
     print(f"| {title}", end=" | ", flush=True)
-    with Path(answer).open("w") as stream:
-        process = subprocess.Popen([sys.executable, *arguments], stdout=stream)
+    with Path(answer or os.devnull).open("w") as stream:
+        process = subprocess.Popen([sys.executable, *arguments], stdout=stream if answer else None)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     print(f"exit code {process.returncode}", end="")

@@ -69,10 +69,38 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     ),
 }
 
+# Smaller ones, for scripts/bench/sizes.py.
+SMALLER: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "Llama-3.2-1B": (
+        "llama",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Llama-3.1-8B": (
+        "llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
+}
+
 
 def save_headers(name: str, folder: Path) -> Path:
     """The checkpoint of a real model, each shard a header and a hole of the right size."""
-    model_type, values = CONFIGS[name]
+    model_type, values = {**CONFIGS, **SMALLER}[name]
     config = AutoConfig.for_model(model_type, dtype="bfloat16", **values)
     architecture, tensors = hub_tensors(config, device="meta")
     specs = [TensorSpec(name=key, dtype="BF16", shape=tuple(tensor.shape)) for key, tensor in tensors.items()]

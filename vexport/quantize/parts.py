@@ -129,7 +129,7 @@ def own_shards(shards: Sequence[Shard], part: Part, index: SourceIndex) -> tuple
 
 def dealt(shards: Sequence[Shard], count: int, index: SourceIndex) -> list[tuple[Shard, ...]]:
     """The shards dealt to so many writers: the largest first, each to the one with least to read."""
-    work = [sum(_bytes_read(unit, index) for unit in shard.units) for shard in shards]
+    work = [sum(bytes_read(unit, index) for unit in shard.units) for shard in shards]
     loads, owners = [0] * count, dict[int, int]()
     for number in sorted(range(len(shards)), key=lambda number: -work[number]):
         owners[number] = loads.index(min(loads))
@@ -140,7 +140,7 @@ def dealt(shards: Sequence[Shard], count: int, index: SourceIndex) -> list[tuple
     ]
 
 
-def _bytes_read(unit: WriteUnit, index: SourceIndex) -> int:
+def bytes_read(unit: WriteUnit, index: SourceIndex) -> int:
     """The bytes of the source that a unit is made of."""
     if isinstance(unit.source, TensorInfo):
         return unit.source.num_bytes

@@ -1,0 +1,134 @@
+"""Time and memory of `quantize` from 1 B to 1 T parameters: predicted by `plan`, and measured.
+
+    PYTHONPATH=. .venv/bin/python scripts/bench/sizes.py [--model Llama-3.1-8B]... [--scheme W4A16]
+                                                         [--folder DIR] [--gigabytes 6] [--predict]
+
+Sources have every header of the real model over files that are holes: they read as zeros from memory, and
+take no disk. A model whose result has more than so many gigabytes is written in part: 1/N of it, N being the
+number of its files. Seconds are of the processor, all threads; memory is the largest resident set; what is
+written is removed. The prediction for a part is the share of the bytes read of the plan's for the model.
+Prints tables in Markdown. `--predict` runs nothing: it prints each stage on 1, 8 and 64 workers, of two
+cores each. Linux only.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.architectures.headers import CONFIGS, SMALLER, save_headers
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
+from vexport.plan import build_plan
+from vexport.plan.estimates import START_SECONDS, Samples, estimates
+from vexport.plan.source import DEFAULTS, rules_for
+from vexport.quantize.parts import bytes_read, dealt
+from vexport.quantize.stream import planned_shards
+from vexport.types import Estimate
+
+MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Llama-3.3-70B", "Llama-3.1-405B", "DeepSeek-V3", "Kimi-K2")
+PREDICTED = ("Llama-3.1-8B", "Llama-3.3-70B", "DeepSeek-V3", "Kimi-K2")
+WORKERS = (1, 8, 64)
+SAMPLES = Samples(number=512, tokens=2048)
+GIGA = 1e9
+
+
+def source_of(model: str, folder: Path) -> Path:
+    """The folder of a model's headers, made where it is not there."""
+    source = folder / model
+    if not (source / "config.json").is_file():
+        save_headers(model, source)
+    return source
+
+
+def measure(model: str, scheme: str, folder: Path, most: float) -> str:
+    """Quantize a model or a part of it; a row of the table."""
+    source, out = source_of(model, folder), folder / "written" / "out"
+    index = read_index(source)
+    plan = build_plan(index, rules_for(scheme, observer=None, ignore=()), DEFAULTS)
+    shards = planned_shards(index, plan, shard_bytes=DEFAULT_SHARD_BYTES)
+    parts = len(shards) if sum(shard.num_bytes for shard in shards) > most * GIGA else 1
+    read = sum(bytes_read(unit, index) for shard in dealt(shards, parts, index)[0] for unit in shard.units)
+    call = [sys.executable, "-m", "vexport", "quantize", str(source), str(out), "--scheme", scheme, "--quiet"]
+    process = subprocess.Popen(
+        [*call, *(["--part", f"1/{parts}"] if parts > 1 else [])], stdout=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    shutil.rmtree(out.parent)
+    if process.returncode:
+        return f"| {model} | exit code {process.returncode} |"
+    seconds, share = usage.ru_utime + usage.ru_stime, read / index.num_bytes
+    expected = _stage(index_estimates(source, scheme), "quantize")
+    # Rates are of two cores: a second of the estimate is two of the processor.
+    predicted = START_SECONDS + 2 * (expected.seconds - START_SECONDS) * share
+    memory, foreseen = usage.ru_maxrss * 1024, expected.memory_bytes
+    return (
+        f"| {model} | {index.num_parameters / GIGA:,.0f} B | {'whole' if parts == 1 else f'1/{parts}'} | "
+        f"{read / GIGA:.1f} GB | {seconds:.0f} s | {seconds / read * GIGA:.2f} s | "
+        f"{predicted:.0f} s ({_error(predicted, seconds)}) | {memory / 1e6:,.0f} MB | "
+        f"{foreseen / 1e6:,.0f} MB ({_error(foreseen, memory)}) |"
+    )
+
+
+def index_estimates(source: Path, scheme: str) -> Sequence[Estimate]:
+    """The estimates of a plan with calibration text, if the scheme needs any."""
+    index = read_index(source)
+    plan = build_plan(index, rules_for(scheme, observer=None, ignore=()), DEFAULTS)
+    return estimates(index, plan, SAMPLES)
+
+
+def _stage(found: Sequence[Estimate], stage: str) -> Estimate:
+    return next(one for one in found if one.stage == stage)
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.0%}"
+
+
+def predict(model: str, scheme: str, folder: Path) -> str:
+    """Rows of a model: each stage's time by workers, and its memory."""
+    source = source_of(model, folder)
+    index = read_index(source)
+    plan = build_plan(index, rules_for(scheme, observer=None, ignore=()), DEFAULTS)
+    files = len(planned_shards(index, plan, shard_bytes=DEFAULT_SHARD_BYTES))
+    rows = []
+    for one in estimates(index, plan, SAMPLES):
+        most = {"calibrate": SAMPLES.number, "quantize": files}.get(one.stage, max(WORKERS))
+        times = [_time(START_SECONDS + (one.seconds - START_SECONDS) / min(most, count)) for count in WORKERS]
+        rows.append(
+            f"| {model} | {scheme} | {one.stage} | {' | '.join(times)} | {one.memory_bytes / GIGA:.1f} GB |"
+        )
+    return "\n".join(rows)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", action="append", choices=(*CONFIGS, *SMALLER))
+    parser.add_argument("--scheme", default="W4A16")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=6.0)
+    parser.add_argument("--predict", action="store_true")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary)
+        if given.predict:
+            print("| model | scheme | stage | 1 worker | 8 | 64 | memory of each |")
+            print("|---|---|---|---|---|---|---|")
+            for model in given.model or PREDICTED:
+                print(predict(model, given.scheme, folder), flush=True)
+        else:
+            print("| model | parameters | run | read | processor | a GB | predicted | memory | predicted |")
+            print("|---|---|---|---|---|---|---|---|---|")
+            for model in given.model or MODELS:
+                print(measure(model, given.scheme, folder, given.gigabytes), flush=True)
