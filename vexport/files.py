@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from vexport.errors import InputError
+from vexport.errors import InputError, require_working_disk
 from vexport.types import Json
 
 T = TypeVar("T")
@@ -75,6 +75,7 @@ def read_json(path: Path) -> Json:
     except FileNotFoundError:
         raise InputError(str(path), got="no such file", need="a JSON file", fix="check the path") from None
     except (UnicodeDecodeError, OSError) as error:
+        require_working_disk(error, path)
         raise InputError(str(path), got=str(error), need="readable JSON", fix="check the file") from None
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}"

@@ -1,9 +1,10 @@
 """Work follows the size of what is read: calls of functions at n and at 4n, which no busy machine changes."""
 
 import json
+import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import copytree
 from types import FrameType
@@ -11,14 +12,21 @@ from types import FrameType
 import pytest
 
 from tests.command import vexport
-from vexport.calibration.data import first_texts
+from tests.packaging.environment import ROOT
+from vexport.calibration.data import first_texts, read_samples
 from vexport.checkpoint.header import read_header
+from vexport.checks.vllm import render
+from vexport.engine.failures import last_exception, log_tail
+from vexport.errors import InputErrors
 from vexport.evaluation.results import read_results
 from vexport.reports.folding import fold
 from vexport.scenario import read_scenario
 from vexport.types import Finding
 from vexport.types.calibration_data import CalibrationData
+from vexport.types.patterns import Patterns
 
+PEER = ROOT / "tests" / "peer" / "llama-W4A16"
+PAGE = ROOT / "vexport" / "docs" / "robustness.md"
 N = 300
 # Of four times the input; 4 is linear, 16 would be quadratic.
 MOST = 4.8
@@ -42,7 +50,7 @@ def header(folder: Path, n: int) -> Callable[[], object]:
 
 def ignored(folder: Path, n: int) -> Callable[[], object]:
     """A checkpoint whose config ignores n layers by name."""
-    copy = copytree(Path(__file__).parents[1] / "peer" / "llama-W4A16", folder / "checkpoint")
+    copy = copytree(PEER, folder / "checkpoint")
     config = json.loads((copy / "config.json").read_text())
     config["quantization_config"]["ignore"] += [f"model.layers.{number}.other" for number in range(n)]
     (copy / "config.json").write_text(json.dumps(config))
@@ -102,6 +110,70 @@ def rows(folder: Path, n: int) -> Callable[[], object]:
     return lambda: first_texts(data, 4)
 
 
+def expressions(folder: Path, n: int) -> Callable[[], object]:
+    """A pattern that is asked for n names."""
+    patterns = Patterns((r"re:.*layers\.\d+\.(mlp|attn)$", "lm_head"))
+    return lambda: [patterns.match(f"model.layers.{number}.mlp") for number in range(n)]
+
+
+def layers(folder: Path, n: int) -> Callable[[], object]:
+    """A config that tells of n thousand layers, next to the tensors of two."""
+    return lambda: vexport("check", checkpoint_with(folder, "num_hidden_layers", 1000 * n))
+
+
+def bits(folder: Path, n: int) -> Callable[[], object]:
+    """A config that tells of n thousand bits."""
+    copy = copytree(PEER, folder / "checkpoint")
+    text = (copy / "config.json").read_text().replace('"num_bits": 4', f'"num_bits": {1000 * n}')
+    (copy / "config.json").write_text(text)
+    return lambda: vexport("check", copy)
+
+
+def aliases(folder: Path, n: int) -> Callable[[], object]:
+    """A scenario in which one list stands n times."""
+    uses = ", ".join(["*a"] * n)
+    (folder / "a.yaml").write_text(f"name: &a [1, 2, 3]\nsource: [{uses}]\n")
+    return lambda: vexport("plan", folder / "a.yaml")
+
+
+def message(folder: Path, n: int) -> Callable[[], object]:
+    """An error about a name of n hundred letters, every other one a command to a terminal."""
+    return lambda: vexport("plan", folder, "--scheme", "\x1bx" * (50 * n))
+
+
+def log(folder: Path, n: int) -> Callable[[], object]:
+    """A log of an engine with n exceptions."""
+    (folder / "vllm.log").write_text("ValueError: no\n  ^^^\nRuntimeError: Engine core failed\n" * n)
+    return lambda: (log_tail(folder / "vllm.log"), last_exception(folder / "vllm.log"))
+
+
+def turns(folder: Path, n: int) -> Callable[[], object]:
+    """A chat template, asked for a conversation of n turns."""
+    text = "{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
+    said: list[dict[str, object]] = [{"role": "user", "content": "hello"}] * n
+    return lambda: render.render(render.compiled(text), said, {})
+
+
+def broken_rows(folder: Path, n: int) -> Callable[[], object]:
+    """Calibration data of which no row can be read."""
+    (folder / "rows.jsonl").write_text("{\n" * n)
+    data = CalibrationData(name=str(folder / "rows.jsonl"), samples=4, seq_len=8)
+
+    def read() -> None:
+        with pytest.raises(InputErrors):
+            read_samples(data, PEER, vocab_size=8)
+
+    return read
+
+
+def checkpoint_with(folder: Path, key: str, value: int) -> Path:
+    """A sound checkpoint with another value in its config."""
+    copy = copytree(PEER, folder / "checkpoint")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, key: value}))
+    return copy
+
+
 def calls_of(work: Callable[[], object]) -> int:
     """How many functions are called, in Python and in C."""
     count = 0
@@ -119,7 +191,34 @@ def calls_of(work: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.parametrize("grow", [header, ignored, groups, findings, rules, unknown_keys, rows])
+# What grows, and the rows of the documents' table of bounds that it is about.
+GROWS: Mapping[Grow, tuple[str, ...]] = {
+    expressions: ("regular expressions of a config or a rule",),
+    layers: ("layers and experts of a config",),
+    bits: ("`num_bits`",),
+    header: ("header of a safetensors file",),
+    aliases: ("values of a scenario, aliases counted in full",),
+    unknown_keys: ("problems of one scenario that are listed",),
+    rules: (),
+    ignored: (),
+    groups: ("groups of lm-eval results",),
+    message: ("a message on stderr",),
+    findings: ("kinds of findings: text, Markdown", "kinds of findings: HTML"),
+    log: ("log of an engine that is read for its cause",),
+    turns: ("a chat template: `check`", "a chat template: calibration, evaluation"),
+    rows: ("text of a calibration row",),
+    broken_rows: ("broken rows of calibration data",),
+}
+
+
+def test_every_bound_of_the_documents_has_a_test_of_growth() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("## Bounds")[2].partition("\n\nThe tests")[0]
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", table, re.MULTILINE)[1:]
+    assert len(rows) > 10
+    assert sorted(row for about in GROWS.values() for row in about) == sorted(rows)
+
+
+@pytest.mark.parametrize("grow", GROWS, ids=lambda grow: grow.__name__)
 @pytest.mark.fault("inputs four times as large: at most 4.8 times the calls of functions")
 def test_four_times_the_input_is_four_times_the_work(grow: Grow, tmp_path: Path) -> None:
     counts = []

@@ -7,14 +7,17 @@ from types import SimpleNamespace
 
 import click
 import pytest
+from transformers import AutoTokenizer
 
 from tests.command import vexport
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.cli.prompting import prompting_options
 from vexport.errors import InputError
+from vexport.evaluation.chat import ServedChat
 from vexport.evaluation.fewshot import draw_by_document
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.scenario import Evaluate
+from vexport.types import LmEvalSettings
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -213,3 +216,15 @@ def test_examples_of_a_document_do_not_depend_on_the_others(name: str, excluded:
     }
     few = drawn([3, 4, 17, 29])
     assert few == {number: everything[number] for number in few}
+
+
+@pytest.mark.fault("a chat template that does not end: an error that names it, in bounded time")
+def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vexport.evaluation.chat.TEMPLATE_SECONDS", 0.3)
+    chat = ServedChat()
+    chat.tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    chat.hf_chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    chat.enable_thinking = None
+    chat.settings = LmEvalSettings()
+    with pytest.raises(InputError, match=r"chat template: got not finished after 0.3 s"):
+        chat.apply_chat_template([{"role": "user", "content": "hello"}])

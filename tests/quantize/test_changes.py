@@ -3,16 +3,20 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from shutil import copyfile, copytree
 
 import pytest
 
 from tests.quantize.test_streaming import digests, write_model
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
+from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.repair.write import write_repaired
 
 CUT = pytest.mark.fault(
     "a source that is cut while it is read: exit code 2 and the file's name, also on SIGBUS"
@@ -35,13 +39,17 @@ READ_AND_FAIL = READ_AFTER_CUT.replace(
 )
 
 
-def job(source: Path, out: Path, interrupt_after: int = 0, change: Path | None = None) -> QuantizeJob:
-    """W8A8 in several shards; broken off, or with a file of the source touched, in the middle."""
+def job(
+    source: Path, out: Path, interrupt_after: int = 0, change: Callable[[Path], object] | None = None
+) -> QuantizeJob:
+    """W8A8 in several shards; broken off, or with a changed source, in the middle."""
+
+    changes = [change] if change is not None else []
 
     def on_progress(stage: str, done: int, total: int) -> None:
         if stage == "quantize (bytes)" and done >= total // 2:
-            if change is not None:
-                change.write_bytes(change.read_bytes())
+            if changes:
+                changes.pop()(source)
             if interrupt_after:
                 raise KeyboardInterrupt
 
@@ -51,13 +59,62 @@ def job(source: Path, out: Path, interrupt_after: int = 0, change: Path | None =
     )
 
 
-@pytest.mark.fault("a source that is replaced while it is read: exit code 2; nothing is published")
-def test_a_source_that_is_replaced_meanwhile_is_not_published(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "source", hidden=256, layers=2)
+def rewrite(source: Path) -> None:
+    """As a download that is repeated."""
     file = next(source.glob("*.safetensors"))
-    with pytest.raises(InputError, match="stays the same"):
-        quantize_source(job(source, tmp_path / "out", change=file))
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    file.write_bytes(file.read_bytes())
+
+
+def replace_shard(source: Path) -> None:
+    """As a download that renames what it has got."""
+    file = next(source.glob("*.safetensors"))
+    copy = source / "new"
+    copy.write_bytes(file.read_bytes())
+    copy.replace(file)
+
+
+def edit_config(source: Path) -> None:
+    """The config is read at the beginning; files next to it are copied at the end."""
+    (source / "config.json").write_text((source / "config.json").read_text() + " ")
+
+
+def turn_link(source: Path) -> None:
+    """As the hub's folder of a revision, when the next one comes."""
+    other = copytree(source, source.parent / "other", copy_function=copyfile)
+    new = source.parent / "new"
+    new.symlink_to(other)
+    new.replace(source)
+
+
+def remove(source: Path) -> None:
+    """As a clean-up that does not know of us."""
+    next(source.glob("*.safetensors")).unlink()
+
+
+@pytest.mark.parametrize("change", [rewrite, replace_shard, edit_config, turn_link, remove])
+@pytest.mark.fault("a source that is replaced while it is read: exit code 2; nothing is published")
+def test_a_source_that_is_replaced_meanwhile_is_not_published(
+    change: Callable[[Path], object], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", hidden=256, layers=2)
+    source = tmp_path / "source"
+    source.symlink_to(model)
+    with pytest.raises((InputError, FileNotFoundError)) as caught:
+        quantize_source(job(source, tmp_path / "out", change=change))
+    assert str(source) in str(caught.value)
+    assert {path.name for path in tmp_path.iterdir()} - {"other", ".out.partial"} == {"model", "source"}
+
+
+@pytest.mark.fault("a source that is replaced while it is read: exit code 2; nothing is published")
+def test_a_checkpoint_that_is_replaced_while_it_is_repaired(
+    good: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = copytree(good("W4A16"), tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    with Reader() as reader:
+        view = CheckpointView(read_index(source), reader)
+        with pytest.raises(InputError, match="stays the same"):
+            write_repaired(view, tmp_path / "out", on_progress=lambda stage, done, total: rewrite(source))
 
 
 @CUT

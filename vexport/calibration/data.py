@@ -15,12 +15,10 @@ from vexport.errors import InputError, raise_all
 from vexport.errors.escaping import first_line
 from vexport.files import digest_bytes
 from vexport.types import CalibrationData
-from vexport.types.time_limit import time_limit
+from vexport.types.time_limit import TEMPLATE_SECONDS, time_limit
 
 # Characters that a token stands for at most: what is beyond them of a text would be cut again as tokens.
 CHARACTERS = 64
-# Of a chat template. Real ones take milliseconds.
-TEMPLATE_SECONDS = 10.0
 # Broken rows that are named, and after how many reading ends.
 MOST_NAMED, MOST_BROKEN = 10, 1000
 

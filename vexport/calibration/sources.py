@@ -13,7 +13,7 @@ from typing import BinaryIO, TypeVar
 from vexport.checkpoint.data_name import DEFAULT_FILE, DataName, data_files, parse_data
 from vexport.checkpoint.hub.failures import diagnose, explain
 from vexport.checkpoint.hub.names import HubName
-from vexport.errors import InputError
+from vexport.errors import InputError, require_working_disk
 from vexport.errors.escaping import first_line
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
@@ -92,6 +92,7 @@ def _of_file(path: Path) -> Iterator[RawRow]:
         with _opened(path) as stream:
             yield from _paragraphs(path, stream) if suffix in TEXT else _of_json(path, stream)
     except OSError as error:
+        require_working_disk(error, path)
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
         raise InputError(str(path), got=reason, need="a readable file", fix="check the path") from None
 

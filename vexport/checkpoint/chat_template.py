@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from vexport.errors import InputError
+from vexport.errors import InputError, require_working_disk
 from vexport.files import digest_bytes, read_json_object
 from vexport.types import Json
 
@@ -57,6 +57,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        require_working_disk(error, file)
         fix = "copy the source's file"
         raise InputError(str(file), got=str(error), need="a readable template", fix=fix) from None
 

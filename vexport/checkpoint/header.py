@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from vexport.checkpoint.dtypes import BITS
-from vexport.errors import InputError
+from vexport.errors import InputError, require_working_disk
 from vexport.types import Json, TensorInfo
 
 # The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
@@ -53,6 +53,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 raise _broken(file, f"{size} bytes with a header of {length}")
             data = stream.read(length)
     except OSError as error:
+        require_working_disk(error, file)
         raise _broken(file, str(error)) from None
     try:
         tensors = [_tensor(file, name, entry, 8 + length) for name, entry in _entries(data)]

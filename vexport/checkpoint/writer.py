@@ -19,6 +19,7 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from vexport.checkpoint.progress import Progress, progress_file
 from vexport.checkpoint.truncated import changed
+from vexport.errors import require_working_disk
 from vexport.files import write_text
 from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorSpec
 
@@ -180,6 +181,7 @@ def copy_bytes(tensor: TensorInfo, target: int) -> None:
                 copied = os.copy_file_range(source.fileno(), target, count, position)
             except OSError as error:
                 if error.errno not in NO_COPY:
+                    require_working_disk(error, tensor.file)
                     raise
                 copied = os.write(target, os.pread(source.fileno(), count, position))
             if not copied:

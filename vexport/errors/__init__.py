@@ -7,6 +7,7 @@ import difflib
 import errno
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from vexport.errors.escaping import clip
 
@@ -109,6 +110,17 @@ def file_problem(error: OSError) -> VexportError:
     if error.errno in _WRONG_PATH:
         return InputError(where, got=got, need="a usable path", fix="check the path and its permissions")
     return EnvironmentFault(where, got=got, need="a working disk", fix="check the free space and the disk")
+
+
+# What a disk or a server answers that cannot be read: no fault of the file.
+_UNREADABLE = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENXIO})
+
+
+def require_working_disk(error: Exception, path: Path) -> None:
+    """EnvironmentFault where reading `path` failed for a disk or a server that is gone."""
+    if isinstance(error, OSError) and error.errno in _UNREADABLE:
+        error.filename = error.filename or str(path)
+        raise file_problem(error) from None
 
 
 def raise_all(problems: Sequence[InputError]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from vexport.errors import InputError
+from vexport.errors import InputError, require_working_disk
 from vexport.types import Json
 
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
@@ -72,6 +72,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
     except OSError as error:
+        require_working_disk(error, path)
         got = error.strerror or str(error)
         raise InputError(str(path), got=got, need="a file that can be read", fix="check it") from None
 

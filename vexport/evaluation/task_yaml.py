@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from vexport.errors import InputError
+from vexport.errors import InputError, require_working_disk
 
 Config = dict[str, object]
 
@@ -44,6 +44,7 @@ def parse_task(path: Path, trust: bool) -> Config:
     except FileNotFoundError:
         raise InputError(str(path), got="no such file", need="a task's YAML", fix="check the path") from None
     except OSError as error:
+        require_working_disk(error, path)
         raise InputError(str(path), got=str(error), need="a task's YAML", fix="check the path") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1

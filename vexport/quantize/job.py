@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.truncated import changed
+from vexport.checkpoint.truncated import unchanged
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
@@ -195,6 +195,7 @@ def write_checkpoint(
     with (
         resumable_directory(out, input_digest=work, overwrite=job.overwrite, note=note) as folder,
         watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
+        unchanged(index),
     ):
         write_recipe(text, folder)
 
@@ -210,8 +211,6 @@ def write_checkpoint(
             finish(index, plan, calibration, folder, shards, CONFIG)
         forget_progress(folder, shards)
         publish(folder)
-        if input_digest(index, plan, calibration, shard_bytes=job.shard_bytes) != digest:
-            raise changed(index.root, "files of another size or time than when the work began")
     return rounding
 
 

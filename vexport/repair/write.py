@@ -8,6 +8,7 @@ from pathlib import Path
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.header import read_header
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex
+from vexport.checkpoint.truncated import unchanged
 from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import write_text
@@ -23,6 +24,11 @@ def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgres
 
     `on_progress` counts the bytes of the weights. Memory holds one edit or one part of a file.
     """
+    with unchanged(view.index):
+        _write_files(view, folder, on_progress)
+
+
+def _write_files(view: CheckpointView, folder: Path, on_progress: OnProgress) -> None:
     index = view.index
     files: dict[Path, list[TensorInfo]] = {}
     for tensor in index.tensors.values():

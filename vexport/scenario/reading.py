@@ -8,7 +8,7 @@ import yaml
 
 from vexport.checkpoint.data_name import parse_data
 from vexport.checkpoint.source import with_revision
-from vexport.errors import InputError
+from vexport.errors import InputError, require_working_disk
 from vexport.errors.escaping import clip
 from vexport.outputs.replaceable import RECIPE
 from vexport.scenario.model import Scenario
@@ -60,6 +60,7 @@ def load_yaml(path: Path, need: str = "a scenario") -> object:
             str(path), got="no such file", need=need, fix="check the path; see scenarios/*.yaml"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
+        require_working_disk(error, path)
         raise InputError(
             str(path), got=str(error), need="a readable YAML file", fix="check the file"
         ) from None

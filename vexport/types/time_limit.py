@@ -15,6 +15,10 @@ _TIMERS = {
 }
 
 
+# Of a chat template and a conversation; real ones take milliseconds.
+TEMPLATE_SECONDS = 10.0
+
+
 @contextmanager
 def time_limit(seconds: float, clock: Clock) -> Iterator[None]:
     """Raise TimeoutError inside the block after so many seconds, of which there must be some.

@@ -41,9 +41,11 @@ def wrong_tokenizer_settings(settings: Mapping[str, Json]) -> Iterator[WrongSett
         if value is not None and not _is_token(value):
             yield WrongSetting(key=key, expected=TOKEN, got=repr(value))
     texts = [(key, token.get("content")) for key in SPECIAL if isinstance(token := settings.get(key), dict)]
-    empty = [key for key, text in texts if not text]
-    if "unk_token" in empty[1:]:  # those before it are looked up as the unknown one, which is none
-        yield WrongSetting(key="unk_token", expected="a token with a text", got=repr(settings["unk_token"]))
+    first = next((key for key, text in texts if not text), "unk_token")
+    unknown = settings.get("unk_token")
+    is_empty = unknown == "" or (isinstance(unknown, dict) and not unknown.get("content"))
+    if is_empty and SPECIAL.index(first) < SPECIAL.index("unk_token"):  # it is looked up as the unknown one
+        yield WrongSetting(key="unk_token", expected="a token with a text", got=repr(unknown))
     for key, value in settings.items():
         if key.endswith("_token") and key not in NO_TEXTS and isinstance(value, str) and not _is_token(value):
             yield WrongSetting(key=key, expected=TOKEN, got=repr(value))
@@ -74,29 +76,27 @@ def as_merged(settings: Mapping[str, Json], special: Mapping[str, Json]) -> dict
             merged[key] = {**value, "special": True, "__type": "AddedToken"}
         elif isinstance(value, list) and key == EXTRA:
             before = merged.get(EXTRA) or []
-            merged[key] = [
-                *(before if isinstance(before, list) else []),
-                *(_as_token(each) for each in value),
-            ]
+            if isinstance(before, list | str):  # otherwise it stays, and is wrong
+                merged[key] = [*before, *(_as_token(each) for each in value)]
         else:
             merged[key] = value
     _name_extra(merged)
     if EXTRA not in merged and OLDER in merged:
         merged[EXTRA] = merged.pop(OLDER)
         if not isinstance(special.get(OLDER), dict):
-            _name_extra(merged)
+            _name_extra(merged, keep_wrong=True)
     return merged
 
 
-def _name_extra(settings: dict[str, Json]) -> None:
-    """Further tokens as an object are tokens with names."""
+def _name_extra(settings: dict[str, Json], *, keep_wrong: bool = False) -> None:
+    """Further tokens as an object are tokens with names, and come before others of the same."""
     extra, before = settings.get(EXTRA), settings.get(NAMED)
     if isinstance(extra, dict):
         del settings[EXTRA]
         named = before if isinstance(before, dict) else {}
         wrong = {name: token for name, token in named.items() if not _is_token(token)}
         if extra:
-            settings[NAMED] = {**named, **extra, **wrong}
+            settings[NAMED] = {**named, **extra, **(wrong if keep_wrong else {})}
 
 
 def wrong_added_tokens(content: Mapping[str, Json]) -> Iterator[WrongSetting]:
@@ -193,9 +193,8 @@ def _is_added_token(value: Mapping[str, Json]) -> bool:
     if not all(map(_is_text, value)):
         return False
     flags = (value.get(flag, False) for flag in FLAGS)
-    return value.get("content") is None or (
-        _is_text(value["content"]) and all(isinstance(flag, bool) for flag in flags)
-    )
+    is_text = value.get("content") is None or _is_text(value["content"])
+    return is_text and all(isinstance(flag, bool) for flag in flags)
 
 
 def _is_text(value: Json) -> bool:
