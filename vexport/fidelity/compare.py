@@ -14,7 +14,7 @@ from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.fidelity import files, tensors
 from vexport.fidelity.activations import Observed, mismatches
-from vexport.fidelity.smoothing import Smoothing
+from vexport.fidelity.smoothing import Factors
 from vexport.fidelity.source import Source
 from vexport.fidelity.source_tensors import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
@@ -71,7 +71,7 @@ def _compared(
     origins = SourceTensors(view, source, reader)
     quantized = [layer for layer in layers_of(view).values() if layer.is_quantized]
     ratios: dict[str, float] = {}
-    smoothing = Smoothing(view, origins, reader)
+    smoothing = Factors(view, origins, reader)
     for number, layer in enumerate(quantized):
         comparison = _compare(view, origins, layer, inputs)
         if isinstance(comparison, WeightComparison) and comparison.is_doubtful and not inputs:
@@ -107,7 +107,7 @@ def _compare(
 
 
 def _smoothed(
-    view: CheckpointView, origins: SourceTensors, layer: Layer, smoothing: Smoothing
+    view: CheckpointView, origins: SourceTensors, layer: Layer, smoothing: Factors
 ) -> WeightComparison | None:
     """The comparison with a smoothed weight; None where that explains nothing."""
     pieces = smoothing.expected(layer.name, origins.weight(layer))
@@ -118,7 +118,7 @@ def _smoothed(
     return comparison
 
 
-def _factors(smoothing: Smoothing) -> Iterator[Finding]:
+def _factors(smoothing: Factors) -> Iterator[Finding]:
     if smoothing.layers:
         yield Finding(
             check=SOURCE,

@@ -29,7 +29,7 @@ BEFORE: Mapping[str, str] = {after: before for before, after in AFTER.items()}
 MOST_DISAGREEMENT = 0.1
 
 
-class Smoothing:
+class Factors:
     """The factors of a checkpoint against its source; `norms` are those that are explained by them."""
 
     def __init__(self, view: CheckpointView, origins: SourceTensors, reader: Reader) -> None:
