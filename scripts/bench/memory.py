@@ -1,18 +1,21 @@
 """What `plan` predicts of a rank's memory next to what real vLLM holds on this CPU: weights and KV cache.
 
-    .venv/bin/python scripts/bench/memory.py MODEL... [--schemes FP8_DYNAMIC,W8A8,W4A16_G64,NVFP4A16]
+    .venv/bin/python scripts/bench/memory.py [MODEL...] [--schemes FP8_DYNAMIC,W8A8,W4A16_G64,NVFP4A16]
 
 Each model, and a small Gemma 3 with windows that is made here, is quantized without data and loaded in vLLM.
-The weights are the bytes of its parameters and buffers when all are loaded: before kernels of the CPU build
-pack them again, and after. The KV cache has 1 GiB: vLLM says how many tokens that is, whole blocks.
+The weights are the bytes of its parameters and buffers but for the table of rotary angles when all are
+loaded: before kernels of the CPU build pack them again, and after (with the table). The KV cache has 1 GiB:
+vLLM says how many tokens that is, whole blocks.
 """
 
 import argparse
-import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 SCHEMES = ("FP8_DYNAMIC", "W8A8", "W4A16_G64", "NVFP4A16")
@@ -31,17 +34,19 @@ class Held:
 
 def main() -> None:
     """Print a row for each model and scheme."""
-    if sys.argv[1:2] == ["--hold"]:
-        print(json.dumps(asdict(hold(Path(sys.argv[2])))))
+    if sys.argv[1:2] == ["--gemma"]:
+        gemma(Path(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("models", type=Path, nargs="*")
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     arguments = parser.parse_args()
+    prepare()
     print("| model | scheme | weights: plan | vLLM | | after packing | tokens in 1 GiB: plan | vLLM | |")
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        windowed = gemma(Path(folder) / "gemma3-windows")
+        windowed = Path(folder) / "gemma3-windows"
+        subprocess.run([sys.executable, __file__, "--gemma", str(windowed)], check=True, capture_output=True)
         for model in (*arguments.models, windowed):
             for scheme in arguments.schemes.split(","):
                 print(row(model.resolve(), scheme, Path(folder) / f"{model.name}-{scheme}"), flush=True)
@@ -53,10 +58,8 @@ def row(model: Path, scheme: str, out: Path) -> str:
     unsupported = ["--on-unsupported-shape", "smaller-group"]
     subprocess.run([*command, *unsupported], check=True, stdout=subprocess.DEVNULL)
     weights, tokens = predicted(model, scheme)
-    done = subprocess.run(
-        [sys.executable, __file__, "--hold", str(out)], check=True, capture_output=True, text=True
-    )
-    held = Held(**json.loads(done.stdout.splitlines()[-1]))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        held = pool.submit(hold, out).result()
     cells = [model.name, scheme, f"{weights:,}", f"{held.loaded:,}", share(weights, held.loaded)]
     cells += [f"{held.packed:,}", f"{tokens:,}", f"{held.tokens:,}", share(tokens, held.tokens)]
     return f"| {' | '.join(cells)} |"
@@ -85,13 +88,18 @@ def predicted(model: Path, scheme: str) -> tuple[int, int]:
     return weights_held(index, plan, 1)[0], KV_BYTES * LENGTH // cache.sequence_bytes(LENGTH)
 
 
-def hold(checkpoint: Path) -> Held:
-    """Load it in vLLM, in this process."""
-    import os
-
+def prepare() -> None:
+    """Import vLLM once, for the processes that load in it."""
     from vexport.engine.session import worker_environment
 
-    os.environ.update(worker_environment() | {"VLLM_CPU_KVCACHE_SPACE": "1"})
+    os.environ.update(worker_environment() | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    from vexport.engine.worker import preload
+
+    preload()
+
+
+def hold(checkpoint: Path) -> Held:
+    """Load it in vLLM, in this process."""
     from vllm.model_executor.model_loader import base_loader
 
     from vexport.engine.messages import SessionRequest
@@ -109,19 +117,18 @@ def hold(checkpoint: Path) -> Held:
     llm = _load(dict(model_arguments(request, CPU)) | {"skip_tokenizer_init": True}, CPU)
     config = llm.llm_engine.vllm_config.cache_config
     (packed,) = llm.collective_rpc("vexport_weight_bytes")
-    assert config.num_gpu_blocks is not None
-    print(json.dumps(asdict(config), default=str), file=sys.stderr)
-    return Held(loaded=loaded[0], packed=packed, tokens=config.num_gpu_blocks * config.block_size)
+    return Held(loaded=loaded[0], packed=packed, tokens=config.kv_cache_size_tokens)
 
 
 def num_bytes(model) -> int:  # type: ignore[no-untyped-def]
-    """Of parameters and buffers, each storage once."""
-    tensors = (*model.parameters(), *model.buffers())
+    """Of parameters and buffers, each storage once; a table of rotary angles is left out."""
+    buffers = [one for name, one in model.named_buffers() if not name.endswith("cos_sin_cache")]
+    tensors = (*model.parameters(), *buffers)
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
     return sum(storages.values())
 
 
-def gemma(folder: Path) -> Path:
+def gemma(folder: Path) -> None:
     """Six layers of random weights, five of which see a window of 128 tokens."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -139,7 +146,6 @@ def gemma(folder: Path) -> Path:
         architectures=["Gemma3ForCausalLM"],
     )
     Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 if __name__ == "__main__":

@@ -307,3 +307,14 @@ def test_plan_shows_what_a_rank_holds(tp: int, tmp_path: Path) -> None:
 def test_plan_without_a_scheme_points_to_recommend(tmp_path: Path) -> None:
     ran = vexport("plan", save_llama(tmp_path / "model"), "--gpu", "H100")
     assert (ran.code, "vexport recommend" in ran.stderr) == (2, True)
+
+
+def test_schemes_without_a_name_of_their_own_are_placed_when_they_are_asked_for(llama: SourceIndex) -> None:
+    target = Target(card=H100, context=64)
+    found = recommend(llama, target, ("W4A16_G64", "W8A8"))
+    names = [row.scheme for row in found.schemes]
+    assert names.count("W8A8") == 1
+    assert names[-1] == "W4A16_G64"
+    row = row_of(found, "W4A16_G64")
+    assert row_of(found, "W8A8").weight_bytes > row.weight_bytes
+    assert row.speed is not None

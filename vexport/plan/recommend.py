@@ -1,6 +1,6 @@
 """Every scheme for one model on one GPU, and which to start with: from headers and data sheets alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from vexport.architectures.versions import facts_of, nearest_version
@@ -99,13 +99,14 @@ class _Model:
         return sum(stage.seconds for stage in stages if stage.stage != "check")
 
 
-def recommend(index: SourceIndex, target: Target) -> Recommendation:
-    """Every scheme on the target, and the one to start with.
+def recommend(index: SourceIndex, target: Target, others: Sequence[str] = ()) -> Recommendation:
+    """Every scheme of a name on the target, and the `others`, such as W4A16_G64; the one to start with.
 
     Raises InputError for a source that cannot be a source, as `build_plan` does.
     """
     settings = Settings(ranks=(target.tp,))
-    table = scheme_table(index, (), settings, scheme_names())
+    names = dict.fromkeys((*scheme_names(), *others))
+    table = scheme_table(index, (), settings, tuple(names))
     plan = build_plan(index, (Rule(match="Linear", scheme=PROBE),), settings)
     model = _Model(
         index=index,

@@ -112,10 +112,12 @@ def table_of_schemes(
         return replace(table, source=pinned_source(source, root))
 
 
-def recommendation_of(source: str, target: Target, on_progress: OnProgress) -> Recommendation:
+def recommendation_of(
+    source: str, target: Target, on_progress: OnProgress, others: Sequence[str] = ()
+) -> Recommendation:
     """Which scheme to start with for a model, from its headers; see `vexport.plan.recommend`."""
     with source_headers(source, on_progress) as root:
-        found = recommend(read_index(root), target)
+        found = recommend(read_index(root), target, others)
         return replace(found, source=pinned_source(source, root))
 
 

@@ -79,7 +79,8 @@ def _table(found: SchemeComparison) -> doc.Table:
     shown = _bound if found.speed_kind == "bound" else _measured
     columns = (
         Column("scheme", nowrap=True),
-        *doc.columns("result", ">bits"),
+        Column("result", nowrap=True),
+        *doc.columns(">bits"),
         Column("size", numeric=True, nowrap=True),
         *(doc.columns(">KV tokens") if found.gpu else ()),
         *doc.columns(">KL"),

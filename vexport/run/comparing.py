@@ -68,7 +68,7 @@ def compare_schemes(
     """
     _begin(folder, overwrite=overwrite)
     first = next(iter(scenarios.values()))
-    found = recommendation_of(first.source, target, options.on_progress) if target else None
+    found = recommendation_of(first.source, target, options.on_progress, tuple(scenarios)) if target else None
     reports: dict[str, Report] = {}
     problems: dict[str, VexportError] = {}
     for scheme, scenario in scenarios.items():
