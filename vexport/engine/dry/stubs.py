@@ -71,7 +71,8 @@ def stub_reloading() -> None:
 
 
 class AbsentValues(TorchFunctionMode):
-    """While a model is built: numbers that it computes and reads back (slopes of ALiBi, say) are all 1."""
+    """While a model is built: numbers that it computes and reads back (slopes of ALiBi, say) are all 1, and
+    what it allocates on the GPU has no memory."""
 
     def __torch_function__(
         self,
@@ -82,7 +83,10 @@ class AbsentValues(TorchFunctionMode):
     ) -> object:
         if func is torch.Tensor.tolist and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             return torch.ones(args[0].shape, device="cpu").tolist()
-        return func(*args, **(kwargs or {}))
+        given = dict(kwargs or {})
+        if str(given.get("device")).startswith("cuda"):
+            given["device"] = "meta"
+        return func(*args, **given)
 
 
 def stub_packages() -> None:
@@ -160,12 +164,20 @@ class _AnyAttribute(type):
 
 
 class _Absent(ModuleType):
-    """Stands for an optional package that is not installed: any name in it is an empty class."""
+    """Stands for an optional package that is not installed: any name in it is an empty class, but for
+    FlashInfer's functions, which vLLM 0.33 asks for sizes when it builds an attention."""
 
-    def __getattr__(self, name: str) -> _AnyAttribute:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
+        if self.__name__.startswith("flashinfer") and name.islower():
+            return _one
         return _AnyAttribute(name, (), {})
+
+
+def _one(*_: object, **__: object) -> int:
+    """A size."""
+    return 1
 
 
 class _AbsentPackages(MetaPathFinder, Loader):
