@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from sizes import watched
 
 from tests.architectures.headers import CONFIGS, save_headers
 from vexport.checkpoint.index import read_index
@@ -101,10 +102,9 @@ def measured(title: str, arguments: Sequence[str], answer: str | None) -> None:
     print(f"| {title}", end=" | ", flush=True)
     with Path(answer or os.devnull).open("w") as stream:
         process = subprocess.Popen([sys.executable, *arguments], stdout=stream if answer else None)
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+        memory, usage = watched(process)
     print(f"exit code {process.returncode}", end="")
-    print(f" | {usage.ru_utime + usage.ru_stime:.1f} s | {usage.ru_maxrss / 1000:.0f} MB |", flush=True)
+    print(f" | {usage.ru_utime + usage.ru_stime:.1f} s | {memory / 1e6:.0f} MB |", flush=True)
 
 
 if __name__ == "__main__":

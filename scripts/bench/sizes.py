@@ -17,8 +17,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from resource import struct_rusage
 
 from tests.architectures.headers import CONFIGS, SMALLER, save_headers
 from vexport.checkpoint.index import read_index
@@ -57,8 +59,7 @@ def measure(model: str, scheme: str, folder: Path, most: float) -> str:
     process = subprocess.Popen(
         [*call, *(["--part", f"1/{parts}"] if parts > 1 else [])], stdout=subprocess.DEVNULL
     )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    memory, usage = watched(process)
     shutil.rmtree(out.parent)
     if process.returncode:
         return f"| {model} | exit code {process.returncode} |"
@@ -66,13 +67,26 @@ def measure(model: str, scheme: str, folder: Path, most: float) -> str:
     expected = _stage(index_estimates(source, scheme), "quantize")
     # Rates are of two cores: a second of the estimate is two of the processor.
     predicted = START_SECONDS + 2 * (expected.seconds - START_SECONDS) * share
-    memory, foreseen = usage.ru_maxrss * 1024, expected.memory_bytes
+    foreseen = expected.memory_bytes
     return (
         f"| {model} | {index.num_parameters / GIGA:,.0f} B | {'whole' if parts == 1 else f'1/{parts}'} | "
         f"{read / GIGA:.1f} GB | {seconds:.0f} s | {seconds / read * GIGA:.2f} s | "
         f"{predicted:.0f} s ({_error(predicted, seconds)}) | {memory / 1e6:,.0f} MB | "
         f"{foreseen / 1e6:,.0f} MB ({_error(foreseen, memory)}) |"
     )
+
+
+def watched(process: "subprocess.Popen[bytes]") -> tuple[int, struct_rusage]:
+    """The largest resident set of a process in bytes, and its usage, whose own figure begins with ours."""
+    most, status_file = 0, Path(f"/proc/{process.pid}/status")
+    while True:
+        found, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if found:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return most * 1024, usage
+        lines = [line.split() for line in status_file.read_text().splitlines() if line.startswith("VmHWM")]
+        most = max([most, *(int(fields[1]) for fields in lines)])
+        time.sleep(0.05)
 
 
 def index_estimates(source: Path, scheme: str) -> Sequence[Estimate]:
