@@ -37,8 +37,9 @@ def four() -> Iterator[Hosts]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """All files but the recipe, which names its folder."""
-    return {file.name: digest_file(file) for file in folder.iterdir() if file.name != "recipe.yaml"}
+    """All files but the recipe, which names its folder, and the list of files with the recipe's digest."""
+    own = ("recipe.yaml", "vexport.json")
+    return {file.name: digest_file(file) for file in folder.iterdir() if file.name not in own}
 
 
 def call(root: Path, out: Path, scheme: str, *options: object) -> list[object]:
