@@ -303,3 +303,19 @@ def test_a_repair_that_fails_folds_what_it_names(good: Callable[[str], Path], tm
     assert ran.stdout.startswith("Cannot be repaired\nerror  model.layers.0-2.mlp.down_proj.weight_scale  [")
     assert ran.stdout.count("error  ") == 1
     assert "  and 2 more like it: " in ran.stdout
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.fault("stdin, stdout or stderr closed: the same exit code, the others whole")
+def test_closed_streams_are_nowhere(closed: str, llama: Path, tmp_path: Path) -> None:
+    """The first file that is opened must not get the number of one that C code prints to."""
+    call = f"{sys.executable} -m vexport"
+    sound, missing = f"{call} check {llama} -o {tmp_path}/a.json", f"{call} check /none"
+    command = f"{sound} {closed}; echo $? >&9; {missing} {closed}; echo $? >&9"
+    codes = tmp_path / "codes"
+    ran = subprocess.run(
+        ["bash", "-c", f"exec 9>{codes}; {command}"], capture_output=True, text=True, check=False
+    )
+    assert codes.read_text().split() == ["0", "2"]
+    assert "Traceback" not in ran.stderr
+    assert json.loads((tmp_path / "a.json").read_text())[0]["ok"]

@@ -109,11 +109,25 @@ def run() -> int:
 
 def main() -> None:
     """The console script: the process ends with the handlers in place."""
+    open_closed_streams()
     with Interrupts() as interrupts:
         code = _run(interrupts)
         # Not sys.exit: Python ends by SIGINT where the exception passed code that was made from text, as
         # dataclasses make it while they are imported; and what is loaded takes long to be taken apart.
         os._exit(code)
+
+
+def open_closed_streams() -> None:
+    """Point what a caller closed of stdin, stdout and stderr to nowhere.
+
+    Otherwise the first files that are opened get their numbers, and what C code prints goes into them.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115, PTH123
 
 
 def _run(interrupts: Interrupts) -> int:
