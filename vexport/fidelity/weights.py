@@ -264,11 +264,13 @@ def _judged(parts: Sequence[_Part], errors_of: ErrorsOf, columns: int) -> Weight
 
 
 def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
-    """The noise up to which a part is sound: by what rounding leaves, or what most rows have in its columns.
+    """The noise up to which a part is sound: by what rounding leaves in the layer or in its row, where that is
+    more, or what most rows have in its columns.
 
     A search that weighs errors by the inputs gives columns next to a very large one coarse scales.
     """
-    usual = torch.maximum(WRONG_PART_FACTOR * rounding.mean(), OWN_ROUNDING_FACTOR * rounding)
+    of_row = rounding.mean(dim=1, keepdim=True).clamp_min(float(rounding.mean()))
+    usual = torch.maximum(WRONG_PART_FACTOR * of_row, OWN_ROUNDING_FACTOR * rounding)
     if len(noise) < FEWEST_PARTS:
         return usual
     of_columns = WRONG_PART_FACTOR * noise.median(dim=0).values
