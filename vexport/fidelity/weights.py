@@ -264,8 +264,8 @@ def _judged(parts: Sequence[_Part], errors_of: ErrorsOf, columns: int) -> Weight
 
 
 def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
-    """The noise up to which a part is sound: by what rounding leaves in the layer or in its row, where that is
-    more, or what most rows have in its columns.
+    """The noise up to which a part is sound: by what rounding leaves in the layer, or in its row where that
+    is more, or what most rows have in its columns.
 
     A search that weighs errors by the inputs gives columns next to a very large one coarse scales.
     """

@@ -23,9 +23,9 @@ def side_files(paths: Iterable[str]) -> list[str]:
 
 def _is_side_file(path: str) -> bool:
     relative = PurePosixPath(path)
-    if _OTHER_FORMATS.intersection(relative.parts[:-1]) or any(
-        part.startswith(".") for part in relative.parts
-    ):
+    if _OTHER_FORMATS.intersection(relative.parts[:-1]) or relative.is_absolute():
+        return False
+    if any(part.startswith(".") for part in relative.parts):  # hidden, or out of the folder
         return False
     if _OTHER_INDEX.fullmatch(relative.name):
         return path == INDEX_NAME
