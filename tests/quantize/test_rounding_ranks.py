@@ -69,7 +69,7 @@ def begun(work: Path, ranks: Ranks) -> None:
         ("NVFP4", ("--rounding", "nearest")),
         ("FP8", ("--rounding", "nearest", "--kv-cache", "fp8")),
         ("W4A16", ("--rounding", "gptq")),
-        ("NVFP4", ("--rounding", "refit", "--kv-cache", "fp8")),
+        ("NVFP4", ("--rounding", "refit", "--kv-cache", "fp8", "--smoothing", 0.5)),
     ],
 )
 def test_one_two_and_four_ranks_write_the_same(
@@ -94,7 +94,7 @@ def test_a_rank_without_rows_adds_up_and_rounds_its_experts(tmp_path: Path) -> N
     """The cache is calibrated in the quantized stream."""
     save(expert_configs()["qwen3_moe"], tmp_path / "model")
     write_calibration(tmp_path / "text.jsonl", rows=1, vocabulary=64)
-    options = ("--rounding", "gptq", "--kv-cache", "fp8")
+    options = ("--rounding", "gptq", "--kv-cache", "fp8", "--smoothing", 0.5)
     one = quantize(tmp_path / "model", tmp_path / "one", "MXFP4", *call(tmp_path, tmp_path, "")[5:], *options)
     ranks = finished(start(2, tmp_path / "said", [call(tmp_path, tmp_path / "two", "MXFP4", *options)]))
     assert "gptq of" in ranks.stdout(0)
