@@ -122,8 +122,13 @@ class _Sizes:
             yield
         self._last = None
 
-    def of(self, names: Iterable[str]) -> torch.Tensor:
-        """The largest among some modules' inputs, (channels,) float32, but for a factor that all share."""
+    def knows(self, weights: Iterable[str]) -> bool:
+        """Whether one of these weights has been multiplied with an input."""
+        return any(name.removesuffix(".weight") in self._squares for name in weights)
+
+    def of(self, weights: Iterable[str]) -> torch.Tensor:
+        """The largest among their inputs, (channels,) float32, but for a factor that all share."""
+        names = (name.removesuffix(".weight") for name in weights)
         return torch.stack([self._squares[name] for name in names if name in self._squares]).amax(0).sqrt()
 
     def _see(self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -155,10 +160,14 @@ class _Smoothed(LayerByLayer):
         with sizes.watching(self._wanted(layer, name)):
             failure = super()._layer(number, calls)
         if failure is None:
-            run = partial(calls[0].run, layer, first)
+
+            def run() -> torch.Tensor:
+                return calls[0].run(layer, first.clone())
+
             expected = run()
             for fold in self._folds(layer, name, run):
-                self._try(layer, name, fold, sizes, lambda: torch.equal(run(), expected))
+                if sizes.knows(fold.columns):
+                    self._try(layer, name, fold, sizes, lambda: torch.equal(run(), expected))
         return failure
 
     def _wanted(self, layer: torch.nn.Module, prefix: str) -> dict[str, torch.nn.Module]:
@@ -238,7 +247,7 @@ class _Smoothed(LayerByLayer):
         sizes: _Sizes,
     ) -> torch.Tensor:
         """By which rows are divided and columns multiplied, as whole numbers in float32."""
-        inputs = sizes.of(name.removesuffix(".weight") for name in fold.columns)
+        inputs = sizes.of(fold.columns)
         squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
         weights = torch.stack(squares).amax(0).sqrt()
         scale = self.strength * _log2(inputs) - (1 - self.strength) * _log2(weights)
