@@ -52,34 +52,22 @@ def find_smoothing(
     Raises what `vexport.calibration.forward.watch` raises.
     """
     require_device(device)
-    find = partial(
-        _find, index, groups, strength, samples, on_layer, trust_remote_code=trust_remote_code, device=device
-    )
-    with process_group():
-        return on_first(find)
-
-
-def _find(
-    index: SourceIndex,
-    groups: Sequence[FusionGroup],
-    strength: float,
-    samples: Samples,
-    on_layer: OnLayer,
-    *,
-    trust_remote_code: bool,
-    device: str,
-) -> Mapping[str, Smoothing]:
     chosen = [number * len(samples.rows) // ROWS for number in range(ROWS)]
     batches = make_batches(samples.taken(list(dict.fromkeys(chosen))), 1)
     nothing = Watched(inputs={}, importance={}, layers={})
-    with torch.no_grad(), Reader() as reader, hidden_states() as hidden:
-        model = _Smoothed(
-            index, reader, batches, hidden, nothing, trust_remote_code=trust_remote_code, device=device
-        )
-        model.prepare(groups, strength)
-        failure = model.run(on_layer)
-    raise_first([failure] if failure else [])
-    return model.found
+
+    def find() -> Mapping[str, Smoothing]:
+        with torch.no_grad(), Reader() as reader, hidden_states() as hidden:
+            model = _Smoothed(
+                index, reader, batches, hidden, nothing, trust_remote_code=trust_remote_code, device=device
+            )
+            model.prepare(groups, strength)
+            failure = model.run(on_layer)
+        raise_first([failure] if failure else [])
+        return model.found
+
+    with process_group():
+        return on_first(find)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

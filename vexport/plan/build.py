@@ -28,9 +28,8 @@ from vexport.types import Finding, FusionGroup, KvCache, LinearPlan, OnUnsupport
 class Settings:
     """What else a plan depends on: tensor parallel sizes to serve, what becomes of unsupported shapes, the
     KV cache, whether there is calibration text and how much inputs are smoothed by it (None: as the schemes
-    need). With `smaller_groups` layers take the largest group size that
-    fits before any is refused or kept. `origin` is what the advice of refusals names: options or keys of a
-    scenario.
+    need). With `smaller_groups` layers take the largest group size that fits before any is refused or kept.
+    `origin` is what the advice of refusals names: options or keys of a scenario.
     """
 
     ranks: Sequence[int] = (1,)
