@@ -27,7 +27,8 @@ from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, header_bytes, write_i
 from vexport.checks import check_checkpoint
 from vexport.plan import build_plan
 from vexport.plan.source import DEFAULTS, rules_for
-from vexport.quantize.stream import planned_shards, write_config
+from vexport.quantize.finishing import write_config
+from vexport.quantize.stream import planned_shards
 from vexport.types import TensorInfo
 
 LARGE = ("Llama-3.1-405B", "DeepSeek-V3", "Kimi-K2")

@@ -26,6 +26,7 @@ from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
 from vexport.plan.needs import calibration_need, needs_rounding, needs_search
 from vexport.plan.source import DEFAULTS, plan_source
+from vexport.quantize.finishing import finish, forget_progress
 from vexport.quantize.parts import (
     CONFIG,
     made_from,
@@ -40,14 +41,7 @@ from vexport.quantize.parts import (
 )
 from vexport.quantize.recipe import recipe, write_recipe
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
-from vexport.quantize.stream import (
-    Search,
-    finish,
-    forget_progress,
-    input_digest,
-    planned_shards,
-    write_shards,
-)
+from vexport.quantize.stream import Search, input_digest, planned_shards, write_shards
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
 from vexport.types import Calibration, OnProgress, Part, Plan, silent
@@ -120,7 +114,8 @@ def quantize_source(
         if is_rank_zero():
             rounding = write_checkpoint(job, index, plan, calibration)
         else:
-            rounding = _write_weights(job, index, plan, calibration, None)
+            shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
+            rounding = _write_weights(job, index, plan, calibration, shards, None)
     return plan, calibration, rounding
 
 
@@ -203,8 +198,9 @@ def write_checkpoint(
             compilation.end()
             job.on_progress(stage, done, total)
 
-        rounding = _write_weights(replace(job, on_progress=on_progress), index, plan, calibration, folder)
         shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
+        watched = replace(job, on_progress=on_progress)
+        rounding = _write_weights(watched, index, plan, calibration, shards, folder)
         if job.part is None:
             finish(index, plan, calibration, folder, shards)
         elif job.part.number == 1:
@@ -215,13 +211,17 @@ def write_checkpoint(
 
 
 def _write_weights(
-    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None, folder: Path | None
+    job: QuantizeJob,
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    shards: Sequence[Shard],
+    folder: Path | None,
 ) -> RoundingReport | None:
-    """Round the weights and write their files, with the other ranks those of this one; all of them call.
+    """Round the weights and write, of all `shards`, those of the job's part and of this rank; all ranks call.
 
     `folder` is the working folder, of the first rank's host; others pass None.
     """
-    shards: Sequence[Shard] = planned_shards(index, plan, shard_bytes=job.shard_bytes)
     if job.part is not None:
         shards = own_shards(shards, job.part, index)
     if has_ranks():

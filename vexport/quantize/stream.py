@@ -4,9 +4,7 @@ Rows are read, quantized and written a few at a time: memory does not grow with 
 loads torch; a search for scales, which does, is passed in.
 """
 
-import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +16,11 @@ from typing import TextIO
 
 import numpy as np
 
-from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.progress import progress_file
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.remote.mirror import remote_of
-from vexport.checkpoint.smoothed import reader_of, write_smoothing
+from vexport.checkpoint.smoothed import reader_of
 from vexport.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
     Array,
@@ -33,10 +29,8 @@ from vexport.checkpoint.writer import (
     ShardWriter,
     WriteUnit,
     split_shards,
-    write_index,
 )
-from vexport.files import digest_bytes, write_text
-from vexport.formats.config import quantization_config
+from vexport.files import digest_bytes
 from vexport.formats.kv_cache import kv_scales
 from vexport.formats.packing.base import (
     STORAGES,
@@ -49,15 +43,14 @@ from vexport.formats.packing.base import (
 )
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.codes import largest_magnitude
-from vexport.outputs.replaceable import RECIPE
 from vexport.plan import blocks, output_blocks
 from vexport.plan.blocks import group_layout
 from vexport.plan.needs import calibration_need, needs_search
+from vexport.quantize.finishing import finish, forget_progress
 from vexport.types import (
     AttentionLayer,
     Calibration,
     FusionGroup,
-    Json,
     LinearPlan,
     OnProgress,
     Plan,
@@ -153,41 +146,12 @@ def write_shards(
                     on_progress("quantize (bytes)", done, total)
 
 
-def finish(
-    index: SourceIndex,
-    plan: Plan,
-    calibration: Calibration | None,
-    folder: Path,
-    shards: Sequence[Shard],
-    config: str = "config.json",
-) -> None:
-    """Write what a checkpoint has besides weights: the index of all `shards`, side files, `config` last."""
-    write_index(folder, shards)
-    _copy_side_files(index, folder)
-    write_smoothing(calibration.smoothing if calibration else {}, folder)
-    write_config(index, plan, folder, config)
-
-
-def forget_progress(folder: Path, shards: Sequence[Shard]) -> None:
-    """Remove what tells how far shards are written: they are whole."""
-    for shard in shards:
-        progress_file(folder / shard.name).unlink(missing_ok=True)
-
-
 def planned_shards(index: SourceIndex, plan: Plan, *, shard_bytes: int) -> tuple[Shard, ...]:
     """The files of weights of the quantized checkpoint, and what each is made of."""
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
     units = [WriteUnit(source=unit, tensors=tensors) for unit, tensors in zip(sources, specs, strict=True)]
     return split_shards(units, shard_bytes=shard_bytes)
-
-
-def _copy_side_files(index: SourceIndex, folder: Path) -> None:
-    """Tokenizer, templates and the like; not the recipe of a source that is vexport's own."""
-    for file in index.side_files:
-        if file.name != RECIPE:
-            shutil.copyfile(file, folder / file.name)
-    copy_named_templates(index.root, folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,11 +339,3 @@ def input_digest(index: SourceIndex, plan: Plan, calibration: Calibration | None
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = (__version__, states, index.config, plan, calibration, shard_bytes)
     return digest_bytes(repr(parts).encode())
-
-
-def write_config(index: SourceIndex, plan: Plan, folder: Path, name: str) -> None:
-    """Write config.json, as `name`: the source's, with the quantization that vLLM has to know."""
-    config: dict[str, Json] = dict(index.config)
-    if plan.groups or plan.attention:
-        config["quantization_config"] = quantization_config(plan)
-    write_text(folder / name, json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,53 @@
+"""What a quantized checkpoint has besides its weights: index, side files, config.json, which comes last."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from vexport.checkpoint.chat_template import copy_named_templates
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.progress import progress_file
+from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
+from vexport.checkpoint.writer import Shard, write_index
+from vexport.files import write_text
+from vexport.formats.config import quantization_config
+from vexport.outputs.replaceable import RECIPE
+from vexport.types import Calibration, Json, Plan
+
+
+def finish(
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    folder: Path,
+    shards: Sequence[Shard],
+    config: str = "config.json",
+) -> None:
+    """Write what a checkpoint has besides weights: the index of all `shards`, side files, `config` last."""
+    write_index(folder, shards)
+    _copy_side_files(index, folder)
+    write_smoothing(calibration.smoothing if calibration else {}, folder)
+    write_config(index, plan, folder, config)
+
+
+def forget_progress(folder: Path, shards: Sequence[Shard]) -> None:
+    """Remove what tells how far shards are written: they are whole."""
+    for shard in shards:
+        progress_file(folder / shard.name).unlink(missing_ok=True)
+
+
+def write_config(index: SourceIndex, plan: Plan, folder: Path, name: str) -> None:
+    """Write config.json, as `name`: the source's, with the quantization that vLLM has to know."""
+    config: dict[str, Json] = dict(index.config)
+    if plan.groups or plan.attention:
+        config["quantization_config"] = quantization_config(plan)
+    write_text(folder / name, json.dumps(config, indent=2) + "\n")
+
+
+def _copy_side_files(index: SourceIndex, folder: Path) -> None:
+    """Tokenizer, templates and the like; not what vexport left in a source that is its own."""
+    for file in index.side_files:
+        if file.name not in (RECIPE, SMOOTHING):
+            shutil.copyfile(file, folder / file.name)
+    copy_named_templates(index.root, folder)
