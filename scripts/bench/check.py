@@ -1,4 +1,4 @@
-"""Time of `vexport check` beside the time it takes to read the same files: a dense model and a mixture.
+"""Time of `vexport check` next to the time it takes to read the same files: a dense model and a mixture.
 
     .venv/bin/python scripts/bench/check.py [--scheme NVFP4A16]... [--experts 128] [--layers 3] [--repeats 3]
                                             [--folder DIR] [--json]
@@ -49,12 +49,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One checkpoint: its size in GB and tensors, seconds and MB of the check, seconds of reading it."""
+    """One checkpoint: its size in GB and tensors, seconds (by the clock, of the processor) and MB of the
+    check, seconds of reading it."""
 
     checkpoint: str
     gigabytes: float
     tensors: int
     seconds: float
+    cpu: float
     megabytes: float
     read: float
 
@@ -204,6 +206,7 @@ def measure(checkpoint: Path, repeats: int) -> Row:
         gigabytes=sum(shard.stat().st_size for shard in shards) / 1e9,
         tensors=len(index["weight_map"]),
         seconds=min(run.seconds for run in ran),
+        cpu=min(run.cpu for run in ran),
         megabytes=max(run.megabytes for run in ran),
         read=min(read),
     )
@@ -218,10 +221,11 @@ def reading(shards: Sequence[Path]) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text; the last column is the check as a multiple of the reading."""
-    head = "".join(f"{name:>9}" for name in ("GB", "tensors", "check s", "MB", "cat s", "of cat"))
+    head = "".join(f"{name:>9}" for name in ("GB", "tensors", "check s", "CPU s", "MB", "cat s", "of cat"))
     lines = [f"{'':28}{head}"]
     for row in rows:
-        cells = (row.gigabytes, row.tensors, row.seconds, row.megabytes, row.read, row.seconds / row.read)
+        times = (row.seconds, row.cpu, row.megabytes, row.read, row.seconds / row.read)
+        cells = (row.gigabytes, row.tensors, *times)
         lines.append(f"{row.checkpoint:28}" + "".join(f"{cell:9.2f}" for cell in cells))
     return "\n".join(lines)
 

@@ -62,8 +62,11 @@ class Nvfp4(Format):
         """Of 6, which is code 7; searches for less error end one below."""
         if codes.shape[1] % (NVFP4_GROUP // 2):
             return None
-        pairs = codes.reshape(-1, NVFP4_GROUP // 2)
-        return (pairs & 0x7).max(axis=1).clip(min=(pairs >> 4 & 0x7).max(axis=1)), 6
+        import numpy as np
+
+        largest = np.maximum(codes & 0x7, codes >> 4 & 0x7).reshape(-1, NVFP4_GROUP // 2)
+        # Column by column: numpy takes ten times as long for the largest of a few neighbours.
+        return np.maximum.reduce([*largest.T]), 6
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
         """The global scale; those of the groups are made when the model runs."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from vexport.architectures import resolve
 from vexport.architectures.fusion import fuse, moe_layer
@@ -20,8 +21,10 @@ from vexport.plan.ranks import OTHER_RANKS, is_uneven, refused_ranks
 from vexport.plan.rules import Treatment, choose_rule, hidden_rules, require_matching_rules
 from vexport.plan.shapes import SHAPE, kept_instead, refusal, unsupported
 from vexport.plan.smoothing import smoothing_strength
-from vexport.scenario import Rule
 from vexport.types import Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
+
+if TYPE_CHECKING:
+    from vexport.scenario import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class Settings:
         return replace(self, on_unsupported_shape="keep", smaller_groups=self.takes_smaller_groups)
 
 
-def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = Settings()) -> Plan:
+def build_plan(index: SourceIndex, rules: Sequence["Rule"], settings: Settings = Settings()) -> Plan:
     """Decide for every tensor of a checkpoint whether and how it is quantized.
 
     Layers that vLLM fuses form one group. What vLLM would not run is a refusal in the plan, not an
@@ -101,7 +104,7 @@ def build_plan(index: SourceIndex, rules: Sequence[Rule], settings: Settings = S
     )
 
 
-def hidden_rule_notes(index: SourceIndex, rules: Sequence[Rule]) -> tuple[Finding, ...]:
+def hidden_rule_notes(index: SourceIndex, rules: Sequence["Rule"]) -> tuple[Finding, ...]:
     """A warning for each rule a user wrote that earlier rules leave without a layer."""
     if len(rules) < 2:
         return ()

@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan.linears import Place
-from vexport.scenario import Rule
 from vexport.types import Finding
 from vexport.types.observer_names import EXPANDED, IMPORTANCE, MIN_MAX
 from vexport.types.patterns import matches as pattern_matches
 from vexport.types.rounding import Rounding
+
+if TYPE_CHECKING:
+    from vexport.scenario import Rule
 
 ALL = "Linear"
 PATTERN = "re:"
@@ -33,7 +35,7 @@ class Treatment(NamedTuple):
     rounding: Rounding
 
 
-def choose_rule(rules: Sequence[Rule], name: str, place: Place, *, has_text: bool) -> Treatment | None:
+def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool) -> Treatment | None:
     """What the first rule that matches a linear layer does to it; None where it stays unquantized.
 
     What is outside the decoder layers is quantized only by a rule that names it rather than all linear
@@ -66,7 +68,7 @@ def default_observer(scheme: str, rounding: Rounding) -> str:
     return EXPANDED if weights.strategy == "tensor_group" else IMPORTANCE
 
 
-def _applies(rule: Rule, name: str, place: Place) -> bool:
+def _applies(rule: "Rule", name: str, place: Place) -> bool:
     """Whether a rule decides about a layer if none before it does."""
     if rule.match == ALL and place != "decoder":
         return False
@@ -75,7 +77,7 @@ def _applies(rule: Rule, name: str, place: Place) -> bool:
     return matches(rule.match, name)
 
 
-def hidden_rules(rules: Sequence[Rule], places: Mapping[str, Place]) -> Iterator[Finding]:
+def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterator[Finding]:
     """A warning for each rule that decides about no layer, because earlier rules match all of its layers."""
     deciding = {
         next((number for number, rule in enumerate(rules) if _applies(rule, name, place)), None)
@@ -103,7 +105,7 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith(f".{pattern}")
 
 
-def require_matching_rules(rules: Sequence[Rule], names: Mapping[str, Place]) -> None:
+def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) -> None:
     """InputErrors for the rules that match no layer at all."""
     raise_all(
         [
@@ -119,5 +121,5 @@ def require_matching_rules(rules: Sequence[Rule], names: Mapping[str, Place]) ->
     )
 
 
-def _may_match_nothing(rule: Rule) -> bool:
+def _may_match_nothing(rule: "Rule") -> bool:
     return rule.scheme == KEEP and MAY_BE_ABSENT.match(rule.match) is not None

@@ -82,13 +82,19 @@ def _lost_share(
         return None
     if weight.dtype in ("U8", "F8_E4M3"):
         codes = codes & np.uint8(0x77 if weight.dtype == "U8" else 0x7F)
-    parts = codes.reshape(codes.shape[0], scale.shape[1], -1)
-    empty = np.any([(parts == zero).all(axis=2) for zero in {0, _zero_codes(group, weight)}], axis=0)
+    parts = _words(codes.reshape(codes.shape[0], scale.shape[1], -1))
+    zeros = {0, int.from_bytes(bytes([_zero_codes(group, weight)]) * parts.itemsize, "little")}
+    empty = np.any([(parts == zero).all(axis=2) for zero in zeros], axis=0)
     with np.errstate(invalid="ignore"):
         values = to_numpy(_rows(view, scale).tobytes(), scale.dtype)
         scales = np.asarray(values, np.float64).reshape(-1, scale.shape[1])
     usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
     return float((empty & usual).mean())
+
+
+def _words(parts: npt.NDArray[np.uint8]) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Bytes as words of eight where they are whole ones."""
+    return np.ascontiguousarray(parts).view(np.uint64) if parts.shape[2] % 8 == 0 else parts
 
 
 def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:

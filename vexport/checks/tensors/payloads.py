@@ -12,8 +12,8 @@ from vexport.types import Finding, TensorInfo
 
 # Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all.
 NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80}
-# Elements that are looked at together.
-RUN = 1 << 24
+# Elements that are looked at together, as fit a processor's cache; after how many pages are given back.
+RUN, RELEASED = 1 << 18, 1 << 24
 
 
 def beyond(
@@ -59,5 +59,7 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
     for start in range(0, codes.size, RUN):
         part = codes[start : start + RUN]
         bad += int(np.count_nonzero((part & mask) == mask))
-        view.reader.release([tensor])
+        if start % RELEASED == 0:
+            view.reader.release([tensor])
+    view.reader.release([tensor])
     return bad
