@@ -223,10 +223,13 @@ class _Smoothed(LayerByLayer):
                 parameter.data = before[name]
             return
         up, down = (encode((sign * exponents).to(torch.int8).cpu().numpy()) for sign in (1, -1))
+        readers = tuple(stored for own in fold.columns if (stored := tensors[own]))
         for own, stored in tensors.items():
             assert stored is not None
             known = self.found.get(stored, Smoothing())
-            self.found[stored] = replace(known, rows=down) if own in fold.rows else replace(known, columns=up)
+            self.found[stored] = (
+                replace(known, rows=down, readers=readers) if own in fold.rows else replace(known, columns=up)
+            )
 
     def _exponents(
         self,

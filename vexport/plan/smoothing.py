@@ -1,9 +1,9 @@
 """Whether inputs are smoothed before they are rounded, and those of which layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vexport.formats.schemes import get_scheme
-from vexport.types import FusionGroup, Plan
+from vexport.types import FusionGroup, Plan, Smoothing
 
 # The strength that is best for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and on ours.
 STRENGTH = 0.5
@@ -18,9 +18,30 @@ def smoothing_strength(groups: Sequence[FusionGroup], asked: float | None, *, ha
     return STRENGTH if has_text and any(map(_gains, groups)) else 0.0
 
 
-def smoothed_groups(plan: Plan) -> tuple[FusionGroup, ...]:
+def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
     """Those whose inputs lose much, or all where none does: weights have their part of it too."""
-    return tuple(filter(_gains, plan.groups)) or plan.groups
+    return tuple(filter(_gains, groups)) or tuple(groups)
+
+
+def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
+    """Of what was found for all candidates of a plan, by stored tensor, the part that the plan asks for.
+
+    It is what looking for these groups alone would find.
+    """
+    if not plan.smoothing:
+        return {}
+    wanted = {member.weight for group in smoothed_groups(plan.groups) for member in group.members}
+    folded = {name for name, one in found.items() if not wanted.isdisjoint(one.readers)}
+    read = {reader for name in folded for reader in found[name].readers}
+    return {
+        name: Smoothing(
+            rows=one.rows if name in folded else "",
+            columns=one.columns if name in read else "",
+            readers=one.readers if name in folded else (),
+        )
+        for name, one in found.items()
+        if name in folded | read
+    }
 
 
 def _gains(group: FusionGroup) -> bool:

@@ -1,6 +1,6 @@
 """The calibration that a plan needs: its samples, and what they show."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from vexport.errors.extras import require_extra
 from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothed_groups
 from vexport.scenario import Calibration as CalibrationSettings
-from vexport.types import Calibration, OnProgress, Plan, Smoothing
+from vexport.types import Calibration, FusionGroup, OnProgress, Plan, Smoothing
 
 if TYPE_CHECKING:
     from vexport.calibration import Samples
@@ -32,10 +32,14 @@ def calibrate_plan(
     plan: Plan,
     settings: CalibrationSettings | None,
     *,
+    candidates: Sequence[FusionGroup] = (),
     on_progress: OnProgress,
     trust_remote_code: bool,
 ) -> Calibration | None:
-    """What the samples show; None where the plan needs none. Raises as `require_calibration`."""
+    """What the samples show; None where the plan needs none. Raises as `require_calibration`.
+
+    Smoothing serves all `candidates` for the plan's layers, if there are some, else the plan's own groups.
+    """
     require_calibration(plan, settings)
     if settings is None or calibration_need(plan) is None:
         return None
@@ -49,7 +53,7 @@ def calibrate_plan(
     if plan.smoothing:
         smoothing = find_smoothing(
             index,
-            smoothed_groups(plan),
+            smoothed_groups(candidates or plan.groups),
             plan.smoothing,
             samples,
             on_layer=partial(on_progress, "smooth (layers)"),

@@ -1,8 +1,11 @@
 """The stages that settle which layer gets which scheme: by the rules, by measured losses, by promotion."""
 
+from dataclasses import replace
+
 from vexport.calibration.device import default_device
 from vexport.plan import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
+from vexport.plan.smoothing import smoothing_strength
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
 from vexport.run.attempts import read_attempts
 from vexport.run.directory import Digests, checkpoint_digest, data_digest, value_digest
@@ -14,7 +17,7 @@ from vexport.sensitivity.auto import require_in_reach
 from vexport.sensitivity.choose import mixed_scheme
 from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
 from vexport.sensitivity.step_time import step_times
-from vexport.types import Calibration, MixedScheme, Plan, Sensitivity
+from vexport.types import Calibration, FusionGroup, MixedScheme, Plan, Sensitivity
 from vexport.version import __version__
 
 
@@ -32,12 +35,19 @@ def plan_candidates(run: Run) -> Plan:
         plain = build_plan(run.index, rules_with((), {}, run.scenario.rules), run.planning)
         if run.scenario.auto is not None:
             require_in_reach(run.index, run.units, plain, run.scenario.auto)
-        return probe_plan(plain, run.units)
+        asked = run.planning
+        smoothing = smoothing_strength(_candidates(run), asked.smoothing, has_text=asked.has_text)
+        return replace(probe_plan(plain, run.units), smoothing=smoothing)
     plan = build_plan(run.index, run.scenario.rules, run.planning)
     if plan.refusals:
         run.keep(PLAN, plan)
     require_accepted(plan)
     return plan
+
+
+def _candidates(run: Run) -> tuple[FusionGroup, ...]:
+    """The groups of all that could be chosen."""
+    return tuple(group for unit in run.units for option in unit.options for group in option.groups)
 
 
 def needs_samples(run: Run) -> bool:
@@ -53,6 +63,7 @@ def calibrate(run: Run) -> Calibration | None:
         run.index,
         run.result(CANDIDATES),
         run.scenario.calibration,
+        candidates=_candidates(run) if is_mixed(run) else (),
         on_progress=run.options.on_progress,
         trust_remote_code=run.options.trust_remote_code,
     )

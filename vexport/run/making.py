@@ -8,6 +8,7 @@ from vexport.checks import check_checkpoint
 from vexport.fidelity.roundtrip import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.plan import build_plan, require_accepted
+from vexport.plan.smoothing import smoothing_for
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.reports.rounding import fallback_findings
 from vexport.run.choosing import chosen_rules, rule_inputs
@@ -40,7 +41,10 @@ def write(run: Run) -> SourceIndex:
         overwrite=True,
         on_progress=run.options.on_progress,
     )
-    rounding = write_checkpoint(job, run.index, run.result(PLAN), run.get(CALIBRATION))
+    plan, calibration = run.result(PLAN), run.get(CALIBRATION)
+    if calibration is not None:
+        calibration = replace(calibration, smoothing=smoothing_for(plan, calibration.smoothing))
+    rounding = write_checkpoint(job, run.index, plan, calibration)
     if rounding is None:
         (run.folder / ROUNDING).unlink(missing_ok=True)
     else:

@@ -10,7 +10,7 @@ from vexport.calibration.data import Samples
 from vexport.calibration.device import require_device
 from vexport.calibration.forward import make_batches
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import reader_of
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.sensitivity.layer_groups import LayerGroup
 from vexport.sensitivity.stream import TrialStream
@@ -75,7 +75,7 @@ def measure(
         for layer_group in layer_groups
         for option in layer_group.options
     ]
-    with Reader() as reader:
+    with reader_of(calibration.smoothing) as reader:
         stream = TrialStream(
             index,
             calibration,

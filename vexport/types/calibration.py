@@ -37,11 +37,13 @@ class KeyValueRanges:
 class Smoothing:
     """The powers of two by which a stored tensor is multiplied: exponents of its rows and of its columns.
 
-    Both are int8 in base64, empty where all are 0; a tensor of one dimension has rows.
+    Both are int8 in base64, empty where all are 0; a tensor of one dimension has rows. `readers` are the
+    tensors whose columns undo what is done to the rows.
     """
 
     rows: str = ""
     columns: str = ""
+    readers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,91 @@
+"""`scheme: auto` with candidates whose inputs are smoothed: they are measured as they are written."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.calibration.test_smoothing import with_large_channels
+from tests.models import save_llama, write_calibration
+from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
+from vexport.outputs.replaceable import RECIPE
+from vexport.run.serving import EngineOptions
+from vexport.run.stages import STAGES, do
+from vexport.run.state import CALIBRATION, MIXED, SENSITIVITY, Run
+from vexport.scenario import read_scenario
+from vexport.types import silent
+
+UNTIL_WRITTEN = ("plan candidates", "calibrate", "sensitivity", "choose", "plan", "quantize")
+
+
+def written(folder: Path, smoothing: str) -> Run:
+    """A run up to its checkpoint."""
+    path = folder / f"{smoothing}.yaml"
+    path.write_text(
+        f"""
+name: smoothed
+source: {folder / "llama"}
+rules: [{{match: Linear, scheme: auto}}]
+auto: {{candidates: [W4A16, W8A8, keep], share: 0.58}}
+smoothing: {smoothing}
+calibration: {{data: {folder / "text.jsonl"}, samples: 8, seq_len: 64}}
+sensitivity: {{samples: 4, method: measure}}
+evaluate: {{tasks: [unused]}}
+""",
+        encoding="utf-8",
+    )
+    return made_by(path, folder / f"run-{smoothing}")
+
+
+def made_by(scenario_file: Path, run_dir: Path) -> Run:
+    scenario = read_scenario(scenario_file)
+    options = EngineOptions(
+        serve=scenario.serve, vllm_python=None, trust_remote_code=False, on_progress=silent
+    )
+    run = Run(scenario, run_dir, options)
+    run_dir.mkdir()
+    for stage in STAGES:
+        if stage.name in UNTIL_WRITTEN and stage.when(run):
+            do(run, stage)
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("auto")
+    with_large_channels(save_llama(folder / "llama"))
+    write_calibration(folder / "text.jsonl", rows=8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def smoothed(folder: Path) -> Run:
+    return written(folder, "0.5")
+
+
+def loss_of_smoothed(run: Run) -> float:
+    """The loss of all that reads a norm's output in W8A8."""
+    return sum(
+        one.loss
+        for group in run.result(SENSITIVITY).groups
+        for one in group.schemes
+        if one.scheme == "W8A8" and group.name.endswith(("qkv_proj", "gate_up_proj"))
+    )
+
+
+def test_losses_are_those_of_smoothed_weights(folder: Path, smoothed: Run) -> None:
+    plain = written(folder, "0")
+    assert not plain.result(CALIBRATION).smoothing
+    assert not (plain.checkpoint / SMOOTHING).exists()
+    assert loss_of_smoothed(smoothed) < 0.7 * loss_of_smoothed(plain)
+
+
+def test_what_is_written_is_what_its_recipe_gives(folder: Path, smoothed: Run) -> None:
+    chosen = {choice.name: choice.scheme for choice in smoothed.result(MIXED).choices}
+    assert {"W4A16", "W8A8"} <= set(chosen.values())
+    kept, found = smoothing_of(smoothed.checkpoint), smoothed.result(CALIBRATION).smoothing
+    assert kept
+    assert len(kept) < len(found)
+    again = made_by(smoothed.checkpoint / RECIPE, folder / "again")
+    assert smoothing_of(again.checkpoint) == kept
+    for file in sorted(smoothed.checkpoint.glob("*.safetensors")):
+        assert (again.checkpoint / file.name).read_bytes() == file.read_bytes()
