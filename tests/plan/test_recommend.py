@@ -87,6 +87,20 @@ def test_a_tied_head_is_held_and_read_once(tmp_path: Path, llama: SourceIndex) -
     assert untied.source_row.weight_bytes == llama.num_bytes
 
 
+def test_groups_that_do_not_fit_are_tried_in_the_largest_that_does(tmp_path: Path) -> None:
+    """As SmolLM2's: no multiple of 128, but of 64."""
+    odd = read_index(save_llama(tmp_path / "odd", hidden_size=320, head_dim=64))
+    found = recommend(odd, Target(card=CARDS["A100"]))
+    names = [row.scheme for row in found.schemes]
+    assert names[names.index("W4A16") + 1] == "W4A16_G64"
+    assert (row_of(found, "W4A16").runs, row_of(found, "W4A16_G64").runs) == ("no", "in full")
+    assert (found.recommended, found.alternative) == ("W8A8", "W4A16_G64")
+    assert recommend(odd, Target(card=H100)).crossover
+    made = vexport("plan", odd.root, "--scheme", "W4A16_G64", "--gpu", "A100", "--format", "json")
+    (memory,) = json.loads(made.stdout)["outlook"]["rooms"]
+    assert row_of(found, "W4A16_G64").weight_bytes == memory["weight_bytes"]
+
+
 def test_weights_are_those_of_the_checkpoint_and_are_cut_over_ranks(llama: SourceIndex) -> None:
     table = json.loads(vexport("plan", llama.root, "--format", "json").stdout)
     sizes = {row["scheme"]: row["output_bytes"] for row in table["schemes"] if row["fits"]}

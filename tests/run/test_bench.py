@@ -25,8 +25,10 @@ GUIDELLM: Json = {
     "benchmarks": [
         {
             "type_": "generative_benchmark",
+            "config": {"strategy": {"type_": "concurrent", "streams": 8}},
             "metrics": {
-                "request_concurrency": summary(7.9, 8.0),
+                "request_totals": {"successful": 9, "errored": 2, "incomplete": 0, "total": 11},
+                "request_concurrency": summary(7.2, 7.0),
                 "prompt_token_count": summary(512.0, 512.0),
                 "output_token_count": summary(128.0, 128.0),
                 "output_tokens_per_second": summary(640.0, 631.0),
@@ -54,6 +56,8 @@ def test_results_of_other_tools_are_shown(tmp_path: Path) -> None:
     assert (guided["checkpoint"], guided["tool"]) == ("fp8", "guidellm")
     (point,) = guided["points"]
     assert (point["concurrency"], point["tokens_per_second"], point["ttft"]) == (8, 640.0, 0.05)
+    assert [one["failed"] for one in (limited, unlimited, point)] == [0, 0, 2]
+    assert "fp8: 2 requests failed" in vexport("bench", "--results", other).stdout
     ran = vexport("bench", "--results", SERVED)
     assert ran.code == 0
     assert "measured elsewhere, by vllm bench serve" in ran.stdout
@@ -67,6 +71,21 @@ def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
     ran = vexport("bench", "--results", file)
     assert ran.code == 2
     assert f"--results {file}: got something else, need what `vllm bench serve" in ran.stderr
+
+
+def test_a_result_without_an_answer_is_no_speed(tmp_path: Path) -> None:
+    """What `vllm bench serve` writes, with exit code 0, where no request was answered."""
+    lines = [json.loads(line) for line in SERVED.read_text().splitlines()]
+    empty = {**lines[0], "completed": 0, "failed": 64, "total_input_tokens": 0, "output_throughput": 0.0}
+    file = tmp_path / "served.json"
+    file.write_text(json.dumps(empty))
+    ran = vexport("bench", "--results", file)
+    assert ran.code == 2
+    assert "got no request that was answered (64 failed), need answers" in ran.stderr
+    file.write_text(f"{json.dumps(empty)}\n{json.dumps(lines[1])}\n")
+    ran = vexport("bench", "--results", file, "--format", "json")
+    assert ran.code == 0, ran.stderr
+    assert [point["concurrency"] for point in json.loads(ran.stdout)[0]["points"]] == [64]
 
 
 def test_nothing_to_time_is_a_usage_error() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from vexport.formats.schemes import preset_of
 from vexport.types import Candidate
 
 # In the order in which they are looked at: without calibration data first, coarser inputs only where tensor
@@ -24,7 +25,9 @@ class Choice:
 
 def choose(schemes: Sequence[Candidate], source: Candidate) -> Choice:
     """The scheme to start with: 8 bits in full, with 4 bits as what an evaluation has to be asked about."""
-    rows = {row.scheme: row for row in schemes}
+    rows: dict[str, Candidate] = {}
+    for row in sorted(schemes, key=lambda row: not row.fits):  # in other groups where its own do not fit
+        rows.setdefault(preset_of(row.scheme), row)
     eight, four = _first(rows, EIGHT_BITS), _first(rows, FOUR_BITS)
     if eight and four:
         return Choice(

@@ -22,6 +22,7 @@ def outlook(index: SourceIndex, plan: Plan, samples: Samples, next_command: str)
     quantized = sum(one.out_features * one.in_features for group in plan.groups for one in group.members)
     least_sm, full_sm = gpus_of(plan.schemes)
     calibrated = calibration_need(plan) is not None
+    packages = {scheme.format.gpu_support(scheme.args).package for scheme in map(get_scheme, plan.schemes)}
     return Outlook(
         quantized_parameters=quantized,
         kept=_kept(index, plan),
@@ -35,6 +36,7 @@ def outlook(index: SourceIndex, plan: Plan, samples: Samples, next_command: str)
         disk_bytes=plan.output_bytes + _side_bytes(index),
         estimates=estimates(index, plan, samples),
         next_command="" if plan.refusals else next_command,
+        package=", ".join(sorted(packages - {""})),
     )
 
 

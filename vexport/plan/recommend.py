@@ -7,7 +7,7 @@ from vexport.architectures.versions import facts_of, nearest_version
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats import PACKED
 from vexport.formats.gpus import ROCM_EMULATED, ROCM_KINDS, Card, generation
-from vexport.formats.schemes import Scheme, get_scheme, scheme_names
+from vexport.formats.schemes import Scheme, get_scheme, preset_of, regrouped, scheme_names
 from vexport.plan.bound import Rank, crossover, speed_bound
 from vexport.plan.build import Settings, build_plan
 from vexport.plan.choose import choose
@@ -23,6 +23,7 @@ from vexport.types import (
     Recommendation,
     Runs,
     SchemeOutlook,
+    SchemeTable,
     observer_names,
 )
 from vexport.version import PINNED, Version, short_version
@@ -102,11 +103,13 @@ class _Model:
 def recommend(index: SourceIndex, target: Target, others: Sequence[str] = ()) -> Recommendation:
     """Every scheme of a name on the target, and the `others`, such as W4A16_G64; the one to start with.
 
+    Where a scheme's groups do not fit the shapes, the largest that do are a row of their own.
+
     Raises InputError for a source that cannot be a source, as `build_plan` does.
     """
     settings = Settings(ranks=(target.tp,))
     names = dict.fromkeys((*scheme_names(), *others))
-    table = scheme_table(index, (), settings, tuple(names))
+    table = _table(index, settings, tuple(names))
     plan = build_plan(index, (Rule(match="Linear", scheme=PROBE),), settings)
     model = _Model(
         index=index,
@@ -118,7 +121,7 @@ def recommend(index: SourceIndex, target: Target, others: Sequence[str] = ()) ->
     schemes = tuple(_candidate(model, outlook) for outlook in table.schemes)
     source_row = _placed(model, Candidate(scheme=UNQUANTIZED, runs="in full"), None)
     choice = choose(schemes, source_row)
-    both = {SMALL, LARGE} <= {row.scheme for row in schemes if row.runs_by_itself}
+    small, large = (_running(schemes, preset) for preset in (SMALL, LARGE))
     return Recommendation(
         source=table.source,
         architecture=table.architecture,
@@ -133,12 +136,34 @@ def recommend(index: SourceIndex, target: Target, others: Sequence[str] = ()) ->
         kv_bytes=model.sequence_bytes,
         source_row=source_row,
         schemes=schemes,
-        crossover=crossover(model.rank, SMALL, LARGE) if model.rank and both else None,
+        crossover=crossover(model.rank, small, large) if model.rank and small and large else None,
         recommended=choice.scheme,
         alternative=choice.alternative,
         reasons=choice.reasons,
         notes=tuple(_notes(model)),
     )
+
+
+def _table(index: SourceIndex, settings: Settings, names: tuple[str, ...]) -> SchemeTable:
+    """All of the names, and after one whose groups do not fit the same scheme in the largest that do."""
+    table = scheme_table(index, (), settings, names)
+    smaller = {
+        row.scheme: regrouped(get_scheme(row.scheme), row.group_sizes[0]).name
+        for row in table.schemes
+        if row.group_sizes
+    }
+    asked = tuple(name for name in smaller.values() if name not in names)
+    if not asked:
+        return table
+    found = {row.scheme: row for row in scheme_table(index, (), settings, asked).schemes}
+    rows = [(row, found.get(smaller.get(row.scheme, ""))) for row in table.schemes]
+    return replace(table, schemes=tuple(one for pair in rows for one in pair if one is not None))
+
+
+def _running(schemes: Sequence[Candidate], preset: str) -> str:
+    """The first scheme of a preset, in whatever groups, that runs by vLLM's own kernels; else nothing."""
+    names = (row.scheme for row in schemes if row.runs_by_itself and preset_of(row.scheme) == preset)
+    return next(names, "")
 
 
 def _candidate(model: _Model, outlook: SchemeOutlook) -> Candidate:

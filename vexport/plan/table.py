@@ -120,4 +120,5 @@ def _outlook(
         least_sm=support.loads_from,
         full_sm=support.full_from,
         generation=generation(support.loads_from),
+        group_sizes=sizes,
     )

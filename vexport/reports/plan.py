@@ -107,6 +107,7 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("calibration", f"needed; {outlook.samples}" if outlook.samples else "not needed"),
         ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
         ("runs from", f"{outlook.generation} on{_in_full(outlook)}"),
+        ("needs", f"the package {outlook.package} next to vLLM") if outlook.package else None,
         ("estimates", f"about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk"),
         ("", f"(on two idle CPU cores, files in memory{faster})"),
         *((f"{room.tp} x {room.gpu}", _room(room)) for room in outlook.rooms),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from vexport.reports import document as doc
 from vexport.reports.document import columns, facts, muted, row
-from vexport.reports.formatting import NOT_AVAILABLE, count, duration, percent, size
+from vexport.reports.formatting import NOT_AVAILABLE, count, duration, percent, plural, size
 from vexport.reports.sentences import engine_line
 from vexport.types import SpeedPoint, SpeedReport
 
@@ -90,6 +90,8 @@ def _facts(report: SpeedReport) -> Iterator[tuple[str, str]]:
         yield name, f"vLLM {engine_line(report.engine)}, start {duration(report.start_seconds)}{holds}"
     elif report.points:
         yield name, f"measured elsewhere, by {report.tool}"
+    if failed := sum(point.failed for point in report.points):
+        yield "note", f"{name}: {plural(failed, 'request')} failed and stand for no tokens"
     waiting = [point for point in report.points if _waits(point, report.kv_tokens)]
     if waiting:
         few = ", ".join(count(point.concurrency) for point in waiting)

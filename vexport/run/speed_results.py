@@ -1,11 +1,12 @@
 """Speeds measured by other tools: the JSON of `vllm bench serve --save-result` and of guidellm."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
 from vexport.errors import InputError
-from vexport.types import SpeedPoint, SpeedReport
+from vexport.types import SpeedPoint, SpeedReport, SpeedTool
 
 _MS = 1000.0
 
@@ -15,7 +16,8 @@ class _Serve(BaseModel):
 
     model_id: str = ""
     output_throughput: float
-    completed: int = Field(gt=0)
+    completed: int = Field(ge=0)
+    failed: int = Field(default=0, ge=0)
     total_input_tokens: int
     total_output_tokens: int
     max_concurrency: int | None = None
@@ -28,11 +30,12 @@ class _Serve(BaseModel):
         """As a point."""
         return SpeedPoint(
             concurrency=self.max_concurrency or self.max_concurrent_requests,
-            input_len=self.total_input_tokens / self.completed,
-            output_len=self.total_output_tokens / self.completed,
+            input_len=self.total_input_tokens / max(1, self.completed),
+            output_len=self.total_output_tokens / max(1, self.completed),
             tokens_per_second=self.output_throughput,
             ttft=_seconds(self.median_ttft_ms),
             itl=_seconds(self.median_itl_ms),
+            failed=self.failed,
         )
 
 
@@ -45,7 +48,13 @@ class _ByStatus(BaseModel):
     successful: _Summary
 
 
+class _Totals(BaseModel):
+    successful: int
+    errored: int = 0
+
+
 class _Metrics(BaseModel):
+    request_totals: _Totals
     request_concurrency: _ByStatus
     prompt_token_count: _ByStatus
     output_token_count: _ByStatus
@@ -54,20 +63,38 @@ class _Metrics(BaseModel):
     inter_token_latency_ms: _ByStatus
 
 
+class _Strategy(BaseModel):
+    """`streams` are the requests at once that were asked for; a rate has none."""
+
+    streams: int | None = None
+
+
+class _Config(BaseModel):
+    strategy: _Strategy = _Strategy()
+
+
 class _Benchmark(BaseModel):
+    config: _Config = _Config()
     metrics: _Metrics
+
+    @property
+    def completed(self) -> int:
+        """Requests that were answered."""
+        return self.metrics.request_totals.successful
 
     @property
     def point(self) -> SpeedPoint:
         """As a point."""
         metrics = self.metrics
         return SpeedPoint(
-            concurrency=round(metrics.request_concurrency.successful.mean),
+            concurrency=self.config.strategy.streams
+            or max(1, round(metrics.request_concurrency.successful.mean)),
             input_len=metrics.prompt_token_count.successful.mean,
             output_len=metrics.output_token_count.successful.mean,
             tokens_per_second=metrics.output_tokens_per_second.successful.mean,
             ttft=_seconds(metrics.time_to_first_token_ms.successful.median),
             itl=_seconds(metrics.inter_token_latency_ms.successful.median),
+            failed=metrics.request_totals.errored,
         )
 
 
@@ -87,13 +114,25 @@ def read_speed_results(file: Path) -> SpeedReport:
     except (OSError, UnicodeDecodeError) as error:
         raise _unusable(file, getattr(error, "strerror", None) or "no text") from None
     if (report := _guidellm(text)) is not None:
-        points = tuple(one.point for one in report.benchmarks)
-        return SpeedReport(checkpoint=file.stem, ok=True, findings=(), tool="guidellm", points=points)
+        return _report(file, file.stem, "guidellm", report.benchmarks)
     served = _served(text)
     if not served:
         raise _unusable(file, "something else")
-    name, points = served[0].model_id or file.stem, tuple(one.point for one in served)
-    return SpeedReport(checkpoint=name, ok=True, findings=(), tool="vllm bench serve", points=points)
+    return _report(file, served[0].model_id or file.stem, "vllm bench serve", served)
+
+
+def _report(file: Path, name: str, tool: SpeedTool, results: Sequence[_Serve | _Benchmark]) -> SpeedReport:
+    """The results as points; without any that was answered there is no speed."""
+    points = tuple(one.point for one in results if one.completed)
+    if not points:
+        failed = sum(one.point.failed for one in results)
+        raise InputError(
+            f"--results {file}",
+            got=f"no request that was answered ({failed} failed)",
+            need="answers, whose tokens can be counted",
+            fix="see the server's log, and measure again",
+        )
+    return SpeedReport(checkpoint=name, ok=True, findings=(), tool=tool, points=points)
 
 
 def _guidellm(text: str) -> _Guidellm | None:

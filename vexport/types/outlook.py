@@ -49,7 +49,8 @@ class Outlook:
     `least_sm` is the least compute capability on which vLLM loads every scheme, 0 for any; `full_sm` the
     least on which it multiplies inputs of as many bits as are stored, None where no GPU does; `samples` is
     the text that calibrates, empty where none is needed; `disk_bytes` is what OUT takes. `next_command` is
-    empty where the plan is refused. `rooms` are of the GPUs that were asked about.
+    empty where the plan is refused. `rooms` are of the GPUs that were asked about. `package` is what vLLM
+    needs next to it to run the schemes, empty for its own kernels.
     """
 
     quantized_parameters: int
@@ -65,6 +66,7 @@ class Outlook:
     estimates: tuple[Estimate, ...]
     next_command: str
     rooms: tuple[RankRoom, ...] = ()
+    package: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,8 @@ class SchemeOutlook:
     """One scheme for all linear layers of a model.
 
     `reason` says why it does not fit, empty where it does; `layers` is how many linear layers fit it and
-    `output_bytes` the size with the others kept. `least_sm` and `full_sm` are those of `Outlook`.
+    `output_bytes` the size with the others kept. `group_sizes` are smaller ones with which all layers fit,
+    largest first, where those of the scheme's own do not. `least_sm` and `full_sm` are those of `Outlook`.
     """
 
     scheme: str
@@ -85,6 +88,7 @@ class SchemeOutlook:
     least_sm: int
     full_sm: int | None
     generation: str
+    group_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

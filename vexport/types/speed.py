@@ -33,7 +33,7 @@ class SpeedPoint:
 
     `tokens_per_second` is the median of the timed `runs`, `mad` their median absolute deviation. `ttft` is
     the median time to the first token, `itl` the median between two tokens of a request. Another tool's
-    results have no `runs`.
+    results have no `runs`; of its requests so many `failed`.
     """
 
     concurrency: int
@@ -44,6 +44,7 @@ class SpeedPoint:
     itl: float | None
     runs: tuple[float, ...] = ()
     mad: float | None = None
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
