@@ -88,6 +88,23 @@ def test_a_result_without_an_answer_is_no_speed(tmp_path: Path) -> None:
     assert [point["concurrency"] for point in json.loads(ran.stdout)[0]["points"]] == [64]
 
 
+def test_real_files_of_both_tools_are_read() -> None:
+    """Written by vLLM 0.32 and guidellm 0.8.1 for the demo model on a CPU; lists of requests left out."""
+    served, guided = SERVED.with_name("vllm-bench-serve-0.32.jsonl"), SERVED.with_name("guidellm-0.8.1.json")
+    ran = vexport("bench", "--results", served, "--results", guided, "--format", "json")
+    assert ran.code == 0, ran.stderr
+    one, other = (
+        [
+            (point["concurrency"], round(point["tokens_per_second"]), point["itl"])
+            for point in report["points"]
+        ]
+        for report in json.loads(ran.stdout)
+    )
+    assert [(number, rate) for number, rate, _ in one] == [(1, 279), (4, 570), (4, 162), (1, 40)]
+    assert [itl is None for _, _, itl in one] == [False, False, True, False]
+    assert [(number, rate) for number, rate, _ in other] == [(1, 125), (7, 182), (3, 118), (2, 174)]
+
+
 def test_nothing_to_time_is_a_usage_error() -> None:
     ran = vexport("bench", "--baseline", "")
     assert (ran.code, "Give a CHECKPOINT, or --results." in ran.stderr) == (2, True)

@@ -84,6 +84,39 @@ def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> 
     assert "dampening_frac" in ran.stderr
 
 
+def test_presets_as_config_groups_and_lists_of_modifiers(tmp_path: Path, llama: Path) -> None:
+    """compressed-tensors takes a preset's name with its targets; a stage's modifiers may be a list."""
+    text = (
+        "default_stage:\n  default_modifiers:\n  - QuantizationModifier:\n"
+        "      config_groups: {FP8_DYNAMIC: ['re:.*mlp.*'], W8A8: ['re:.*self_attn.*']}\n"
+        "      ignore: [lm_head, 're:visual.*', 're:.*mlp.gate$']\n"
+    )
+    assert [rule[:2] for rule in rules(recipe(tmp_path, text))][3:] == [
+        ("re:.*mlp.*", "FP8_DYNAMIC"),
+        ("re:.*self_attn.*", "W8A8"),
+    ]
+    # A recipe's ignore is written for many models: what this one does not have is a warning at most.
+    ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")
+    assert ran.code == 0, ran.stderr
+    assert "ignore re:visual.*: got none in this model" in ran.stdout
+    assert "mlp.gate$" not in ran.stdout
+    typed = vexport("plan", llama, "--scheme", "W8A8", "--ignore", "re:visual.*")
+    assert (typed.code, "got no layer that it matches" in typed.stderr) == (2, True)
+
+
+def test_what_is_wrong_with_a_group_is_said_once(tmp_path: Path) -> None:
+    text = SIMPLE.format(
+        modifier="QuantizationModifier",
+        keys="config_groups: {a: {targets: [q_proj]}, b: {targets: [q_proj, k_proj, v_proj], weights: "
+        "{num_bits: 4, type: int, strategy: group, group_size: 64, observer_kwargs: {grid: 9}}}}",
+    )
+    (tmp_path / "recipe.yaml").write_text(text)
+    errors = vexport("plan", tmp_path, "--recipe", tmp_path / "recipe.yaml").errors
+    assert len(errors) == 2
+    assert "config_groups.a: got no weights, need the arguments of weights" in errors[0]
+    assert "no observer_kwargs" in errors[1]
+
+
 def test_importance_needs_no_modifier_that_gathers_it(tmp_path: Path) -> None:
     text = (
         "quant_stage:\n  quant_modifiers:\n    IMatrixGatherer: {ignore: [lm_head]}\n"

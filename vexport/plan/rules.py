@@ -1,7 +1,7 @@
 """Which rule decides about a linear layer."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vexport.errors import InputError, raise_all
@@ -94,6 +94,21 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
                 got=f"{count} layer{'s' if count > 1 else ''}, each matched by an earlier rule",
                 fix="move the rule up, or remove it: the first match wins",
             )
+        elif rule.of_recipe and _is_missed(rule, places):
+            yield Finding(
+                check="rules",
+                severity="warning",
+                where=f"ignore {rule.match}",
+                expected="a layer that it matches",
+                got="none in this model",
+                fix="nothing where this model has no such layers, else correct the pattern",
+            )
+
+
+def _is_missed(rule: "Rule", names: Collection[str]) -> bool:
+    """Whether it matches nothing that most models have."""
+    usual = MAY_BE_ABSENT.match(rule.match.removeprefix(PATTERN).rstrip("$"))
+    return usual is None and not any(matches(rule.match, name) for name in names)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -122,4 +137,4 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
 
 
 def _may_match_nothing(rule: "Rule") -> bool:
-    return rule.scheme == KEEP and MAY_BE_ABSENT.match(rule.match) is not None
+    return rule.of_recipe or rule.scheme == KEEP and MAY_BE_ABSENT.match(rule.match) is not None

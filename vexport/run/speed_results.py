@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -12,7 +13,11 @@ _MS = 1000.0
 
 
 class _Serve(BaseModel):
-    """What vLLM writes (vllm/benchmarks/serve.py); `max_concurrency` is the limit that was set."""
+    """What vLLM writes (vllm/benchmarks/serve.py); `max_concurrency` is the limit that was set.
+
+    `max_concurrent_requests` counts all requests of one second: with a rate the mean is taken instead. The
+    times of what did not happen, such as between the tokens of answers of one, are 0.
+    """
 
     model_id: str = ""
     output_throughput: float
@@ -20,6 +25,8 @@ class _Serve(BaseModel):
     failed: int = Field(default=0, ge=0)
     total_input_tokens: int
     total_output_tokens: int
+    request_rate: float | Literal["inf"] = "inf"
+    request_throughput: float = 0.0
     max_concurrency: int | None = None
     max_concurrent_requests: int = 0
     median_ttft_ms: float | None = None
@@ -29,14 +36,26 @@ class _Serve(BaseModel):
     def point(self) -> SpeedPoint:
         """As a point."""
         return SpeedPoint(
-            concurrency=self.max_concurrency or self.max_concurrent_requests,
+            concurrency=self.max_concurrency or self._at_once,
             input_len=self.total_input_tokens / max(1, self.completed),
-            output_len=self.total_output_tokens / max(1, self.completed),
+            output_len=self._output_len,
             tokens_per_second=self.output_throughput,
             ttft=_seconds(self.median_ttft_ms),
             itl=_seconds(self.median_itl_ms),
             failed=self.failed,
         )
+
+    @property
+    def _output_len(self) -> float:
+        return self.total_output_tokens / max(1, self.completed)
+
+    @property
+    def _at_once(self) -> int:
+        if self.request_rate == "inf":
+            return self.max_concurrent_requests
+        between = (self.median_itl_ms or 0.0) * (self._output_len - 1)
+        seconds = ((self.median_ttft_ms or 0.0) + between) / _MS
+        return max(1, round(self.request_throughput * seconds))
 
 
 class _Summary(BaseModel):
@@ -153,7 +172,7 @@ def _served(text: str) -> list[_Serve]:
 
 
 def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / _MS
+    return milliseconds / _MS if milliseconds else None
 
 
 def _unusable(file: Path, got: str) -> InputError:

@@ -20,7 +20,7 @@ from vexport.scenario.evaluate import (
 from vexport.scenario.model import Scenario
 from vexport.scenario.problems import problems_at
 from vexport.scenario.reading import read_scenario
-from vexport.scenario.rules import AUTO, Auto, Rule
+from vexport.scenario.rules import AUTO, Auto, IgnoredLayers, Rule
 from vexport.scenario.scheme_keys import GroupSize, parse_group_size
 from vexport.scenario.serve import Serve
 from vexport.scenario.speed import Speed
@@ -40,6 +40,7 @@ __all__ = [
     "Calibration",
     "Evaluate",
     "GroupSize",
+    "IgnoredLayers",
     "Rule",
     "Scenario",
     "Sensitivity",

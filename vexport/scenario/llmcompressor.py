@@ -15,7 +15,7 @@ from pydantic import JsonValue, ValidationError
 from vexport.errors import InputError, InputErrors, nearest
 from vexport.formats.parsing import parse_args
 from vexport.scenario.reading import load_yaml
-from vexport.scenario.rules import Rule
+from vexport.scenario.rules import IgnoredLayers, Rule
 from vexport.types import KvCache
 
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
@@ -94,12 +94,14 @@ def read_recipe(path: Path) -> Recipe:
         first = followed[1]
         need = "the same in every modifier, as the first rule that matches decides"
         problems.append(first.problem("ignore", "another list than the first modifier's", need, "join them"))
-    rules = [Rule(match=pattern, scheme="keep") for pattern in ignored[0] if not problems]
+    rules: list[Rule] = [
+        IgnoredLayers(match=pattern, scheme="keep") for pattern in ignored[0] if not problems
+    ]
     for modifier in modifiers:
         rules += _rules(modifier, problems)
     caches = {cache for modifier in modifiers if (cache := _kv_cache(modifier, problems)) is not None}
-    if problems:
-        raise InputErrors(problems)
+    if problems:  # each target of a group has those of its arguments
+        raise InputErrors(list({str(problem): problem for problem in problems}.values()))
     return Recipe(
         rules=tuple(rules),
         kv_cache=next(iter(caches), None),
@@ -208,14 +210,18 @@ def _groups(
     targets = _strings(modifier, "targets", problems) or ["Linear"]
     if isinstance(groups, dict):
         for name, group in groups.items():
-            if not isinstance(group, dict):
-                problems.append(modifier.problem(f"config_groups.{name}", repr(group), "a config group"))
+            where = f"config_groups.{name}"
+            if isinstance(group, list):  # a preset and its targets, as compressed-tensors reads them
+                yield where, [str(one) for one in group], {"scheme": _scheme(name)}
+            elif not isinstance(group, dict) or group.get("weights") is None:
+                got = "no weights" if isinstance(group, dict) else repr(group)
+                need = "the arguments of weights, or the name of a preset with the list of its targets"
+                problems.append(modifier.problem(where, got, need, "correct the group"))
             elif group.get("output_activations") is not None:
                 need = "none: vLLM quantizes no outputs"
-                where = f"config_groups.{name}.output_activations"
-                problems.append(modifier.problem(where, "quantized outputs", need))
+                problems.append(modifier.problem(f"{where}.output_activations", "quantized outputs", need))
             else:
-                yield _config_group(f"config_groups.{name}", group, targets)
+                yield _config_group(where, group, targets)
     elif isinstance(scheme, dict):
         for name, own in scheme.items():
             listed = own if isinstance(own, list) else [own]

@@ -1,7 +1,7 @@
 """The rules of a scenario, and what `scheme: auto` among them chooses by."""
 
 import re
-from typing import Annotated, Self, get_args
+from typing import Annotated, ClassVar, Self, get_args
 
 from annotated_types import Gt, Lt
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -34,6 +34,8 @@ class Rule(Section):
     A scheme is its name, also with a `group_size` (channel: one scale a row), or `weights` and
     `input_activations` as compressed-tensors writes them. Once read, all are a name in `scheme`.
     """
+
+    of_recipe: ClassVar[bool] = False
 
     match: str
     scheme: str
@@ -132,3 +134,9 @@ class Auto(Section):
     def budget(self) -> tuple[BudgetKind, float]:
         """The budget's kind and limit."""
         return self._budgets()[0]
+
+
+class IgnoredLayers(Rule):
+    """What another tool's recipe ignores: it serves many models, and may match nothing in this one."""
+
+    of_recipe: ClassVar[bool] = True
