@@ -170,6 +170,14 @@ def test_exponents_that_do_not_fit(
     assert SMOOTHING in ran.stdout
 
 
+def test_diff_compares_with_the_smoothed_source(source: Path, smoothed: Path, tmp_path: Path) -> None:
+    report = json.loads(vexport("diff", source, smoothed, "--format", "json").stdout)
+    assert report["values"] == []
+    assert min(layer["snr_db"] for layer in report["weights"]) > 30
+    other = save_llama(tmp_path / "other", hidden_size=128)
+    assert vexport("diff", other, smoothed).code == 1
+
+
 def test_parts_are_smoothed_alike(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shards = ("--max-shard-size", "1MB", "--smoothing", 0.5)

@@ -110,18 +110,27 @@ def decode(text: str) -> Exponents:
     return np.frombuffer(base64.b64decode(text), np.int8)
 
 
+def fits(tensor: TensorInfo, own: Smoothing) -> bool:
+    """Whether a tensor can be scaled: its dtype, and as many rows and columns as there are exponents."""
+    if tensor.dtype not in VIEWS or len(tensor.shape) not in (1, 2):
+        return False
+    sizes = (*tensor.shape, 1)[:2]
+    return all(
+        decode(text).size in (0, size) for text, size in zip((own.rows, own.columns), sizes, strict=True)
+    )
+
+
 def _scaled(stored: memoryview, tensor: TensorInfo, own: Smoothing) -> Array:
     """The values (rows, columns) times 2^(rows' + columns' exponents), in the tensor's dtype."""
-    rows, columns = (decode(text).astype(np.int32) for text in (own.rows, own.columns))
-    height, width = tensor.shape[0] if tensor.shape else 1, tensor.shape[1] if len(tensor.shape) == 2 else 1
-    fits = rows.size in (0, height) and columns.size in (0, width) and len(tensor.shape) in (1, 2)
-    if tensor.dtype not in VIEWS or not fits:
+    if not fits(tensor, own):
         raise InputError(
             f"{tensor.file}: {tensor.name}",
             got=f"{tensor.dtype} {list(tensor.shape)}",
             need=f"the tensor that {SMOOTHING} of the checkpoint has exponents for",
             fix="name the source that the checkpoint was made of",
         )
+    rows, columns = (decode(text).astype(np.int32) for text in (own.rows, own.columns))
+    height, width = (*tensor.shape, 1)[:2]
     rows = rows if rows.size else np.zeros(height, np.int32)
     columns = columns if columns.size else np.zeros(width, np.int32)
     values: Array = np.frombuffer(stored, VIEWS[tensor.dtype]).reshape(height, width)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from vexport.checkpoint.dtypes import BITS, FLOATING, to_numpy
 from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.reader import Reader, same_bytes
+from vexport.checkpoint.smoothed import fits, reader_of, smoothing_of
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors.extras import is_installed
@@ -84,10 +86,11 @@ class DiffReport:
 def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None) -> DiffReport:
     """Compare two checkpoints of any kind; one may be the source of the other.
 
-    Memory holds one layer of each. Raises InputError for a folder or file that cannot be read.
+    A source is compared as smoothed as the checkpoint that was made of it. Memory holds one layer of each.
+    Raises InputError for a folder or file that cannot be read.
     """
     one, two = read_index(a), read_index(b)
-    with Reader() as reader_a, Reader() as reader_b:
+    with _reader(one, two) as reader_a, _reader(two, one) as reader_b:
         old, new = CheckpointView(one, reader_a), CheckpointView(two, reader_b)
         values = tuple(_values(old, new, on_progress))
         dequantized = is_installed("torch")
@@ -110,6 +113,19 @@ def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None
         values=values,
         weights=weights,
         dequantized=dequantized,
+    )
+
+
+def _reader(index: SourceIndex, other: SourceIndex) -> Reader:
+    if find_quantization(index.root, index.config) or not find_quantization(other.root, other.config):
+        return Reader()
+    smoothing = smoothing_of(other.root)
+    return reader_of(
+        {
+            name: one
+            for name, one in smoothing.items()
+            if name in index.tensors and fits(index.tensors[name], one)
+        }
     )
 
 
