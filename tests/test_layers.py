@@ -38,7 +38,7 @@ LATE = {
     "checkpoint": ("fsspec", "huggingface_hub"),
     "repair": ("vexport",),
     "fidelity": ("vexport",),
-    "formats": ("vexport",),
+    "formats": ("numpy", "vexport"),
     "engine": ("vllm", "vexport"),
     "reports": ("huggingface_hub",),
     "evaluation": ("vllm", "lm_eval", "datasets", "tqdm"),
