@@ -48,7 +48,7 @@ def round_sites(
     for site in inputs.sites:
         if site.name not in sums:
             continue
-        moments, factors = sums[site.name], dict[float, Factor | None]()
+        moments, factors = sums[site.name].complete(), dict[float, Factor | None]()
         for group in site.groups:
             if not moments.tokens:
                 reason = "no token of the calibration text reaches it"

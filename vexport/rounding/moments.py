@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 import torch
 
+# Columns of H that are added up together, up to its diagonal: half the products of a whole matrix.
+BLOCK_COLUMNS = 384
+
 
 @dataclass(slots=True, kw_only=True)
 class Moments:
@@ -14,6 +17,7 @@ class Moments:
 
     X~ (tokens, in) is the input in the quantized stream after the layer's own input rounding, X the one that
     the source's layer gets for the same token. `cross` is None where the source's stream is not followed.
+    Tokens are added to the lower triangle of `hessian`; `complete` makes it symmetric.
     """
 
     hessian: torch.Tensor
@@ -34,13 +38,26 @@ class Moments:
         alpha = 1.0 if weight is None else weight
         with exact_products(found.dtype):
             wide = found.to(torch.float32)
-            self.hessian.addmm_(wide.T, wide, alpha=alpha)
+            for first, last in _blocks(self.hessian):
+                block = self.hessian[first:last, :last]
+                block.addmm_(wide[:, first:last].T, wide[:, :last], alpha=alpha)
             if self.cross is not None:
                 assert source is not None
                 exact = source.reshape(found.shape).to(torch.float32)
                 self.cross.addmm_(wide.T, exact, alpha=alpha)
         if weight is None:
             self.tokens += len(found)
+
+    def complete(self) -> "Moments":
+        """Fill the upper triangle of `hessian`, in place, when all tokens are in."""
+        for first, last in _blocks(self.hessian):
+            self.hessian[:first, first:last] = self.hessian[first:last, :first].T
+        return self
+
+
+def _blocks(matrix: torch.Tensor) -> Iterator[tuple[int, int]]:
+    for first in range(0, len(matrix), BLOCK_COLUMNS):
+        yield first, min(first + BLOCK_COLUMNS, len(matrix))
 
 
 @contextmanager
