@@ -7,7 +7,7 @@ makes of the tokens that are routed to it, and, where those are few, of what it 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,10 @@ from vexport.types import FusionGroup
 Noted = Mapping[str, torch.Tensor | Entered]
 # Of the tokens of the text so many a column count as one that is routed to an expert, together.
 SHARED_TOKENS_PER_COLUMN = 1.0
+
+
+class _AllNoted(Exception):
+    """Ends a forward of which all inputs have been seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,23 +96,28 @@ class GroupInputs:
         return arithmetic_of(self._modules[module]) is not None
 
     @contextmanager
-    def noted(self) -> Iterator[dict[str, torch.Tensor | Entered]]:
-        """Within the block the inputs of a forward are noted, before anything rounds them."""
+    def noted(self, *, only: bool = False) -> Iterator[dict[str, torch.Tensor | Entered]]:
+        """Within the block the inputs of a forward are noted, before anything rounds them.
+
+        With `only` the block ends where all are, its forward's answer being of no use.
+        """
         seen: dict[str, torch.Tensor | Entered] = {}
-        with ExitStack() as block:
+        with suppress(_AllNoted), ExitStack() as block:
             for name, module in self._modules.items():
-                note = self._noting(name, module, seen)
+                note = self._noting(name, module, seen, only=only)
                 handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
                 block.callback(handle.remove)
             yield seen
 
     def _noting(
-        self, name: str, module: torch.nn.Module, seen: dict[str, torch.Tensor | Entered]
+        self, name: str, module: torch.nn.Module, seen: dict[str, torch.Tensor | Entered], *, only: bool
     ) -> Callable[..., None]:
         arithmetic = arithmetic_of(module)
 
         def note(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, object]) -> None:
             seen[name] = args[0] if arithmetic is None else arithmetic.enter(module, args, kwargs)
+            if only and len(seen) == len(self._modules):
+                raise _AllNoted
 
         return note
 

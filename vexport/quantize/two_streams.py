@@ -161,7 +161,7 @@ class RoundingStream:
                 continue
             sums.note_source(exact if row < self.fitted else None)
             for place in sums.own:
-                with self.quantized.rounding_inputs(groups), inputs.noted() as seen:
+                with self.quantized.rounding_inputs(groups), inputs.noted(only=True) as seen:
                     if row < self.fitted:
                         run(position, branches[place].hidden[position])
                 sums.add(place, seen if row < self.fitted else None)
