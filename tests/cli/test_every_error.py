@@ -66,3 +66,20 @@ def test_wrong_values_and_missing_inputs_are_one_line(
         assert "\x1b[2J" not in ran.stderr, told
         assert "\nerror: forged" not in ran.stderr, told
         assert max(map(len, ran.stderr.splitlines())) < 1000, told
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_no_number_is_within_any_range(value: str, tmp_path: Path) -> None:
+    """Comparisons with NaN are false, so that ranges alone would take it."""
+    options = {
+        (*words, f"{option.opts[-1]}={value}")
+        for words, command in COMMANDS.items()
+        for option in command.params
+        if isinstance(option.type, click.types.FloatParamType)
+    }
+    assert len(options) > 4
+    for *words, option in sorted(options):
+        inputs = [str(tmp_path) for one in COMMANDS[tuple(words)].params if isinstance(one, click.Argument)]
+        ran = vexport(*words, *inputs, option)
+        assert ran.code == 2
+        assert f"Invalid value for '{option.partition('=')[0]}'" in ran.stderr

@@ -1,5 +1,6 @@
 """Options that several commands share, as decorators."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,17 @@ class Count(click.IntRange):
     """A whole number, which help calls N."""
 
     name = "n"
+
+
+class Real(click.FloatRange):
+    """A finite number within a range; every comparison with NaN is false, so that it is within any."""
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        return (
+            number if math.isfinite(number) else self.fail(f"{value!r} is not a finite number.", param, ctx)
+        )
 
 
 PATH = click.Path(path_type=Path)

@@ -10,7 +10,7 @@ from vexport.cli.base import note
 from vexport.cli.completion import complete_observer, complete_scheme
 from vexport.cli.effects import given_options
 from vexport.cli.help import RenamedOption
-from vexport.cli.options import PATH, POSITIVE, Count, stacked, tp_option
+from vexport.cli.options import PATH, POSITIVE, Count, Real, stacked, tp_option
 from vexport.types import KvCache, OnUnsupportedShape
 from vexport.types.rounding import ROUNDINGS, Rounding
 
@@ -192,7 +192,7 @@ plan_options = stacked(
     ),
     click.option(
         "--smoothing",
-        type=click.FloatRange(0, 1),
+        type=Real(0, 1),
         metavar="S",
         help="Scale large channels of inputs down and their weights up before both are rounded: 0 is off, "
         "1 fully [default: 0.5 for INT8 and 4-bit inputs where text is given, else 0].",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import click
 
-from vexport.cli.options import stacked
+from vexport.cli.options import Real, stacked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ def _gates(context: click.Context, parameter: click.Parameter, values: tuple[str
 verdict_options = stacked(
     click.option(
         "--margin",
-        type=click.FloatRange(0, 1, max_open=True),
+        type=Real(0, 1, max_open=True),
         metavar="M",
         default=0.02,
         show_default=True,
@@ -46,7 +46,7 @@ verdict_options = stacked(
     ),
     click.option(
         "--alpha",
-        type=click.FloatRange(0, 0.5, min_open=True, max_open=True),
+        type=Real(0, 0.5, min_open=True, max_open=True),
         metavar="A",
         default=0.05,
         show_default=True,
@@ -64,14 +64,14 @@ verdict_options = stacked(
 drift_options = stacked(
     click.option(
         "--kl-limit",
-        type=click.FloatRange(0, min_open=True),
+        type=Real(0, min_open=True),
         metavar="NATS",
         help="Warn, with --text fail, where the mean KL to the baseline is more, "
         "in nats a token [default: 0.1].",
     ),
     click.option(
         "--nll-limit",
-        type=click.FloatRange(0, min_open=True),
+        type=Real(0, min_open=True),
         metavar="NATS",
         help="Warn, with --text fail, where the NLL rises by more, in nats a token [default: 0.05].",
     ),

@@ -11,7 +11,7 @@ from vexport.formats.schemes import fold_name
 class Section(BaseModel):
     """Keys that are all known, values that stay."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def known_name(value: str, known: Sequence[str]) -> str:
