@@ -1,12 +1,13 @@
-"""Time and memory of `plan` and `check` of models of 405 B to 1 T, of which only the headers are there.
+"""Time and memory of `plan`, `check` and `load --dry` of models of 405 B to 1 T, from headers alone.
 
     PYTHONPATH=. .venv/bin/python scripts/bench/large.py [--model DeepSeek-V3]... [--scheme W4A16]...
-                                                         [--folder DIR]
+                                                         [--command check]... [--folder DIR]
 
 The source has every header of the real model over files that are holes; the quantized checkpoint has those
-that `vexport quantize` would write. `check` reads its numbers from one random buffer in the place of the
-files, sound ones for scales: what it takes is all but the reading, whose bytes are named. Seconds are of the
-processor, one thread; memory is the largest resident set. Linux only.
+that `vexport quantize` would write. `check` is called twice: on the holes, in which every scale is an error,
+and with sound random numbers from one buffer in the place of small tensors, which takes all but the reading,
+whose bytes are named. Seconds are of the processor, of all processes, and of the clock; memory is what all
+processes had together at most, shared pages once. Linux only.
 """
 
 import argparse
@@ -14,11 +15,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from sizes import watched
+import numpy.typing as npt
 
 from tests.architectures.headers import CONFIGS, save_headers
 from vexport.checkpoint.index import read_index
@@ -31,6 +33,7 @@ from vexport.quantize.finishing import write_config
 from vexport.quantize.stream import planned_shards
 from vexport.types import TensorInfo
 
+COMMANDS = ("plan", "check", "load")
 LARGE = ("Llama-3.1-405B", "DeepSeek-V3", "Kimi-K2")
 BUFFER = 1 << 24
 
@@ -54,6 +57,12 @@ class RandomReader(Reader):
         RandomReader.bytes_read += tensor.num_bytes
         own = self._numbers.get(tensor.dtype, self._codes)
         return super().raw(tensor) if tensor.num_bytes > BUFFER else own[: tensor.num_bytes].data
+
+    def rows(self, tensor: TensorInfo, numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Rows of the buffer."""
+        size = len(numbers) * tensor.num_bytes // tensor.shape[0]
+        RandomReader.bytes_read += size
+        return self._numbers.get(tensor.dtype, self._codes)[:size].reshape(len(numbers), -1)
 
 
 def save_quantized(source: Path, folder: Path, scheme: str) -> None:
@@ -83,8 +92,10 @@ def check(checkpoint: Path) -> str:
     )
 
 
-def main(models: Sequence[str], schemes: Sequence[str], folder: Path) -> None:
-    """Print a row for each call, each in a process of its own."""
+def main(models: Sequence[str], schemes: Sequence[str], commands: Sequence[str], folder: Path) -> None:
+    """Print a row for each call."""
+    print("| call | exit code | processor | clock | memory |")
+    print("|---|---|---|---|---|")
     for model in models:
         source = folder / model
         if not (source / "config.json").is_file():
@@ -93,30 +104,77 @@ def main(models: Sequence[str], schemes: Sequence[str], folder: Path) -> None:
             quantized = folder / f"{model}-{scheme}"
             if not quantized.is_dir():
                 save_quantized(source, quantized, scheme)
-            command = ["-m", "vexport", "plan", str(source), "--scheme", scheme, "--quiet"]
-            measured(f"plan {model} --scheme {scheme}", command, os.devnull)
-            measured(f"check {model} {scheme}", [__file__, "--checked", str(quantized)], None)
+            calls = {
+                "plan": [["-m", "vexport", "plan", str(source), "--scheme", scheme]],
+                "check": [
+                    ["-m", "vexport", "check", str(quantized)],
+                    [__file__, "--checked", str(quantized)],
+                ],
+                "load": [["-m", "vexport", "load", "--dry", str(quantized)]],
+            }
+            for command in commands:
+                for call in calls[command]:
+                    measured(f"{command} {model} {scheme}", call)
 
 
-def measured(title: str, arguments: Sequence[str], answer: str | None) -> None:
-    """Print what a call of Python takes; its answer goes to a file, or is printed too."""
-    print(f"| {title}", end=" | ", flush=True)
-    with Path(answer or os.devnull).open("w") as stream:
-        process = subprocess.Popen([sys.executable, *arguments], stdout=stream if answer else None)
-        memory, usage = watched(process)
-    print(f"exit code {process.returncode}", end="")
-    print(f" | {usage.ru_utime + usage.ru_stime:.1f} s | {memory / 1e6:.0f} MB |", flush=True)
+def measured(title: str, arguments: Sequence[str]) -> None:
+    """Print what a call of Python takes; its last line too, if it is a sound `check`."""
+    start, most, seconds = time.monotonic(), 0.0, dict[int, float]()
+    with tempfile.TemporaryFile("w+") as answer:
+        process = subprocess.Popen([sys.executable, *arguments], stdout=answer, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            processes = list(tree(process.pid))
+            seconds.update({number: spent(number) for number in processes})
+            most = max(most, sum(memory(number) for number in processes))
+            time.sleep(0.1)
+        answer.seek(0)
+        said = f" ({answer.read().strip()})" if "--checked" in arguments else ""
+    clock = time.monotonic() - start
+    print(
+        f"| {title}{said} | {process.returncode} | {sum(seconds.values()):.0f} s | {clock:.0f} s | ", end=""
+    )
+    print(f"{most:.0f} MB |", flush=True)
+
+
+def tree(number: int) -> Iterator[int]:
+    """A process and all that it has started."""
+    yield number
+    for thread in Path(f"/proc/{number}/task").glob("*/children"):
+        for child in _read(thread).split():
+            yield from tree(int(child))
+
+
+def spent(number: int) -> float:
+    """Seconds of the processor."""
+    fields = _read(Path(f"/proc/{number}/stat")).rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory(number: int) -> float:
+    """Megabytes; what processes share is divided among them."""
+    lines = _read(Path(f"/proc/{number}/smaps_rollup")).splitlines()
+    return sum(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))
+
+
+def _read(file: Path) -> str:
+    """A file of a process; nothing where it has ended."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", action="append", choices=tuple(CONFIGS))
     parser.add_argument("--scheme", action="append")
+    parser.add_argument("--command", action="append", choices=COMMANDS)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--checked", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.checked:
-        print(check(given.checked), end=", ", flush=True)
+        print(check(given.checked))
         raise SystemExit
     with tempfile.TemporaryDirectory() as temporary:
-        main(given.model or LARGE, given.scheme or ["W4A16"], given.folder or Path(temporary))
+        folder = given.folder or Path(temporary)
+        main(given.model or LARGE, given.scheme or ["W4A16"], given.command or COMMANDS, folder)

@@ -12,6 +12,8 @@ from vexport.checkpoint.writer import header_bytes
 from vexport.types import TensorSpec
 
 SHARD_BYTES = 5_000_000_000
+# How vLLM is to choose experts: with a bias that is stored.
+ROUTING: Mapping[str, object] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # The numbers of the models' own config.json on the hub.
 CONFIGS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "Llama-3.3-70B": (
@@ -51,8 +53,9 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, object]]] = {
             "vocab_size": 128256,
         },
     ),
-    # transformers' defaults are DeepSeek-V3's own; its last layer predicts a second token.
-    "DeepSeek-V3": ("deepseek_v3", {"num_nextn_predict_layers": 1}),
+    # transformers' defaults are DeepSeek-V3's own but for what it does not read; the last layer predicts
+    # a second token.
+    "DeepSeek-V3": ("deepseek_v3", {"num_nextn_predict_layers": 1, **ROUTING}),
     "Kimi-K2": (
         "deepseek_v3",
         {
@@ -65,6 +68,7 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, object]]] = {
             "routed_scaling_factor": 2.827,
             "num_nextn_predict_layers": 0,
             "vocab_size": 163840,
+            **ROUTING,
         },
     ),
 }

@@ -1,6 +1,6 @@
 """Tensors that are computed from those of a checkpoint when they are asked for."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,6 +54,18 @@ class DerivedReader(Reader):
         if derived is None:
             return self.base.some_rows(tensor, step)
         return _bytes(derived.rows(self.base, slice(None, None, step)))
+
+    def rows(self, tensor: TensorInfo, numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Some rows of a tensor as bytes; of a derived one all are computed."""
+        derived = self._derived.get(tensor.name)
+        if derived is None:
+            return self.base.rows(tensor, numbers)
+        return _bytes(derived.rows(self.base, slice(None)))[numbers]
+
+    def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
+        """The same for stored tensors; where others come from is near enough."""
+        if tensor.name not in self._derived:
+            self.base.expect_some_rows(tensor, step)
 
     def release(self, tensors: Iterable[TensorInfo]) -> None:
         """Give back the pages of tensors, of derived ones those that they are computed from."""

@@ -1,7 +1,8 @@
 """Reads tensors lazily: from memory-mapped safetensors files, or by ranges from object storage."""
 
 import mmap
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -59,8 +60,32 @@ class Reader:
 
     def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:
         """Every `step`-th row of a tensor of two dimensions, as bytes."""
-        stored = np.frombuffer(self.raw(tensor), np.uint8)
-        return stored.reshape(tensor.shape[0], -1)[::step]
+        return self.rows(tensor, range(0, tensor.shape[0], step))
+
+    def rows(self, tensor: TensorInfo, numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Some rows of a tensor of two dimensions, as bytes. Of a file no others are read.
+
+        InputError where the file has become shorter since its header was read.
+        """
+        if len(numbers) == tensor.shape[0] or self._remote(tensor.file):
+            stored = np.frombuffer(self.raw(tensor), np.uint8)
+            return stored.reshape(tensor.shape[0], -1)[numbers]
+        size = tensor.num_bytes // tensor.shape[0]
+        found = np.empty((len(numbers), size), np.uint8)
+        with tensor.file.open("rb", buffering=0) as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for number, row in zip(numbers, found, strict=True):
+                if os.preadv(stream.fileno(), [row.data], tensor.start + number * size) < size:
+                    raise changed(tensor.file, "less than its header described")
+        return found
+
+    def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
+        """Tell the kernel that `some_rows` will be asked for soon: it begins to read them all at once."""
+        if tensor.num_bytes and not self._remote(tensor.file):
+            self._map(tensor.file)
+            size = tensor.num_bytes // tensor.shape[0]
+            for start in range(tensor.start, tensor.end, step * size):
+                self._advise(tensor.file, start, start + size, mmap.MADV_WILLNEED)
 
     def array(self, tensor: TensorInfo) -> npt.NDArray[np.generic]:
         """The values of a tensor in its shape; BF16 and 8-bit floats as float32."""

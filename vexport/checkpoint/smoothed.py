@@ -5,7 +5,7 @@ next to the weights that were made of it, in SMOOTHING.
 """
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -56,6 +56,12 @@ class SmoothedReader(Reader):
                     del self._last[next(iter(self._last))]
                 self._last[tensor.name] = _scaled(super().raw(tensor), tensor, own)
             return self._last[tensor.name].data.cast("B")
+
+    def rows(self, tensor: TensorInfo, numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Some rows as bytes."""
+        if tensor.name not in self._smoothing:
+            return super().rows(tensor, numbers)
+        return np.frombuffer(self.raw(tensor), np.uint8).reshape(tensor.shape[0], -1)[numbers]
 
     def release_view(self, tensor: TensorInfo, view: Array) -> None:
         """Give back the pages of a view; one of a copy has none."""

@@ -3,28 +3,29 @@
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.checks.tensors import scales
-from vexport.checks.tensors.codes import lost, unfilled
+from vexport.checks.tensors.codes import AHEAD, ranges
 from vexport.checks.tensors.inputs import impossible
 from vexport.checks.tensors.kept import empty
 from vexport.checks.tensors.payloads import beyond, not_finite
 from vexport.checks.tensors.plausible import global_scale_size, implausible, input_scale_size
-from vexport.checks.tensors.scales import LAYER_SCALES, MANY
+from vexport.checks.tensors.scales import LAYER_SCALES, MANY, Counts
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
 from vexport.numerics.constants import E8M0_NAN
 from vexport.types import Finding, TensorInfo
 
 NAME = "values"
+# Scales of which a layer has one number, or few.
+SINGLE = ("weight_global_scale", "input_scale", "input_global_scale")
 DESCRIPTION = "no NaN or infinity anywhere, every scale above zero and of a plausible size"
 # AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
 # of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
 LEAST_OF_EITHER_SIGN = 0.02
-# Layers whose scales are being read while those of one are looked at: a disk or server answers them at once.
-AHEAD = 32
+# Rows of a weight that are looked at together, and at least, where its scales are zero.
+ROWS_OF_ZEROS = 128
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -51,8 +52,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 yield from beyond(view, NAME, group, parameters)
         for parameters in fused.members.values():
             view.reader.release(parameters.values())
-    yield from unfilled(view, NAME)
-    yield from lost(view, NAME)
+    yield from ranges(view, NAME)
     yield from empty(view, NAME)
     yield from not_finite(view, NAME)
 
@@ -74,17 +74,21 @@ def _scale(
         return
     if parameter == "weight_scale" and scales.above_zero(view.reader, tensor):
         return
-    numbers = scales.numbers(view.reader, tensor)
+    found = scales.counts(view.reader, tensor)
     wrong = {
-        "NaN": int(np.count_nonzero(np.isnan(numbers))),
-        "infinite": int(np.count_nonzero(np.isinf(numbers))),
-        "zero": 0 if _scales_zeros(view, numbers, parameters) else int(np.count_nonzero(numbers == 0)),
-        "negative": 0 if _may_be_negative(numbers, parameter, group) else int(np.count_nonzero(numbers < 0)),
+        "NaN": found.nan,
+        "infinite": found.infinite,
+        "zero": 0 if found.zero and _scales_zeros(view, tensor, parameters) else found.zero,
+        "negative": 0 if _may_be_negative(found, parameter, group) else found.negative,
     }
-    problems = [f"{count} of {numbers.size} values {kind}" for kind, count in wrong.items() if count]
+    problems = [f"{count} of {found.size} values {kind}" for kind, count in wrong.items() if count]
     if problems:
         yield _bad(tensor, ", ".join(problems))
-    elif parameter.endswith("global_scale"):
+        return
+    if parameter not in SINGLE:
+        return
+    numbers = scales.numbers(view.reader, tensor)
+    if parameter.endswith("global_scale"):
         yield from global_scale_size(NAME, tensor, parameter, float(numbers.max()))
     elif parameter == "input_scale":
         if numbers.min() < 0:
@@ -102,34 +106,41 @@ def _odd_sign(tensor: TensorInfo) -> Finding:
     )
 
 
-def _may_be_negative(numbers: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None) -> bool:
+def _may_be_negative(found: Counts, parameter: str, group: ConfigGroup | None) -> bool:
     """Whether signs change nothing, or are meant."""
     of_float_inputs = group is not None and group.weights.is_float and parameter == "input_scale"
-    return of_float_inputs or _has_signs(numbers, parameter, group)
+    return of_float_inputs or _has_signs(found, parameter, group)
 
 
-def _has_signs(numbers: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None) -> bool:
+def _has_signs(found: Counts, parameter: str, group: ConfigGroup | None) -> bool:
     """Whether scales of integers are of either sign on purpose; vLLM multiplies with them as they are."""
-    if group is None or group.weights.is_float or parameter != "weight_scale" or numbers.size < MANY:
+    if group is None or group.weights.is_float or parameter != "weight_scale" or found.size < MANY:
         return False
-    fewest = min(np.count_nonzero(numbers < 0), np.count_nonzero(numbers > 0))
-    return bool(fewest >= LEAST_OF_EITHER_SIGN * numbers.size)
+    return min(found.negative, found.positive) >= LEAST_OF_EITHER_SIGN * found.size
 
 
-def _scales_zeros(
-    view: CheckpointView, numbers: npt.NDArray[np.float64], parameters: Mapping[str, TensorInfo]
-) -> bool:
-    """Whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it."""
+def _scales_zeros(view: CheckpointView, scale: TensorInfo, parameters: Mapping[str, TensorInfo]) -> bool:
+    """Whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it.
+
+    Where all of a scale is zero, some rows of the weight tell.
+    """
     weight = parameters.get("weight_packed", parameters.get("weight"))
-    zero = numbers == 0
-    if weight is None or not zero.any() or numbers.ndim != 2 or len(weight.shape) != 2:
+    if weight is None or len(scale.shape) != 2 or len(weight.shape) != 2:
         return False
-    rows, groups = numbers.shape
-    if rows != weight.shape[0] or weight.shape[1] % max(groups, 1) or weight.dtype not in ("U8", "I8"):
+    (rows, groups), width = scale.shape, weight.shape[1]
+    if rows != weight.shape[0] or width % max(groups, 1) or weight.dtype not in ("U8", "I8"):
         return False
-    codes = np.frombuffer(view.reader.raw(weight), np.uint8).reshape(rows, groups, -1)[zero]
-    # FP4 has a zero of either sign, in either half of the byte.
-    return not (codes & 0x77 if weight.dtype == "U8" else codes).any()
+    zero = scales.numbers(view.reader, scale) == 0
+    within = np.flatnonzero(zero.any(axis=1))
+    if zero.all():
+        within = within[:: max(rows // ROWS_OF_ZEROS, 1)]
+    for start in range(0, within.size, ROWS_OF_ZEROS):
+        some = within[start : start + ROWS_OF_ZEROS]
+        codes = view.reader.rows(weight, some.tolist()).reshape(some.size, groups, -1)[zero[some]]
+        # FP4 has a zero of either sign, in either half of the byte.
+        if (codes & 0x77 if weight.dtype == "U8" else codes).any():
+            return False
+    return True
 
 
 def _bad(tensor: TensorInfo, got: str) -> Finding:

@@ -5,7 +5,7 @@ transposed, or has another layer's scales by groups of codes, that is no longer 
 leave ranges unfilled: a layer is judged only where all others fill theirs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
 from vexport.checks.vllm.arguments import ConfigGroup
-from vexport.checks.vllm.view import CheckpointView, error
+from vexport.checks.vllm.view import CheckpointView, FusedLinear, error
 from vexport.types import Finding, TensorInfo
 
 # Rows of a layer that are looked at, from all over it: fewer where there are thousands of layers.
@@ -21,15 +21,27 @@ FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 # Of a random permutation of the codes about a third of the rows, a quarter of the groups of 16 are not full.
 MOST_FULL, LEAST_FULL = 0.85, 0.99
 FEWEST_OTHERS = 6
+# Layers whose rows are being read while those of one are looked at: a disk or server answers them at once.
+AHEAD = 32
+WEIGHTS = ("weight_packed", "weight")
+Rows = npt.NDArray[np.uint8]
 # What scales of nothing are: eps of bfloat16, float16, float32 and e4m3, and one.
 PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
 LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
 
 
-def unfilled(view: CheckpointView, check: str) -> Iterator[Finding]:
-    """A finding on the one layer whose ranges are not filled."""
-    shares = {module: _share(view, group, parameters) for module, group, parameters in _quantized(view)}
-    full = {module: share for module, share in shares.items() if share is not None}
+def ranges(view: CheckpointView, check: str) -> Iterator[Finding]:
+    """Findings on ranges of codes: the one layer whose ranges are not filled, and ranges that are empty."""
+    full: dict[str, float] = {}
+    findings = []
+    for module, group, parameters in _quantized(view):
+        stored: dict[str, Rows] = {}
+        share = _share(view, group, parameters, stored)
+        if share is not None:
+            full[module] = share
+        empty = _lost_share(view, group, parameters, stored)
+        if empty is not None and empty > MOST_LOST:
+            findings.append(_lost(check, module, empty))
     few = [module for module, share in full.items() if share < LEAST_FULL]
     if len(few) == 1 and full[few[0]] < MOST_FULL and len(full) > FEWEST_OTHERS:
         yield error(
@@ -39,28 +51,27 @@ def unfilled(view: CheckpointView, check: str) -> Iterator[Finding]:
             got=f"{1 - full[few[0]]:.0%} of the ranges unfilled",
             fix="export it again: the weight is transposed, or these are another weight's codes",
         )
+    yield from findings
 
 
-def lost(view: CheckpointView, check: str) -> Iterator[Finding]:
+def _lost(check: str, module: str, share: float) -> Finding:
     """Rows and groups whose codes are all zero, next to a scale that is made for other numbers.
 
     Where a weight is zero itself, producers store the least scale, or a number that stands for none.
     """
-    for module, group, parameters in _quantized(view):
-        share = _lost_share(view, group, parameters)
-        if share is not None and share > MOST_LOST:
-            yield error(
-                check,
-                module,
-                expected="codes other than zero where a scale of usual size is",
-                got=f"{share:.0%} of the ranges empty",
-                fix="download or export it again: a part of the weight is lost",
-            )
+    return error(
+        check,
+        module,
+        expected="codes other than zero where a scale of usual size is",
+        got=f"{share:.0%} of the ranges empty",
+        fix="download or export it again: a part of the weight is lost",
+    )
 
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:
     """Every layer that a config group applies to, that group, and the layer's tensors, which are released."""
-    for fused in view.fused_linears:
+    for number, fused in enumerate(view.fused_linears):
+        _expect(view, view.fused_linears[number + AHEAD : number + AHEAD + 1])
         group = view.group_of(fused)
         if group is not None:
             for module, parameters in fused.members.items():
@@ -68,8 +79,16 @@ def _quantized(view: CheckpointView) -> Iterator[tuple[str, ConfigGroup, Mapping
                 view.reader.release(parameters.values())
 
 
+def _expect(view: CheckpointView, later: Iterable[FusedLinear]) -> None:
+    """Begin to read the rows of layers that will be looked at."""
+    for fused in later:
+        for parameters in fused.members.values() if view.group_of(fused) is not None else ():
+            for tensor in (parameters[name] for name in WEIGHTS if name in parameters):
+                view.reader.expect_some_rows(tensor, _step(view, tensor))
+
+
 def _lost_share(
-    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
+    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo], stored: dict[str, Rows]
 ) -> float | None:
     """The share of scales of usual size that scale nothing; None where that cannot be told."""
     weight, scale = parameters.get("weight_packed", parameters.get("weight")), parameters.get("weight_scale")
@@ -77,7 +96,7 @@ def _lost_share(
         return None
     if group.weights.block or not weight.num_bytes:
         return None
-    codes = _rows(view, weight)
+    codes = _rows(view, weight, stored)
     if scale.shape[0] != weight.shape[0] or not scale.shape[1] or codes.shape[1] % scale.shape[1]:
         return None
     if weight.dtype in ("U8", "F8_E4M3"):
@@ -85,8 +104,10 @@ def _lost_share(
     parts = _words(codes.reshape(codes.shape[0], scale.shape[1], -1))
     zeros = {0, int.from_bytes(bytes([_zero_codes(group, weight)]) * parts.itemsize, "little")}
     empty = np.any([(parts == zero).all(axis=2) for zero in zeros], axis=0)
+    if not empty.any():
+        return 0.0
     with np.errstate(invalid="ignore"):
-        values = to_numpy(_rows(view, scale).tobytes(), scale.dtype)
+        values = to_numpy(_rows(view, scale, stored).tobytes(), scale.dtype)
         scales = np.asarray(values, np.float64).reshape(-1, scale.shape[1])
     usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
     return float((empty & usual).mean())
@@ -105,7 +126,9 @@ def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
     return 0x88 if bits == 4 else 0x80
 
 
-def _share(view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> float | None:
+def _share(
+    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo], stored: dict[str, Rows]
+) -> float | None:
     """The share of scales whose codes reach the end; None where that cannot be told."""
     storage, expected = group.storage, group.expected(parameters)
     weight = parameters.get(storage.weight)
@@ -113,7 +136,7 @@ def _share(view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, Te
         return None
     if weight.dtype not in expected[storage.weight].dtypes:
         return None
-    found = storage.largest_codes(group, _rows(view, weight))
+    found = storage.largest_codes(group, _rows(view, weight, stored))
     return _full(*found) if found is not None else None
 
 
@@ -123,7 +146,13 @@ def _full(largest: npt.NDArray[np.integer[Any]], end: int) -> float | None:
     return float((largest >= end).mean()) if largest.size else None
 
 
-def _rows(view: CheckpointView, tensor: TensorInfo) -> npt.NDArray[np.uint8]:
-    """Some rows of a tensor, as bytes; of tensors with as many rows the same ones."""
+def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> Rows:
+    """Some rows of a tensor, as bytes, kept in `stored`; of tensors with as many rows the same ones."""
+    if tensor.name not in stored:
+        stored[tensor.name] = view.reader.some_rows(tensor, _step(view, tensor))
+    return stored[tensor.name]
+
+
+def _step(view: CheckpointView, tensor: TensorInfo) -> int:
     rows = min(max(ROWS_OF_ALL // len(view.fused_linears), FEWEST_ROWS), MOST_ROWS)
-    return view.reader.some_rows(tensor, max(tensor.shape[0] // rows, 1))
+    return max(tensor.shape[0] // rows, 1)

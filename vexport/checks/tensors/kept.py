@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from vexport.architectures.decoders import decoders
-from vexport.checks.tensors.payloads import RUN
+from vexport.checks.tensors.payloads import is_zero
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.types import Finding, TensorInfo
+from vexport.types import Finding
 
 HALF = ("float16", "half")
 
@@ -26,19 +24,9 @@ def empty(view: CheckpointView, check: str) -> Iterator[Finding]:
         tensor = view.index.tensors.get(name)
         if tensor is None or not tensor.num_bytes or tensor.dtype not in ("BF16", "F16", "F32"):
             continue
-        if _is_zero(view, tensor):
+        if is_zero(view, tensor):
             fix = "export again, and look at this tensor in the source"
             yield error(check, name, expected="numbers other than zero", got="zeros only", fix=fix)
-
-
-def _is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
-    """Whether a tensor has zeros only; a part at a time, pages are given back."""
-    data = np.frombuffer(view.reader.raw(tensor), np.uint8)
-    for start in range(0, data.size, RUN):
-        if data[start : start + RUN].any():
-            return False
-        view.reader.release([tensor])
-    return True
 
 
 def narrowed(view: CheckpointView, check: str) -> Iterator[Finding]:

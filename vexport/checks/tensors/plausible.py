@@ -7,6 +7,7 @@ import numpy as np
 
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checks.tensors import scales
+from vexport.checks.tensors.payloads import is_zero
 from vexport.checks.tensors.scales import MANY, PLACEHOLDER
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error
@@ -109,8 +110,7 @@ def _is_empty(view: CheckpointView, parameters: Mapping[str, TensorInfo]) -> boo
     weight = parameters.get("weight_packed", parameters.get("weight"))
     if weight is None or not weight.num_bytes:
         return False
-    codes = np.frombuffer(view.reader.raw(weight), np.uint8)
-    return not codes.any()
+    return is_zero(view, weight)
 
 
 def _finding(check: str, tensor: TensorInfo, got: str) -> Finding:

@@ -1,5 +1,8 @@
 """The numbers of scales, read no further than a question needs: most are one byte, and there are many."""
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -41,6 +44,43 @@ def _positive_ends(reader: Reader, tensor: TensorInfo) -> bytes | None:
     bits = np.frombuffer(reader.raw(tensor), kind)
     least, largest = bits.min(), bits.max()
     return least.tobytes() + largest.tobytes() if least > 0 and largest < end else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How many of a scale's numbers are of which kind; `negative` has the negative infinity too."""
+
+    size: int
+    nan: int
+    infinite: int
+    zero: int
+    negative: int
+
+    @property
+    def positive(self) -> int:
+        return self.size - self.nan - self.zero - self.negative
+
+
+def counts(reader: Reader, tensor: TensorInfo) -> Counts:
+    """The kinds of a scale's numbers; where POSITIVE has its dtype, told from their bits."""
+    if tensor.dtype not in POSITIVE:
+        values = numbers(reader, tensor)
+        kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
+    else:
+        kind, end = POSITIVE[tensor.dtype]
+        bits = np.frombuffer(reader.raw(tensor), kind)
+        sign = bits.dtype.type(1 << 8 * bits.itemsize - 1)
+        sizes = bits & (sign - bits.dtype.type(1))
+        # e4m3 has no infinity: where the others have one it has NaN.
+        nan, infinite = sizes > end, sizes == end
+        if tensor.dtype == "F8_E4M3":
+            nan, infinite = infinite, nan
+        kinds = nan, infinite, sizes == 0, (bits > sign) & ~nan
+    nan_count, *others = (int(np.count_nonzero(one)) for one in kinds)
+    infinite_count, zero, negative = others
+    return Counts(
+        size=math.prod(tensor.shape), nan=nan_count, infinite=infinite_count, zero=zero, negative=negative
+    )
 
 
 def ends(reader: Reader, scale: TensorInfo) -> tuple[float, float]:

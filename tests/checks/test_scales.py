@@ -1,0 +1,86 @@
+"""Numbers of scales told from their bits, and rows of weights that are read alone."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.mutations.edits import all_of, put, spoiled
+from vexport.checkpoint.reader import Reader
+from vexport.checks import check_checkpoint
+from vexport.checks.tensors.scales import Counts, counts
+from vexport.errors import InputError
+from vexport.types import TensorInfo
+
+# All bits of 8 and 16, every 65,521st of 32.
+DTYPES = {
+    "F8_E4M3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "BF16": torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16),
+    "F16": torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16),
+    "F32": torch.arange(0, 1 << 32, 65_521, dtype=torch.int64).to(torch.uint32).view(torch.float32),
+}
+
+
+def stored(file: Path, data: bytes, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    """A tensor that is a whole file."""
+    file.write_bytes(data)
+    return TensorInfo(name="one", dtype=dtype, shape=shape, file=file, start=0, end=len(data))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kinds_of_numbers_are_those_of_torch(dtype: str, tmp_path: Path) -> None:
+    values = DTYPES[dtype]
+    wide = values.double()
+    expected = Counts(
+        size=values.numel(),
+        nan=int(wide.isnan().sum()),
+        infinite=int(wide.isinf().sum()),
+        zero=int((wide == 0).sum()),
+        negative=int((wide < 0).sum()),
+    )
+    data = values.view(torch.uint8).numpy().tobytes()
+    with Reader() as reader:
+        found = counts(reader, stored(tmp_path / "file", data, dtype, (values.numel(),)))
+    assert found == expected
+    assert found.positive == int((wide > 0).sum())
+
+
+def test_some_rows_are_read_alone(tmp_path: Path) -> None:
+    rows, size = 1 << 13, 1 << 12
+    data = torch.randint(0, 256, (rows, size), dtype=torch.uint8).numpy()
+    tensor = stored(tmp_path / "file", data.tobytes(), "U8", (rows, size))
+    with Reader() as reader:
+        before = read_bytes()
+        found = reader.some_rows(tensor, 512)
+        assert read_bytes() - before < 20 * size
+        assert (found == data[::512]).all()
+        assert (reader.rows(tensor, [7, 3]) == data[[7, 3]]).all()
+        os.truncate(tensor.file, rows * size // 2)
+        with pytest.raises(InputError, match="a file that stays the same"):
+            reader.some_rows(tensor, 512)
+
+
+def read_bytes() -> int:
+    """Bytes that this process has read by system calls."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"])
+
+
+@pytest.mark.parametrize(("row", "broken"), [(slice(None), False), (slice(None), True), (slice(3, 4), True)])
+def test_zero_scales_need_zero_weights(
+    good: Callable[[str], Path], tmp_path: Path, row: slice, broken: bool
+) -> None:
+    """Of a whole scale and of one row; where the weight is no zero, that is an error."""
+    layer = "model.layers.1.mlp.down_proj"
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.clone()
+        changed.view(torch.uint8)[row] = 0
+        return changed
+
+    names = [f"{layer}.weight_scale", *([] if broken else [f"{layer}.weight_packed"])]
+    folder = spoiled(good("NVFP4A16"), tmp_path / "spoiled", all_of(*(put(name, zeros) for name in names)))
+    errors = [one for one in check_checkpoint(str(folder)).findings if one.severity == "error"]
+    assert any(one.where == f"{layer}.weight_scale" and "zero" in one.got for one in errors) == broken, errors
