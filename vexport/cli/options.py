@@ -59,12 +59,12 @@ class Count(click.IntRange):
 class Real(click.FloatRange):
     """A finite number within a range; every comparison with NaN is false, so that it is within any."""
 
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
-        number = float(super().convert(value, param, ctx))
-        return (
-            number if math.isfinite(number) else self.fail(f"{value!r} is not a finite number.", param, ctx)
-        )
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number that the text is."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 PATH = click.Path(path_type=Path)
