@@ -123,9 +123,11 @@ class Prediction:
 
 def shown(row: Row) -> str:
     """A row as a line."""
+    interval = "within" if LOW <= row.reached <= HIGH else "outside of"
     return (
         f"{row.scheme:12} {row.concurrency:3} at once: step {row.step_ms:.2f}, bound {row.bound_ms:.2f} ms"
-        f" ({row.reached:.0%}); KV {row.kv_token_bytes:.0f}, predicted {row.predicted_kv_token_bytes:.0f}"
+        f" ({row.reached:.0%}, {interval} what is expected); KV {row.kv_token_bytes:.0f}, predicted"
+        f" {row.predicted_kv_token_bytes:.0f}"
     )
 
 

@@ -26,6 +26,10 @@ def test_what_failed_or_is_not_comparable_dominates_nothing() -> None:
     large = scheme("large", 80, 0.02, (90, 150))
     assert grey(scheme("failed", 50, 0.01, (100, 200), outcome="FAIL"), large) == {}
     assert grey(scheme("emulated", 50, 0.01), large) == {}
+    # What passed and may be taken is not drawn back for one that may lose too much.
+    better = scheme("open", 50, 0.01, (100, 200), outcome="INCONCLUSIVE")
+    assert grey(better, large) == {}
+    assert grey(better, scheme("other", 80, 0.02, (90, 150), outcome="INCONCLUSIVE")) == {"other": "open"}
     assert grey(scheme("a", 50, 0.01, (100, 200)), scheme("a twin", 50, 0.01, (100, 200))) == {}
 
 

@@ -285,7 +285,7 @@ def test_on_rocm_only_what_vllm_names_is_known(llama: SourceIndex) -> None:
     found = recommend(llama, Target(card=CARDS["MI300X"]))
     assert (found.gpu_architecture, found.sm) == ("gfx942", 0)
     runs = {name: row_of(found, name).runs for name in ("FP8_DYNAMIC", "W8A8", "W4A16", "NVFP4", "W8A16")}
-    assert list(runs.values()) == ["in full", "in full", "weights only", "no", "not known"]
+    assert list(runs.values()) == ["in full", "in full", "in full", "no", "not known"]
     assert row_of(found, "W8A16").speed is None
     assert row_of(found, "W8A16").kv_tokens
     assert tokens(row_of(found, "W4A16")) > tokens(found.source_row)

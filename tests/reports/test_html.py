@@ -38,7 +38,8 @@ FLAGS = (
 VOID = {"meta", "br", "input"}
 MEASURE = """
   const root = page.documentElement;
-  document.title = root.clientWidth + " " + root.scrollWidth;"""
+  const over = [...page.querySelectorAll("section.card")].filter(one => one.scrollWidth > one.clientWidth);
+  document.title = root.clientWidth + " " + root.scrollWidth + (over.length ? " beyond its card" : "");"""
 SAMPLES: tuple[Callable[[], Report], ...] = (sample.report, sample.full, sample.unloaded, sample.hostile)
 
 

@@ -19,7 +19,10 @@ class Decision:
 
 
 def marked(rows: Sequence[ComparedScheme]) -> tuple[ComparedScheme, ...]:
-    """The rows with the first that dominates each; one that failed dominates nothing."""
+    """The rows with the first that dominates each.
+
+    One that failed dominates nothing, and one that has not passed none that has.
+    """
     return tuple(
         replace(row, dominated_by=next((other.scheme for other in rows if _dominates(other, row)), ""))
         for row in rows
@@ -28,6 +31,8 @@ def marked(rows: Sequence[ComparedScheme]) -> tuple[ComparedScheme, ...]:
 
 def _dominates(one: ComparedScheme, other: ComparedScheme) -> bool:
     if one is other or one.outcome in (None, "FAIL") or other.outcome is None:
+        return False
+    if other.outcome == "PASS" and one.outcome != "PASS":
         return False
     if one.mean_kl is None or other.mean_kl is None or one.mean_kl > other.mean_kl:
         return False

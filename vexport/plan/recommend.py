@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from vexport.architectures.versions import facts_of, nearest_version
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats import PACKED
+from vexport.formats.arguments import UNQUANTIZED_BITS
 from vexport.formats.gpus import ROCM_EMULATED, ROCM_KINDS, Card, generation
 from vexport.formats.schemes import Scheme, get_scheme, preset_of, regrouped, scheme_names
 from vexport.plan.bound import Rank, crossover, speed_bound
@@ -161,9 +162,8 @@ def _table(index: SourceIndex, settings: Settings, names: tuple[str, ...]) -> Sc
 
 
 def _running(schemes: Sequence[Candidate], preset: str) -> str:
-    """The first scheme of a preset, in whatever groups, that runs by vLLM's own kernels; else nothing."""
-    names = (row.scheme for row in schemes if row.runs_by_itself and preset_of(row.scheme) == preset)
-    return next(names, "")
+    """The first scheme of a preset, in whatever groups, that runs with vLLM alone and fits; else empty."""
+    return next((row.scheme for row in schemes if row.fits and preset_of(row.scheme) == preset), "")
 
 
 def _candidate(model: _Model, outlook: SchemeOutlook) -> Candidate:
@@ -220,7 +220,9 @@ def _runs_on_rocm(scheme: Scheme, gfx: str) -> tuple[Runs, str]:
     kind = ROCM_KINDS.get(scheme.name)
     if kind is None:
         return "not known", f"which kernel vLLM takes on {gfx} is not known here"
-    return ("weights only", f"inputs of 16 bits on {gfx}") if kind == "bf16" else ("in full", "")
+    stored = scheme.format.gpu_support(scheme.args).stored_bits
+    coarse = kind == "bf16" and stored < UNQUANTIZED_BITS
+    return ("weights only", f"inputs of 16 bits on {gfx}, not {stored}") if coarse else ("in full", "")
 
 
 def _refused(scheme: Scheme, model: _Model) -> str:

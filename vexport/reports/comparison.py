@@ -85,7 +85,7 @@ def _table(found: SchemeComparison) -> doc.Table:
         *(doc.columns(">KV tokens") if found.gpu else ()),
         *doc.columns(">KL"),
         Column("recovery", numeric=True, noted=True),
-        *doc.columns(*(f">{found.speed_kind}, {count(one)} at once" for one in at)),
+        *(Column(f"{found.speed_kind}, {count(one)} at once", numeric=True, nowrap=True) for one in at),
     )
     rows = (_cells(one, found, [shown(one, number) for number in at]) for one in _rows(found))
     return doc.Table(columns, tuple(rows))
@@ -152,7 +152,13 @@ def _bound(one: ComparedScheme, batch: int) -> str:
     found = next((each for each in speed.decode if each.batch == batch), None) if speed else None
     if found is None or found.low is None or found.high is None:
         return NOT_AVAILABLE
-    return f"{found.low:,.0f}-{found.high:,.0f}"
+    return _short_interval(found.low, found.high)
+
+
+def _short_interval(low: float, high: float) -> str:
+    """Three digits, which is more than a bound has: `370-666`, `17.3k-31.1k`."""
+    factor, unit = (1000, "k") if high >= 10_000 else (1, "")
+    return f"{rate(low / factor)}{unit}-{rate(high / factor)}{unit}"
 
 
 def _measured_at(found: SchemeComparison) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vexport.reports.charts.axis import Axis, Tick, padded, signed
+from vexport.reports.charts.labels import Place, label_places
 from vexport.reports.formatting import count, size, small
 from vexport.reports.sentences import looks_scale
 from vexport.types import Look, MixedScheme, Outcome, SchemePoint, Verdict
@@ -20,7 +21,7 @@ _LEAST_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A labelled place, in per cent from the left and from the top; `mark` is written next to it.
+    """A labelled place, in per cent from the left and from the top; `mark` is written next to it, at `place`.
 
     One that is `grey` is drawn back: another is better in everything.
     """
@@ -31,6 +32,7 @@ class Point:
     outcome: Outcome | None = None
     mark: str = ""
     grey: bool = False
+    place: Place = Place()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +131,7 @@ def scheme_chart(runs: Sequence[SchemePoint]) -> Plane | None:
         y_unit="KL, nats per token",
         x_ticks=tuple(Tick(across.at(value), f"{value:g}") for value in across.values()),
         y_ticks=_log_ticks(up),
-        points=_marked(marks, [run.number for run, _ in known]),
+        points=_placed(_marked(marks, [run.number for run, _ in known])),
         lines=_by_source([run for run, _ in known], marks),
     )
 
@@ -173,9 +175,15 @@ def pareto_chart(title: str, unit: str, costs: Sequence[Cost], shown: Callable[[
         y_unit="KL, nats per token",
         x_ticks=tuple(Tick(across.at(value), shown(value)) for value in across.values()),
         y_ticks=_log_ticks(up),
-        points=points,
+        points=_placed(points),
         lines=(" ".join(f"{point.x},{point.y}" for point in front),) if len(front) > 1 else (),
     )
+
+
+def _placed(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points with places for their marks."""
+    places = label_places([(point.x, point.y) for point in points], [point.mark for point in points])
+    return tuple(replace(point, place=place) for point, place in zip(points, places, strict=True))
 
 
 def _by_source(runs: Sequence[SchemePoint], points: Sequence[Point]) -> tuple[str, ...]:
