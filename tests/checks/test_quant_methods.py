@@ -476,6 +476,47 @@ def test_spoiled_experts_of_gpt_oss_are_found(gpt_oss: Path, tmp_path: Path, nam
     assert not any("weight_packed" in each.where or each.check == "internal" for each in findings), findings
 
 
+def first_expert(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda value: torch.cat([change(value[:1]), value[1:]])
+
+
+# Of gpt-oss what only the source shows: what is done, and where.
+UNLIKE_THE_SOURCE: Mapping[str, tuple[Change, str]] = {
+    "experts in another order": (put(BLOCKS, lambda value: value.roll(1, 0)), f"{EXPERTS}.gate_up_proj"),
+    "one expert twice as large": (
+        put(SCALES, first_expert(lambda value: value + 1)),
+        f"{EXPERTS}.down_proj",
+    ),
+    "gate before up": (
+        put(BLOCKS, lambda value: torch.cat([value[:, 0::2], value[:, 1::2]], dim=1)),
+        f"{EXPERTS}.gate_up_proj",
+    ),
+    "codes of the other half of a byte": (
+        put(BLOCKS, lambda value: value << 4 | value >> 4),
+        f"{EXPERTS}.gate_up_proj",
+    ),
+    "another bias": (
+        put(f"{EXPERTS}.down_proj_bias", lambda value: value.roll(1, 0) + 1),
+        f"{EXPERTS}.down_proj_bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE_THE_SOURCE)
+def test_experts_of_gpt_oss_are_compared_with_the_source(gpt_oss: Path, tmp_path: Path, name: str) -> None:
+    """Stored by (experts, out, in) blocks, in the source by (experts, in, out), some of them square."""
+    change, where = UNLIKE_THE_SOURCE[name]
+    wrong = spoiled(gpt_oss, tmp_path / "wrong", change)
+    ran = vexport(
+        "check", gpt_oss, wrong, "--source", gpt_oss.parent / "model", "--format", "json", "--quiet"
+    )
+    right, other = json.loads(ran.stdout)
+    assert (ran.code, right["ok"]) == (1, True), right["findings"]
+    assert {each["check"] for each in right["findings"] if each["severity"] == "warning"} <= {"tokenizer"}
+    errors = {each["where"] for each in other["findings"] if each["severity"] == "error"}
+    assert errors == {where}
+
+
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A micro Qwen3 MoE; read it, never write to it."""

@@ -75,7 +75,8 @@ def _compared(
     for number, layer in enumerate(quantized):
         comparison = _compare(view, origins, layer, inputs)
         if isinstance(comparison, WeightComparison) and comparison.is_doubtful and not inputs:
-            comparison = _smoothed(view, origins, layer, smoothing) or comparison
+            others = (comparison, _smoothed(view, origins, layer, smoothing))
+            comparison = max(filter(None, others), key=lambda each: (not each.faults, each.snr_db))
         if isinstance(comparison, Finding):
             yield comparison
         else:
@@ -109,12 +110,11 @@ def _compare(
 def _smoothed(
     view: CheckpointView, origins: SourceTensors, layer: Layer, smoothing: Factors
 ) -> WeightComparison | None:
-    """The comparison with a smoothed weight; None where that explains nothing."""
+    """The comparison with a smoothed weight; None where there are no factors."""
     pieces = smoothing.expected(layer.name, origins.weight(layer))
     comparison = compare_weight(view, layer, pieces) if pieces else None
-    if comparison is None or comparison.faults:
-        return None
-    smoothing.accept(layer.name)
+    if comparison is not None and not comparison.faults:
+        smoothing.accept(layer.name)
     return comparison
 
 

@@ -4,10 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import read_tensor
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.share import is_own
-from vexport.checks.vllm.view import CheckpointView
+from vexport.checks.vllm.view import CheckpointView, joined_name
 from vexport.fidelity.source import Source
 from vexport.plan.linears import names_of
 from vexport.types import LinearPlan, TensorInfo
@@ -32,7 +34,7 @@ class SourceTensors:
         linear = self._linear(layer.name)
         if linear is not None:
             return (self._read(linear),)
-        return self._sliced(layer) or self._joined(layer)
+        return self._sliced(layer) or self._joined(layer) or self._stacked(layer)
 
     def name_of(self, layer: Layer) -> str | None:
         """The source's layer with the same input; None where it has none."""
@@ -43,7 +45,8 @@ class SourceTensors:
 
     def tensor(self, name: str) -> TensorInfo | None:
         """The source's tensor for one that the checkpoint holds unquantized."""
-        tensor = self._source.index.tensors.get(name) or self._tensors.get(self._vllm_tensor(name))
+        stored = joined_name(*name.rpartition(".")[::2])
+        tensor = self._source.index.tensors.get(stored) or self._tensors.get(self._vllm_tensor(stored))
         if tensor is not None:
             self._found.add(tensor.name)
         return tensor
@@ -100,3 +103,12 @@ class SourceTensors:
             self._linear(f"{prefix}{dot}{part}") for part in self._view.fused_modules.get(projection, ())
         ]
         return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()
+
+    def _stacked(self, layer: Layer) -> Pieces:
+        """The experts of a layer that both store as one tensor, (out, in) each (gpt-oss)."""
+        tensor = self._source.index.tensors.get(layer.name)
+        if tensor is None or len(tensor.shape) != 3 or tensor.dtype not in FLOATING:
+            return ()
+        self._found.add(tensor.name)
+        self._read_since[tensor.name] = tensor
+        return tuple(read_tensor(self._reader, tensor).transpose(1, 2))

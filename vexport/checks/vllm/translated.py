@@ -67,7 +67,10 @@ def translate(view: CheckpointView) -> Translated:
             if not _is_sound(group, parameters):
                 continue
             layers[module] = group
-            stored_names |= {f"{module}.{own}": joined_name(module, stored) for own, stored in names.items()}
+            stored_names |= {
+                f"{module}.{own}": joined_name(module, stored)
+                for own, stored in (*names.items(), ("bias", "bias"))
+            }
             for own, made in group.stored_as.translated(group, _read(group, parameters)).items():
                 name = f"{module}.{own}"
                 if isinstance(made, Derived):
