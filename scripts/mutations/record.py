@@ -27,6 +27,7 @@ from shutil import copytree, rmtree
 
 import torch
 
+from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, source_of, write_good
 from tests.mutations.recorded import FOLDER, Record, read_records, write_record
 from tests.mutations.table import mutations, worth_recording
@@ -64,6 +65,7 @@ class Job:
 
     good: str
     name: str
+    change: Change
     sound: Path
     folder: Path
     source: Path
@@ -124,6 +126,7 @@ def _missing(root: Path, good: str, file: Path, arguments: argparse.Namespace) -
         Job(
             good=good,
             name=name,
+            change=mutations(good)[name],
             sound=root / good,
             folder=root / f"{good}-{number}",
             source=source_of(root, good),
@@ -149,18 +152,18 @@ def record(engine: Engine, jobs: Sequence[Job]) -> None:
         jobs = jobs[answered:]
 
 
-def _make(jobs: Iterable[Job]) -> None:
+def make_folders(jobs: Iterable[Job]) -> None:
     """Write the mutated folders, unless a process that died left them."""
     for job in jobs:
         if not job.folder.exists():
             copytree(job.sound, job.folder)
-            mutations(job.good)[job.name](job.folder)
+            job.change(job.folder)
 
 
 def answers(python: str, jobs: Sequence[Job]) -> Iterator[Answer]:
     """The answers of one process to the jobs, in order; the one at which it died is the last."""
     waiting = iter(jobs)
-    _make(islice(waiting, AHEAD))
+    make_folders(islice(waiting, AHEAD))
     process = subprocess.Popen(
         [
             python,
@@ -180,7 +183,7 @@ def answers(python: str, jobs: Sequence[Job]) -> Iterator[Answer]:
             sound = json.loads(line)["sound"]
         elif line.startswith('{"outcome"'):
             answered += 1
-            _make(islice(waiting, 1))
+            make_folders(islice(waiting, 1))
             yield Answer(**json.loads(line))
     code = process.wait()
     if answered < len(jobs):

@@ -99,11 +99,11 @@ def write_good(root: Path, names: Iterable[str] = GOOD) -> Path:
         "qwen2": save_family("qwen2", root / "source-qwen2", add=dict, **SIZES),
     }
     for source in sources.values():
-        _vary_norms(source)
+        vary_norms(source)
     for name in names:
         sound = GOOD[name]
         if sound.peer:
-            _vary_norms(copytree(PEER / sound.peer, root / name))
+            vary_norms(copytree(PEER / sound.peer, root / name))
             _take_norms(copytree(PEER / "llama", source_of(root, name)), root / name)
         else:
             _quantize(sources[sound.source], root / name, sound)
@@ -135,7 +135,7 @@ def _take_norms(folder: Path, other: Path) -> None:
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _vary_norms(folder: Path) -> None:
+def vary_norms(folder: Path) -> None:
     """Norms and biases that are not the ones that vLLM begins with: a missing one shows."""
     generator = torch.Generator().manual_seed(2)
     values = load_file(folder / "model.safetensors")

@@ -12,7 +12,8 @@ OLDEST_RECORDS = FOLDER / "vllm-0.20.2.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One mutation: `outcome` is "raises", "wrong" (loads and answers otherwise) or "alike".
+    """One mutation: `outcome` is "raises", "wrong" (loads and answers otherwise) or "alike"; "loads" where
+    only a dry load was asked, which computes nothing.
 
     `detail` is vLLM's message, or the largest difference of a log-probability. `further` is how far the
     answers are from the unquantized model's (mean KL divergence) as a multiple of how far the sound

@@ -4,6 +4,7 @@ Layout: vllm/model_executor/layers/quantization/compressed_tensors/schemes/compr
 """
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, input_bits
@@ -62,11 +63,10 @@ class Nvfp4(Format):
         """Of 6, which is code 7; searches for less error end one below."""
         if codes.shape[1] % (NVFP4_GROUP // 2):
             return None
-        import numpy as np
-
-        largest = np.maximum(codes & 0x7, codes >> 4 & 0x7).reshape(-1, NVFP4_GROUP // 2)
+        pairs = codes.reshape(-1, NVFP4_GROUP // 2)
         # Column by column: numpy takes ten times as long for the largest of a few neighbours.
-        return np.maximum.reduce([*largest.T]), 6
+        numbers = [*(pairs & 0x7).T, *(pairs >> 4 & 0x7).T]
+        return reduce(lambda largest, other: largest.clip(min=other), numbers), 6
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
         """The global scale; those of the groups are made when the model runs."""

@@ -1,0 +1,122 @@
+"""Checkpoints of other quantization methods than compressed-tensors, and ways to spoil them or not to."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checks.quant_methods import CHECKPOINTS, write
+from tests.checks.spoiled_methods import LAYER, SPOILED, K, quantization
+from tests.models import save_llama
+from tests.mutations.edits import INDEX, WEIGHTS, Change, Tensors, all_of, drop, put, tensors
+from tests.mutations.good import vary_norms
+from tests.mutations.recorded import FOLDER
+
+METHOD_RECORDS = FOLDER / "methods-0.32.0.jsonl"
+SOURCE = "source of all"
+CODES = ("qweight", "weight_packed", "weight")
+SCALES = ("scales", "weight_scale", "weight_scale_inv")
+UP, GATE, NORM = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.gate_proj", f"{LAYER}.input_layernorm.weight"
+Edit = Callable[[torch.Tensor], torch.Tensor]
+
+
+def write_methods(root: Path, names: Iterable[str] = CHECKPOINTS) -> Path:
+    """The sound checkpoints of these names, each in a folder of its name below `root`, and their source."""
+    source = save_llama(root / SOURCE)
+    vary_norms(source)
+    for name in names:
+        write(name, source, root / name)
+    return root
+
+
+def quant_method(name: str) -> str:
+    """The quant_method of a checkpoint."""
+    return str(CHECKPOINTS[name][0]["quant_method"])
+
+
+@cache
+def method_mutations(name: str) -> Mapping[str, Change]:
+    """All mutations of a sound checkpoint by name."""
+    own = {what: change for what, (change, _, _) in SPOILED.get(name, {}).items()}
+    return {**own, **{what: change for what, change in ANY_METHOD.items() if what not in own}, **HARMLESS}
+
+
+def stored(values: Tensors, module: str, parameters: tuple[str, ...]) -> str:
+    """The name of the first of some tensors that a layer has."""
+    return next(name for each in parameters if (name := f"{module}.{each}") in values)
+
+
+def edited(module: str, parameters: tuple[str, ...], edit: Edit) -> Change:
+    """Replace one tensor of a layer."""
+
+    def change(values: Tensors) -> None:
+        name = stored(values, module, parameters)
+        values[name] = edit(values[name]).contiguous()
+
+    return tensors(change)
+
+
+def dropped(module: str, parameters: tuple[str, ...]) -> Change:
+    """Remove one tensor of a layer."""
+
+    def change(values: Tensors) -> None:
+        del values[stored(values, module, parameters)]
+
+    return tensors(change)
+
+
+def _exchange(values: Tensors) -> None:
+    up, gate = (stored(values, module, CODES) for module in (UP, GATE))
+    values[up], values[gate] = values[gate], values[up]
+
+
+def _worst(value: torch.Tensor) -> torch.Tensor:
+    """A NaN in front; of exponents 255."""
+    flat = value.flatten().clone() if value.dtype == torch.uint8 else value.float().flatten().clone()
+    flat[0] = 255 if value.dtype == torch.uint8 else float("nan")
+    return flat.reshape(value.shape).to(value.dtype)
+
+
+def _cut(folder: Path) -> None:
+    file = folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _sharded(folder: Path) -> None:
+    """Two files and an index."""
+    values = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    weight_map = {}
+    for number in range(2):
+        file = f"model-{number + 1:05}-of-00002.safetensors"
+        part = dict(list(values.items())[number::2])
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _without_metadata(folder: Path) -> None:
+    save_file(load_file(folder / WEIGHTS), folder / WEIGHTS)
+
+
+ANY_METHOD: Mapping[str, Change] = {
+    "no codes": dropped(K, CODES),
+    "no scales": dropped(K, SCALES),
+    "codes all zero": edited(K, CODES, torch.zeros_like),
+    "codes the other way": edited(K, CODES, lambda value: value.T),
+    "a half of the codes": edited(K, CODES, lambda value: value[: len(value) // 2]),
+    "another layer's codes": tensors(_exchange),
+    "a scale that is NaN": edited(K, SCALES, _worst),
+    "a layer's norm gone": drop(NORM),
+    "a file that is cut": _cut,
+}
+HARMLESS: Mapping[str, Change] = {
+    "a key that nobody reads": quantization(comment="made on a Monday"),
+    "two files and an index": _sharded,
+    "no metadata": _without_metadata,
+    "a norm as float32": put(NORM, torch.Tensor.float),
+    "two harmless changes": all_of(_sharded, quantization(comment="made on a Monday")),
+}

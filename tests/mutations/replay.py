@@ -1,0 +1,168 @@
+"""The check on mutations that a vLLM has answered: recall and false alarms.
+
+    PYTHONPATH=. .venv/bin/python -m tests.mutations.replay [gptq ...]
+
+prints them for every version and every quant_method that there are records of, or those that are named; no
+vLLM is needed. It takes minutes: each mutation is made and checked again, and with its source where the check
+alone says nothing.
+"""
+
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from shutil import copytree, rmtree
+
+from tests.mutations.edits import Change
+from tests.mutations.good import GOOD, calibration_of, source_of, write_good
+from tests.mutations.limits import is_as_good
+from tests.mutations.methods import METHOD_RECORDS, SOURCE, method_mutations, quant_method, write_methods
+from tests.mutations.recorded import OLDEST_RECORDS, PINNED_RECORDS, Record, read_records
+from tests.mutations.table import mutations
+from vexport.calibration import read_samples
+from vexport.checkpoint.index import read_index
+from vexport.checks import Against, check_checkpoint
+from vexport.checks.vllm.target import ANY, Target
+from vexport.fidelity.activations import Observed, observe
+from vexport.fidelity.compare import against
+from vexport.quantize.samples import vocab_size
+from vexport.types import CalibrationData
+
+OLDEST = Target(vllm=(0, 20))
+COMPRESSED_TENSORS = "compressed-tensors"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Mutations that the check missed, minded for nothing, found only with the source, and passed.
+
+    What only a dry load has accepted is not counted: it computes nothing.
+    """
+
+    missed: list[str] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
+    with_source: list[str] = field(default_factory=list)
+    as_good: list[str] = field(default_factory=list)
+
+    def summary(self, records: Sequence[Record]) -> str:
+        """Recall and false alarms; what answers otherwise but no worse is harmless too."""
+        harmless = sum(record.outcome == "alike" for record in records) + len(self.as_good)
+        unknown = sum(record.outcome == "loads" for record in records)
+        harmful = len(records) - harmless - unknown
+        return (
+            f"{len(records)} mutations of {len({record.good for record in records})} checkpoints: "
+            f"recall {harmful - len(self.missed)} of {harmful} "
+            f"({harmful - len(self.missed) - len(self.with_source)} without the source), "
+            f"false alarms {len(self.alarms)} of {harmless}"
+            + (f"; {unknown} that a dry load accepts are not counted" if unknown else "")
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """The sound checkpoints below `root`, a folder for one that is spoiled, and what it is served with."""
+
+    root: Path
+    scratch: Path
+    target: Target = ANY
+
+    def tally(self, records: Sequence[Record]) -> Tally:
+        """Make each mutation, check it, and count."""
+        found = Tally()
+        for record in records:
+            folder = self.scratch / "spoiled"
+            copytree(self.root / record.good, folder)
+            _change_of(record)(folder)
+            self._look(folder, record, found)
+            rmtree(folder)
+        return found
+
+    def _look(self, folder: Path, record: Record, tally: Tally) -> None:
+        """Note what the check says of a mutation; where it says nothing, what it says with the source."""
+        name, harmful = f"{record.good}: {record.name}", record.outcome in ("raises", "wrong")
+        if record.outcome == "loads":
+            return
+        found = _finds_an_error(folder, None, self.target)
+        if found and not harmful:
+            tally.alarms.append(name)
+        elif harmful and not found:
+            if _finds_an_error(folder, with_source(self.root, record.good), self.target):
+                tally.with_source.append(name)
+            else:
+                (tally.as_good if is_as_good(record) else tally.missed).append(f"{name}: {record.outcome}")
+
+
+def _change_of(record: Record) -> Change:
+    table = mutations if is_compressed_tensors(record) else method_mutations
+    return table(record.good)[record.name]
+
+
+def is_compressed_tensors(record: Record) -> bool:
+    """Whether a record is of a checkpoint of vexport's own tables, not of another method's."""
+    return record.good in GOOD
+
+
+def with_source(root: Path, name: str) -> Against:
+    """The comparison with the source, and where scales are static with what that computes."""
+    if (root / SOURCE).exists():
+        return against(root / SOURCE, on_layer=lambda done, total: None)
+    text = calibration_of(root, name)
+    source = source_of(root, name)
+    observe = (lambda smoothing: _observed(source, text)) if text.exists() else None
+    return against(source, on_layer=lambda done, total: None, observe=observe)
+
+
+@cache
+def _observed(source: Path, text: Path) -> Observed:
+    index = read_index(source)
+    samples = read_samples(
+        CalibrationData(name=str(text), samples=128, seq_len=512), source, vocab_size=vocab_size(index)
+    )
+    return observe(index, samples)
+
+
+def _finds_an_error(folder: Path, compare: Against | None, target: Target) -> bool:
+    """Whether the check fails the folder; one without config.json is refused as no checkpoint."""
+    if not (folder / "config.json").exists():
+        return True
+    return not check_checkpoint(str(folder), target, against=compare).ok
+
+
+def main() -> None:
+    """A line for each version and quant_method, and below it what was missed or minded."""
+    with tempfile.TemporaryDirectory() as folder:
+        root, scratch = Path(folder), Path(folder) / "scratch"
+        scratch.mkdir()
+        write_methods(root / "methods")
+        by_method = defaultdict[str, list[Record]](list)
+        for record in read_records(METHOD_RECORDS):
+            by_method[quant_method(record.good)].append(record)
+        for method, records in sorted(by_method.items()):
+            _print(f"0.32  {method}", records, Bench(root=root / "methods", scratch=scratch))
+        if _wants(COMPRESSED_TENSORS):
+            write_good(root / "good")
+        own = ((PINNED_RECORDS, "0.32", ANY), (OLDEST_RECORDS, "0.20", OLDEST))
+        for file, version, target in own:
+            bench = Bench(root=root / "good", scratch=scratch, target=target)
+            _print(f"{version}  {COMPRESSED_TENSORS}", read_records(file), bench)
+
+
+def _print(name: str, records: Sequence[Record], bench: Bench) -> None:
+    if not _wants(name.split()[1]):
+        return
+    tally = bench.tally(records)
+    sys.stdout.write(f"{name}: {tally.summary(records)}\n")
+    for kind, names in (("missed", tally.missed), ("false alarm", tally.alarms)):
+        sys.stdout.writelines(f"    {kind}: {each}\n" for each in names)
+    sys.stdout.flush()
+
+
+def _wants(method: str) -> bool:
+    return method in (sys.argv[1:] or [method])
+
+
+if __name__ == "__main__":
+    main()
