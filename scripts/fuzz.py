@@ -11,12 +11,14 @@ import argparse
 import logging
 import os
 import random
+import signal
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -32,6 +34,8 @@ from tests.checkpoint.configs import (  # noqa: E402
 from tests.checkpoint.headers import disagreement, random_file  # noqa: E402
 
 SHOWN = 10
+# Of the processor for a case, after which it is a difference: one takes milliseconds.
+MOST_SECONDS = 20.0
 PAGE = ROOT / "vexport" / "docs" / "robustness.md"
 # What the table says of each kind: what is read, and with what it is compared.
 READERS: Mapping[str, tuple[str, str]] = {
@@ -115,13 +119,33 @@ def _run(kind: str, compare: Compare, cases: int, seed: int) -> int:
     """The number of cases in which the two differ; the first are printed."""
     failures = 0
     for number in range(seed, seed + cases):
-        difference = compare(random.Random(number))
+        difference = _in_time(compare, random.Random(number))
         if difference:
             failures += 1
             if failures <= SHOWN:
                 print(f"seed {number}: {difference}", flush=True)
     print(f"{kind}: {cases:,} cases from seed {seed}, {failures:,} differences", flush=True)
     return failures
+
+
+def _in_time(compare: Compare, rng: random.Random) -> str | None:
+    """A reader that does not end is a difference, and not the end of all cases."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _TookTooLong(f"not done after {MOST_SECONDS:g} s, in {frame}")
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    try:
+        return compare(rng)
+    except _TookTooLong as error:
+        return str(error)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class _TookTooLong(BaseException):
+    """Not caught by what catches every exception of a reader."""
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from vexport.checks.vllm.settings import WrongSetting, wrong_settings
 from vexport.formats.arguments import QuantArgs, SchemeArgs, contradictions
 from vexport.formats.parsing import MOST_BITS, parse_args
 from vexport.types import Json
+from vexport.types.time_limit import time_limit
 
 JSON: tuple[Json, ...] = (
     None,
@@ -112,6 +113,9 @@ OWN_RULES = frozenset(
     | {"mamba2", "qwen4_exp", "qwen4_exp_text", "zamba2"}
 )
 KINDS = sorted(config_table().fields.keys() - OWN_RULES)
+# In which transformers makes a list of layers, and goes through it again and again.
+MANY = (10**6, 10**30)
+MOST_SECONDS = 10.0
 # Looked into by transformers where they are true; vexport holds them to their types.
 ALSO_UNDECLARED = ("layer_types", "rope_parameters")
 
@@ -143,9 +147,11 @@ def config_disagreement(config: dict[str, Json]) -> str | None:
     if name in decoders():
         ours = ours or bool([*wrong_settings(config)] or missing_sizes(name, config))
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), time_limit(MOST_SECONDS, "processor"):
             CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(config)))
     except Exception as error:
+        if isinstance(error, TimeoutError) and config.get("num_hidden_layers") in MANY:
+            return None  # of so many layers `check` asks for tensors, before it looks at a config
         return None if ours else f"{config}: transformers refuses ({error!r:.300}), vexport takes it"
     own = [setting for setting in types if not _is_stricter(kind, setting, config)]
     return f"{config}: transformers takes it, vexport {own}" if own else None

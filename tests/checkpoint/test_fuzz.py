@@ -1,5 +1,6 @@
 """What vexport reads and what it refuses is what safetensors, compressed-tensors and transformers do."""
 
+import json
 import random
 import struct
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.checkpoint.configs import (
     config_disagreement,
     random_arguments,
     random_model_config,
+    sound_config,
 )
 from tests.checkpoint.headers import disagreement, random_file
 from tests.checkpoint.side_files import (
@@ -28,6 +30,7 @@ from tests.checkpoint.side_files import (
 )
 from vexport.checkpoint.header import read_header
 from vexport.errors import InputError
+from vexport.types import Json
 
 pytestmark = pytest.mark.fault(
     "random headers, configs and files of a tokenizer: accepted and refused as by the libraries themselves"
@@ -92,6 +95,26 @@ def test_random_arguments_are_read_as_by_compressed_tensors(rng: random.Random) 
 @given(RANDOM)
 def test_random_configs_are_read_as_by_transformers(rng: random.Random) -> None:
     assert config_disagreement(random_model_config(rng)) is None
+
+
+# Of kinds of rules that random configs meet once in ten thousand.
+RULES: tuple[tuple[str, dict[str, Json]], ...] = (
+    ("minicpm3", {"qk_rope_head_dim": 35}),
+    ("deepseek_v3", {"head_dim": 35, "qk_rope_head_dim": 64}),
+    ("llama", {"head_dim": 35, "rope_parameters": None}),
+    ("llama", {"head_dim": 35, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ("stablelm", {"head_dim": 35, "rope_parameters": {"rope_type": "default"}}),
+    ("qwen3", {"head_dim": 35, "rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+    ("kimi_linear", {"mlp_layer_types": []}),
+    ("exaone_moe", {"mlp_layer_types": ["dense"] * 31 + ["other"]}),
+    ("hy_v3", {"mlp_layer_types": []}),
+    ("nemotron_h", {"layer_types": None}),
+)
+
+
+@pytest.mark.parametrize(("kind", "changes"), RULES)
+def test_rules_of_a_config_are_those_of_transformers(kind: str, changes: dict[str, Json]) -> None:
+    assert config_disagreement({**json.loads(sound_config(kind)), **changes}) is None
 
 
 @SMALL

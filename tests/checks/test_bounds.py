@@ -10,9 +10,10 @@ from shutil import copytree
 import pytest
 
 from tests.command import Ran, vexport
+from vexport.checks.vllm.decoder import SIZES, missing_sizes
 from vexport.errors import InputError
 from vexport.reports.folding import fold
-from vexport.types import Finding
+from vexport.types import Finding, Json
 from vexport.types.patterns import MOST_SECONDS, Patterns, matches
 
 pytestmark = pytest.mark.fault("huge counts and slow expressions in a config: one error in bounded time")
@@ -96,6 +97,17 @@ def test_numbers_beyond_the_tensors_are_one_error(
     ran = check(lambda config: config.update(changes))
     assert ran.code == 1
     assert "1e+09 in a checkpoint of" in ran.stdout
+
+
+def test_layers_that_a_config_only_names_are_not_gone_through() -> None:
+    """Which sizes are missing is asked of configs next to which no tensor is known."""
+    config: dict[str, Json] = {**dict.fromkeys(SIZES, 8), "num_hidden_layers": 10**30}
+    with_experts: dict[str, Json] = {**config, "intermediate_size": None, "moe_intermediate_size": 8}
+    start = time.process_time()
+    assert missing_sizes("Qwen3MoeForCausalLM", with_experts) == []
+    for change in ({"mlp_only_layers": [3]}, {"decoder_sparse_step": 2}, {"moe_intermediate_size": None}):
+        assert missing_sizes("Qwen3MoeForCausalLM", {**with_experts, **change}) == ["intermediate_size"]
+    assert time.process_time() - start < SOON
 
 
 def test_no_scheme_has_a_billion_bits(check: Callable[[Callable[[Config], object]], Ran]) -> None:

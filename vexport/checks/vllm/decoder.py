@@ -79,8 +79,7 @@ def missing_sizes(class_name: str, config: Mapping[str, Json]) -> list[str]:
     """The sizes that a config does not give, or not as a number."""
     decoder = decoders()[class_name]
     sizes = [key for key in SIZES if _int(config, key) < 1]
-    layers = range(_int(config, "num_hidden_layers"))
-    dense = not decoder.experts or (decoder.dense_layers and any(not _is_sparse(config, n) for n in layers))
+    dense = not decoder.experts or (decoder.dense_layers and _has_dense(config))
     if not dense and _int(config, "moe_intermediate_size"):
         sizes = [key for key in sizes if key != "intermediate_size"]
     return sizes
@@ -119,6 +118,13 @@ def _is_sparse(config: Mapping[str, Json], number: int) -> bool:
     if isinstance(dense, list) and number in dense:
         return False
     return (number + 1) % (_int(config, "decoder_sparse_step") or 1) == 0
+
+
+def _has_dense(config: Mapping[str, Json]) -> bool:
+    """Whether `_is_sparse` is false for a layer, of which a config may name any number."""
+    layers, dense = _int(config, "num_hidden_layers"), config.get("mlp_only_layers")
+    named = isinstance(dense, list) and any(isinstance(each, int) and 0 <= each < layers for each in dense)
+    return layers > 0 and (named or abs(_int(config, "decoder_sparse_step") or 1) != 1)
 
 
 def _experts(config: Mapping[str, Json]) -> int:

@@ -24,8 +24,17 @@ DIVIDED = frozenset(
 LARGEST_ODD = 4
 # Whose layers have heads of several sizes.
 HETEROGENEOUS = frozenset({"gemma4_text"})
-# Of latent attention, whose config overwrites head_dim with it.
+# Of latent attention, whose config takes it for head_dim.
 LATENT = "qk_rope_head_dim"
+# Whose positions rotate a part of each head where the config says nothing else.
+PARTIAL = frozenset(
+    {"glm4", "glm4_moe", "mimo_v2_flash", "nemotron", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+    | {"stablelm"}
+)
+# Whose layer_types may be left out, but not be null.
+LISTED = frozenset({"nemotron_h"})
+# ALLOWED_MLP_LAYER_TYPES of transformers' configuration_utils.py.
+MLP_KINDS = ("sparse", "dense")
 # Whose config makes `layer_types` as long as there are layers.
 COMPLETED = frozenset({"deepseek_v4"})
 # Whose config bounds initializer_range (an `interval`).
@@ -65,37 +74,55 @@ def _values(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
         yield WrongSetting(key="initializer_range", expected="from 0 to 1", got=repr(spread))
     if isinstance(labels, dict) and not all(NUMBER.fullmatch(key) for key in labels):
         yield WrongSetting(key="id2label", expected="numbers as keys", got=", ".join(map(repr, labels)))
-    head, rope = config.get("head_dim"), config.get("rope_parameters")
-    odd = type(head) is int and head > LARGEST_ODD and head % 2 == 1 and kind not in HETEROGENEOUS
-    if odd and _rotates_all(rope) and LATENT not in config_table().fields.get(kind, {}):
-        yield WrongSetting(
-            key="head_dim", expected="an even number, as its positions rotate pairs", got=str(head)
-        )
+    key = _head_key(kind, config)
+    odd = type(head := config.get(key)) is int and head > LARGEST_ODD and head % 2 == 1
+    if odd and kind not in HETEROGENEOUS and _rotates_all(kind, config):
+        yield WrongSetting(key=key, expected="an even number, as its positions rotate pairs", got=str(head))
     if kind in DIVIDED and type(width) is int and type(heads) is int and heads > 0 and width % heads:
         expected = f"a multiple of num_attention_heads {heads}"
         yield WrongSetting(key="hidden_size", expected=expected, got=str(width))
 
 
-def _rotates_all(rope: Json) -> bool:
-    """Whether rotary positions take the whole of a head (validate_rope)."""
-    if not isinstance(rope, dict) or not rope:
+def _head_key(kind: str, config: Mapping[str, Json]) -> str:
+    """The key that says how wide a head is: latent attention overwrites head_dim, if it is a field."""
+    fields = config_table().fields.get(kind, {})
+    return LATENT if LATENT in fields and ("head_dim" in fields or "head_dim" not in config) else "head_dim"
+
+
+def _rotates_all(kind: str, config: Mapping[str, Json]) -> bool:
+    """Whether rotary positions take the whole of a head (validate_rope, convert_rope_params_to_dict)."""
+    fields = config_table().fields.get(kind, {})
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or not (rope or "rope_parameters" in fields):
         return False
-    inner = [each for each in rope.values() if isinstance(each, dict)]
-    return any(each.get("partial_rotary_factor", 1.0) == 1.0 for each in inner or [rope])
+    listed = config.get("layer_types") or (config_table().layer_kinds if "layer_types" in fields else ())
+    labels = listed if isinstance(listed, list | tuple) else ()
+    nested = [rope[label] for label in rope if label in labels]
+    usual = config.get("partial_rotary_factor", 0.5 if kind in PARTIAL else 1.0)
+    each = [one.get("partial_rotary_factor", usual) for one in nested or [rope] if isinstance(one, dict)]
+    return 1.0 in each
 
 
 def _layer_types(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
-    """One known kind of attention for each layer (validate_layer_type)."""
-    stored, kinds = config.get("layer_types"), config_table().layer_kinds
+    """One known kind of attention, and of MLP, for each layer (validate_layer_type)."""
+    if kind in COMPLETED:
+        return
+    has_types = "layer_types" in config_table().fields.get(kind, {}) or config.get("layer_types") is not None
+    if kind in LISTED and config.get("layer_types", []) is None:
+        yield WrongSetting(key="layer_types", expected="a list", got="None")
+    yield from _one_each("layer_types", config_table().layer_kinds, config)
+    if has_types:
+        yield from _one_each("mlp_layer_types", MLP_KINDS, config)
+
+
+def _one_each(key: str, kinds: tuple[str, ...], config: Mapping[str, Json]) -> Iterator[WrongSetting]:
+    stored, layers = config.get(key), config.get("num_hidden_layers")
     if not isinstance(stored, list):
         return
     for unknown in sorted({str(each) for each in stored} - {*kinds}):
-        yield WrongSetting(key="layer_types", expected=f"each one of {', '.join(kinds)}", got=unknown)
-    layers = config.get("num_hidden_layers")
-    if type(layers) is int and layers != len(stored) and kind not in COMPLETED:
-        yield WrongSetting(
-            key="layer_types", expected=f"one for each of {layers} layers", got=f"{len(stored)}"
-        )
+        yield WrongSetting(key=key, expected=f"each one of {', '.join(kinds)}", got=unknown)
+    if type(layers) is int and layers != len(stored):
+        yield WrongSetting(key=key, expected=f"one for each of {layers} layers", got=f"{len(stored)}")
 
 
 def _fits(value: Json, types: tuple[str, ...]) -> bool:
