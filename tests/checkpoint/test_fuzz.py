@@ -106,7 +106,7 @@ RULES: tuple[tuple[str, dict[str, Json]], ...] = (
     ("stablelm", {"head_dim": 35, "rope_parameters": {"rope_type": "default"}}),
     ("qwen3", {"head_dim": 35, "rope_parameters": {"full_attention": {"rope_type": "default"}}}),
     ("kimi_linear", {"mlp_layer_types": []}),
-    ("exaone_moe", {"mlp_layer_types": ["dense"] * 31 + ["other"]}),
+    ("exaone_moe", {"mlp_layer_types": [*["dense"] * 31, "other"]}),
     ("hy_v3", {"mlp_layer_types": []}),
     ("nemotron_h", {"layer_types": None}),
 )

@@ -105,8 +105,12 @@ def test_layers_that_a_config_only_names_are_not_gone_through() -> None:
     with_experts: dict[str, Json] = {**config, "intermediate_size": None, "moe_intermediate_size": 8}
     start = time.process_time()
     assert missing_sizes("Qwen3MoeForCausalLM", with_experts) == []
-    for change in ({"mlp_only_layers": [3]}, {"decoder_sparse_step": 2}, {"moe_intermediate_size": None}):
-        assert missing_sizes("Qwen3MoeForCausalLM", {**with_experts, **change}) == ["intermediate_size"]
+    dense: tuple[tuple[str, Json], ...]
+    dense = ("mlp_only_layers", [3]), ("decoder_sparse_step", 2), ("moe_intermediate_size", None)
+    for change in dense:
+        assert missing_sizes("Qwen3MoeForCausalLM", {**with_experts, **dict([change])}) == [
+            "intermediate_size"
+        ]
     assert time.process_time() - start < SOON
 
 

@@ -1,6 +1,7 @@
 """A quantization in parts that need not know of each other: the merged bytes are those of a single run."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -180,6 +181,71 @@ def test_a_part_that_is_written_again_takes_the_place_of_a_broken_one(source: Pa
     write_parts(source, tmp_path, [2], 2, "--overwrite")
     assert vexport("merge", tmp_path / "out").code == 0
     assert digests(tmp_path / "out") == expected
+
+
+def change_files(tmp_path: Path, number: int, change: Callable[[dict[str, int]], object]) -> None:
+    file = tmp_path / "out.parts" / f"part-{number:05}-of-00002" / "part.json"
+    manifest = json.loads(file.read_text())
+    change(manifest["files"])
+    file.write_text(json.dumps(manifest))
+
+
+def name_anothers_file(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    change_files(tmp_path, 2, lambda files: files.update({"../../precious": 4}))
+
+
+def name_the_config(tmp_path: Path) -> None:
+    file = tmp_path / "out.parts" / "part-00001-of-00002" / "config.json.part"
+    change_files(tmp_path, 1, lambda files: files.update({file.name: file.stat().st_size}))
+
+
+def name_nothing(tmp_path: Path) -> None:
+    change_files(tmp_path, 2, lambda files: files.clear())
+
+
+def blank_shard(tmp_path: Path) -> None:
+    shard = next((tmp_path / "out.parts" / "part-00002-of-00002").glob("*.safetensors"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+
+
+def lay_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "out.parts" / "part-00001-of-00002" / "pipe.json")
+
+
+def link_a_secret(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "out.parts" / "part-00001-of-00002" / "secret.json").symlink_to(tmp_path / "precious")
+
+
+def lose_config(tmp_path: Path) -> None:
+    (tmp_path / "out.parts" / "part-00001-of-00002" / "config.json.part").unlink()
+
+
+@pytest.mark.fault("parts that are spoiled or meant to harm: not merged, every file stays")
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (name_anothers_file, "part.json: files: got '../../precious', need names of files of weights"),
+        (name_the_config, "part.json: files: got 'config.json.part'"),
+        (name_nothing, "safetensors, which no part has"),
+        (blank_shard, "header"),
+        (lay_a_pipe, "pipe.json: got a link, a folder or a pipe, need"),
+        (link_a_secret, "secret.json: got a link"),
+        (lose_config, "config.json.part: got no such file"),
+    ],
+)
+def test_spoiled_parts_are_refused_and_left_as_they_are(
+    source: Path, tmp_path: Path, spoil: Callable[[Path], None], said: str
+) -> None:
+    write_parts(source, tmp_path, [1, 2], 2)
+    spoil(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    ran = vexport("merge", tmp_path / "out")
+    assert ran.code == 2
+    assert said in ran.errors[0], ran.errors
+    assert not (tmp_path / "out").exists()
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

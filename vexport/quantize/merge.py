@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
+from vexport.checkpoint.header import read_header
+from vexport.checkpoint.index import INDEX_NAME
 from vexport.errors import InputError, raise_all
-from vexport.files import digest_bytes
+from vexport.files import digest_bytes, read_json_object
 from vexport.outputs import is_being_written, refuse_existing, resumable_directory, unfinished_folder
 from vexport.quantize.parts import (
     CALIBRATION,
@@ -21,6 +23,9 @@ from vexport.quantize.parts import (
 )
 from vexport.types import Merged, OnProgress, Part
 
+NEED = "a file of weights of one of the parts"
+AGAIN = "run the parts again, with --overwrite"
+
 
 def merge(out: Path, *, overwrite: bool, on_progress: OnProgress) -> Merged:
     """Put together the parts of OUT, whose folder is removed then; nothing is copied but small files.
@@ -33,7 +38,8 @@ def merge(out: Path, *, overwrite: bool, on_progress: OnProgress) -> Merged:
     if not _is_published(out, manifests):
         _require_all(out, begun, manifests)
         refuse_existing(out, overwrite=overwrite)
-        raise_all(list(_broken(out, manifests)))
+        raise_all([*_strange(out, manifests), *_broken(out, manifests)])
+        raise_all(list(_unreadable(out, manifests)))
         digest = digest_bytes(repr((manifests[0].made_from, begun)).encode())
         with resumable_directory(out, input_digest=digest, overwrite=overwrite) as folder:
             _gather(out, manifests, folder, on_progress)
@@ -124,6 +130,39 @@ def _broken(out: Path, manifests: Sequence[Manifest]) -> Iterator[InputError]:
                 yield InputError(
                     str(folder / name), got=got, need=f"the {size:,} bytes of {manifest.part}", fix=fix
                 )
+
+
+def _strange(out: Path, manifests: Sequence[Manifest]) -> Iterator[InputError]:
+    """An error for what no part writes: names that are none of a file of weights, folders, links, pipes."""
+    for manifest in manifests:
+        folder = part_folder(out, manifest.part)
+        for name in manifest.files:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                place, fix = f"{folder / MANIFEST}: files", "run the part again, with --overwrite"
+                yield InputError(place, got=repr(name), need="names of files of weights", fix=fix)
+        for entry in sorted(folder.iterdir()):
+            if entry.is_symlink() or not entry.is_file():
+                need = "the files that the part has written"
+                yield InputError(str(entry), got="a link, a folder or a pipe", need=need, fix="remove it")
+
+
+def _unreadable(out: Path, manifests: Sequence[Manifest]) -> Iterator[InputError]:
+    """An error for each file of weights whose header is broken, and for each that no part has."""
+    for manifest in manifests:
+        for name in manifest.files:
+            try:
+                read_header(_places(out, manifest, name)[0])
+            except InputError as error:
+                yield error
+    first = part_folder(out, manifests[0].part)
+    for name in (CONFIG, INDEX_NAME):
+        if not (first / name).is_file():
+            yield InputError(str(first / name), got="no such file", need="what part 1 writes", fix=AGAIN)
+            return
+    named = read_json_object(first / INDEX_NAME).get("weight_map")
+    needed = {str(file) for file in named.values()} if isinstance(named, dict) else set()
+    for missing in sorted(needed - {name for manifest in manifests for name in manifest.files}):
+        yield InputError(str(first / INDEX_NAME), got=f"{missing}, which no part has", need=NEED, fix=AGAIN)
 
 
 def _gather(out: Path, manifests: Sequence[Manifest], folder: Path, on_progress: OnProgress) -> None:
