@@ -28,13 +28,13 @@ from vexport.calibration.ranks import on_first, process_group
 from vexport.calibration.watch import Watched
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import encode
+from vexport.checkpoint.smoothed import MOST, encode
 from vexport.types import FusionGroup, Smoothing
 
 # Rows of text whose inputs are looked at, spread over all: their sizes hardly change with more.
 ROWS = 32
-# Channels are scaled by at most 2^8; one that is never used counts as this share of the largest.
-MOST, LEAST = 8, 1e-5
+# A channel that is never used counts as this share of the largest.
+LEAST = 1e-5
 
 
 def find_smoothing(

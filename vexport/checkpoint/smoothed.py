@@ -5,6 +5,7 @@ next to the weights that were made of it, in SMOOTHING.
 """
 
 import base64
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ from vexport.files import from_json, to_json, write_text
 from vexport.types import Smoothing, TensorInfo
 
 SMOOTHING = "smoothing.json"
+# Channels are scaled by at most 2^8.
+MOST = 8
+# The name of a decoder layer, at the start of its tensors' names.
+LAYER = re.compile(r".*?\.\d+\.")
+FIX = "export the checkpoint again"
 # Tensors that are kept: a weight is asked for run by run, the next one before the last run is done.
 KEPT = 2
 # Rows that are scaled at once: of so many elements.
@@ -85,14 +91,29 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
     if not path.is_file():
         return {}
     smoothing = from_json(_File, path).tensors
+    rows, columns = set[tuple[str, bytes]](), set[tuple[str, bytes]]()
     for name, one in smoothing.items():
-        for text in (one.rows, one.columns):
-            try:
-                base64.b64decode(text, validate=True)
-            except ValueError:
-                fix = "export the checkpoint again"
-                raise InputError(f"{path}: {name}", got="no base64", need="exponents", fix=fix) from None
+        layer = LAYER.match(name)
+        for text, found in ((one.rows, rows), (one.columns, columns)):
+            if text:
+                exponents = _exponents(text, f"{path}: {name}")
+                exponents = exponents if found is rows else -exponents
+                found.add((layer[0] if layer else "", exponents.tobytes()))
+    for place, _ in sorted(rows ^ columns):
+        got = "exponents that no other tensor of the layer takes back"
+        raise InputError(f"{path}: {place}", got=got, need="both sides of each", fix=FIX)
     return smoothing
+
+
+def _exponents(text: str, where: str) -> Exponents:
+    """Exponents as the search gives them; a larger one could hide any weight behind infinity or zero."""
+    try:
+        exponents = np.frombuffer(base64.b64decode(text, validate=True), np.int8)
+    except ValueError:
+        raise InputError(where, got="no base64", need="exponents", fix=FIX) from None
+    if (largest := int(np.abs(exponents.astype(np.int32)).max(initial=0))) > MOST:
+        raise InputError(where, got=f"the exponent {largest}", need=f"at most {MOST}", fix=FIX)
+    return exponents
 
 
 def reader_of(smoothing: Mapping[str, Smoothing]) -> Reader:
