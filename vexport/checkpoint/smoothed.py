@@ -95,8 +95,8 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
     for name, one in smoothing.items():
         layer = LAYER.match(name)
         for text, found in ((one.rows, rows), (one.columns, columns)):
-            if text:
-                exponents = _exponents(text, f"{path}: {name}")
+            exponents = _exponents(text, f"{path}: {name}")
+            if exponents.any():
                 exponents = exponents if found is rows else -exponents
                 found.add((layer[0] if layer else "", exponents.tobytes()))
     for place, _ in sorted(rows ^ columns):
