@@ -95,3 +95,10 @@ def test_an_unknown_scheme_is_a_usage_error() -> None:
     ran = vexport("compare", DEMO / "model", "--schemes", "W4A17")
     assert ran.code == 2
     assert "W4A17" in ran.stderr
+
+
+@pytest.mark.vllm
+def test_a_source_that_is_not_there_is_named_as_by_every_command(tmp_path: Path) -> None:
+    ran = vexport("compare", tmp_path / "nothing", "--schemes", "W4A16", "--run-dir", tmp_path / "runs")
+    assert ran.code == 2
+    assert f"{tmp_path / 'nothing'}: got no such folder, need a checkpoint folder" in ran.errors[-1]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vexport.checkpoint.data_name import require_data
+from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import engines_share_imports, require_vllm
@@ -51,6 +52,7 @@ def run_scenario(
     if file is not None:
         _keep_scenario(file, folder)
     if scenario.speed is not None:
+        require_checkpoint(run.baseline)
         require_length(run.baseline, scenario.speed.workload, options)
     report = finish(run)
     while until_pass and may_promote(report, run):
