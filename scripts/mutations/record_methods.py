@@ -1,12 +1,9 @@
 """Records what vLLM does with spoiled checkpoints of other quantization methods (tests/mutations/methods.py).
 
-    PYTHONPATH=. .venv/bin/python scripts/mutations/record_methods.py [--only gptq ...] [--most 100]
-    PYTHONPATH=. .venv/bin/python scripts/mutations/record_methods.py --dry
+    PYTHONPATH=. .venv/bin/python scripts/mutations/record_methods.py [--only gptq ...]
 
-A method that the CPU build of vLLM runs is recorded as record.py does, mutation by mutation. One whose sound
-checkpoint it cannot run is recorded by a dry load on SM 90 (`--dry`), which refuses, or accepts and computes
-nothing: then by whether the producer's own formula makes other weights of it. What is recorded already is
-left out.
+By a dry load on SM 90, which refuses, or accepts and computes nothing: then by whether the producer's own
+formula makes other weights of it. What is recorded already is left out.
 """
 
 import argparse
@@ -16,12 +13,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from shutil import rmtree
 
 import torch
-from record import MOST_MESSAGE, Engine, Job, answers, make_folders
+from record import MOST_MESSAGE, Job, make_folders
 
 from tests.checks.quant_methods import CHECKPOINTS
 from tests.mutations.methods import HARMLESS, METHOD_RECORDS, SOURCE, method_mutations, write_methods
@@ -33,18 +28,12 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters
 from vexport.fidelity.quant_methods import own_weight
 
-# Those that the CPU build of 0.32 runs.
-ON_CPU: Sequence[str] = ()
-
 
 def main() -> None:
     """Record what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(CHECKPOINTS), help="these checkpoints")
-    parser.add_argument("--dry", action="store_true", help="those that the CPU build does not run")
-    parser.add_argument("--most", type=int, default=sys.maxsize, help="no more than so many mutations")
-    arguments = parser.parse_args()
-    names = [name for name in arguments.only or CHECKPOINTS if (name in ON_CPU) is not arguments.dry]
+    names = parser.parse_args().only or list(CHECKPOINTS)
     done = {(record.good, record.name) for record in read_records(METHOD_RECORDS)}
     with tempfile.TemporaryDirectory() as folder:
         root = write_methods(Path(folder), names)
@@ -60,22 +49,8 @@ def main() -> None:
             for good in names
             for number, (name, change) in enumerate(method_mutations(good).items())
             if (good, name) not in done
-        ][: arguments.most]
-        (load_dry if arguments.dry else record)(jobs)
-
-
-def record(jobs: Sequence[Job]) -> None:
-    """Ask the vLLM of this environment, in as many processes as it takes."""
-    engine = Engine(python=sys.executable, file=METHOD_RECORDS)
-    while jobs:
-        answered = 0
-        for job, answer in zip(jobs, answers(engine.python, jobs), strict=False):
-            if answer.outcome == "unsound":
-                sys.exit(f"{job.good}: the sound checkpoint {answer.detail}")
-            _note(Record(good=job.good, name=job.name, **asdict(answer)))
-            rmtree(job.folder)
-            answered += 1
-        jobs = jobs[answered:]
+        ]
+        load_dry(jobs)
 
 
 def load_dry(jobs: Sequence[Job]) -> None:
