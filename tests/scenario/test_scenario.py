@@ -185,3 +185,13 @@ def test_a_scenario_that_means_harm_is_refused(tmp_path: Path, name: str) -> Non
     with pytest.raises(InputError, match=message) as caught:
         read_scenario(path)
     assert max(map(len, str(caught.value).splitlines())) < 1000
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 8000, "0b" + "1" * 20_000, "1" + ":2" * 3000])
+def test_an_integer_of_thousands_of_digits_is_one_error(number: str, tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(f"name: {number}\n")
+    ran = vexport("plan", file)
+    assert ran.code == 2
+    assert f"got an integer of {len(number):,} digits" in ran.errors[0]
+    assert len(ran.errors) == 1

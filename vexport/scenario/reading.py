@@ -30,6 +30,7 @@ def read_scenario(path: Path) -> Scenario:
 
 # Values of a scenario, each alias counted as what it stands for; a long one has hundreds.
 MOST_VALUES = 100_000
+MOST_DIGITS = 1000
 
 
 class _Loader(yaml.SafeLoader):
@@ -77,7 +78,10 @@ def load_yaml(path: Path, need: str = "a scenario") -> object:
 
 
 def _require_bounded(root: yaml.Node) -> None:
-    """MarkedYAMLError where aliases make more values of a text than MOST_VALUES, or hold themselves."""
+    """MarkedYAMLError where aliases make more values of a text than MOST_VALUES, or hold themselves.
+
+    Integers are bounded too: of more than 4,300 digits Python makes no text, hexadecimal ones included.
+    """
     sizes: dict[int, int] = {}
     waiting = [root]
     while waiting:
@@ -90,6 +94,8 @@ def _require_bounded(root: yaml.Node) -> None:
             waiting += unknown
             continue
         waiting.pop()
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+            raise _marked(f"an integer of {len(node.value):,} digits", node)
         if any(sizes.get(id(child), -1) < 0 for child in children):
             raise _marked("an alias inside what it stands for", node)
         sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
