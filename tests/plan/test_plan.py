@@ -14,6 +14,7 @@ from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.plan import Settings, build_plan, matches
+from vexport.plan.estimates import Samples, estimates
 from vexport.scenario import Rule
 from vexport.types import Plan
 
@@ -227,6 +228,17 @@ REAL = {
     "DeepSeek-V3": (684_489_845_504, 61 * 5 + 3 * 3 + 58 * (257 * 3), "fused_qkv_a_proj", 61),
     "Kimi-K2": (1_026_408_232_448, 61 * 5 + 3 + 60 * (385 * 3), "fused_qkv_a_proj", 61),
 }
+
+# What `quantize` took in W4A16 (scripts/bench/sizes.py).
+MEMORY = {"Llama-3.3-70B": 358e6, "Llama-3.1-405B": 457e6, "Kimi-K2": 481e6}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_of_quantize_is_predicted_from_70_billion_to_a_trillion(name: str, tmp_path: Path) -> None:
+    model = save_headers(name, tmp_path / "model")
+    found = estimates(read_index(model), plan_of(model, ("Linear", "W4A16")), Samples(number=1, tokens=1))
+    predicted = next(one.memory_bytes for one in found if one.stage == "quantize")
+    assert predicted == pytest.approx(MEMORY[name], rel=0.15)
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -22,8 +22,9 @@ NANOSECONDS, NANOSECONDS_FP4 = 0.9, 1.2
 # NVFP4A16 and W8A8 with memoryless_mse, 17.7 and 6.2 s of processor time, 1.5 s without a search.
 NANOSECONDS_SEARCH, NANOSECONDS_SEARCH_FP4 = 22.0, 76.0
 SEARCH_MEMORY = 500_000_000
-# Llama 1.1 B took 237 to 293 MB, Llama 70 B 479 MB: the headers grow, the rows in flight do not.
-MEMORY, MEMORY_PER_PARAMETER = 290_000_000, 0.0027
+# What grows are the headers and the rows in flight, by their length. Fitted to Llama 1 B, 70 B and 405 B and
+# Kimi-K2 in W4A16, which took 231, 358, 457 and 481 MB (scripts/bench/sizes.py).
+MEMORY, MEMORY_PER_TENSOR, MEMORY_PER_COLUMN = 210_000_000, 2_700, 5_000
 # `check`: 1.1 B parameters in 1.6 to 2.3 s, 1 s of it the start; 260 MB. What grows are the headers:
 # DeepSeek-V3 in W4A16 has 136,247 tensors and took 820 MB.
 CHECK_NANOSECONDS, CHECK_MEMORY, CHECK_MEMORY_PER_TENSOR = 0.9, 260_000_000, 4_000
@@ -62,13 +63,13 @@ class Samples:
 def estimates(index: SourceIndex, plan: Plan, samples: Samples) -> tuple[Estimate, ...]:
     """An estimate for each stage that the plan will have."""
     calibrate = (_calibrate(index, plan, samples),) if statistics_need(plan) else ()
-    quantize = _quantize(plan)
+    quantize = _quantize(index, plan)
     if needs_rounding(plan):
         quantize = _rounded(index, plan, samples, quantize)
     return (*calibrate, quantize, _check(index, plan))
 
 
-def _quantize(plan: Plan) -> Estimate:
+def _quantize(index: SourceIndex, plan: Plan) -> Estimate:
     searched = needs_search(plan)
     nanoseconds = 0.0
     for group in plan.groups:
@@ -78,11 +79,13 @@ def _quantize(plan: Plan) -> Estimate:
         nanoseconds += rate * sum(one.out_features * one.in_features for one in group.members)
     quantized = sum(one.out_features * one.in_features for group in plan.groups for one in group.members)
     nanoseconds += NANOSECONDS * (plan.parameters - quantized)
+    widest = max((one.in_features for group in plan.groups for one in group.members), default=0)
     memory = SEARCH_MEMORY if searched else MEMORY
+    memory += MEMORY_PER_TENSOR * len(index.tensors) + MEMORY_PER_COLUMN * widest
     return Estimate(
         stage="quantize",
         seconds=START_SECONDS + nanoseconds / 1e9,
-        memory_bytes=memory + round(MEMORY_PER_PARAMETER * plan.parameters),
+        memory_bytes=memory,
         basis=f"{plan.parameters:,} parameters",
     )
 
