@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from tests.mutations.edits import all_of, put, spoiled
+from vexport.checkpoint.derived import DerivedReader
 from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import SmoothedReader
 from vexport.checks import check_checkpoint
 from vexport.checks.tensors.scales import Counts, counts
 from vexport.errors import InputError
+from vexport.repair.overlay import Overlay
 from vexport.types import TensorInfo
 
 # All bits of 8 and 16, every 65,521st of 32.
@@ -68,6 +71,20 @@ def read_bytes() -> int:
     return int(lines["rchar"])
 
 
+def test_a_hole_in_a_file_is_known_without_reading(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with file.open("wb") as stream:
+        stream.truncate(1 << 22)
+        stream.seek(3 << 20)
+        stream.write(b"data")
+    with Reader() as reader:
+        holes = [
+            reader.is_hole(TensorInfo(name="one", dtype="U8", shape=(1,), file=file, start=start, end=end))
+            for start, end in ((0, 1 << 20), (1 << 21, 1 << 22), (7 << 19, 1 << 22), (7 << 19, 1 << 23))
+        ]
+    assert holes == [True, False, True, False]
+
+
 @pytest.mark.parametrize(("row", "broken"), [(slice(None), False), (slice(None), True), (slice(3, 4), True)])
 def test_zero_scales_need_zero_weights(
     good: Callable[[str], Path], tmp_path: Path, row: slice, broken: bool
@@ -84,3 +101,10 @@ def test_zero_scales_need_zero_weights(
     folder = spoiled(good("NVFP4A16"), tmp_path / "spoiled", all_of(*(put(name, zeros) for name in names)))
     errors = [one for one in check_checkpoint(str(folder)).findings if one.severity == "error"]
     assert any(one.where == f"{layer}.weight_scale" and "zero" in one.got for one in errors) == broken, errors
+
+
+@pytest.mark.parametrize("kind", [DerivedReader, Overlay, SmoothedReader])
+def test_readers_that_change_bytes_give_the_rows_of_these(kind: type[Reader]) -> None:
+    """A reader's own rows come from the file."""
+    assert {"raw", "rows"} <= vars(kind).keys()
+    assert set(Reader.__subclasses__()) == {DerivedReader, Overlay, SmoothedReader}

@@ -62,6 +62,10 @@ class DerivedReader(Reader):
             return self.base.rows(tensor, numbers)
         return _bytes(derived.rows(self.base, slice(None)))[numbers]
 
+    def is_hole(self, tensor: TensorInfo) -> bool:
+        """Whether nothing is stored of a tensor; of a derived one that is not known."""
+        return tensor.name not in self._derived and self.base.is_hole(tensor)
+
     def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
         """The same for stored tensors; where others come from is near enough."""
         if tensor.name not in self._derived:

@@ -1,5 +1,6 @@
 """Reads tensors lazily: from memory-mapped safetensors files, or by ranges from object storage."""
 
+import errno
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -78,6 +79,18 @@ class Reader:
                 if os.preadv(stream.fileno(), [row.data], tensor.start + number * size) < size:
                     raise changed(tensor.file, "less than its header described")
         return found
+
+    def is_hole(self, tensor: TensorInfo) -> bool:
+        """Whether a file holds nothing where a tensor is: its bytes are zero and need not be read."""
+        if self._remote(tensor.file):
+            return False
+        with tensor.file.open("rb", buffering=0) as stream:
+            if os.fstat(stream.fileno()).st_size < tensor.end:
+                return False
+            try:
+                return os.lseek(stream.fileno(), tensor.start, os.SEEK_DATA) >= tensor.end
+            except OSError as problem:
+                return problem.errno == errno.ENXIO
 
     def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
         """Tell the kernel that `some_rows` will be asked for soon: it begins to read them all at once."""

@@ -24,7 +24,7 @@ DESCRIPTION = "no NaN or infinity anywhere, every scale above zero and of a plau
 # AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
 # of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
 LEAST_OF_EITHER_SIGN = 0.02
-# Rows of a weight that are looked at together, and at least, where its scales are zero.
+# Rows of a weight that are looked at together where its scales are zero.
 ROWS_OF_ZEROS = 128
 
 
@@ -120,20 +120,17 @@ def _has_signs(found: Counts, parameter: str, group: ConfigGroup | None) -> bool
 
 
 def _scales_zeros(view: CheckpointView, scale: TensorInfo, parameters: Mapping[str, TensorInfo]) -> bool:
-    """Whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it.
-
-    Where all of a scale is zero, some rows of the weight tell.
-    """
+    """Whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it."""
     weight = parameters.get("weight_packed", parameters.get("weight"))
     if weight is None or len(scale.shape) != 2 or len(weight.shape) != 2:
         return False
     (rows, groups), width = scale.shape, weight.shape[1]
     if rows != weight.shape[0] or width % max(groups, 1) or weight.dtype not in ("U8", "I8"):
         return False
+    if view.reader.is_hole(weight):
+        return True
     zero = scales.numbers(view.reader, scale) == 0
     within = np.flatnonzero(zero.any(axis=1))
-    if zero.all():
-        within = within[:: max(rows // ROWS_OF_ZEROS, 1)]
     for start in range(0, within.size, ROWS_OF_ZEROS):
         some = within[start : start + ROWS_OF_ZEROS]
         codes = view.reader.rows(weight, some.tolist()).reshape(some.size, groups, -1)[zero[some]]

@@ -67,6 +67,8 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
 
 def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
     """Whether a tensor has zeros only; a part at a time, pages are given back."""
+    if view.reader.is_hole(tensor):
+        return True
     data = np.frombuffer(view.reader.raw(tensor), np.uint8)
     for start in range(0, data.size, RELEASED):
         if data[start : start + RELEASED].any():
