@@ -9,12 +9,14 @@ from pathlib import Path
 from shutil import copytree
 from types import FrameType
 
+import numpy as np
 import pytest
 
 from tests.command import vexport
 from tests.packaging.environment import ROOT
 from vexport.calibration.data import first_texts, read_samples
 from vexport.checkpoint.header import read_header
+from vexport.checkpoint.smoothed import SMOOTHING, encode, smoothing_of
 from vexport.checks.vllm import render
 from vexport.engine.failures import last_exception, log_tail
 from vexport.errors import InputErrors
@@ -70,6 +72,18 @@ def groups(folder: Path, n: int) -> Callable[[], object]:
     }
     (folder / "results_2026-01-01T00-00-00.000000.json").write_text(json.dumps(content))
     return lambda: read_results(folder)
+
+
+def exponents(folder: Path, n: int) -> Callable[[], object]:
+    """The exponents of n norms, each taken back in its layer."""
+    up, down = (encode(np.array([number, -number], np.int8)) for number in (1, -1))
+    tensors = {
+        f"model.layers.{number}.{name}.weight": {"rows": rows, "columns": columns}
+        for number in range(n)
+        for name, rows, columns in (("norm", up, ""), ("linear", "", down))
+    }
+    (folder / SMOOTHING).write_text(json.dumps({"tensors": tensors}))
+    return lambda: smoothing_of(folder)
 
 
 def findings(folder: Path, n: int) -> Callable[[], object]:
@@ -202,6 +216,7 @@ GROWS: Mapping[Grow, tuple[str, ...]] = {
     rules: (),
     ignored: (),
     groups: ("groups of lm-eval results",),
+    exponents: ("exponents of a smoothing",),
     message: ("a message on stderr",),
     findings: ("kinds of findings: text, Markdown", "kinds of findings: HTML"),
     log: ("log of an engine that is read for its cause",),

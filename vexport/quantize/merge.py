@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vexport.checkpoint.header import read_header
-from vexport.checkpoint.index import INDEX_NAME
+from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from vexport.errors import InputError, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.outputs import is_being_written, refuse_existing, resumable_directory, unfinished_folder
@@ -154,14 +154,18 @@ def _unreadable(out: Path, manifests: Sequence[Manifest]) -> Iterator[InputError
                 read_header(_places(out, manifest, name)[0])
             except InputError as error:
                 yield error
-    first = part_folder(out, manifests[0].part)
-    for name in (CONFIG, INDEX_NAME):
+    first, files = part_folder(out, manifests[0].part), {name for one in manifests for name in one.files}
+    # A checkpoint of one file has no index.
+    written = (CONFIG,) if files == {SINGLE_NAME} else (CONFIG, INDEX_NAME)
+    for name in written:
         if not (first / name).is_file():
             yield InputError(str(first / name), got="no such file", need="what part 1 writes", fix=AGAIN)
             return
+    if INDEX_NAME not in written:
+        return
     named = read_json_object(first / INDEX_NAME).get("weight_map")
     needed = {str(file) for file in named.values()} if isinstance(named, dict) else set()
-    for missing in sorted(needed - {name for manifest in manifests for name in manifest.files}):
+    for missing in sorted(needed - files):
         yield InputError(str(first / INDEX_NAME), got=f"{missing}, which no part has", need=NEED, fix=AGAIN)
 
 
