@@ -58,6 +58,27 @@ def test_kernels_are_offered_once(switch: str, kernels: int) -> None:
     assert done.stdout.split()[-1] == str(kernels)
 
 
+ASKED = (
+    "from vexport.engine.cpu_emulation.mxfp4 import EmulationMxFp4Linear as Kernel;"
+    "from vllm.model_executor.layers.quantization.utils import quant_utils as keys;"
+    "print([Kernel._supports_quant_scheme(keys.kMxfp4Static, key) for key in (None, keys.kMxfp4Dynamic,"
+    " keys.kFp8DynamicTokenSym, keys.kFp8StaticTensorSym, keys.kInt8StaticChannelSym)])"
+)
+
+
+@pytest.mark.vllm
+def test_mxfp4_weights_run_with_the_inputs_that_are_rounded_here() -> None:
+    """vLLM 0.33 asks kernels so, where an engine argument may name other inputs than the checkpoint."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\n")[-2] == "[True, True, True, False, False]"
+
+
 def test_fp4_rounds_ties_to_even() -> None:
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 9.0])
     expected = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0])

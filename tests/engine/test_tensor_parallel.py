@@ -57,7 +57,8 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     assert orphans() <= before
 
 
-def test_lm_eval_asks_two_ranks(tmp_path: Path) -> None:
+def test_lm_eval_asks_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")  # of no kernel here
     checkpoint, out = tmp_path / "w8a8", tmp_path / "out"
     assert vexport("quantize", DEMO / "model", checkpoint, "--scheme", "W8A8").code == 0
     engine = (
@@ -86,6 +87,7 @@ def test_lm_eval_asks_two_ranks(tmp_path: Path) -> None:
     assert told["tensor_parallel_size"] == "2"
     assert told["max_num_seqs"] == "16"
     assert told["engine_args"] == '{"block_size": 32}'
+    assert told["environment"] == "VLLM_MARLIN_INPUT_DTYPE=int8"
 
 
 class Enough(Exception):

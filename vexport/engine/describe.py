@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
+from vexport.engine.environment import answer_environment
 from vexport.scenario.serve import TYPED, EngineArguments
 from vexport.types import EngineInfo
 
@@ -21,6 +22,8 @@ _KERNEL_PACKAGES = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation
 # model_executor/kernels/linear.
 _KERNEL_BLIND_SPOTS = {
     "CPUFp8BlockScaledMMKernel": "FP8 block activations stay in the model's dtype (scaled_mm/cpu.py)",
+    # From vLLM 0.33 on.
+    "CPUFp8ChannelWiseScaledMMLinearKernel": "FP8 activations stay in the model's dtype (scaled_mm/cpu.py)",
     "CPUFp8PerTensorScaledMMLinearKernel": "static FP8 input scales are ignored (scaled_mm/cpu.py)",
     "EmulationMxfp8LinearKernel": "MXFP8 activations stay in the model's dtype (mxfp8/emulation.py)",
 }
@@ -57,6 +60,8 @@ def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str]:
     scheme = getattr(layer, "scheme", None) or layer.quant_method
     kernels = [type(value).__name__ for value in vars(scheme).values() if _is_kernel(value)]
     kernel = kernels[0] if kernels else type(layer.quant_method).__name__
+    if not kernels and getattr(scheme, "use_batch_invariant", False):
+        kernel = "dequantized, batch-invariant"  # VLLM_BATCH_INVARIANT from vLLM 0.33 on: no kernel of INT4
     return type(scheme).__name__, kernel, _blind_spot(layer, scheme, kernel)
 
 
@@ -117,6 +122,7 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
         "kv_cache_dtype": str(given.get("kv_cache_dtype", "auto")),
         "max_model_len": str(config.model_config.max_model_len),
         "engine_args": json.dumps(others, sort_keys=True) if others else "none",
+        "environment": answer_environment(),
     }
 
 

@@ -3,6 +3,7 @@
 import getpass
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,10 @@ _DEFAULT_ENVIRONMENT = {
 _LONGEST_TEMPORARY = 40
 # Of asking an interpreter whether it has vLLM.
 _PROBE_SECONDS = 60.0
+# vLLM's words where --engine-arg quantizes what is quantized, which few methods can: resolve_quant_method in
+# vllm/model_executor/layers/quantization/base_config.py.
+_REQUANTIZES = re.compile(r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE)
+_REQUANTIZED_BY = ("quantization", "quantization_config")
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
 _FIXES = {
     "refused": "re-export the checkpoint",
@@ -207,6 +212,14 @@ def _accept(result: SessionResult, request: SessionRequest, where: str, log: Pat
     failure = explain(result.failure, log, platform=result.platform)
     if failure.kind != "refused":
         raise EngineFault(where, failure, log)
+    given = [f"--engine-arg {name}" for name in _REQUANTIZED_BY if name in request.arguments]
+    if given and _REQUANTIZES.search(failure.message):
+        raise InputError(
+            ", ".join(given),
+            got=f"layers that are quantized already: {failure.message}",
+            need="layers whose stored weights this vLLM can quantize again",
+            fix="remove it, or name only unquantized layers in its targets",
+        )
     return replace(result, failure=replace(failure, message=failure.message + _served_with(request)))
 
 

@@ -20,6 +20,7 @@ from vexport.run.serving import (
     clear_session,
     fetch_tasks,
     require_served,
+    serve_digest,
     serve_model,
 )
 from vexport.run.state import CHECKED, DRY_LOADED, QUESTIONS, SERVED_BASELINE, SERVED_CANDIDATE, Run
@@ -173,7 +174,7 @@ def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
         digests.append(data_digest(Calibration(data=settings.text)))
     return {
         "evaluation": value_digest([evaluation, templates, *digests]),
-        "serve section": value_digest(run.scenario.serve.arguments(is_baseline=is_baseline)),
+        "serve section": serve_digest(run.scenario.serve.arguments(is_baseline=is_baseline)),
         "prompts": value_digest(list(_texts(run))),
     }
 

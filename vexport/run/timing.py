@@ -13,7 +13,7 @@ from vexport.engine.session import EngineFault, engines_share_imports, log_folde
 from vexport.errors import InputError
 from vexport.run.directory import Digests, checkpoint_digest, value_digest
 from vexport.run.making import checkpoint_inputs
-from vexport.run.serving import BASELINE, CANDIDATE, EngineOptions
+from vexport.run.serving import BASELINE, CANDIDATE, EngineOptions, serve_digest
 from vexport.run.state import LOADED, Run
 from vexport.types import ENGINE_CHECK, NOT_MEASURED_HERE, Finding, SpeedReport, Workload
 
@@ -71,7 +71,7 @@ def candidate_inputs(run: Run) -> Digests:
 def _work(run: Run, *, is_baseline: bool) -> Digests:
     serve, speed = run.scenario.serve.arguments(is_baseline=is_baseline), run.scenario.speed
     assert speed is not None
-    return {"serve section": value_digest(serve), "speed section": value_digest(speed.model_dump())}
+    return {"serve section": serve_digest(serve), "speed section": value_digest(speed.model_dump())}
 
 
 def time_baseline(run: Run) -> SpeedReport:

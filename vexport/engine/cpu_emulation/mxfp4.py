@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.nn import Parameter
 from vllm.model_executor.kernels.linear import MxFp4LinearKernel, MxFp4LinearLayerConfig
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import break_fp4_bytes
-from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
+from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kMxfp4Dynamic
 
 from vexport.engine.cpu_emulation.layer import Answer, QuantizedLayer
 from vexport.engine.cpu_emulation.rounding import fake_fp8, fake_mxfp4
@@ -21,9 +21,15 @@ class EmulationMxFp4Linear(MxFp4LinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, config: MxFp4LinearLayerConfig) -> Answer:
-        key = config.activation_quant_key
-        known = key in (None, kMxfp4Dynamic) or (key.dtype == torch.float8_e4m3fn and not key.scale.static)
+        known = cls._supports_quant_scheme(None, config.activation_quant_key)
         return known, None if known else "requires MXFP4, dynamic FP8 or unquantized activations"
+
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        """Asked by vLLM 0.33 too, where the default refuses FP8 and an engine argument may have others."""
+        if activation_key in (None, kMxfp4Dynamic):
+            return True
+        return activation_key.dtype == torch.float8_e4m3fn and not activation_key.scale.static
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize; the scales are e8m0 exponents with a bias of 127, one for 32 values."""
