@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.command import vexport
+from tests.engine.sketches import QWEN3_MOE, sketch
 from tests.models import errors, problems, save_llama, save_qwen3
 from tests.mutations.edits import Change, Tensors, drop, element, put, spoiled, tensors
 from vexport.formats.schemes import all_schemes
@@ -217,6 +218,48 @@ def test_broken_configs_are_found(
         assert found == []
     else:
         assert check in {finding.check for finding in found}, found
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "inputs"),
+    [
+        ("FP8", {"symmetric": False}, "float 8 bits tensor asymmetric"),
+        ("FP8", {"type": "int"}, "int 8 bits tensor"),
+        ("FP8_DYNAMIC", {"type": "int"}, "int 8 bits token dynamic"),
+    ],
+)
+def test_inputs_that_vllm_leaves_in_16_bits_are_a_warning(
+    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Config, inputs: str
+) -> None:
+    def edit(config: Config) -> None:
+        activations = group(config)["input_activations"]
+        assert isinstance(activations, dict)
+        activations.update(change)
+
+    folder = mutate_config(good(scheme), tmp_path / "changed", edit)
+    ran = vexport("check", folder, "--sm", "90", "--format", "json")
+    assert ran.code == 0, ran.stdout
+    found = [finding for finding in json.loads(ran.stdout)[0]["findings"] if finding["check"] == "config"]
+    assert [(one["severity"], one["got"]) for one in found] == [
+        ("warning", f"inputs that vLLM leaves in 16 bits: {inputs}")
+    ]
+
+
+def test_routed_experts_need_inputs_that_vllm_quantizes(tmp_path: Path) -> None:
+    """get_moe_method has none with inputs in 16 bits."""
+    checkpoint = sketch(tmp_path / "sketch", QWEN3_MOE, "FP8_DYNAMIC", {})
+
+    def edit(config: Config) -> None:
+        activations = group(config)["input_activations"]
+        assert isinstance(activations, dict)
+        activations["type"] = "int"
+
+    changed = mutate_config(checkpoint, tmp_path / "changed", edit)
+    before, (finding,) = (
+        [each for each in errors(folder) if each.check == "config"] for folder in (checkpoint, changed)
+    )
+    assert before == []
+    assert "does not run for routed experts" in finding.got
 
 
 def truncate(path: Path) -> None:

@@ -14,6 +14,7 @@ AS_GOOD: Mapping[str, str] = {
     "no inputs": _ANOTHER_SCHEME,
     "inputs an empty object": _ANOTHER_SCHEME,
     "inputs asymmetric": _ANOTHER_SCHEME,
+    "inputs of integers": _ANOTHER_SCHEME,
     "inputs quantized to fp8": _ANOTHER_SCHEME,
     "k_scale and v_scale exchanged": "keys and values of one size: the scales differ by a hundredth",
     "input_scale of down_proj tenfold": "e4m3 has exponents left: what is rounded away was next to nothing",

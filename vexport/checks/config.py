@@ -137,6 +137,11 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
                 refusal,
                 "correct them",
             )
+        elif group.name in used and (inputs := group.storage.unquantized_inputs(group)) is not None:
+            where, expected = f"{view.quantization_place}.{key}", "input_activations that vLLM quantizes"
+            got = f"inputs that vLLM leaves in 16 bits: {inputs}"
+            fix = "remove input_activations and the input scales, or quantize again: no answer is worse"
+            yield warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
 def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:

@@ -112,6 +112,10 @@ class Format(Protocol):
         """Why vLLM refuses a group that it picks this format for, or None."""
         return None
 
+    def unquantized_inputs(self, args: Arguments) -> str | None:
+        """Inputs that the config quantizes and vLLM leaves in 16 bits on every device, in words, or None."""
+        return None
+
     def unwritten(self, args: Arguments) -> str | None:
         """What of arguments that vLLM runs vexport does not write, or None."""
         return None

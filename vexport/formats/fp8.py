@@ -40,30 +40,36 @@ class Fp8(Format):
         return stored_as in WITH_INPUTS and static and weights.is_float and weights.strategy in STRATEGIES
 
     def refusal(self, args: Arguments) -> str | None:
-        """Inputs that vLLM would not quantize as the config says (`_is_fp8_w8a8`); blocks without any, which
-        an assertion stops (process_weights_after_loading of CompressedTensorsW8A16Fp8)."""
+        """Blocks without inputs or with static ones, which an assertion stops (process_weights_after_loading
+        of CompressedTensorsW8A16Fp8); other static inputs with more than a scale for each layer."""
         inputs = args.input_activations
         if inputs is None:
             return "FP8 blocks without input_activations" if args.weights.strategy == "block" else None
-        whole = inputs.symmetric and inputs.strategy == "tensor"
-        if inputs.is_float and (inputs.dynamic is not False or whole):
+        whole = inputs.strategy == "tensor" and args.weights.strategy != "block"
+        if inputs.dynamic is not False or whole or _quantizes(inputs):
             return None
         return f"inputs that vLLM leaves as they are: {described_inputs(args)}"
+
+    def unquantized_inputs(self, args: Arguments) -> str | None:
+        inputs = args.input_activations
+        return None if inputs is None or _quantizes(inputs) else described_inputs(args)
 
     def unwritten(self, args: Arguments) -> str | None:
         inputs = args.input_activations
         if args.weights.num_bits != 8 or (inputs is not None and inputs.num_bits != 8):
             return "floats of other widths than 8 bits"
+        if (left := self.unquantized_inputs(args)) is not None:
+            return f"inputs that vLLM leaves as they are: {left}"
         if inputs is not None and not inputs.symmetric:
             return "FP8 inputs with zero points"
         return None
 
     def vllm_scheme(self, args: Arguments) -> str:
-        return f"CompressedTensorsW8A{16 if args.input_activations is None else 8}Fp8"
+        return f"CompressedTensorsW8A{UNQUANTIZED_BITS if _leaves_inputs(args) else 8}Fp8"
 
     def runs_experts(self, args: Arguments) -> bool:
         inputs = args.input_activations
-        if inputs is None:
+        if inputs is None or _leaves_inputs(args):
             return False
         return args.weights.strategy == "block" or (args.weights.strategy, inputs.strategy) in EXPERT_PAIRS
 
@@ -103,11 +109,12 @@ class Fp8(Format):
         at 16 bits (_POSSIBLE_FP8_BLOCK_KERNELS in vllm/model_executor/kernels/linear/__init__.py).
         """
         full_from = 89 if args.weights.block is None else 90
-        full = UNQUANTIZED_BITS if args.input_activations is None else 8
+        full = UNQUANTIZED_BITS if _leaves_inputs(args) else 8
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, full_from: full}, stored_bits=input_bits(args))
 
     def cpu(self, args: Arguments) -> Cpu:
-        """Native by block alone: else the CPU build ignores static scales or takes 0.2 s a layer.
+        """Native by block alone: else the CPU build ignores static scales or takes 0.2 s a layer; that of
+        vLLM 0.33 leaves inputs of weights per channel in bfloat16.
 
         vexport.engine.cpu_emulation.fp8 stands in for it.
         """
@@ -134,3 +141,15 @@ class Fp8(Format):
         if args.weights.block is None:
             return decompress(self.name, args, stored)
         return scaled(stored[self.weight], args, stored)
+
+
+def _leaves_inputs(args: Arguments) -> bool:
+    """Whether vLLM multiplies inputs in 16 bits, by the config or in spite of it."""
+    return args.input_activations is None or not _quantizes(args.input_activations)
+
+
+def _quantizes(inputs: QuantArgs) -> bool:
+    """Whether vLLM quantizes inputs as the config says (`_is_fp8_w8a8`); it runs W8A16 where it does not."""
+    return inputs.is_float and (
+        inputs.dynamic is not False or (inputs.symmetric and inputs.strategy == "tensor")
+    )
