@@ -106,5 +106,5 @@ def test_zero_scales_need_zero_weights(
 @pytest.mark.parametrize("kind", [DerivedReader, Overlay, SmoothedReader])
 def test_readers_that_change_bytes_give_the_rows_of_these(kind: type[Reader]) -> None:
     """A reader's own rows come from the file."""
-    assert {"raw", "rows"} <= vars(kind).keys()
+    assert {"raw", "is_in_place"} <= vars(kind).keys()
     assert set(Reader.__subclasses__()) == {DerivedReader, Overlay, SmoothedReader}

@@ -37,7 +37,7 @@ COMPRESSED_TENSORS = "compressed-tensors"
 
 @dataclass(slots=True)
 class Tally:
-    """Mutations that the check missed, minded for nothing, found only with the source, and passed.
+    """Mutations that the check missed, reported without cause, found only with the source, and passed.
 
     What only a dry load has accepted is not counted: it computes nothing.
     """
@@ -132,7 +132,7 @@ def _finds_an_error(folder: Path, compare: Against | None, target: Target) -> bo
 
 
 def main() -> None:
-    """A line for each version and quant_method, and below it what was missed or minded."""
+    """A line for each version and quant_method, and below it what was missed or reported without cause."""
     with tempfile.TemporaryDirectory() as folder:
         root, scratch = Path(folder), Path(folder) / "scratch"
         scratch.mkdir()

@@ -1,6 +1,6 @@
 """Tensors that are computed from those of a checkpoint when they are asked for."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,28 +48,16 @@ class DerivedReader(Reader):
             return self.base.raw(tensor)
         return memoryview(_bytes(derived.rows(self.base, slice(None))).reshape(-1).data)
 
+    def is_in_place(self, tensor: TensorInfo) -> bool:
+        """Whether a tensor is a stored one, in a local file."""
+        return tensor.name not in self._derived and self.base.is_in_place(tensor)
+
     def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:
         """Every `step`-th row as bytes; no other rows are computed."""
         derived = self._derived.get(tensor.name)
         if derived is None:
             return self.base.some_rows(tensor, step)
         return _bytes(derived.rows(self.base, slice(None, None, step)))
-
-    def rows(self, tensor: TensorInfo, numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Some rows of a tensor as bytes; of a derived one all are computed."""
-        derived = self._derived.get(tensor.name)
-        if derived is None:
-            return self.base.rows(tensor, numbers)
-        return _bytes(derived.rows(self.base, slice(None)))[numbers]
-
-    def is_hole(self, tensor: TensorInfo) -> bool:
-        """Whether nothing is stored of a tensor; of a derived one that is not known."""
-        return tensor.name not in self._derived and self.base.is_hole(tensor)
-
-    def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
-        """The same for stored tensors; where others come from is near enough."""
-        if tensor.name not in self._derived:
-            self.base.expect_some_rows(tensor, step)
 
     def release(self, tensors: Iterable[TensorInfo]) -> None:
         """Give back the pages of tensors, of derived ones those that they are computed from."""

@@ -59,6 +59,13 @@ class Reader:
             )
         return memoryview(mapped)[tensor.start : tensor.end]
 
+    def is_in_place(self, tensor: TensorInfo) -> bool:
+        """Whether the bytes of a tensor are those of a local file, where its header says.
+
+        What is below reads them there. A reader that gives others from `raw` says so here.
+        """
+        return self._remote(tensor.file) is None
+
     def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:
         """Every `step`-th row of a tensor of two dimensions, as bytes."""
         return self.rows(tensor, range(0, tensor.shape[0], step))
@@ -68,7 +75,7 @@ class Reader:
 
         InputError where the file has become shorter since its header was read.
         """
-        if len(numbers) == tensor.shape[0] or self._remote(tensor.file):
+        if len(numbers) == tensor.shape[0] or not self.is_in_place(tensor):
             stored = np.frombuffer(self.raw(tensor), np.uint8)
             return stored.reshape(tensor.shape[0], -1)[numbers]
         size = tensor.num_bytes // tensor.shape[0]
@@ -82,7 +89,7 @@ class Reader:
 
     def is_hole(self, tensor: TensorInfo) -> bool:
         """Whether a file holds nothing where a tensor is: its bytes are zero and need not be read."""
-        if self._remote(tensor.file):
+        if not self.is_in_place(tensor):
             return False
         with tensor.file.open("rb", buffering=0) as stream:
             if os.fstat(stream.fileno()).st_size < tensor.end:
@@ -94,11 +101,12 @@ class Reader:
 
     def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
         """Tell the kernel that `some_rows` will be asked for soon: it begins to read them all at once."""
-        if tensor.num_bytes and not self._remote(tensor.file):
-            self._map(tensor.file)
-            size = tensor.num_bytes // tensor.shape[0]
+        if not tensor.num_bytes or not self.is_in_place(tensor):
+            return
+        size = tensor.num_bytes // tensor.shape[0]
+        with tensor.file.open("rb", buffering=0) as stream:
             for start in range(tensor.start, tensor.end, step * size):
-                self._advise(tensor.file, start, start + size, mmap.MADV_WILLNEED)
+                os.posix_fadvise(stream.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
     def array(self, tensor: TensorInfo) -> npt.NDArray[np.generic]:
         """The values of a tensor in its shape; BF16 and 8-bit floats as float32."""

@@ -6,7 +6,7 @@ next to the weights that were made of it, in SMOOTHING.
 
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -63,11 +63,9 @@ class SmoothedReader(Reader):
                 self._last[tensor.name] = _scaled(super().raw(tensor), tensor, own)
             return self._last[tensor.name].data.cast("B")
 
-    def rows(self, tensor: TensorInfo, numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Some rows as bytes."""
-        if tensor.name not in self._smoothing:
-            return super().rows(tensor, numbers)
-        return np.frombuffer(self.raw(tensor), np.uint8).reshape(tensor.shape[0], -1)[numbers]
+    def is_in_place(self, tensor: TensorInfo) -> bool:
+        """Whether a tensor is not smoothed, and in a local file."""
+        return tensor.name not in self._smoothing and super().is_in_place(tensor)
 
     def release_view(self, tensor: TensorInfo, view: Array) -> None:
         """Give back the pages of a view; one of a copy has none."""
@@ -108,7 +106,7 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
 def _exponents(text: str, where: str) -> Exponents:
     """Exponents as the search gives them; a larger one could hide any weight behind infinity or zero."""
     try:
-        exponents = np.frombuffer(base64.b64decode(text, validate=True), np.int8)
+        exponents = decode(text)
     except ValueError:
         raise InputError(where, got="no base64", need="exponents", fix=FIX) from None
     if (largest := int(np.abs(exponents.astype(np.int32)).max(initial=0))) > MOST:
@@ -134,7 +132,7 @@ def encode(exponents: Exponents) -> str:
 
 def decode(text: str) -> Exponents:
     """The other way round."""
-    return np.frombuffer(base64.b64decode(text), np.int8)
+    return np.frombuffer(base64.b64decode(text, validate=True), np.int8)
 
 
 def fits(tensor: TensorInfo, own: Smoothing) -> bool:

@@ -6,7 +6,8 @@ import numpy as np
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.checks.tensors import scales
-from vexport.checks.tensors.codes import AHEAD, ranges
+from vexport.checks.tensors.ahead import read_ahead
+from vexport.checks.tensors.codes import ranges
 from vexport.checks.tensors.inputs import impossible
 from vexport.checks.tensors.kept import empty
 from vexport.checks.tensors.payloads import beyond, not_finite
@@ -30,9 +31,7 @@ ROWS_OF_ZEROS = 128
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
-    for number, fused in enumerate(view.fused_linears):
-        for later in view.fused_linears[number + AHEAD : number + AHEAD + 1]:
-            view.reader.expect(_scales_of(later))
+    for fused in read_ahead(view.fused_linears, lambda later: view.reader.expect(_scales_of(later))):
         group = view.group_of(fused)
         broken = False
         for parameters in fused.members.values():

@@ -1,12 +1,9 @@
 """A checkpoint as it would be with some changes: every check can look at it before a byte is written."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
@@ -37,20 +34,9 @@ class Overlay(Reader):
 
         return raw_bytes(self._made(edit)[tensor.name])
 
-    def rows(self, tensor: TensorInfo, numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Some rows of a tensor as they will be written, as bytes."""
-        if tensor.name not in self._edits:
-            return self.base.rows(tensor, numbers)
-        return np.frombuffer(self.raw(tensor), np.uint8).reshape(tensor.shape[0], -1)[numbers]
-
-    def is_hole(self, tensor: TensorInfo) -> bool:
-        """Whether a file holds nothing of a tensor that is as it was."""
-        return tensor.name not in self._edits and self.base.is_hole(tensor)
-
-    def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
-        """Begin to read rows of a tensor that is as it was."""
-        if tensor.name not in self._edits:
-            self.base.expect_some_rows(tensor, step)
+    def is_in_place(self, tensor: TensorInfo) -> bool:
+        """Whether a tensor is as it was, in a local file."""
+        return tensor.name not in self._edits and self.base.is_in_place(tensor)
 
     def release(self, tensors: Iterable[TensorInfo]) -> None:
         """Pages of the checkpoint's files that are no longer needed; edited tensors have none."""

@@ -5,13 +5,15 @@ transposed, or has another layer's scales by groups of codes, that is no longer 
 leave ranges unfilled: a layer is judged only where all others fill theirs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
+from vexport.checks.tensors.ahead import read_ahead
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error
 from vexport.types import Finding, TensorInfo
@@ -21,8 +23,6 @@ FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 # Of a random permutation of the codes about a third of the rows, a quarter of the groups of 16 are not full.
 MOST_FULL, LEAST_FULL = 0.85, 0.99
 FEWEST_OTHERS = 6
-# Layers whose rows are being read while those of one are looked at: a disk or server answers them at once.
-AHEAD = 32
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
 # What scales of nothing are: eps of bfloat16, float16, float32 and e4m3, and one.
@@ -70,8 +70,7 @@ def _lost(check: str, module: str, share: float) -> Finding:
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:
     """Every layer that a config group applies to, that group, and the layer's tensors, which are released."""
-    for number, fused in enumerate(view.fused_linears):
-        _expect(view, view.fused_linears[number + AHEAD : number + AHEAD + 1])
+    for fused in read_ahead(view.fused_linears, partial(_expect, view)):
         group = view.group_of(fused)
         if group is not None:
             for module, parameters in fused.members.items():
@@ -79,12 +78,11 @@ def _quantized(view: CheckpointView) -> Iterator[tuple[str, ConfigGroup, Mapping
                 view.reader.release(parameters.values())
 
 
-def _expect(view: CheckpointView, later: Iterable[FusedLinear]) -> None:
-    """Begin to read the rows of layers that will be looked at."""
-    for fused in later:
-        for parameters in fused.members.values() if view.group_of(fused) is not None else ():
-            for tensor in (parameters[name] for name in WEIGHTS if name in parameters):
-                view.reader.expect_some_rows(tensor, _step(view, tensor))
+def _expect(view: CheckpointView, fused: FusedLinear) -> None:
+    """Begin to read the rows of a layer that will be looked at."""
+    for parameters in fused.members.values() if view.group_of(fused) is not None else ():
+        for tensor in (parameters[name] for name in WEIGHTS if name in parameters):
+            view.reader.expect_some_rows(tensor, _step(view, tensor))
 
 
 def _lost_share(
