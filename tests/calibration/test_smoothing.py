@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from vexport import calibration, plan
 from vexport.calibration.smoothing import find_smoothing
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import SMOOTHING, encode, reader_of
+from vexport.checkpoint.smoothed import SMOOTHING, encode, reader_of, write_smoothing
 from vexport.checkpoint.tensors import read_tensor
 from vexport.types import Smoothing
 
@@ -168,6 +169,36 @@ def test_exponents_that_do_not_fit(
     assert ran.code == 1
     assert said in ran.stdout
     assert SMOOTHING in ran.stdout
+
+
+FORGED = {
+    "readers of the other norm": ("input_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    "one reader left out": ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj")),
+    "two that are not one after the other": ("self_attn.q_proj", ("self_attn.o_proj",)),
+}
+
+
+@pytest.mark.fault("smoothing.json that is spoiled or forged: refused; wrong weights do not pass")
+@pytest.mark.parametrize("how", FORGED)
+def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path: Path, how: str) -> None:
+    """All weights are those that the file says, and the model is another one."""
+    rows, readers = FORGED[how]
+    layer, index = "model.layers.1.", read_index(source)
+    size = index.tensors[f"{layer}{rows}.weight"].shape[0]
+    exponents = np.resize(np.array([3, 0, -2, 1], np.int8), size)
+    names = tuple(f"{layer}{name}.weight" for name in readers)
+    forged = {f"{layer}{rows}.weight": Smoothing(rows=encode(exponents), readers=names)}
+    forged |= {name: Smoothing(columns=encode(-exponents)) for name in names}
+    model = copytree(source, tmp_path / "model")
+    with reader_of(forged) as reader:
+        tensors = {name: read_tensor(reader, tensor).clone() for name, tensor in index.tensors.items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    out = quantize(model, tmp_path / "out", "W8A16")
+    write_smoothing(forged, out)
+    ran = vexport("check", out, "--source", source)
+    assert ran.code == 1
+    assert "1 error at" in ran.errors[0]
+    assert "smoothing.json: model.layers.1" in ran.errors[0]
 
 
 def test_diff_compares_with_the_smoothed_source(source: Path, smoothed: Path, tmp_path: Path) -> None:
