@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from vexport.engine.messages import SessionRequest
+from vexport.errors import InputError
+from vexport.evaluation.foreign_code import METRIC_CODE, METRIC_FIX, is_foreign_code
 from vexport.evaluation.lm_eval_model import replaced
 from vexport.evaluation.tasks import reads_hub
 from vexport.files import write_text
+from vexport.types.time_limit import TEMPLATE_SECONDS, time_limit
 
 
 def engine_words() -> str:
@@ -55,14 +59,37 @@ def dataset_cache(folder: Path, request: SessionRequest) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def sandboxed_templates() -> Iterator[None]:
-    """A Jinja template can reach all of Python; a task's templates need no more than its documents."""
-    from lm_eval import utils
+class _Bounded(jinja2.Template):
+    """A template that ends."""
 
-    sandbox = SandboxedEnvironment(
-        loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True
-    )
+    def render(self, *args: object, **kwargs: object) -> str:
+        """As jinja2's; TemplateRuntimeError where it takes too long."""
+        try:
+            with time_limit(TEMPLATE_SECONDS, "processor"):
+                return super().render(*args, **kwargs)
+        except TimeoutError as error:
+            raise jinja2.TemplateRuntimeError(f"a template that is {error}") from None
+
+
+class _Sandbox(SandboxedEnvironment):
+    template_class = _Bounded
+
+
+@contextmanager
+def tasks_as_data() -> Iterator[None]:
+    """What a task's YAML says runs nothing but its templates, in a sandbox: no metric from elsewhere.
+
+    A Jinja template can reach all of Python; a task's templates need no more than its documents.
+    """
+    from lm_eval import utils
+    from lm_eval.api import registry, task
+
+    def get_metric(name: str, hf_evaluate_metric: bool = False) -> object:
+        if is_foreign_code(name):
+            raise InputError(f"metric {name}", got=METRIC_CODE, need="", fix=METRIC_FIX)
+        return registry.get_metric(name, hf_evaluate_metric)
+
+    sandbox = _Sandbox(loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True)
     sandbox.filters |= utils.env.filters
-    with replaced(utils, "env", sandbox):
+    with replaced(utils, "env", sandbox), replaced(task, "get_metric", get_metric):
         yield

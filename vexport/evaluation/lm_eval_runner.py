@@ -23,7 +23,7 @@ from vexport.evaluation.journal import Journal
 from vexport.evaluation.lm_eval_environment import (
     dataset_cache,
     engine_words,
-    sandboxed_templates,
+    tasks_as_data,
     vllm_distribution,
 )
 from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
@@ -63,7 +63,7 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
         stack.enter_context(vllm_distribution(scratch / "packages"))
         stack.enter_context(dataset_cache(scratch / "datasets", request))
         if not request.trust_remote_code:
-            stack.enter_context(sandboxed_templates())
+            stack.enter_context(tasks_as_data())
         arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
         arguments["pretrained"] = model_args["model"]
         settings = request.lm_eval

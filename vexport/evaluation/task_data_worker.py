@@ -6,11 +6,13 @@ It builds the tasks once; imports lm-eval and datasets, but no vLLM.
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.worker import end_with_parent, input_problem, reporter
 from vexport.errors import EnvironmentFault, VexportError
+from vexport.evaluation.lm_eval_environment import tasks_as_data
 from vexport.evaluation.lm_eval_runner import load_tasks, task_manager
 from vexport.evaluation.task_data import STAGE, Fetched, explained_downloads
 from vexport.evaluation.task_needs import nltk_problem, task_settings
@@ -48,7 +50,10 @@ def fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]
     for number, task in enumerate(request.tasks):
         before = set(sys.modules)
         try:
-            with explained_downloads(report, number, len(request.tasks)):
+            with ExitStack() as stack:
+                stack.enter_context(explained_downloads(report, number, len(request.tasks)))
+                if not request.trust_remote_code:
+                    stack.enter_context(tasks_as_data())
                 load_tasks(request, manager, [task])
         except VexportError as error:
             yield error

@@ -7,8 +7,12 @@ from pathlib import Path
 import yaml
 
 from vexport.errors import InputError, require_working_disk
+from vexport.outputs.separate import resolved
+from vexport.scenario.reading import require_bounded
 
 Config = dict[str, object]
+# Bytes of a task's file, and files that include each other; lm-eval's own have 100 kB and three levels.
+LARGEST, MOST_LEVELS = 1 << 22, 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +29,36 @@ class _Function:
 
 def read_task(path: Path, trust: bool, above: tuple[Path, ...]) -> Config:
     """The file's keys over those of the files it includes, with paths made absolute."""
-    if path.resolve() in above:
+    return _read(path, trust, above, {})
+
+
+def _read(path: Path, trust: bool, above: tuple[Path, ...], read: dict[Path, Config]) -> Config:
+    """Each file is `read` once, however many files include it."""
+    own = resolved(path)
+    if own in above:
         raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
-    config = parse_task(path, trust)
-    includes = config.pop("include", [])
-    merged: Config = {}
-    for include in includes if isinstance(includes, list) else [includes]:
-        merged |= read_task(path.parent / str(include), trust, (*above, path.resolve()))
-    return merged | with_absolute_paths(config, path.parent.resolve())
+    if len(above) > MOST_LEVELS:
+        got, need = "more includes inside includes", f"at most {MOST_LEVELS} levels"
+        raise InputError(str(path), got=got, need=need, fix="put them into fewer files")
+    if own not in read:
+        config = parse_task(path, trust)
+        includes = config.pop("include", [])
+        merged: Config = {}
+        for include in includes if isinstance(includes, list) else [includes]:
+            merged |= _read(path.parent / str(include), trust, (*above, own), read)
+        read[own] = merged | with_absolute_paths(config, own.parent)
+    return read[own]
 
 
 def parse_task(path: Path, trust: bool) -> Config:
     """The file's own keys; InputError where it is no YAML mapping, or has `!function` without trust."""
     try:
-        loader = (_TrustingLoader if trust else _Loader)(path.read_bytes())
+        loader = (_TrustingLoader if trust else _Loader)(_content(path))
         loader.name = str(path)
-        config = loader.get_single_data()
+        node = loader.get_single_node()
+        if node is not None:
+            require_bounded(node)
+        config = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
         raise InputError(str(path), got="no such file", need="a task's YAML", fix="check the path") from None
     except OSError as error:
@@ -57,6 +75,18 @@ def parse_task(path: Path, trust: bool) -> Config:
         got = f"a {type(config).__name__}"
         raise InputError(str(path), got=got, need="a mapping of a task's keys", fix="fix the file")
     return {str(key): value for key, value in config.items()}
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file; InputError of what is none, or too large: an include may name anything."""
+    if path.exists() and not path.is_file():
+        raise InputError(str(path), got="no file", need="a task's YAML", fix="check the path")
+    with path.open("rb") as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        need = f"a task's YAML of at most {LARGEST >> 20} MB"
+        raise InputError(str(path), got="a larger file", need=need, fix="check the path")
+    return content
 
 
 def remedy(got: str) -> str:

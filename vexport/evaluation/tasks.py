@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from vexport.errors import InputError, raise_all
+from vexport.evaluation.foreign_code import METRIC_CODE, METRIC_FIX, is_foreign_code
 from vexport.evaluation.task_names import require_known, require_no_python
 from vexport.evaluation.task_yaml import (
     Config,
@@ -30,6 +31,8 @@ GROUP_SUFFIX = ".group.yaml"
 """How the file of a group ends: lm-eval 0.4.13 cannot be given a group's file, only its folder and name."""
 FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "pandas", "webdataset", "hdf5"}
 """The `dataset_path` of documents that lie in `data_files` (datasets/packaged_modules)."""
+# lm-eval asks each document so many times, and holds all requests at once; its own tasks ask up to 64 times.
+MOST_REPEATS = 1000
 EVALUATION_SPLITS = ("test_split", "validation_split")
 
 
@@ -81,7 +84,7 @@ def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool
         config, suffix = _inlined(path, config, trust), GROUP_SUFFIX
         name = str(config["group"])
     else:
-        _require_complete(path, config)
+        _require_complete(path, config, trust)
         name, suffix = str(config["task"]), ".yaml"
     target = folder.resolve() / name / f"{name}{suffix}"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +107,7 @@ def _inlined(path: Path, config: Config, trust: bool) -> Config:
     if not members:
         raise InputError(f"{path}: task", got="no tasks", need="at least one", fix="name the group's tasks")
     for member in members:
-        _require_complete(path, shared | member)
+        _require_complete(path, shared | member, trust)
     return config | {"task": members}
 
 
@@ -116,7 +119,7 @@ def _member(path: Path, member: object, trust: bool) -> Config:
     return read_task(file, trust, (path.resolve(),))
 
 
-def _require_complete(path: Path, config: Config) -> None:
+def _require_complete(path: Path, config: Config, trust: bool) -> None:
     missing = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), str)]
     if not any(config.get(key) for key in EVALUATION_SPLITS):
         missing.append(" or ".join(EVALUATION_SPLITS))
@@ -128,10 +131,32 @@ def _require_complete(path: Path, config: Config) -> None:
         fix = "use letters, digits, - and _"
         problems.append(InputError(f"{path}: task", got=name, need="a name fit for a file", fix=fix))
     for file in _data_files(config):
-        if not list(file.parent.glob(file.name)):
+        if not _has_files(file):
             fix = "check dataset_kwargs.data_files; paths are relative to the YAML file"
             problems.append(InputError(str(path), got=f"no file {file}", need="the task's data", fix=fix))
+    for metric in _metrics(config) if not trust else ():
+        if is_foreign_code(metric):
+            problems.append(InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX))
+    repeats = config.get("repeats", 1)
+    if type(repeats) is not int or not 0 < repeats <= MOST_REPEATS:
+        need = f"answers to each document, 1 to {MOST_REPEATS}"
+        problems.append(InputError(f"{path}: repeats", got=repr(repeats), need=need, fix="correct it"))
     raise_all(problems)
+
+
+def _has_files(pattern: Path) -> bool:
+    """Whether a path, or one with `*` in its name, is of files; what is no pattern or a device is of none."""
+    try:
+        return any(file.is_file() for file in pattern.parent.glob(pattern.name))
+    except (ValueError, OSError):
+        return False
+
+
+def _metrics(config: Config) -> Iterator[str]:
+    listed = config.get("metric_list")
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, dict) and isinstance(metric := entry.get("metric"), str):
+            yield metric
 
 
 def reads_hub(spec: str) -> bool:

@@ -54,7 +54,7 @@ def load_yaml(path: Path, need: str = "a scenario") -> object:
         loader = _Loader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         if node is not None:
-            _require_bounded(node)
+            require_bounded(node)
         content: object = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
         raise InputError(
@@ -77,7 +77,7 @@ def load_yaml(path: Path, need: str = "a scenario") -> object:
     return content
 
 
-def _require_bounded(root: yaml.Node) -> None:
+def require_bounded(root: yaml.Node) -> None:
     """MarkedYAMLError where aliases make more values of a text than MOST_VALUES, or hold themselves.
 
     Integers are bounded too: of more than 4,300 digits Python makes no text, hexadecimal ones included.
