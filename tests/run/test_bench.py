@@ -118,6 +118,16 @@ def test_a_workload_longer_than_the_model_is_refused_at_once(tmp_path: Path) -> 
 
 
 @pytest.mark.vllm
+def test_what_vllm_refuses_is_shown_with_its_reason(tmp_path: Path) -> None:
+    model = save_llama(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "torch_dtype": "float8"}))
+    ran = vexport("bench", model, "--concurrency", 1)
+    assert ran.code == 1
+    assert "float8" in ran.stdout
+
+
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_native_kernels_are_timed_and_emulated_ones_are_not(tmp_path: Path) -> None:
     outs = {scheme: tmp_path / scheme for scheme in ("W4A16", "NVFP4A16")}

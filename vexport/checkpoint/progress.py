@@ -1,9 +1,10 @@
 """How far a shard is written: a record next to it, by which a later call tells whole units from others."""
 
 import os
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
+
+import xxhash
 
 from vexport.types import TensorInfo
 
@@ -18,7 +19,7 @@ def progress_file(shard: Path) -> Path:
 
 
 class Progress:
-    """A line for each finished unit of a shard: the CRC-32 of its computed bytes, 8 hexadecimal digits.
+    """A line for each finished unit of a shard: the XXH3 of its computed bytes, 16 hexadecimal digits.
 
     Neither the record nor the shard is synced while it grows. After a power cut either may lack what was
     written last; then the two do not agree, and what follows the last unit that does is written again.
@@ -46,28 +47,25 @@ class Progress:
         self._file.truncate(sum(len(line) + 1 for line in lines[:done]))
         return done
 
-    def add(self, checksum: int) -> None:
+    def add(self, checksum: str) -> None:
         """One more unit is in the shard."""
-        self._file.write(_spelled(checksum) + b"\n")
+        self._file.write(checksum.encode() + b"\n")
 
     def close(self) -> None:
         """Close the record, which stays."""
         self._file.close()
 
 
-def _spelled(checksum: int) -> bytes:
-    return f"{checksum:08x}".encode()
-
-
 def _checksum(shard: int, start: int, stop: int) -> bytes | None:
     """Of the bytes from `start` to `stop`; None where the file ends before."""
-    checksum = 0
+    checksum = xxhash.xxh3_64()
     while start < stop:
         data = os.pread(shard, min(RUN_BYTES, stop - start), start)
         if not data:
             return None
-        checksum, start = zlib.crc32(data, checksum), start + len(data)
-    return _spelled(checksum)
+        checksum.update(data)
+        start += len(data)
+    return checksum.hexdigest().encode()
 
 
 def _is_copy(shard: int, position: int, source: TensorInfo) -> bool:

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,6 +13,7 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME
@@ -112,7 +112,7 @@ class ShardWriter:
             unit.source if copies and isinstance(unit.source, TensorInfo) else None for unit in shard.units
         ]
         self.done = self._progress.verified(self._file.fileno(), header, sources, self._ends)
-        self._next, self._checksum = self.done, 0
+        self._next, self._checksum = self.done, xxhash.xxh3_64()
         if self.done == 0:
             self._file.truncate(0)
             self._file.write(header)
@@ -162,13 +162,14 @@ class ShardWriter:
             copy_bytes(chunk, self._file.fileno())
         else:
             data = np.ascontiguousarray(chunk()).reshape(-1).view(np.uint8).data
-            self._checksum = zlib.crc32(data, self._checksum)
+            self._checksum.update(data)
             while data:
                 data = data[self._file.write(data) :]
         position = self._file.tell()
         while self._next < len(self._ends) - 1 and position >= self._ends[self._next + 1]:
-            self._progress.add(self._checksum)
-            self._next, self._checksum = self._next + 1, 0
+            self._progress.add(self._checksum.hexdigest())
+            self._next += 1
+            self._checksum.reset()
 
 
 def copy_bytes(tensor: TensorInfo, target: int) -> None:

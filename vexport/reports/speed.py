@@ -20,9 +20,11 @@ _HEADER = (
 
 
 def speed_document(reports: Sequence[SpeedReport]) -> doc.Document:
-    """One table over all of them, and what ran each."""
+    """One table over all of them, what ran each, and why vLLM refuses one."""
     title = "speed" if len(reports) > 1 else f"speed of {reports[0].checkpoint}"
-    return doc.Document(title=title, parts=speed_parts(reports), wide=True)
+    findings = tuple((report.checkpoint, finding) for report in reports for finding in report.findings)
+    found = doc.FindingList(findings, "--format json") if findings else None
+    return doc.Document(title=title, parts=doc.parts(found, speed_parts(reports)), wide=True)
 
 
 def speed_parts(reports: Sequence[SpeedReport]) -> tuple[doc.Part, ...]:
