@@ -9,7 +9,8 @@ import pytest
 
 from tests.command import vexport
 from tests.models import save_llama
-from vexport.types import Json
+from vexport.reports import render_speeds
+from vexport.types import Finding, Json, SpeedReport
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo" / "model"
@@ -117,14 +118,15 @@ def test_a_workload_longer_than_the_model_is_refused_at_once(tmp_path: Path) -> 
     assert "got 100000 input and 128 output tokens, need at most" in ran.stderr
 
 
-@pytest.mark.vllm
-def test_what_vllm_refuses_is_shown_with_its_reason(tmp_path: Path) -> None:
-    model = save_llama(tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "torch_dtype": "float8"}))
-    ran = vexport("bench", model, "--concurrency", 1)
-    assert ran.code == 1
-    assert "float8" in ran.stdout
+@pytest.mark.parametrize("form", ["text", "html", "markdown", "json"])
+def test_what_vllm_refuses_is_shown_with_its_reason(form: str) -> None:
+    finding = Finding(
+        check="load", severity="error", where="model", expected="a load", got="no tokenizer", fix="copy it"
+    )
+    report = SpeedReport(checkpoint="model", ok=False, findings=(finding,), unmeasured="vLLM refuses it")
+    shown = render_speeds([report], form)
+    assert "no tokenizer" in shown
+    assert "vLLM refuses it" in shown
 
 
 @pytest.mark.vllm
