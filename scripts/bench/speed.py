@@ -5,8 +5,8 @@
 Bandwidth and the peak of bf16 are measured first, in this process, on as many threads as vLLM takes; for
 8-bit inputs the peak is taken as twice that of bf16. MODEL is timed as it is and in each scheme whose CPU
 kernels are native, by `vexport bench`; a sequence is one block of the KV cache of vLLM's CPU build (128
-tokens). A step is compared with the bound on a card of that bandwidth and peak; the KV cache with
-what vLLM counts. Linux only.
+tokens). A step is compared with the bound on a card of that bandwidth and peak, of which GPUs are expected
+to reach a part; the KV cache with what vLLM counts. Groups that do not fit are smaller ones. Linux only.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def quantized(model: Path, schemes: Sequence[str], folder: Path) -> dict[str, Pa
     for scheme, out in outs.items():
         if not (out / "config.json").is_file():
             arguments = ["quantize", str(model), str(out), "--scheme", scheme, "--rounding", "nearest", "-q"]
-            cli.main(arguments, standalone_mode=False)
+            cli.main([*arguments, "--on-unsupported-shape", "smaller-group"], standalone_mode=False)
     return outs
 
 
@@ -126,7 +126,7 @@ def shown(row: Row) -> str:
     interval = "within" if LOW <= row.reached <= HIGH else "outside of"
     return (
         f"{row.scheme:12} {row.concurrency:3} at once: step {row.step_ms:.2f}, bound {row.bound_ms:.2f} ms"
-        f" ({row.reached:.0%}, {interval} what is expected); KV {row.kv_token_bytes:.0f}, predicted"
+        f" ({row.reached:.0%}, {interval} what is expected of a GPU); KV {row.kv_token_bytes:.0f}, predicted"
         f" {row.predicted_kv_token_bytes:.0f}"
     )
 
@@ -150,7 +150,7 @@ def main() -> None:
         serve=Serve(timeout=600), vllm_python=None, trust_remote_code=False, on_progress=silent
     )
     print(f"read {card.bandwidth / 1e9:.1f} GB/s, bf16 {card.peak['bf16'] / 1e12:.2f} TFLOPS")
-    print(f"expected: {LOW:.0%} to {HIGH:.0%} of the bound", flush=True)
+    print(f"expected of a GPU: {LOW:.0%} to {HIGH:.0%} of the bound", flush=True)
     predicted = Prediction.of(read_index(options.model), workload, card)
     where = nullcontext(str(options.folder)) if options.folder else tempfile.TemporaryDirectory()
     with where as folder, engines_share_imports():
