@@ -46,6 +46,14 @@ def test_a_metric_that_is_a_program_needs_the_flag(name: str, mark: Path) -> Non
         assert resolve_tasks([file], folder=mark.parent / "run", trust_remote_code=True)
 
 
+def test_pickled_documents_are_refused(mark: Path) -> None:
+    assert "dataset_path: json" in SUMS
+    (mark.parent / "t.yaml").write_text(SUMS.replace("dataset_path: json", "dataset_path: pandas"))
+    for trust in (False, True):
+        with pytest.raises(InputError, match="got pickled documents, need data that run nothing"):
+            resolve_tasks(["t.yaml"], folder=mark.parent / "run", trust_remote_code=trust)
+
+
 def request(folder: Path, task: str) -> SessionRequest:
     return SessionRequest(checkpoint=folder, name="x", tasks=(task,), include_paths=(folder / "more",))
 

@@ -29,8 +29,10 @@ REQUIRED_KEYS = ("task", "dataset_path")
 GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
 GROUP_SUFFIX = ".group.yaml"
 """How the file of a group ends: lm-eval 0.4.13 cannot be given a group's file, only its folder and name."""
-FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "pandas", "webdataset", "hdf5"}
+FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", "hdf5"}
 """The `dataset_path` of documents that lie in `data_files` (datasets/packaged_modules)."""
+PICKLED = "pandas"
+"""The one of files that older versions of datasets unpickle."""
 # lm-eval asks each document so many times, and holds all requests at once; its own tasks ask up to 64 times.
 MOST_REPEATS = 1000
 EVALUATION_SPLITS = ("test_split", "validation_split")
@@ -134,6 +136,9 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
         if not _has_files(file):
             fix = "check dataset_kwargs.data_files; paths are relative to the YAML file"
             problems.append(InputError(str(path), got=f"no file {file}", need="the task's data", fix=fix))
+    if config.get("dataset_path") == PICKLED:
+        where, fix = f"{path}: dataset_path", "store the documents as JSON lines or parquet"
+        problems.append(InputError(where, got="pickled documents", need="data that run nothing", fix=fix))
     for metric in _metrics(config) if not trust else ():
         if is_foreign_code(metric):
             problems.append(InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX))
