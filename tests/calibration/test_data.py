@@ -12,7 +12,7 @@ from tests.command import vexport
 from vexport.calibration import Samples, read_samples
 from vexport.calibration.sources import shuffled
 from vexport.checkpoint.data_name import DEFAULT_FILE, parse_data
-from vexport.errors import InputError, InputErrors
+from vexport.errors import EnvironmentFault, InputError, InputErrors
 from vexport.scenario import Calibration
 from vexport.types import CalibrationData
 
@@ -241,6 +241,26 @@ def test_a_hub_that_cannot_be_asked_is_one_error(tmp_path: Path, monkeypatch: py
     assert len(ran.errors) == 1
     assert "dataset org/chats" in ran.errors[0]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_a_data_set_that_was_downloaded_is_read_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    data = CalibrationData(name="org/chats", samples=2, seq_len=3)
+    with pytest.raises(EnvironmentFault, match="`hf download --repo-type dataset org/chats`"):
+        read_samples(data, DEMO, vocab_size=VOCABULARY)
+    repository = tmp_path / "datasets--org--chats"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    for path, text in (
+        (snapshot / "train.jsonl", '{"input_ids": [3, 4, 5]}\n' * 4),
+        (repository / "refs/main", "a" * 40),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert read_samples(data, DEMO, vocab_size=VOCABULARY).token_ids == ((3, 4, 5),) * 2
 
 
 def test_data_of_the_types_module_are_read_as_they_are(tmp_path: Path) -> None:

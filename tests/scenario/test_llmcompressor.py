@@ -125,6 +125,21 @@ def test_importance_needs_no_modifier_that_gathers_it(tmp_path: Path) -> None:
     assert rules(recipe(tmp_path, text)) == [("Linear", "W4A16", "imatrix_mse", "nearest")]
 
 
+def test_a_recipe_as_llm_compressor_saves_it(tmp_path: Path) -> None:
+    """With the mappings that SmoothQuant has found, and observers that change nothing for inputs by token."""
+    smoothing = (
+        "    SmoothQuantModifier:\n      smoothing_strength: 0.8\n      mappings:\n"
+        "      - - ['re:.*q_proj', 're:.*k_proj', 're:.*v_proj']\n        - re:.*input_layernorm\n"
+        "      ignore: []\n      num_calibration_steps: null\n"
+    )
+    text = GROUPS.replace("0.05", "0.01").replace("dynamic: true", "dynamic: true, observer: memoryless")
+    read = recipe(tmp_path, text.replace("    GPTQModifier", f"{smoothing}    GPTQModifier"))
+    assert read.rules == recipe(tmp_path, GROUPS).rules
+    assert read.smoothing == 0.8
+    (note,) = read.notes
+    assert "SmoothQuantModifier.mappings is not taken over" in note
+
+
 def test_the_usual_damping_is_ours(tmp_path: Path) -> None:
     assert GPTQ.ridge == GPTQ_DAMPING
     assert recipe(tmp_path, GROUPS.replace("0.05", "0.01")).notes == ()

@@ -42,6 +42,10 @@ def test_a_suite_stands_for_tasks_margin_and_limit(llama: Path, tmp_path: Path) 
     assert evaluate is not None
     assert (evaluate.margin, evaluate.limit) == (0.05, 200)
     assert "600 documents" in vexport("plan", path).stdout
+    path.write_text(SCENARIO.format(source=llama, evaluate="suite: code, limit: 0.1"))
+    shown = vexport("plan", path)
+    assert "humaneval 17, mbpp 50" in shown.stdout
+    assert f"vexport run {path} --trust-remote-code" in shown.stdout
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from vexport.checkpoint.data_name import DEFAULT_FILE, DataName, data_files, parse_data
-from vexport.checkpoint.hub.failures import diagnose, explain
-from vexport.checkpoint.hub.names import HubName
+from vexport.checkpoint.hub.failures import diagnose, downloaded, explain, is_network_error, offline
+from vexport.checkpoint.hub.names import OFFLINE_DATA, HubName, offline_variable
 from vexport.errors import InputError, require_working_disk
 from vexport.errors.escaping import first_line
 from vexport.errors.extras import require_extra
@@ -183,37 +183,48 @@ def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
     import datasets
 
     assert name.hub is not None
-    _require_reachable(name.hub)
+    copy = _downloaded(name.hub)
+    path, revision = (copy, None) if copy else (name.hub.id, name.hub.revision)
     try:
-        split = data.split or name.split or _first_split(name, data.subset)
-        stream = datasets.load_dataset(
-            name.hub.id, data.subset, split=split, revision=name.hub.revision, streaming=True
-        )
+        split = data.split or name.split or _first_split(path, data.subset, revision)
+        stream = datasets.load_dataset(path, data.subset, split=split, revision=revision, streaming=True)
         for number, record in enumerate(stream, start=1):
             yield RawRow(place=f"{name.name} row {number}", number=number, content=record)
     except GeneratorExit:
         raise
     except Exception as error:
-        known = diagnose(error, name.hub, "dataset")
+        known = None if copy else diagnose(error, name.hub, "dataset")
         raise known or _unreadable(error, name) from None
 
 
-def _require_reachable(hub: HubName) -> None:
-    """Raise at once what `datasets` would after several attempts."""
+def _downloaded(hub: HubName) -> str | None:
+    """The folder that `hf download` has filled, where the hub is not reached; None where it is.
+
+    Raises at once what `datasets` would after several attempts.
+    """
     from huggingface_hub import HfApi
 
-    try:
-        HfApi().dataset_info(hub.id, revision=hub.revision, timeout=20)
-    except Exception as error:
-        raise explain(error, hub, "dataset") from None
+    if variable := offline_variable(OFFLINE_DATA):
+        problem = offline(hub, "dataset", variable)
+    else:
+        try:
+            HfApi().dataset_info(hub.id, revision=hub.revision, timeout=20)
+            return None
+        except Exception as error:
+            problem = explain(error, hub, "dataset")
+            if not is_network_error(error):
+                raise problem from None
+    copy = downloaded(hub, "dataset")
+    if copy is None:
+        raise problem
+    return copy
 
 
-def _first_split(name: DataName, subset: str | None) -> str:
+def _first_split(path: str, subset: str | None, revision: str | None) -> str:
     """`train` where a data set has it, else the first split that begins so, else its first."""
     import datasets
 
-    assert name.hub is not None
-    names: list[str] = datasets.get_dataset_split_names(name.hub.id, subset, revision=name.hub.revision)
+    names: list[str] = datasets.get_dataset_split_names(path, subset, revision=revision)
     return min(names, key=lambda one: (one != "train", not one.startswith("train")))
 
 

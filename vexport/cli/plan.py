@@ -92,7 +92,8 @@ def _plan_scenario(
         note("--run-dir has no effect: no rule of the scenario has scheme: auto")
     with progress_display(quiet=answer.quiet) as on_progress:
         index, plan = plan_scenario(scenario, run_dir, on_progress)
-    then = shlex.join(["vexport", "run", source, *given_values("run_dir")])
+    trust = ("--trust-remote-code",) if scenario.evaluate and scenario.evaluate.suite == "code" else ()
+    then = shlex.join(["vexport", "run", source, *given_values("run_dir"), *trust])
     outlook = _outlook(index, plan, scenario.calibration, then)
     outlook = _with_rooms(outlook, index, plan, cards, scenario.serve.planned_ranks)
     _note_missing_data(scenario)
@@ -182,5 +183,5 @@ def _print(
 
 def _quantize_command(source: str, plan: Plan) -> str:
     """The command that does what was planned, into a folder named after source and scheme."""
-    out = f"{Path(source).resolve().name}-{'-'.join(plan.schemes)}"
+    out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
     return shlex.join(["vexport", "quantize", source, out, *given_values("revision", *PLAN_OPTIONS)])

@@ -170,7 +170,7 @@ class Int8(Format):
         if args.weights.strategy != "channel":
             return "INT8 weights with one scale a tensor"
         by_token = inputs is not None and inputs.is_by_token and inputs.symmetric and not inputs.is_float
-        return None if by_token else "INT8 inputs that are not symmetric and scaled by token"
+        return None if by_token else "INT8 inputs that are static or asymmetric; W8A8 has neither"
 
     def vllm_scheme(self, args: Arguments) -> str:
         return "CompressedTensorsW8A8Int8"

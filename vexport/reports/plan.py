@@ -1,6 +1,7 @@
 """A plan for people: what is quantized how, what it will weigh, what vLLM would refuse."""
 
 import json
+import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -139,8 +140,10 @@ def suite_lines(settings: Evaluate | None, parameters: int) -> list[str]:
     if settings is None or settings.suite is None:
         return []
     suite = replace(SUITES[settings.suite], limit=None)
-    limit = int(settings.limit) if settings.limit and settings.limit >= 1 else None
-    asked = {task: min(task.documents, limit or task.documents) for task in suite.tasks}
+    limit = settings.limit
+    share = limit if limit and limit < 1 else 1.0
+    most = int(limit) if limit and limit >= 1 else None
+    asked = {task: min(math.ceil(share * task.documents), most or task.documents) for task in suite.tasks}
     tokens = sum(number * (task.prompt_tokens + task.new_tokens) for task, number in asked.items())
     listed = ", ".join(f"{task.name} {count(number)}" for task, number in asked.items())
     seconds = 2 * 2.0 * parameters * tokens / FORWARD_FLOPS

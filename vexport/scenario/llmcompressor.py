@@ -21,6 +21,8 @@ from vexport.types import KvCache
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
 MODIFIERS = (QUANTIZATION, GPTQ)
 SMOOTHING, STRENGTH = "SmoothQuantModifier", "smoothing_strength"
+# Which layers are smoothed against which: saved recipes always have them.
+_PLACES = ("mappings", "ignore")
 # Its default.
 SMOOTHING_STRENGTH = 0.5
 # Gathers what imatrix_mse weights errors by; here that observer gathers it itself.
@@ -106,7 +108,7 @@ def read_recipe(path: Path) -> Recipe:
         rules=tuple(rules),
         kv_cache=next(iter(caches), None),
         smoothing=next(iter(smoothings), None),
-        notes=tuple(note for modifier in modifiers for note in _notes(modifier)),
+        notes=tuple(note for modifier in every for note in _notes(modifier)),
     )
 
 
@@ -129,8 +131,9 @@ def _modifiers(content: object, where: str) -> Iterator[_Modifier]:
 
 def _smoothing(modifier: _Modifier, problems: list[InputError]) -> float:
     """Its strength; which layers are smoothed against which others is found here, not named."""
-    for key in modifier.keys:
-        if key != STRENGTH and key not in _WITHOUT_EFFECT:
+    known = (STRENGTH, *_PLACES, *_WITHOUT_EFFECT)
+    for key, value in modifier.keys.items():
+        if key not in known and value is not None:
             problems.append(modifier.problem(key, "a key of SmoothQuant's own", f"{STRENGTH} alone"))
     strength = modifier.keys.get(STRENGTH, SMOOTHING_STRENGTH)
     if isinstance(strength, int | float) and not isinstance(strength, bool) and 0 <= strength <= 1:
@@ -237,9 +240,17 @@ def _config_group(where: str, group: Keys, targets: list[str]) -> tuple[str, lis
     own = group.get("targets")
     keys: dict[str, JsonValue] = {
         "weights": group.get("weights"),
-        "input_activations": group.get("input_activations"),
+        "input_activations": _inputs(group.get("input_activations")),
     }
     return where, [str(one) for one in own] if isinstance(own, list) else targets, keys
+
+
+def _inputs(raw: JsonValue) -> JsonValue:
+    """Arguments of inputs without an observer that changes nothing here."""
+    if not isinstance(raw, dict):
+        return raw
+    without = raw.get("dynamic") is True or raw.get("observer") in _INPUT_OBSERVERS
+    return {key: value for key, value in raw.items() if key != "observer" or not without}
 
 
 def _scheme(name: str) -> str:
@@ -282,6 +293,11 @@ def _kv_cache(modifier: _Modifier, problems: list[InputError]) -> KvCache | None
 
 
 def _notes(modifier: _Modifier) -> Iterator[str]:
+    """What a modifier says that is not followed, and what is done."""
+    if modifier.name == SMOOTHING:
+        for key in _PLACES:
+            if modifier.keys.get(key):
+                yield f"{modifier.where}.{key} is not taken over: vexport finds by itself where to smooth"
     damping = modifier.keys.get("dampening_frac")
     if damping is not None and damping != GPTQ_DAMPING:
         yield (

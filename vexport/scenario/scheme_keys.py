@@ -61,7 +61,7 @@ def _with_arguments(
     except ValueError as error:
         raise located_errors([((WEIGHTS,), weights, str(error), "correct the arguments")]) from None
     except InputError as error:
-        need = f"{error.need} (this is: {error.got})"
+        need = f"{error.need} (these are: {error.got})"
         raise located_errors([((WEIGHTS,), weights, need, error.fix)]) from None
     observer = weights.get("observer") if isinstance(weights, dict) else None
     return {**({"observer": observer} if observer else {}), **others, "scheme": name}
