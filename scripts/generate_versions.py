@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from capabilities import supported
 from wheels import CACHE, MODELS, Wheel
 
 from vexport.architectures import architecture_table
@@ -87,6 +88,7 @@ def facts(wheel: Wheel, cache: Path) -> Entry:
         "schemes": schemes(wheel),
         **widths(wheel),
         "kernels": kernels(wheel),
+        "supported": capabilities(wheel),
         "methods": methods(wheel),
         "cache_scales": cache_scales(wheel),
     }
@@ -154,6 +156,12 @@ def kernels(wheel: Wheel) -> dict[str, dict[str, list[str]]]:
             }
             found[name.strip("_")] = {platform: table.get(platform, []) for platform in PLATFORMS}
     return found
+
+
+def capabilities(wheel: Wheel) -> dict[str, list[int]]:
+    """The capabilities on which each kernel of CUDA says that it is supported."""
+    names = {name for table in kernels(wheel).values() for name in table["CUDA"]}
+    return {name: supported(wheel, *wheel.imports(KERNELS)[name]) for name in sorted(names)}
 
 
 def methods(wheel: Wheel) -> list[str]:

@@ -1,7 +1,7 @@
 """Would vLLM run the checkpoint on so many ranks and on such GPUs, and in the precision that is stored?
 
 Asked by `--tp` and `--sm`. The rules of shapes by rank are those of the plan; the rest is vLLM's choice of
-kernels, as its dry load shows it; sides that are too small for a kernel are not known here.
+kernels, as its dry load shows it.
 """
 
 import re
@@ -13,11 +13,12 @@ from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, e
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import Scheme
+from vexport.plan.kernels import KernelUse, Served, kernels_on
 from vexport.plan.linears import Names, names_of
 from vexport.plan.ranks import heads_of
 from vexport.plan.shapes import unsupported_on
 from vexport.types import Finding, FusionGroup, LinearPlan, TensorInfo
-from vexport.version import PINNED
+from vexport.version import PINNED, short_version
 
 NAME = "devices"
 DESCRIPTION = "heads, groups and blocks fit the ranks (--tp), schemes run as stored on the GPUs (--sm)"
@@ -33,7 +34,41 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _ranks(view)
     for group, fused_linears in _by_group(view):
         yield from _capabilities(view, group, fused_linears)
+    yield from _kernels(view)
     yield from _cache(view)
+
+
+def _kernels(view: CheckpointView) -> Iterator[Finding]:
+    """The kernels that vLLM takes, with the kinds of layers and the GPUs: a warning where one is no match for
+    the scheme because of a layer's sides. Other methods have none."""
+    if view.method is not None or not view.target.sm:
+        return
+    names, text = names_of(view.index, view.architecture), text_config(view.index.config)
+    groups = [
+        (planned, scheme)
+        for group, fused_linears in _by_group(view)
+        if (scheme := _scheme(group)) is not None
+        for fused in fused_linears
+        if (planned := _planned(fused, group)) is not None
+    ]
+    several = len(view.target.tp) > 1
+    for ranks in view.target.tp or (1,):
+        found: dict[tuple[KernelUse, tuple[str, ...]], list[int]] = {}
+        for sm in view.target.sm:
+            served = Served(sm=sm, ranks=ranks, facts=view.facts, names=names, text=text)
+            for use, kinds in kernels_on(groups, served).items():
+                found.setdefault((use, kinds), []).append(sm)
+        for (use, kinds), capabilities in found.items():
+            yield Finding(
+                check=NAME,
+                severity="warning" if use.lacks else "info",
+                where=f"{', '.join(kinds)} ({f'tp {ranks}, ' if several else ''}sm {_listed(capabilities)})",
+                expected=f"inputs of {use.lacks} bits, as they are stored"
+                if use.lacks
+                else f"the first kernel of vLLM {short_version(view.target.vllm)} that fits",
+                got=f"{use}, because of the layer's sides" if use.lacks else str(use),
+                fix="measure accuracy and speed, or serve it elsewhere" if use.lacks else "nothing",
+            )
 
 
 def _cache(view: CheckpointView) -> Iterator[Finding]:
@@ -91,13 +126,11 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
     counts: dict[tuple[str, str], int] = {}
     for fused in view.fused_linears:
         group = view.group_of(fused) if fused.is_quantized else None
-        layers = [_linear(name, parameters, group) for name, parameters in fused.members.items()]
-        members = tuple(layer for layer in layers if layer is not None)
-        if len(members) < len(layers) or not members:
+        planned = _planned(fused, group)
+        if planned is None:
             continue
-        if group is None and any(names.place(member.name) != "decoder" for member in members):
+        if group is None and any(names.place(member.name) != "decoder" for member in planned.members):
             continue
-        planned = FusionGroup(name=fused.name, scheme=NAME, observer="", members=members)
         reason = unsupported_on(planned, _scheme(group), names, ranks, text)
         if reason:
             key = (INDEX.sub("*", fused.name), reason)
@@ -110,6 +143,15 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
             got=reason,
             fix="serve it on another number of GPUs, or use another scheme for these layers",
         )
+
+
+def _planned(fused: FusedLinear, group: ConfigGroup | None) -> FusionGroup | None:
+    """A fused layer as a plan has it; None where the sides of a part cannot be told."""
+    layers = [_linear(name, parameters, group) for name, parameters in fused.members.items()]
+    members = tuple(layer for layer in layers if layer is not None)
+    if len(members) < len(layers) or not members:
+        return None
+    return FusionGroup(name=fused.name, scheme=NAME, observer="", members=members)
 
 
 def _linear(name: str, parameters: Mapping[str, TensorInfo], group: ConfigGroup | None) -> LinearPlan | None:

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from vexport.architectures import resolve
+from vexport.architectures.text_config import text_config
 from vexport.architectures.versions import facts_of, nearest_version
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats import PACKED
@@ -13,13 +16,17 @@ from vexport.plan.bound import Rank, crossover, speed_bound
 from vexport.plan.build import Settings, build_plan
 from vexport.plan.choose import choose
 from vexport.plan.estimates import Samples, estimates
+from vexport.plan.kernels import Served, kernels_on
 from vexport.plan.kv_tokens import KvCacheOfRank, kv_cache_of
+from vexport.plan.linears import names_of
 from vexport.plan.rank_weights import RankWeights, rank_weights
+from vexport.plan.shapes import kind_of_group
 from vexport.plan.table import PROBE, scheme_table
 from vexport.scenario import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Rule
 from vexport.types import (
     DEFAULT_CONTEXT,
     Candidate,
+    FusionGroup,
     Plan,
     Recommendation,
     Runs,
@@ -55,7 +62,7 @@ class _Cost:
     refit: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Model:
     """A model on one rank; `plan` quantizes all that a rule for linear layers reaches."""
 
@@ -87,6 +94,30 @@ class _Model:
             refit = self._seconds(scheme.name, rounded=True) if rounded else None
             self.costs[kind] = _Cost(nearest=self._seconds(scheme.name, rounded=False), refit=refit)
         return self.costs[kind]
+
+    def kernels(self, scheme: Scheme) -> tuple[str, ...]:
+        """vLLM's kernels for all layers in a scheme, each once."""
+        if self.served is None:
+            return ()
+        return tuple(map(str, kernels_on(((group, scheme) for group in self.kinds), self.served)))
+
+    @cached_property
+    def kinds(self) -> tuple[FusionGroup, ...]:
+        """One group of each kind."""
+        return tuple({kind_of_group(group): group for group in self.plan.groups}.values())
+
+    @cached_property
+    def served(self) -> Served | None:
+        """What kernels are chosen for; None for a GPU of AMD."""
+        if not self.target.card.sm:
+            return None
+        return Served(
+            sm=self.target.card.sm,
+            ranks=self.target.tp,
+            facts=facts_of(nearest_version(self.target.vllm)),
+            names=names_of(self.index, resolve(self.index.architecture, self.index.config)[0]),
+            text=text_config(self.index.config),
+        )
 
     def _seconds(self, scheme: str, *, rounded: bool) -> float:
         groups = tuple(
@@ -181,6 +212,7 @@ def _candidate(model: _Model, outlook: SchemeOutlook) -> Candidate:
         needs_calibration=outlook.needs_calibration,
         seconds=cost.nearest,
         refit_seconds=cost.refit,
+        kernels=() if refused or runs == "no" else model.kernels(scheme),
     )
     return _placed(model, row, scheme.name) if outlook.fits else row
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from vexport.architectures.fusion import moe_layer
-from vexport.formats.partition import Split, is_head, uneven
+from vexport.formats.partition import Split, is_head, partition_of, uneven
 from vexport.formats.schemes import Scheme, get_scheme
 from vexport.plan.linears import Names
 from vexport.plan.reordered import unsupported_reordering
@@ -74,12 +74,27 @@ def unsupported_on(
     group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int, text: Mapping[str, Json]
 ) -> str | None:
     """Why vLLM could not run a group on so many ranks, None where it can; None as a scheme is unquantized."""
-    split = split_of(group, names)
-    parts = [part for member in group.members for part in _parts(member, text)]
-    members = [repeated(part, ranks, text) for part in parts]
+    split, members = split_of(group, names), _members_on(group, ranks, text)
     if scheme is None:
         return uneven(members, ranks, split)
     return scheme.unsupported_shape(members, ranks=ranks, split=split)
+
+
+def rank_part(
+    group: FusionGroup, names: Names, ranks: int, text: Mapping[str, Json]
+) -> tuple[int, int] | None:
+    """(out, in) of what one rank holds of a group, None where it cannot be cut."""
+    split, members = split_of(group, names), _members_on(group, ranks, text)
+    if uneven(members, ranks, split):
+        return None
+    part = partition_of(members, ranks, split)
+    return sum(part.out_features), part.in_features
+
+
+def _members_on(group: FusionGroup, ranks: int, text: Mapping[str, Json]) -> list[LinearPlan]:
+    """The layers that vLLM makes of a group, with keys and values as often as ranks need them."""
+    parts = (part for member in group.members for part in _parts(member, text))
+    return [repeated(part, ranks, text) for part in parts]
 
 
 def split_of(group: FusionGroup, names: Names) -> Split:

@@ -111,7 +111,7 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("needs", f"the package {outlook.package} next to vLLM") if outlook.package else None,
         ("estimates", f"about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk"),
         ("", f"(on two idle CPU cores, files in memory{faster})"),
-        *((f"{room.tp} x {room.gpu}", _room(room)) for room in outlook.rooms),
+        *(line for room in outlook.rooms for line in _labelled(f"{room.tp} x {room.gpu}", _room_lines(room))),
         *(("note", note) for note in _findings(plan.notes)),
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
         ("documents", documents_needed(evaluate))
@@ -123,10 +123,11 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
     return doc.Document(title=plan.source, parts=(doc.Paragraph(title), rows), wide=True)
 
 
-def _room(room: RankRoom) -> str:
-    """Weights and KV tokens of a rank, next to those of the unquantized model."""
+def _room_lines(room: RankRoom) -> list[str]:
+    """Weights and KV tokens of a rank, next to those of the unquantized model; and the kernels."""
     own = _held(room.weight_bytes, room.kv_tokens)
-    return f"weights {own} on each; unquantized {_held(room.source_weight_bytes, room.source_kv_tokens)}"
+    held = f"weights {own} on each; unquantized {_held(room.source_weight_bytes, room.source_kv_tokens)}"
+    return [held, *(f"  {kernel}: {', '.join(kinds)}" for kernel, kinds in room.kernels.items())]
 
 
 def _held(weight_bytes: int, kv_tokens: int | None) -> str:

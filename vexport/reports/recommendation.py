@@ -54,6 +54,7 @@ def _document(found: Recommendation) -> doc.Document:
             facts(
                 ("recommended", _recommended(found)),
                 *((("because" if number == 0 else ""), why) for number, why in enumerate(found.reasons)),
+                ("kernels", _kernels(found)) if found.recommended else None,
                 ("crossover", _crossover(found)) if found.crossover else None,
                 *(("note", note) for note in found.notes),
                 *_not_in_full(found.schemes),
@@ -98,6 +99,12 @@ def _recommended(found: Recommendation) -> str:
     if not found.alternative:
         return f"{found.recommended} {link}"
     return f"start with {found.recommended} {link}; compare {found.alternative} in accuracy"
+
+
+def _kernels(found: Recommendation) -> str:
+    """What runs the recommended scheme."""
+    chosen = next(one for one in found.schemes if one.scheme == found.recommended)
+    return "; ".join(chosen.kernels) or NOT_AVAILABLE
 
 
 def _crossover(found: Recommendation) -> str:

@@ -1,6 +1,7 @@
 """What a plan says before anything is quantized: shares, estimates, and what each scheme would give."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Stage = Literal["calibrate", "quantize", "check"]
@@ -30,7 +31,8 @@ class RankRoom:
     """What each of `tp` GPUs of a name holds: weights by the plan and unquantized, and tokens next to them.
 
     The tokens are those of sequences of 4,096; 0 where the weights do not fit, None where headers do not tell
-    the KV cache.
+    the KV cache. `kernels` are vLLM's classes for the quantized layers, with their kinds; none is told of
+    routed experts and on GPUs of AMD.
     """
 
     gpu: str
@@ -39,6 +41,7 @@ class RankRoom:
     source_weight_bytes: int
     kv_tokens: int | None
     source_kv_tokens: int | None
+    kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,8 @@ class Candidate:
 
     `reason` says why it does not run, or not in full; `explain` is the command that tells more.
     `weight_bytes` are those of a rank, 0 where shapes do not fit; `kv_tokens` and `sequences` (of the
-    context's length) are what fits next to them, None where headers do not tell the KV cache. `seconds` are
+    context's length) are what fits next to them, None where headers do not tell the KV cache. `kernels` are
+    vLLM's classes for its layers but routed experts, empty where that is not known. `seconds` are
     about what quantizing takes on two CPU cores, with calibration where it is needed, `refit_seconds` that
     with weights rounded by calibration text, None from 8 bits on. `speed` is None for what does not run or
     fit, and for kernels of another package.
@@ -60,6 +61,7 @@ class Candidate:
     seconds: float = 0.0
     refit_seconds: float | None = None
     speed: SpeedBound | None = None
+    kernels: tuple[str, ...] = ()
 
     @property
     def runs_by_itself(self) -> bool:

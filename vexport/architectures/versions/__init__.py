@@ -24,7 +24,8 @@ class VersionFacts:
     """One vLLM, read from its wheel and from that of the compressed-tensors which it requires.
 
     `schemes` are the classes of linear layers with the least compute capability of each, `widths` the bits of
-    packed integers, `kernels` are in the order in which they are tried, by what is multiplied and platform.
+    packed integers, `kernels` are in the order in which they are tried, by what is multiplied and platform;
+    `supported` are the capabilities on which each of CUDA runs.
     `absent`, `added` and `classes` are the model classes against those of `PINNED`.
     """
 
@@ -42,6 +43,7 @@ class VersionFacts:
     widths: tuple[int, ...]
     asymmetric_widths: tuple[int, ...]
     kernels: Mapping[str, Mapping[str, tuple[str, ...]]]
+    supported: Mapping[str, tuple[int, ...]]
     methods: tuple[str, ...]
     cache_scales: tuple[str, ...]
     absent: frozenset[str]
