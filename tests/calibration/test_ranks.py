@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,54 +20,64 @@ from vexport.types import Calibration
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run_two(folder: Path, out: Path) -> list[str]:
-    """What both ranks end with."""
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """A dense model, a mixture, and the dense one with a token that overflows."""
+    root = tmp_path_factory.mktemp("models")
+    dense, mixture = configs()["llama"], expert_configs()["qwen3_moe"]
+    made = {"dense": save(dense, root / "dense"), "mixture": save(mixture, root / "mixture")}
+    tensors = load_file(made["dense"] / "model.safetensors")
+    tensors["model.embed_tokens.weight"][overflowing()] = torch.inf
+    broken = root / "broken"
+    broken.mkdir()
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    (broken / "config.json").write_text((made["dense"] / "config.json").read_text())
+    return {**made, "broken": broken}
+
+
+def overflowing() -> int:
+    """A token of a row that only the second rank has."""
+    return samples().token_ids[1][3]
+
+
+@pytest.fixture(scope="module")
+def ended(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Path]]:
+    """What both ranks end with, of each folder."""
+    out = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.calibration.two_ranks", str(folder), str(out)]
+    command = [sys.executable, "-m", "tests.calibration.two_ranks", out, *folders.values()]
     ranks = [
-        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **shared, "RANK": str(rank)})
+        subprocess.Popen(list(map(str, command)), cwd=ROOT, env={**os.environ, **shared, "RANK": str(rank)})
         for rank in range(2)
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    return [(out / f"{rank}.json").read_text() for rank in range(2)]
+    return {name: [out / f"{name}-{rank}.json" for rank in range(2)] for name in folders}
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(configs()["llama"], tmp_path_factory.mktemp("llama") / "model")
-
-
-def test_two_ranks_are_one(llama: Path, tmp_path: Path) -> None:
-    first, second = run_two(llama, tmp_path)
-    assert first == second
-    alone = calibrate(*plan_for(llama, observer="imatrix_mse", kv_cache="fp8"), samples())
-    assert from_json(Calibration, tmp_path / "0.json") == alone
+def test_two_ranks_are_one(folders: Mapping[str, Path], ended: Mapping[str, list[Path]]) -> None:
+    first, second = ended["dense"]
+    assert first.read_text() == second.read_text()
+    alone = calibrate(*plan_for(folders["dense"], observer="imatrix_mse", kv_cache="fp8"), samples())
+    assert from_json(Calibration, first) == alone
     assert len(alone.importance) == len(alone.ranges) == 21
     assert len(alone.kv_ranges) == 3
 
 
-def test_two_ranks_add_up_what_was_routed(tmp_path: Path) -> None:
-    folder = save(expert_configs()["qwen3_moe"], tmp_path / "model")
-    first, second = run_two(folder, tmp_path)
-    assert first == second
-    alone = calibrate(*plan_for(folder, observer="imatrix_mse", kv_cache="fp8"), samples())
-    assert from_json(Calibration, tmp_path / "0.json") == alone
+def test_two_ranks_add_up_what_was_routed(
+    folders: Mapping[str, Path], ended: Mapping[str, list[Path]]
+) -> None:
+    first, second = ended["mixture"]
+    assert first.read_text() == second.read_text()
+    alone = calibrate(*plan_for(folders["mixture"], observer="imatrix_mse", kv_cache="fp8"), samples())
+    assert from_json(Calibration, first) == alone
     assert [sum(counts) for counts in alone.routed.values()] == [2 * alone.tokens] * 2
 
 
-def test_every_rank_tells_of_the_first_failure(llama: Path, tmp_path: Path) -> None:
-    """Only the second rank has the row whose token overflows."""
-    tensors = load_file(llama / "model.safetensors")
-    token = samples().token_ids[1][3]
-    rows = [row for row, ids in zip(samples().rows, samples().token_ids, strict=True) if token in ids]
-    tensors["model.embed_tokens.weight"][token] = torch.inf
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text((llama / "config.json").read_text())
-    texts = run_two(folder, tmp_path)
+def test_every_rank_tells_of_the_first_failure(ended: Mapping[str, list[Path]]) -> None:
+    rows = [row for row, ids in zip(samples().rows, samples().token_ids, strict=True) if overflowing() in ids]
+    texts = [file.read_text() for file in ended["broken"]]
     assert texts[0] == texts[1]
     assert f"model.embed_tokens: got an output that is not finite, from calibration row {rows[0]}" in texts[0]

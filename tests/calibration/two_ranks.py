@@ -1,4 +1,4 @@
-"""Calibrates a folder under torchrun's environment and writes what this rank ends with."""
+"""Calibrates folders under torchrun's environment, one after the other; writes what this rank ends with."""
 
 import os
 import sys
@@ -10,10 +10,11 @@ from vexport.errors import CheckpointFailed
 from vexport.files import to_json
 
 if __name__ == "__main__":
-    folder, out = map(Path, sys.argv[1:])
-    index, plan = plan_for(folder, observer="imatrix_mse", kv_cache="fp8")
-    try:
-        text = to_json(calibrate(index, plan, samples()))
-    except CheckpointFailed as error:
-        text = str(error)
-    (out / f"{os.environ['RANK']}.json").write_text(text)
+    out, *folders = map(Path, sys.argv[1:])
+    for folder in folders:
+        index, plan = plan_for(folder, observer="imatrix_mse", kv_cache="fp8")
+        try:
+            text = to_json(calibrate(index, plan, samples()))
+        except CheckpointFailed as error:
+            text = str(error)
+        (out / f"{folder.name}-{os.environ['RANK']}.json").write_text(text)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from vexport.formats import nearest_format, vllm_format
 from vexport.formats.arguments import QuantArgs
@@ -10,7 +11,7 @@ from vexport.formats.parsing import parse_args
 from vexport.types import Json, TensorInfo
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ConfigGroup:
     """One entry of config_groups: which layers, and how their weights and inputs are quantized."""
 
@@ -20,12 +21,12 @@ class ConfigGroup:
     input_activations: QuantArgs | None
     format: str
 
-    @property
+    @cached_property
     def storage(self) -> Format:
         """How its layers are stored; where vLLM refuses the group, the format that comes closest."""
         return nearest_format(self, self.format)
 
-    @property
+    @cached_property
     def refusal(self) -> str | None:
         """Why vLLM refuses the group, or None."""
         found = vllm_format(self, self.format)
