@@ -30,6 +30,15 @@ DESCRIPTION = "no parameter is missing and none is left over, per layer, per fus
 LAYERS = "layers"
 EXPERTS = ".experts."
 # model.norm; final_layernorm (Jamba, Falcon-H1, Zamba2), embedding_norm (LFM2)
+# The table of tokens and the output head, of text models and within multimodal ones.
+TABLES = (
+    "model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+)
+HEADS = tuple(
+    f"{model}lm_head.{weight}" for model in ("", "language_model.") for weight in ("weight", "weight_packed")
+)
 FINAL_NORM = re.compile(r"model\.(?:\w+_)?(?:layer)?norm\.weight$")
 # Tensors that vLLM drops or takes for the KV cache, whatever the class: AutoWeightsLoader in models/utils.py,
 # get_cache_scale_mapper and _ignore_unexpected_suffixes in quantization/base_config.py.
@@ -117,10 +126,13 @@ def _is_read_matrix(view: CheckpointView, module: str, modules: Iterable[str]) -
 
 def _untied_head(view: CheckpointView) -> Iterator[Finding]:
     """A head next to a config that ties it to the embeddings: transformers takes these, vLLM from 0.29 on the
-    head (maybe_untie_word_embeddings in config/model.py), before that the embeddings."""
+    head (maybe_untie_word_embeddings in config/model.py), before that the embeddings.
+
+    In a multimodal model the outermost config decides (with_hf_config in config/vllm.py).
+    """
     tensors, version = view.index.tensors, short_version(view.target.vllm)
-    table = tensors.get("model.embed_tokens.weight")
-    head = tensors.get("lm_head.weight") or tensors.get("lm_head.weight_packed")
+    table = next((tensors[name] for name in TABLES if name in tensors), None)
+    head = next((tensors[name] for name in HEADS if name in tensors), None)
     if view.index.config.get("tie_word_embeddings") is not True or head is None or table is None:
         return
     if not same_bytes(view.reader, head, view.reader, table):

@@ -5,18 +5,22 @@ Source: vllm/model_executor/layers/quantization/fp8.py.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import gcd
 
 from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, Model, QuantMethod
 from vexport.checks.vllm.quant_methods.names import is_listed
 from vexport.formats import FP8
 from vexport.formats.arguments import Arguments
 from vexport.formats.fp8 import Fp8
+from vexport.formats.partition import Partition
 from vexport.formats.schemes import get_scheme
 from vexport.types import Json
 
 SOURCE = "fp8.py"
 SCHEMES = ("static", "dynamic")
 BLOCK = (128, 128)
+# The smallest blocks into which vLLM takes those of experts apart.
+LEAST_BLOCK = 32
 
 
 class NativeFp8(MethodFormat, Fp8):
@@ -32,6 +36,15 @@ class NativeFp8Block(NativeFp8):
     """A scale for each block, weight_scale_inv, which is multiplied in spite of its name."""
 
     names = {"weight_scale": "weight_scale_inv"}
+
+    def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
+        """Blocks of routed experts that ranks cut are taken in smaller ones, where those are whole
+        (refine_fp8_moe_block_shape in fused_moe/oracle/fp8.py)."""
+        reason = super().unsupported_shape(args, partition)
+        if reason is None or not partition.experts or partition.split == "none":
+            return reason
+        block = gcd(*(args.weights.block or ()), partition.in_features, *partition.out_features)
+        return None if block >= LEAST_BLOCK else reason
 
 
 def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
