@@ -39,6 +39,9 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
         ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cuda", "refused"),
         (f"{NO_EXPERTS} (weight_key=...).", "cpu", "unsupported"),
         (f"{NO_EXPERTS} (weight_key=...).", "cuda", "refused"),
+        ("RuntimeError: std::bad_alloc", "cpu", "out of memory"),
+        ("RuntimeError: can't start new thread", "cpu", "out of memory"),
+        ("OSError: [Errno 28] No space left on device: '/tmp/x'", "cpu", "no space"),
     ],
 )
 def test_root_cause_decides(tmp_path: Path, cause: str, platform: str, kind: FailureKind) -> None:
@@ -58,7 +61,7 @@ def test_an_assertion_without_a_message_is_told_by_its_code(tmp_path: Path) -> N
 
 def test_killed_worker_ran_out_of_memory(tmp_path: Path) -> None:
     assert failure_from_exit(tmp_path / "none", -9).kind == "out of memory"
-    assert failure_from_exit(tmp_path / "none", -4).message == "the worker ended with signal 4"
+    assert failure_from_exit(tmp_path / "none", -4).message == "the worker ended with signal 4 (SIGILL)"
 
 
 def test_interpreter_without_vllm(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vexport.engine import process
 from vexport.engine.process import run_group, spawned
 from vexport.types import silent
 
@@ -21,6 +22,23 @@ PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!
 REPORTING = (
     "import os; fd = int(os.environ['VEXPORT_PROGRESS_FD']);"
     "os.write(fd, b'[\"load\", 0, 1]\\n[\"load\", '); os.write(fd, b'1, 1]\\n'); print('hello'); exit(7)"
+)
+
+
+# Writes into the pipe and the log without end.
+FLOODING = (
+    "import os, threading; fd = int(os.environ['VEXPORT_PROGRESS_FD']);"
+    "line = b'[\"\\\\u001b[2J\", 0, 1]\\n[\"' + b'x' * 70_000 + b'\", 0, 1]\\n[[[\\n[1,2,3]\\n';"
+    "threading.Thread(target=lambda: [os.write(fd, line) for _ in iter(int, 1)], daemon=True).start();"
+    "[os.write(1, b'a line\\n' * 1000) for _ in iter(int, 1)]"
+)
+# Leaves a child with a group and an environment that are not the session's, deaf to SIGTERM.
+LEAVING = (
+    "import pathlib, subprocess, sys, time\n"
+    f"subprocess.Popen([sys.executable, '-c', {CHILD!r}, sys.argv[1]], start_new_session=True, env={{}})\n"
+    "note = pathlib.Path(sys.argv[1])\n"
+    "while not (note.exists() and note.read_text()):\n"
+    "    time.sleep(0.02)\n"
 )
 
 
@@ -75,4 +93,38 @@ def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=50) != 0
+    assert gone(int(note.read_text()))
+
+
+@pytest.mark.fault("an engine that floods its log and vexport's pipe: both bounded, ended at its timeout")
+def test_a_flood_is_bounded_and_ends_at_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_LOG_BYTES", 1 << 20)
+    seen: list[tuple[str, int, int]] = []
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        run_group(
+            spawned([sys.executable, "-c", FLOODING]),
+            environment=os.environ,
+            log=tmp_path / "log",
+            timeout=0.5,
+            on_progress=lambda *progress: seen.append(progress),
+        )
+    assert time.monotonic() - begin < 5
+    assert seen == []
+    log = (tmp_path / "log").read_bytes()
+    assert b"[vexport: the log had more than" in log
+    assert b"\0" not in log
+
+
+@pytest.mark.fault("an engine that leaves a child without its environment: ended with the session")
+def test_a_child_without_the_environment_is_found_by_the_log(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = run_group(
+        spawned([sys.executable, "-c", LEAVING, str(note)]),
+        environment=os.environ,
+        log=tmp_path / "log",
+        timeout=30,
+        on_progress=silent,
+    )
+    assert code == 0
     assert gone(int(note.read_text()))

@@ -5,15 +5,48 @@ from pathlib import Path
 import pytest
 
 from vexport.errors import InputError
+from vexport.outputs import written_alone
+from vexport.run.comparing import KIND as COMPARISON
+from vexport.run.comparing import compare_schemes
+from vexport.run.directory import KIND as RUN
+from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoint
+from vexport.run.scenario import run_scenario
 from vexport.run.serving import EngineOptions
 from vexport.run.stages import STAGES, Stage, do
 from vexport.run.state import Output, Run
-from vexport.scenario import read_scenario
+from vexport.scenario import Serve, read_scenario
 from vexport.types import CheckReport, Plan, silent
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
 CHECKED = Output("check", CheckReport, "check.json")
 PLAN = Output("plan", Plan, "plan.json")
+
+
+@pytest.mark.fault("two calls of `run`, `eval` or `compare` that write one folder: the second is refused")
+@pytest.mark.parametrize("name", ["run", "eval", "compare"])
+def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) -> None:
+    """Before it has touched what the first one writes."""
+    scenario, kind = read_scenario(SCENARIO), {"run": RUN, "eval": RESULTS, "compare": COMPARISON}[name]
+    scenario = scenario.model_copy(update={"serve": Serve()})
+    options = EngineOptions(
+        serve=scenario.serve, vllm_python=None, trust_remote_code=False, on_progress=silent
+    )
+    folder = tmp_path / "out"
+    kind.begin(folder)
+    settings = scenario.evaluate.model_copy(update={"baseline": scenario.source})
+    second = {
+        "run": lambda: run_scenario(scenario, folder, options, overwrite=False),
+        "eval": lambda: evaluate_checkpoint(
+            EvalJob(checkpoint=scenario.source, settings=settings, folder=folder, options=options)
+        ),
+        "compare": lambda: compare_schemes("x", {"W8A8": scenario}, folder, options, None, overwrite=True),
+    }[name]
+    with (
+        written_alone(folder, "--run-dir"),
+        pytest.raises(InputError, match="another process that writes it"),
+    ):
+        second()
+    assert [entry.name for entry in folder.iterdir()] == [kind.mark]
 
 
 @pytest.fixture

@@ -2,24 +2,20 @@
 
 import os
 import re
+import signal
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from vexport.engine.messages import EngineFailure, FailureKind
+from vexport.errors.exhausted import is_disk, is_memory
 from vexport.errors.extras import is_mismatch
 
 TAIL_LINES = 40
 # Of a log of any size, the end is read; of a line of any length, the beginning.
 _READ_BYTES = 4 << 20
 _LONGEST_LINE = 4000
-# What the allocators of torch and CUDA, the kernel and vLLM's own memory planning say.
-_OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|Cannot allocate memory"
-    r"|No available memory for the cache blocks|less than desired (?:GPU|CPU) memory"
-    r"|larger than the available KV cache memory|Not enough memory",
-    re.IGNORECASE,
-)
 # The CPU build has fewer kernels and operators than the GPU builds: kernels/linear/__init__.py, and fewer
 # for experts: fused_moe/oracle.
 _NO_CPU_KERNEL = re.compile(
@@ -40,6 +36,12 @@ _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*|^(?:ERROR|WARNING|INFO|CRITICAL) \S+
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
 # One without a message, which the line of code before it in the traceback explains.
 _BARE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)$")
+# Last words in C++ and C, which Python does not hear.
+_LAST_WORDS = re.compile(
+    r"^terminate called after throwing an instance of|^libgomp: |^Fatal Python error: .*[Mm]emory"
+)
+# Signals whose cause is seldom a mistake in the code.
+_MEANT: Mapping[int, str] = {signal.SIGBUS: ": /dev/shm is full, or a file was cut while it was read"}
 _MARKS = re.compile(r"^\s*[~^]+$")
 
 
@@ -52,7 +54,7 @@ def last_exception(log: Path) -> str | None:
     """The last line of the log that names an exception, other than vLLM's wrappers around another."""
     found, code = None, ""
     for line in _lines(log):
-        if _EXCEPTION.match(line) and not _WRAPPER.search(line):
+        if _LAST_WORDS.match(line) or _EXCEPTION.match(line) and not _WRAPPER.search(line):
             found = line
         elif _BARE.match(line):
             found = f"{line}: {code}"
@@ -77,8 +79,10 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
     cause = last_exception(log) if _WRAPPER.search(message) else None
     message = cause or message
     kind: FailureKind = "crashed" if cause is None and _SILENT_CORE.search(message) else failure.kind
-    if _OUT_OF_MEMORY.search(message) or _KILLED_CORE.search(failure.message):
+    if is_memory(message) or _KILLED_CORE.search(failure.message):
         kind = "out of memory"
+    elif is_disk(message):
+        kind = "no space"
     elif is_mismatch(message):
         kind = "mismatched build"
     elif _NO_COMPILER.search(message):
@@ -90,13 +94,24 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
 
 def failure_from_exit(log: Path, code: int) -> EngineFailure:
     """The worker ended with `code` (negative: a signal) and left no result."""
-    ending = f"signal {-code}" if code < 0 else f"exit code {code}"
     cause = last_exception(log)
-    message = f"the worker ended with {ending}" + (f" after {cause}" if cause else "")
+    message = f"the worker ended with {_ending(code)}" + (f" after {cause}" if cause else "")
     kind: FailureKind = "mismatched build" if is_mismatch(message) else "crashed"
-    if code == -9 or _OUT_OF_MEMORY.search(message) or _KILLED_CORE.search(message):
+    if code == -signal.SIGKILL or is_memory(message) or _KILLED_CORE.search(message):
         kind = "out of memory"
+    elif is_disk(message):
+        kind = "no space"
     return EngineFailure(kind=kind, message=message, log_tail=log_tail(log))
+
+
+def _ending(code: int) -> str:
+    """`signal 11 (SIGSEGV)` or `exit code 1`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {-code} ({signal.Signals(-code).name}{_MEANT.get(-code, '')})"
+    except ValueError:  # one of those for real time
+        return f"signal {-code}"
 
 
 def _lines(log: Path) -> list[str]:

@@ -15,6 +15,7 @@ FailureKind = Literal[
     "no compiler",
     "crashed",
     "out of memory",
+    "no space",
     "timed out",
     "missing",
     "mismatched build",

@@ -23,6 +23,11 @@ TEMPORARY = re.compile(r"vexport-(session|load|dry|arguments|tasks)-[a-z0-9_]{8}
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 1.0
 _LONGEST_LINE = 1 << 16
+# What a worker tells is bounded: a library that writes into any descriptor may have met ours.
+_LONGEST_STAGE, _MOST_STAGES = 300, 1000
+# A log is begun again where it has more: some library may print without end.
+_LOG_BYTES = 64 << 20
+_BEGUN_AGAIN = b"[vexport: the log had more than 64 MiB and was begun again]\n"
 
 
 class Leader(Protocol):
@@ -77,6 +82,7 @@ def run_group(
     Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD go to
     `on_progress`. Its stdin is a pipe that closes when this process dies, however it dies.
     The whole group is gone when this returns or raises, what left the group too, and its shared memory.
+    The log has at most 64 MiB: the beginning of a longer one goes.
     TimeoutError after `timeout` seconds.
     """
     mark = secrets.token_hex(8)
@@ -85,24 +91,27 @@ def run_group(
 
     def relay(stage: str, done: int, total: int) -> None:
         if stage not in stages:
+            if len(stages) == _MOST_STAGES:
+                return
             stages.add(stage)
             segments.update(segments_of(process.pid))
         on_progress(stage, done, total)
 
     log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
     reader, writer = os.pipe()
-    with log.open("wb") as sink, os.fdopen(reader, "rb", buffering=0) as pipe:
+    with log.open("ab", buffering=0) as sink, os.fdopen(reader, "rb", buffering=0) as pipe:
         try:
             process = start({**environment, MARK: mark, OWNER: str(os.getpid())}, sink.fileno(), writer)
         finally:
             os.close(writer)
         try:
-            _relay(process, pipe.fileno(), time.monotonic() + timeout, relay)
+            _relay(process, pipe.fileno(), time.monotonic() + timeout, relay, sink)
             return process.wait()
         finally:
             segments |= segments_of(process.pid)
             end_group(process)
-            end_strays(mark)
+            end_strays(mark, os.fstat(sink.fileno()))
             remove_segments(segments)
 
 
@@ -119,29 +128,43 @@ def end_group(process: Leader) -> None:
     _await_end(process)
 
 
-def _relay(process: Leader, pipe: int, deadline: float, on_progress: OnProgress) -> None:
-    """Pass progress on until the process has ended; a grandchild may hold the pipe open after that."""
+def _relay(process: Leader, pipe: int, deadline: float, on_progress: OnProgress, log: IO[bytes]) -> None:
+    """Pass progress on until the process has ended; a grandchild may hold the pipe open after that.
+
+    TimeoutError at the deadline, also where the pipe is never empty.
+    """
     pending = b""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while True:
-            ended = process.poll() is not None
-            if selector.select(0 if ended else _POLL_SECONDS):
-                chunk = os.read(pipe, 65536)
-                *lines, pending = (pending + chunk).split(b"\n")
-                for line in lines:
-                    if (progress := _progress(line)) is not None:
-                        on_progress(*progress)
-                if len(pending) > _LONGEST_LINE:
-                    pending = b""
-                if chunk:
-                    continue
-                if not ended:
-                    time.sleep(_POLL_SECONDS)
+            ended, now = process.poll() is not None, time.monotonic()
             if ended:
-                return
-            if time.monotonic() > deadline:
+                deadline = min(deadline, now + _GRACE_SECONDS)
+            elif now > deadline:
                 raise TimeoutError
+            _bound(log)
+            chunk = os.read(pipe, 65536) if selector.select(0 if ended else _POLL_SECONDS) else None
+            pending = _pass_on(pending + (chunk or b""), on_progress)
+            if ended and (not chunk or now > deadline):
+                return
+            if chunk == b"":
+                time.sleep(_POLL_SECONDS)
+
+
+def _pass_on(text: bytes, on_progress: OnProgress) -> bytes:
+    """Tell of the whole lines; what is left of the text unless it is too long for a line."""
+    *lines, rest = text.split(b"\n")
+    for line in lines:
+        if (progress := _progress(line)) is not None:
+            on_progress(*progress)
+    return rest if len(rest) <= _LONGEST_LINE else b""
+
+
+def _bound(log: IO[bytes]) -> None:
+    """Begin a log again that has become too long; those who write to it append."""
+    if os.fstat(log.fileno()).st_size > _LOG_BYTES:
+        log.truncate(0)
+        log.write(_BEGUN_AGAIN)
 
 
 def _progress(line: bytes) -> tuple[str, int, int] | None:
@@ -151,7 +174,7 @@ def _progress(line: bytes) -> tuple[str, int, int] | None:
     except (ValueError, TypeError, RecursionError):
         return None
     whole = type(stage) is str and type(done) is int and type(total) is int
-    return (stage, done, total) if whole else None
+    return (stage, done, total) if whole and len(stage) <= _LONGEST_STAGE and stage.isprintable() else None
 
 
 def _await_end(process: Leader) -> None:

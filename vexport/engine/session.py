@@ -61,6 +61,7 @@ _FIXES = {
     "crashed": "read the log; report it to vLLM if the checkpoint is sound",
     "out of memory": "free memory, use more devices (--tp), or lower max_model_len, max_num_seqs, "
     "gpu_memory_utilization or, on a CPU, VLLM_CPU_KVCACHE_SPACE",
+    "no space": "free space in the folder of the results, in TMPDIR (default /tmp) and in /dev/shm",
     "timed out": "give it more time or less work",
     "mismatched build": UNINSTALL,
     "missing": "install vLLM there (python -m pip install vllm), or choose another --vllm-python",
@@ -68,7 +69,7 @@ _FIXES = {
 
 
 class EngineFault(EnvironmentFault):
-    """vLLM is missing, crashed, ran out of memory or time; `failure` has the end of its log."""
+    """vLLM is missing, crashed, ran out of memory, space or time; `failure` has the end of its log."""
 
     def __init__(self, where: str, failure: EngineFailure, log: Path | None = None) -> None:
         self.failure, self.log = failure, log

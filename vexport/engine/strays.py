@@ -1,4 +1,7 @@
-"""Processes that a session started and that left its group: found by a mark in their environment."""
+"""Processes that a session started and that left its group.
+
+They are found by a mark in their environment, or, where they have another one, by the log that they print to.
+"""
 
 import os
 import signal
@@ -13,9 +16,9 @@ OWNER = "VEXPORT_SESSION_OWNER"
 _LOOKS, _LOOK_SECONDS = 20, 0.05
 
 
-def end_strays(mark: str, spare: int = 0) -> None:
-    """Kill every process that has the mark and is not of the group `spare`, as long as any is left."""
-    while strays := [process for process in _marked(mark) if os.getpgid(process) != spare]:
+def end_strays(mark: str, log: os.stat_result, spare: int = 0) -> None:
+    """Kill every process of the session that is not of the group `spare`, as long as any is left."""
+    while strays := [process for process in _of_session(mark, log) if _group(process) != spare]:
         for process in strays:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -34,9 +37,28 @@ def has_ended(process: str) -> bool:
     return False
 
 
-def _marked(mark: str) -> Iterator[int]:
-    """A process that has ended has an empty environment, another person's cannot be read."""
+def _of_session(mark: str, log: os.stat_result) -> Iterator[int]:
+    """A process that has ended has an empty environment and no files, another person's cannot be read."""
+    entry = f"{MARK}={mark}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+            if entry in (process / "environ").read_bytes().split(b"\0") or _prints_to(process, log):
                 yield int(process.name)
+
+
+def _prints_to(process: Path, log: os.stat_result) -> bool:
+    """Whether the stdout or stderr of a process is the file."""
+    if process.name == str(os.getpid()):
+        return False
+    for stream in ("1", "2"):
+        with suppress(FileNotFoundError):
+            if os.path.samestat((process / "fd" / stream).stat(), log):
+                return True
+    return False
+
+
+def _group(process: int) -> int:
+    """The group of a process; -1 where it has just ended."""
+    with suppress(ProcessLookupError):
+        return os.getpgid(process)
+    return -1

@@ -261,13 +261,13 @@ def end_with_parent() -> None:
     the group.
     """
     session = Path(sys.argv[1]).resolve().parent if len(sys.argv) > 1 else Path()
-    log = Path(f"/proc/{os.getpid()}/fd/1").resolve().parent
+    log, state = Path(f"/proc/{os.getpid()}/fd/1").resolve().parent, os.fstat(1)
 
     def watch() -> None:
         while os.read(0, 1):
             pass
         if has_ended(os.environ.get(OWNER, "")):
-            end_strays(os.environ.get(MARK, ""), spare=os.getpgid(0))
+            end_strays(os.environ.get(MARK, ""), state, spare=os.getpgid(0))
             for folder in (session, log):
                 if folder.parent == session.parent and TEMPORARY.fullmatch(folder.name):
                     shutil.rmtree(folder, ignore_errors=True)

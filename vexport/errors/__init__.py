@@ -102,6 +102,15 @@ _WRONG_PATH = frozenset(
     (errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT)
 ) | {errno.ENOTDIR, errno.EPERM, errno.EROFS}
 
+# What the system has no more of, which is no fault of the disk.
+_EXHAUSTED = {
+    errno.ENOMEM: "more memory",
+    errno.EAGAIN: "more processes and threads",
+    errno.EMFILE: "more open files",
+    errno.ENFILE: "more open files",
+}
+_LARGER = "free some, raise the limit (`ulimit -a`) or use a larger machine"
+
 
 def file_problem(error: OSError) -> VexportError:
     """What the operating system refused: bad input (exit 2), or a fault of the machine (exit 4)."""
@@ -109,6 +118,8 @@ def file_problem(error: OSError) -> VexportError:
     got = error.strerror or str(error)
     if error.errno in _WRONG_PATH:
         return InputError(where, got=got, need="a usable path", fix="check the path and its permissions")
+    if error.errno in _EXHAUSTED:
+        return EnvironmentFault(where, got=got, need=_EXHAUSTED[error.errno], fix=_LARGER)
     return EnvironmentFault(where, got=got, need="a working disk", fix="check the free space and the disk")
 
 

@@ -16,6 +16,7 @@ from vexport.errors import (
     file_problem,
     raise_all,
 )
+from vexport.errors.exhausted import is_memory
 
 T = TypeVar("T")
 # By the name that is imported. What none of these names is a dependency of the plain installation.
@@ -92,7 +93,7 @@ def mismatch_of(error: BaseException) -> str | None:
 
 def unforeseen(error: Exception, where: str) -> VexportError:
     """What nothing turned into an error of its own: packages that do not fit, memory, a mistake of ours."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or is_memory(f"{type(error).__name__}: {error}"):
         return EnvironmentFault(
             f"{where}: memory", got="too little", need="more", fix="free some or use a larger machine"
         )

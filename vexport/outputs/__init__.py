@@ -8,7 +8,7 @@ from vexport.outputs.directory import (
     unfinished_folder,
     working_folder,
 )
-from vexport.outputs.marked import FolderKind
+from vexport.outputs.marked import FolderKind, written_alone
 from vexport.outputs.replaceable import RECIPE, refuse_existing, refuse_others
 from vexport.outputs.separate import NamedPath, require_new_answer, require_separate
 
@@ -26,4 +26,5 @@ __all__ = [
     "resumable_directory",
     "unfinished_folder",
     "working_folder",
+    "written_alone",
 ]

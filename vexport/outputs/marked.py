@@ -1,10 +1,15 @@
 """Folders of results: a file in them marks them as vexport's, and a list names what vexport writes there."""
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from vexport.errors import InputError
 from vexport.files import write_text
 from vexport.outputs.replaceable import (
     checkpoint_files,
@@ -63,6 +68,28 @@ class FolderKind:
         """Whether vexport writes an entry of this name, or makes one under a hidden name first."""
         entries = (self.mark, *self.entries)
         return any(fnmatchcase(name, entry) or fnmatchcase(name, f".{entry}.*") for entry in entries)
+
+
+@contextmanager
+def written_alone(folder: Path, option: str) -> Iterator[None]:
+    """Within the block no other call writes into the folder, which is made; the lock goes with a process.
+
+    InputError where another call does; `option` is what names the folder. Where the file system has no locks
+    nothing is refused.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fix = f"wait for it, or choose another {option}"
+                got = "another process that writes it"
+                raise InputError(str(folder), got=got, need="one at a time", fix=fix) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -10,7 +10,7 @@ from vexport.errors import EnvironmentFault, VexportError
 from vexport.evaluation.pareto import decide, marked
 from vexport.files import write_text
 from vexport.formats.schemes import KEEP
-from vexport.outputs import FolderKind
+from vexport.outputs import FolderKind, written_alone
 from vexport.plan.recommend import Target
 from vexport.plan.source import recommendation_of
 from vexport.reports import render_comparison
@@ -66,7 +66,15 @@ def compare_schemes(
     or whose engine dies, is a row that says so. Raises what the first one raised where none has a report, and
     InputError for a folder of something else.
     """
-    _begin(folder, overwrite=overwrite)
+    KIND.require_own(folder)
+    with written_alone(folder, "--run-dir"):
+        _begin(folder, overwrite=overwrite)
+        return _compared(name, scenarios, folder, options, target)
+
+
+def _compared(
+    name: str, scenarios: Mapping[str, Scenario], folder: Path, options: EngineOptions, target: Target | None
+) -> Compared:
     first = next(iter(scenarios.values()))
     found = recommendation_of(first.source, target, options.on_progress, tuple(scenarios)) if target else None
     reports: dict[str, Report] = {}
@@ -94,7 +102,6 @@ def compare_schemes(
 
 
 def _begin(folder: Path, *, overwrite: bool) -> None:
-    KIND.require_own(folder)
     if overwrite:
         KIND.require_replaceable(folder, overwrite=True)
         for run in sorted((folder / SCHEMES).glob("*")):

@@ -10,7 +10,7 @@ from vexport.engine.arguments import require_arguments, require_heads
 from vexport.engine.session import engines_share_imports
 from vexport.evaluation.accepted import read_accepted
 from vexport.evaluation.prompting import lm_eval_settings
-from vexport.outputs import FolderKind, NamedPath, require_separate
+from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
 from vexport.run.held_out import FILE
 from vexport.run.judging import (
     cause_of,
@@ -97,11 +97,18 @@ def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
     models = {role: resolve_source(name, job.options.on_progress) for role, name in job.names.items()}
     _require_fitting(models.values(), job.options)
     require_separate(job.outputs, _named(models))
+    with written_alone(job.folder, "--output-dir"):
+        return _evaluated(job, models)
+
+
+def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Verdict | None:
+    """The verdict on models that can be had; nobody else writes into the job's folder."""
     lm_eval = lm_eval_settings(job.settings, models) if job.settings.tasks else PLAIN
     if job.is_unfinished:
         for role in models:
             clear_session(job.folder / role)
     else:
+        RESULTS.require_replaceable(job.folder, overwrite=job.overwrite)
         RESULTS.begin(job.folder)
     served: dict[str, Served] = {}
     for role, model in models.items():

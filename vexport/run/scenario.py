@@ -9,9 +9,9 @@ from vexport.checkpoint.source import require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import engines_share_imports, require_vllm
 from vexport.files import write_text
-from vexport.outputs import NamedPath, require_separate
+from vexport.outputs import NamedPath, require_separate, written_alone
 from vexport.run.attempts import BASELINE_STAGES
-from vexport.run.directory import SCENARIO, RunDirectory
+from vexport.run.directory import KIND, SCENARIO, RunDirectory
 from vexport.run.naming import portable
 from vexport.run.promoting import may_promote, promote, require_promotable
 from vexport.run.serving import BASELINE, EngineOptions, require_tasks, task_files
@@ -45,12 +45,20 @@ def run_scenario(
     if until_pass:
         require_promotable(scenario)
     _require_usable(scenario, options)
-    run = Run(scenario, folder, options)
-    run.directory.begin(overwrite=overwrite)
+    KIND.require_own(folder)
+    with written_alone(folder, "--run-dir"):
+        run = Run(scenario, folder, options)
+        run.directory.begin(overwrite=overwrite)
+        return _finished(run, until_pass=until_pass, file=file, baseline_of=baseline_of)
+
+
+def _finished(run: Run, *, until_pass: bool, file: Path | None, baseline_of: Path | None) -> Report:
+    """The report of a run whose directory has begun."""
+    scenario, options = run.scenario, run.options
     if baseline_of is not None:
         run.directory.adopt(RunDirectory(baseline_of), BASELINE_STAGES, f"eval/{BASELINE}")
     if file is not None:
-        _keep_scenario(file, folder)
+        _keep_scenario(file, run.folder)
     if scenario.speed is not None:
         require_checkpoint(run.baseline)
         require_length(run.baseline, scenario.speed.workload, options)
