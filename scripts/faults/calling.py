@@ -5,11 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+from vexport.cli.interrupts import main
 from vexport.engine.forks import ADDRESS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -59,8 +62,8 @@ class Ended:
 class Place:
     """Where commands are called, with which limit on memory (a cgroup) and which environment.
 
-    Engines are forks of one process that has imported vLLM, as those of one `vexport run`, unless each call
-    `imports_anew`.
+    Calls are forks of this process, engines forks of one that has imported vLLM, as in one `vexport run`,
+    unless each call `imports_anew`.
     """
 
     folder: Path
@@ -110,7 +113,7 @@ class Place:
             (SHARED_MEMORY / name).unlink()
         return result
 
-    def _start(self, arguments: Sequence[object], fault: str) -> tuple["subprocess.Popen[bytes]", Path, Path]:
+    def _start(self, arguments: Sequence[object], fault: str) -> tuple["Process", Path, Path]:
         out, err = self.folder / "stdout", self.folder / "stderr"
         environment = {
             **os.environ,
@@ -122,9 +125,15 @@ class Place:
         if self.imports_anew:
             environment.pop(ADDRESS, None)
         command = [sys.executable, "-m", "vexport", *map(str, arguments)]
-        if self.memory is not None:  # as `systemd-run -p MemoryMax` does
-            command = ["sh", "-c", f'echo $$ > "{self.memory}/cgroup.procs"; exec "$@"', "sh", *command]
         with out.open("wb") as stdout, err.open("wb") as stderr:
+            if not self.imports_anew:
+                return (
+                    _Fork(command[2:], environment, self.folder, (stdout.fileno(), stderr.fileno())),
+                    out,
+                    err,
+                )
+            if self.memory is not None:  # as `systemd-run -p MemoryMax` does
+                command = ["sh", "-c", f'echo $$ > "{self.memory}/cgroup.procs"; exec "$@"', "sh", *command]
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -137,10 +146,58 @@ class Place:
         return process, out, err
 
 
+class Process(Protocol):
+    """A call under way, as subprocess.Popen has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number, and that of its group."""
+
+    def poll(self) -> int | None:
+        """Its exit code if it has ended, negative for a signal."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal."""
+
+
+class _Fork:
+    """`vexport ARGUMENTS...` in a fork of this process, which has imported what every command imports."""
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, streams: tuple[int, int]
+    ) -> None:
+        self._code: int | None = None
+        sys.stderr.flush()
+        if child := os.fork():
+            self.pid = child
+            return
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, stream in enumerate(streams, 1):
+            os.dup2(stream, number)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        tempfile.tempdir = None
+        sys.argv = [*arguments]
+        main()
+
+    def poll(self) -> int | None:
+        """Its exit code if it has ended, negative for a signal."""
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, sig)
+
+
 class _Watched:
     """A call under way: the stages that it tells of, and the signal that it gets."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", err: Path, strike: Strike | None) -> None:
+    def __init__(self, process: Process, err: Path, strike: Strike | None) -> None:
         self._process, self._err, self._strike = process, err, strike
         self._began: list[tuple[str, float]] = []
         self._start = time.monotonic()
@@ -157,7 +214,6 @@ class _Watched:
                     self._send(self._strike)
                 if time.monotonic() > deadline:
                     os.killpg(self._process.pid, signal.SIGKILL)
-                    self._process.wait()
                     return -1000
                 time.sleep(_POLL_SECONDS)
             for line in lines:

@@ -1,7 +1,7 @@
 """A plug-in of vLLM that breaks the engine it is loaded into: what a kernel, a driver or a library can do.
 
-`scripts/faults/run.py` installs it for the commands it starts. $VEXPORT_FAULT is `fault@phase`, `fault@any`
-for all phases. Each strike is a line in $VEXPORT_FAULT_NOTE: the phase and the time of the monotonic clock.
+`scripts/faults/run.py` installs it for the commands it starts. $VEXPORT_FAULT is `fault@phase`, or
+`fault+fault@any` for several in all phases. A strike is a line in $VEXPORT_FAULT_NOTE, with the time.
 """
 
 import ctypes
@@ -68,7 +68,8 @@ def strike(phase: str) -> None:
         return
     with Path(os.environ["VEXPORT_FAULT_NOTE"]).open("a") as note:
         note.write(f"{phase} {time.monotonic()}\n")
-    FAULTS[fault]()
+    for name in fault.split("+"):
+        FAULTS[name]()
 
 
 def kill(number: signal.Signals) -> Callable[[], None]:
@@ -128,6 +129,7 @@ def flood() -> None:
     def write() -> None:
         while True:
             os.write(1, b"WARNING the same line again and again\n" * 1000)
+            time.sleep(0.002)
 
     threading.Thread(target=write, daemon=True).start()
 
@@ -138,6 +140,7 @@ def flood_progress() -> None:
     def write(descriptor: int) -> None:
         while True:
             os.write(descriptor, GARBAGE + b'["\\u001b[2J ' + b"x" * 100 + b'", 0, 3]\n')
+            time.sleep(0.0005)
 
     for link in Path("/proc/self/fd").iterdir():
         if int(link.name) > 2 and str(link.readlink()).startswith("pipe:") and os.access(link, os.W_OK):

@@ -47,10 +47,9 @@ ENGINES: Mapping[str, EngineRow] = {
     "memory: the kernel kills it": EngineRow(fault="OOM killer", words=MEMORY, within=20, memory=4 << 30),
     "disk: that of the run directory is full": EngineRow(fault="fill", words=SPACE, disk="out"),
     "disk: that of TMPDIR is full": EngineRow(fault="fill", words=SPACE, disk="temporary"),
-    "prints binary data, control characters, a line of 60 MB": EngineRow(fault="garbage"),
-    "prints lines without end": EngineRow(fault="flood"),
-    "writes into vexport's pipe without end": EngineRow(fault="progress"),
-    "leaves children that ignore SIGTERM": EngineRow(fault="children"),
+    "prints garbage without end, also into vexport's pipe, and leaves deaf children": EngineRow(
+        fault="garbage+flood+progress+children"
+    ),
 }
 # Rows of other commands: a session of theirs is the same, what is made of its end is not.
 ENGINES = {

@@ -159,13 +159,13 @@ class Laboratory:
         for stage, lasts in (*anywhere, *expected.stages.items()):
             earliest = 0.0 if stage else _HANDLERS_SECONDS
             after = earliest + dice.uniform(0, 0.8 * max(0, lasts - earliest))
-            strike = Strike(stage=stage, number=number, after=after)
-            before = answers(folder)
-            ended = self.place.call(command.arguments(folder), strike=strike)
-            if not ended.struck:  # it was done in the call before: begin again
-                fresh(folder, command)
-                before = {}
+            for attempt in range(3):  # where the call ends before the moment, begin again and sooner
+                strike = Strike(stage=stage, number=number, after=after / 4**attempt)
+                before = answers(folder)
                 ended = self.place.call(command.arguments(folder), strike=strike)
+                if ended.struck:
+                    break
+                fresh(folder, command)
             wrong = [*_wrong_interruption(ended, number), *_lost_answers(before, answers(folder))]
             self._cell(f"`{name}`, {number.name} in {stage!r} after {strike.after:.2f} s", ended, wrong)
             lost += bool(wrong)
@@ -299,6 +299,11 @@ def main() -> int:
         return 0
     isolated()
     laboratory = Laboratory(given.folder)
+    import vexport.cli.entry
+    import vexport.run.comparing
+    import vexport.run.evaluating
+    import vexport.run.loading  # noqa: F401
+
     with engines_share_imports():
         _engines(laboratory, given.only, given.phase or PHASES)
         _commands(laboratory, given.only)
@@ -309,16 +314,17 @@ def main() -> int:
 def _engines(laboratory: Laboratory, only: str, phases: Sequence[str]) -> None:
     """Measure and write down the cells of engines whose row matches."""
     chosen = {title: row for title, row in ENGINES.items() if re.search(only, title)}
-    for phase, (title, row) in product(phases, chosen.items()):
-        if row.words and phase in row.phases and not is_held("engine", title, PHASES.index(phase)):
-            write_cells("engine", title, {phase: laboratory.struck(title, row, phase)}, PHASES)
     for title, row in chosen.items():
         if not row.words and not is_held("engine", title, 0):
             write_cells("engine", title, laboratory.unharmed(title, row), PHASES)
-        elif row.disk == "out" and laboratory.disturbed(row.command, row.disk).exists():
+    for phase, (title, row) in product(phases, chosen.items()):
+        if row.words and phase in row.phases and not is_held("engine", title, PHASES.index(phase)):
+            write_cells("engine", title, {phase: laboratory.struck(title, row, phase)}, PHASES)
+    for row in chosen.values():
+        if row.disk == "out" and laboratory.disturbed(row.command, row.disk).exists():
             laboratory.at_last(row.command, row.disk)
     for name in sorted({row.command for row in ENGINES.values()}):
-        if re.search(only, title := f"`{name}`: then undisturbed"):
+        if re.search(only, title := f"`{name.removeprefix('lean ')}`: then undisturbed"):
             write_cells("engine", title, {PHASES[-1]: laboratory.at_last(name)}, PHASES)
 
 

@@ -1,5 +1,6 @@
 """STAGES says what each stage reads, and a stage is done once from the same inputs."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,19 +34,20 @@ def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) 
     )
     folder = tmp_path / "out"
     kind.begin(folder)
+    assert scenario.evaluate is not None
     settings = scenario.evaluate.model_copy(update={"baseline": scenario.source})
-    second = {
+    calls: dict[str, Callable[[], object]] = {
         "run": lambda: run_scenario(scenario, folder, options, overwrite=False),
         "eval": lambda: evaluate_checkpoint(
             EvalJob(checkpoint=scenario.source, settings=settings, folder=folder, options=options)
         ),
         "compare": lambda: compare_schemes("x", {"W8A8": scenario}, folder, options, None, overwrite=True),
-    }[name]
+    }
     with (
         written_alone(folder, "--run-dir"),
         pytest.raises(InputError, match="another process that writes it"),
     ):
-        second()
+        calls[name]()
     assert [entry.name for entry in folder.iterdir()] == [kind.mark]
 
 
