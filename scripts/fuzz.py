@@ -30,6 +30,7 @@ from tests.checkpoint.configs import (  # noqa: E402
     config_disagreement,
     random_arguments,
     random_model_config,
+    random_positions,
 )
 from tests.checkpoint.headers import disagreement, random_file  # noqa: E402
 
@@ -43,6 +44,10 @@ READERS: Mapping[str, tuple[str, str]] = {
     "arguments": ("quantization arguments", "`QuantizationArgs` of compressed-tensors {compressed-tensors}"),
     "configs": (
         f"config.json of {len(KINDS)} model types",
+        "their config classes in transformers {transformers}",
+    ),
+    "positions": (
+        f"heads and rotary positions of {len(KINDS)} model types",
         "their config classes in transformers {transformers}",
     ),
     "tokenizers": (
@@ -90,6 +95,7 @@ def comparisons(folder: Path) -> dict[str, Compare]:
         "headers": lambda rng: disagreement(random_file(rng), folder / "model.safetensors"),
         "arguments": lambda rng: argument_disagreement(random_arguments(rng)),
         "configs": lambda rng: config_disagreement(random_model_config(rng)),
+        "positions": lambda rng: config_disagreement(random_positions(rng)),
         "tokenizers": lambda rng: side_files.tokenizer_disagreement(side_files.random_tokenizer(rng), folder),
         "generation": lambda rng: side_files.generation_disagreement(
             side_files.random_generation(rng), folder

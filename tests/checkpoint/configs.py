@@ -138,6 +138,50 @@ def random_model_config(rng: random.Random) -> dict[str, Json]:
     return {**config, "model_type": kind}
 
 
+FACTORS: tuple[Json, ...] = (0.5, 1.0, 1, True, 1.01, 0.99, 0, 2.0)
+LAYERS = ("full_attention", "sliding_attention", "linear_attention", "other")
+
+
+def random_positions(rng: random.Random) -> dict[str, Json]:
+    """The config.json of a model type with heads of an odd size, most of them, and other rotary positions."""
+    config: dict[str, Json] = json.loads(sound_config(rng.choice(KINDS)))
+    config["head_dim"] = rng.choice((35, 35, 35, 64, 3))
+    if "qk_rope_head_dim" in config and rng.random() < 0.5:
+        config["qk_rope_head_dim"] = 35
+    if (draw := rng.random()) < 0.6:
+        config["rope_parameters"] = _positions(rng)
+    elif draw < 0.75:
+        config.pop("rope_parameters", None)
+    if rng.random() < 0.2:
+        config["rope_scaling"] = _positions(rng)
+    if rng.random() < 0.3:
+        config["partial_rotary_factor"] = rng.choice(FACTORS)
+    if rng.random() < 0.2:
+        config["rope_theta"] = 1e4
+    layers = config.get("num_hidden_layers")
+    if (draw := rng.random()) < 0.3:
+        config.pop("layer_types", None)
+    elif draw < 0.6 and isinstance(layers, int):
+        config["layer_types"] = [rng.choice(LAYERS[:2]) for _ in range(layers)]
+    return config
+
+
+def _positions(rng: random.Random) -> Json:
+    """One description, one for each of some kinds of layers, an empty one or none."""
+    if (draw := rng.random()) < 0.15:
+        return None if draw < 0.1 else {}
+    if draw < 0.5:
+        return _one(rng)
+    return {kind: _one(rng) if rng.random() < 0.9 else None for kind in rng.sample(LAYERS, rng.randint(1, 3))}
+
+
+def _one(rng: random.Random) -> dict[str, Json]:
+    one: dict[str, Json] = {"rope_type": "default"}
+    if rng.random() < 0.2:
+        one = {"rope_type": "linear", "factor": 2.0}
+    return one if rng.random() < 0.4 else {**one, "partial_rotary_factor": rng.choice(FACTORS)}
+
+
 def config_disagreement(config: dict[str, Json]) -> str | None:
     """Where transformers refuses what vexport takes, or vexport names a type that transformers takes."""
     kind = str(config["model_type"])

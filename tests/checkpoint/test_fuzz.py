@@ -15,6 +15,7 @@ from tests.checkpoint.configs import (
     config_disagreement,
     random_arguments,
     random_model_config,
+    random_positions,
     sound_config,
 )
 from tests.checkpoint.headers import disagreement, random_file
@@ -97,6 +98,12 @@ def test_random_configs_are_read_as_by_transformers(rng: random.Random) -> None:
     assert config_disagreement(random_model_config(rng)) is None
 
 
+@SMALL
+@given(RANDOM)
+def test_random_positions_are_read_as_by_transformers(rng: random.Random) -> None:
+    assert config_disagreement(random_positions(rng)) is None
+
+
 # Of kinds of rules that random configs meet once in ten thousand.
 RULES: tuple[tuple[str, dict[str, Json]], ...] = (
     ("minicpm3", {"qk_rope_head_dim": 35}),
@@ -105,6 +112,12 @@ RULES: tuple[tuple[str, dict[str, Json]], ...] = (
     ("llama", {"head_dim": 35, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("stablelm", {"head_dim": 35, "rope_parameters": {"rope_type": "default"}}),
     ("qwen3", {"head_dim": 35, "rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+    ("gemma3_text", {"head_dim": 35, "partial_rotary_factor": 0.5}),
+    ("lfm2_moe", {"head_dim": 35, "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}),
+    ("mimo_v2_flash", {"head_dim": 35, "rope_parameters": {"rope_type": "default"}}),
+    ("mimo_v2_flash", {"head_dim": 35, "partial_rotary_factor": 1.0, "rope_parameters": None}),
+    ("bloom", {"head_dim": 35, "partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default"}}),
+    ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
     ("kimi_linear", {"mlp_layer_types": []}),
     ("exaone_moe", {"mlp_layer_types": [*["dense"] * 31, "other"]}),
     ("hy_v3", {"mlp_layer_types": []}),

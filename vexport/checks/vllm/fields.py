@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from vexport.architectures.configs import config_table
 from vexport.checks.vllm.decoder import SIZES
+from vexport.checks.vllm.rotary import LINEAR, odd_heads
 from vexport.checks.vllm.settings import WrongSetting
 from vexport.types import Json
 
@@ -20,17 +21,9 @@ READ_OF_ALL = {"layer_types": ("list", "None"), "rope_parameters": ("dict", "Non
 DIVIDED = frozenset(
     {"deepseek_v2", "gemma2", "gemma3_text", "gemma3n_text", "hrm_text", "hyperclovax", "llama", "minicpm3"}
 )
-# Heads of test checkpoints may be odd up to this size.
-LARGEST_ODD = 4
-# Whose layers have heads of several sizes.
-HETEROGENEOUS = frozenset({"gemma4_text"})
-# Of latent attention, whose config takes it for head_dim.
-LATENT = "qk_rope_head_dim"
-# Whose positions rotate a part of each head where the config says nothing else.
-PARTIAL = frozenset(
-    {"glm4", "glm4_moe", "mimo_v2_flash", "nemotron", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
-    | {"stablelm"}
-)
+# Whose positions are of few types (validate_rope), and whose layers must be of both kinds.
+LONG_ROPE, LONG_ROPES = frozenset({"phi3"}), ("default", "longrope", "su", "yarn")
+MIXED = frozenset({"olmo_hybrid"})
 # Whose layer_types may be left out, but not be null.
 LISTED = frozenset({"nemotron_h"})
 # ALLOWED_MLP_LAYER_TYPES of transformers' configuration_utils.py.
@@ -74,33 +67,17 @@ def _values(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
         yield WrongSetting(key="initializer_range", expected="from 0 to 1", got=repr(spread))
     if isinstance(labels, dict) and not all(NUMBER.fullmatch(key) for key in labels):
         yield WrongSetting(key="id2label", expected="numbers as keys", got=", ".join(map(repr, labels)))
-    key = _head_key(kind, config)
-    odd = type(head := config.get(key)) is int and head > LARGEST_ODD and head % 2 == 1
-    if odd and kind not in HETEROGENEOUS and _rotates_all(kind, config):
-        yield WrongSetting(key=key, expected="an even number, as its positions rotate pairs", got=str(head))
+    yield from odd_heads(kind, config)
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
+    if kind in LONG_ROPE and rope_type not in LONG_ROPES:
+        yield WrongSetting(key="rope_parameters", expected="default or longrope", got=repr(rope_type))
+    listed = config.get("layer_types")
+    if kind in MIXED and isinstance(listed, list) and LINEAR not in listed:
+        yield WrongSetting(key="layer_types", expected=f"at least one {LINEAR}", got="none")
     if kind in DIVIDED and type(width) is int and type(heads) is int and heads > 0 and width % heads:
         expected = f"a multiple of num_attention_heads {heads}"
         yield WrongSetting(key="hidden_size", expected=expected, got=str(width))
-
-
-def _head_key(kind: str, config: Mapping[str, Json]) -> str:
-    """The key that says how wide a head is: latent attention overwrites head_dim, if it is a field."""
-    fields = config_table().fields.get(kind, {})
-    return LATENT if LATENT in fields and ("head_dim" in fields or "head_dim" not in config) else "head_dim"
-
-
-def _rotates_all(kind: str, config: Mapping[str, Json]) -> bool:
-    """Whether rotary positions take the whole of a head (validate_rope, convert_rope_params_to_dict)."""
-    fields = config_table().fields.get(kind, {})
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or not (rope or "rope_parameters" in fields):
-        return False
-    listed = config.get("layer_types") or (config_table().layer_kinds if "layer_types" in fields else ())
-    labels = listed if isinstance(listed, list | tuple) else ()
-    nested = [rope[label] for label in rope if label in labels]
-    usual = config.get("partial_rotary_factor", 0.5 if kind in PARTIAL else 1.0)
-    each = [one.get("partial_rotary_factor", usual) for one in nested or [rope] if isinstance(one, dict)]
-    return 1.0 in each
 
 
 def _layer_types(kind: str, config: Mapping[str, Json]) -> Iterator[WrongSetting]:
