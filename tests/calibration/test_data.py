@@ -4,13 +4,14 @@ import gzip
 import json
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.command import vexport
-from vexport.calibration import Samples, read_samples
-from vexport.calibration.sources import shuffled
+from vexport.calibration import Samples, read_samples, sources
+from vexport.calibration.sources import raw_rows, shuffled
 from vexport.checkpoint.data_name import DEFAULT_FILE, parse_data
 from vexport.errors import EnvironmentFault, InputError, InputErrors
 from vexport.scenario import Calibration
@@ -132,6 +133,23 @@ def test_no_more_is_read_and_tokenized_than_samples_need(tmp_path: Path) -> None
     assert [len(ids) for ids in samples.token_ids][0] == 16
     with pytest.raises(InputError, match=r"rows.jsonl:5: got no JSON object"):
         read(path, samples=5)
+
+
+def test_a_text_without_end_is_refused_and_a_long_one_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As is one of blank lines alone, each of which would be looked at again and again."""
+    monkeypatch.setattr(sources, "LONGEST_LINE", 1000)
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="rows of at most"):
+        list(raw_rows(Calibration(data=tmp_path / "zero.txt").source()))
+    (tmp_path / "long.txt").write_text("\n" * 50_000 + "word\n" * 1000 + "\nend\n")
+    start = time.process_time()
+    rows = list(raw_rows(Calibration(data=tmp_path / "long.txt").source()))
+    assert time.process_time() - start < 2
+    texts = [row.content["text"] for row in rows if isinstance(row.content, dict)]
+    assert "".join(texts).split() == ["word"] * 1000 + ["end"]
+    assert len(texts) == 7
 
 
 def test_broken_rows_are_named_up_to_ten_and_counted(tmp_path: Path) -> None:

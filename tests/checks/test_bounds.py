@@ -10,6 +10,7 @@ from shutil import copytree
 import pytest
 
 from tests.command import Ran, vexport
+from tests.evaluation.make import make_tasks
 from vexport.checks.vllm.decoder import SIZES, missing_sizes
 from vexport.errors import InputError
 from vexport.reports.folding import fold
@@ -97,6 +98,18 @@ def test_numbers_beyond_the_tensors_are_one_error(
     ran = check(lambda config: config.update(changes))
     assert ran.code == 1
     assert "1e+09 in a checkpoint of" in ran.stdout
+
+
+@pytest.mark.parametrize("command", [("load", "--dry"), ("load",), ("bench",), ("eval", "--baseline")])
+def test_no_vllm_is_started_for_them(command: tuple[str, ...], llama: Path, tmp_path: Path) -> None:
+    """It would build layer after layer until its time is over."""
+    folder = copytree(llama, tmp_path / "huge")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    more = (llama, "--task", make_tasks(tmp_path, 3)[0]) if "eval" in command else ()
+    ran = vexport(*command, *more[:1], folder, *more[1:], "--quiet")
+    assert (ran.code, len(ran.errors)) == (2, 1), ran
+    assert f"{folder / 'config.json'}: num_hidden_layers: got 1e+09 in a checkpoint of" in ran.errors[0]
 
 
 def test_layers_that_a_config_only_names_are_not_gone_through() -> None:

@@ -33,6 +33,7 @@ from vexport.types import Json
 
 LAYER = "model.layers.1"
 PLACE = "config.json: quantization_config"
+TRANSFORM = f"{PLACE}.transform_config.config_groups"
 DEEP = len(NESTED).to_bytes(8, "little") + NESTED
 Q = f"{LAYER}.self_attn.q_proj"
 
@@ -146,6 +147,14 @@ def test_an_input_is_no_larger_than_its_norm_lets_through(
         (config(WHOLE, is_encoder_decoder=True), "config.json: is_encoder_decoder"),
         (config(QUANTIZATION, transform_config={"R1": {}}), f"{PLACE}.transform_config"),
         (config(QUANTIZATION, transform_config={}), None),
+        (config(QUANTIZATION, transform_config={"config_groups": {"v": 5}}), f"{TRANSFORM}.v"),
+        (config(QUANTIZATION, transform_config={"config_groups": {"v": {}}}), f"{TRANSFORM}.v.type"),
+        (config(QUANTIZATION, transform_config={"config_groups": [1]}), f"{TRANSFORM}."),
+        (
+            config(QUANTIZATION, transform_config={"config_groups": {"v": {"type": "hadamard", "size": 4}}}),
+            f"{TRANSFORM}.v.size",
+        ),
+        (config(WHOLE, text_config=[1]), "config.json: text_config"),
         (config(GROUP, targets=["Linear", 3]), f"{PLACE}.config_groups.group_0"),
         (
             config((*QUANTIZATION, "config_groups"), cache={"targets": ["LlamaAttention"], "weights": None}),

@@ -83,3 +83,18 @@ def test_no_number_is_within_any_range(value: str, tmp_path: Path) -> None:
         ran = vexport(*words, *inputs, option)
         assert ran.code == 2
         assert f"Invalid value for '{option.partition('=')[0]}'" in ran.stderr
+
+
+def test_no_count_is_beyond_what_clocks_and_loops_take(tmp_path: Path) -> None:
+    options = {
+        (*words, option.opts[-1])
+        for words, command in COMMANDS.items()
+        for option in command.params
+        if isinstance(option.type, click.types.IntParamType) and isinstance(option, click.Option)
+    }
+    assert len(options) > 20
+    for *words, option in sorted(options):
+        inputs = [str(tmp_path) for one in COMMANDS[tuple(words)].params if isinstance(one, click.Argument)]
+        ran = vexport(*words, *inputs, f"{option}={10**30}")
+        assert ran.code == 2
+        assert f"{option}': '{10**30}' is more than" in ran.stderr

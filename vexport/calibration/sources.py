@@ -115,11 +115,16 @@ def _of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
         number += 1
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
-        if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-            need = f"rows of at most {LONGEST_LINE >> 20} MB"
-            raise InputError(f"{path}:{number}", got="a longer one", need=need, fix="split the row")
+        _require_end(line, f"{path}:{number}")
         if line.strip():
             yield RawRow(place=f"{path}:{number}", number=number, content=line)
+
+
+def _require_end(line: bytes, where: str) -> None:
+    """InputError for a line that was cut where it is too long: a device has no end."""
+    if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+        need = f"rows of at most {LONGEST_LINE >> 20} MB"
+        raise InputError(where, got="a longer one", need=need, fix="split the row")
 
 
 def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
@@ -137,17 +142,21 @@ def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """The paragraphs of a text, each with the blank line that ends it."""
+    """The paragraphs of a text, each with the blank line that ends it; a very long one in parts."""
     lines: list[bytes] = []
-    number = count = 0
+    number = count = size = 0
+    has_text = False
     while line := stream.readline(LONGEST_LINE):
         number += 1
+        _require_end(line, f"{path}:{number}")
         lines.append(line)
-        if not line.strip() and any(one.strip() for one in lines):
+        size, is_blank = size + len(line), not line.strip()
+        has_text = has_text or not is_blank
+        if has_text and (is_blank or size >= LONGEST_LINE):
             count += 1
             yield _paragraph(path, number, lines, first=count == 1)
-            lines = []
-    if any(one.strip() for one in lines):
+            lines, size, has_text = [], 0, False
+    if has_text:
         yield _paragraph(path, number, lines, first=count == 0)
 
 

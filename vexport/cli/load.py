@@ -108,9 +108,12 @@ def _unreadable(names: Sequence[str], on_progress: "OnProgress") -> dict[str, Ve
     """Why some of several checkpoints cannot be read; raises where none can, or there is only one."""
     from vexport.checkpoint.index import require_checkpoint
     from vexport.checkpoint.source import resolve_source
+    from vexport.engine.arguments import require_layers
 
     def read(name: str) -> None:
-        require_checkpoint(resolve_source(name, on_progress))
+        root = resolve_source(name, on_progress)
+        require_checkpoint(root)
+        require_layers(root)
 
     outcomes = {name: attempt(partial(read, name), name) for name in names} if len(names) > 1 else {}
     problems = {name: outcome for name, outcome in outcomes.items() if outcome is not None}

@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from vexport.types import DEFAULT_CONTEXT, Part
+from vexport.types.counts import MOST_COUNT
 from vexport.version import short_version
 
 if TYPE_CHECKING:
@@ -51,9 +52,16 @@ def stacked(*options: Decorator) -> Decorator:
 
 
 class Count(click.IntRange):
-    """A whole number, which help calls N."""
+    """A whole number that a clock and a loop can take, which help calls N."""
 
     name = "n"
+
+    def convert(self, value: int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number that the text is."""
+        number: int = super().convert(value, param, ctx)
+        if number > MOST_COUNT:
+            self.fail(f"{value!r} is more than {MOST_COUNT}.", param, ctx)
+        return number
 
 
 class Real(click.FloatRange):

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from vexport.cli.help import RenamedOption
-from vexport.cli.options import POSITIVE, stacked
+from vexport.cli.options import POSITIVE, Count, stacked
 from vexport.types import BatchSize, Scalar
 
 GenerationValues = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
@@ -115,7 +115,7 @@ prompting_options = stacked(
         "--num-fewshot",
         "--num_fewshot",
         cls=RenamedOption,
-        type=click.IntRange(0),
+        type=Count(0),
         metavar="N",
         help="Examples in each prompt.",
     ),

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vexport.architectures.text_config import text_config
+from vexport.checkpoint.index import read_index
+from vexport.checks.vllm.decoder import impossible_size
 from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest
 from vexport.engine.session import log_folder, run_worker, session_error
 from vexport.errors import InputError, raise_all
@@ -41,6 +43,25 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
     raise_all([error for error in errors if isinstance(error, InputError)])
     for error in errors:
         raise error
+
+
+def require_layers(checkpoint: Path) -> None:
+    """InputError where config.json asks for layers or experts of which there cannot be tensors.
+
+    vLLM builds one after the other and would not end. What cannot be read it judges itself.
+    """
+    try:
+        index = read_index(checkpoint)
+    except InputError:
+        return
+    if (impossible := impossible_size(index.config, len(index.tensors))) is not None:
+        key, got = impossible
+        raise InputError(
+            f"{checkpoint / 'config.json'}: {key}",
+            got=got,
+            need="at most as many as there are tensors",
+            fix="copy config.json from the source, or export the checkpoint again",
+        )
 
 
 def require_heads(checkpoint: Path, ranks: int) -> None:

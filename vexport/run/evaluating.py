@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import require_source, resolve_source
-from vexport.engine.arguments import require_arguments, require_heads
+from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.session import engines_share_imports
 from vexport.evaluation.accepted import read_accepted
 from vexport.evaluation.prompting import lm_eval_settings
@@ -148,6 +148,7 @@ def _require_usable(job: EvalJob) -> None:
 def _require_fitting(models: Iterable[Path], options: EngineOptions) -> None:
     for model in models:
         require_checkpoint(model)
+        require_layers(model)
         require_heads(model, options.serve.ranks)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
-from vexport.engine.arguments import require_arguments, require_heads
+from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.session import EngineFault, engines_share_imports, log_folder, require_vllm
 from vexport.errors import VexportError
 from vexport.errors.extras import unforeseen
@@ -52,6 +52,7 @@ def load_checkpoints(
 
 def _require_fit(root: Path, serves: Sequence[Serve]) -> None:
     require_checkpoint(root)
+    require_layers(root)
     for serve in serves:
         require_heads(root, serve.ranks)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
-from vexport.engine.arguments import require_arguments, require_heads
+from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.load import refused, shortest_length
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import EngineFault, engines_share_imports, log_folder, require_vllm, run_session
@@ -34,6 +34,7 @@ def time_checkpoints(
     roots = {name: resolve_source(name, options.on_progress) for name in names}
     for root in roots.values():
         require_checkpoint(root)
+        require_layers(root)
         require_heads(root, options.serve.ranks)
         require_length(root, workload, options)
     require_arguments([options.serve], options.vllm_python)

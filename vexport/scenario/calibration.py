@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 from pydantic import Field, Strict, field_validator
 
 from vexport.checkpoint.data_name import DEFAULT, parse_data
 from vexport.scenario.section import Section
 from vexport.types import CalibrationData, Method
+from vexport.types.counts import Positive
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128
@@ -31,8 +32,8 @@ class Calibration(Section):
     split: str | None = None
     subset: str | None = None
     column: str | None = None
-    samples: Annotated[int, Gt(0), Strict()] = DEFAULT_SAMPLES
-    seq_len: Annotated[int, Gt(0), Strict()] = DEFAULT_SEQ_LEN
+    samples: Annotated[Positive, Strict()] = DEFAULT_SAMPLES
+    seq_len: Annotated[Positive, Strict()] = DEFAULT_SEQ_LEN
     seed: Annotated[int, Ge(0)] | None = None
     pack: bool | None = None
     all_experts: bool = True
@@ -76,4 +77,4 @@ class Sensitivity(Section):
     """
 
     method: Method = "measure"
-    samples: Annotated[int, Gt(0)] = 16
+    samples: Positive = 16

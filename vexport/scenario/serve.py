@@ -20,6 +20,7 @@ from vexport.errors import InputError, InputErrors, raise_all
 from vexport.formats.gpus import GENERATIONS, parse_capability
 from vexport.scenario.located import Problem, located_errors
 from vexport.scenario.section import Section
+from vexport.types.counts import Positive
 
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""
@@ -118,22 +119,22 @@ class Serve(Section):
     is compiled on a GPU and runs operator by operator on a CPU.
     """
 
-    tensor_parallel_size: Annotated[int, Gt(0)] | None = None
-    pipeline_parallel_size: Annotated[int, Gt(0)] | None = None
-    data_parallel_size: Annotated[int, Gt(0)] | None = None
+    tensor_parallel_size: Positive | None = None
+    pipeline_parallel_size: Positive | None = None
+    data_parallel_size: Positive | None = None
     distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = None
-    max_num_seqs: Annotated[int, Gt(0)] | None = None
+    max_num_seqs: Positive | None = None
     kv_cache_dtype: Annotated[str, Field(min_length=1)] | None = None
     max_model_len: Annotated[int, Ge(1)] | None = None
     enforce_eager: bool | None = None
     engine_args: dict[str, JsonValue] = {}
     dry_tensor_parallel: Annotated[
-        tuple[Annotated[int, Gt(0)], ...] | None,
+        tuple[Positive, ...] | None,
         Field(validation_alias=AliasChoices(_RANKS, _OLD_RANKS), min_length=1),
     ] = None
     compute: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu",)
-    timeout: Annotated[int, Gt(0)] = 3600
+    timeout: Positive = 3600
 
     @model_validator(mode="before")
     @classmethod

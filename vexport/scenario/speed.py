@@ -2,22 +2,21 @@
 
 from typing import Annotated
 
-from annotated_types import Gt
 from pydantic import Field
 
 from vexport.scenario.section import Section
 from vexport.types import Workload
+from vexport.types.counts import Positive
 
-_Positive = Annotated[int, Gt(0)]
 _DEFAULT = Workload()
 
 
 class Speed(Section):
     """How both models are timed: with so many requests at once, of `input_len` and `output_len` tokens."""
 
-    concurrency: Annotated[tuple[_Positive, ...], Field(min_length=1)] = _DEFAULT.concurrency
-    input_len: _Positive = _DEFAULT.input_len
-    output_len: _Positive = _DEFAULT.output_len
+    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)] = _DEFAULT.concurrency
+    input_len: Positive = _DEFAULT.input_len
+    output_len: Positive = _DEFAULT.output_len
 
     @property
     def workload(self) -> Workload:

@@ -5,13 +5,60 @@ The other rotations are in the weights.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from vexport.checks.vllm.matching import LINEAR, matches_any
+from vexport.formats.arguments import TORCH_DTYPE
 from vexport.types import Json
 
 INPUT, OUTPUT = "input", "output"
 IN_WEIGHTS = ("weight_input", "weight_output")
+
+
+def _known_dtype(value: object) -> object:
+    """The name of a torch dtype, as it may be spelled."""
+    if isinstance(value, str) and not TORCH_DTYPE.match(f"torch.{value.removeprefix('torch.')}"):
+        raise ValueError("no torch dtype")
+    return value
+
+
+Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+
+@dataclass(kw_only=True)
+class _Apply:
+    """What compressed-tensors reads an entry of `apply` as (TransformArgs)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    targets: Names
+    location: Literal["input", "weight_input", "weight_output", "output", "k_cache", "q_attn"]
+    inverse: bool = False
+    ignore: Names = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Scheme:
+    """The same of a scheme (TransformScheme)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    type: str
+    apply: list[_Apply] = field(default_factory=list)
+    randomize: bool = False
+    requires_grad: bool = False
+    head_dim: int | None = None
+    precision: Annotated[str, BeforeValidator(_known_dtype)] = "float32"
+
+
+def unreadable_schemes(groups: Json) -> Iterator[tuple[str, str]]:
+    """The keys of a transform_config's groups that compressed-tensors refuses, and why."""
+    try:
+        TypeAdapter(dict[str, _Scheme]).validate_python(groups)
+    except ValidationError as error:
+        for one in error.errors(include_url=False):
+            yield ".".join(map(str, one["loc"])), f"{one['msg']}: {one['input']!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

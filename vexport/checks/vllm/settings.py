@@ -51,6 +51,10 @@ def wrong_settings(config: Mapping[str, Json]) -> Iterator[WrongSetting]:
         )
     if config.get("is_encoder_decoder") is True:
         yield WrongSetting(key="is_encoder_decoder", expected="false: the class is a decoder", got="true")
+    inner = config.get("text_config")
+    if inner is not None and not isinstance(inner, dict):
+        expected = "none: vLLM would take it for the whole config of the model"
+        yield WrongSetting(key="text_config", expected=expected, got=repr(inner))
     text = text_config(config)
     if text is not config and "num_attention_heads" not in text:
         key = next(key for key in TEXT_CONFIGS if isinstance(config.get(key), dict))

@@ -7,6 +7,7 @@ from pathlib import Path
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.checks.known_bad import reported
+from vexport.engine.arguments import require_layers
 from vexport.engine.dry.load import CAPABILITIES, dry_loads
 from vexport.engine.dry.room import rooms
 from vexport.engine.session import require_vllm
@@ -34,6 +35,7 @@ def dry_load_checkpoints(
     roots = [resolve_source(name, on_progress) for name in names]
     for root in roots:
         require_checkpoint(root)
+        require_layers(root)
     for python in pythons:
         require_vllm(python)
 
