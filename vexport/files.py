@@ -67,9 +67,16 @@ def _is_lfs_pointer(file: Path) -> bool:
         return False
 
 
+def require_no_device(path: Path) -> None:
+    """InputError for a pipe or a device, of which reading may not end; what is missing is passed over."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(str(path), got="a pipe or a device", need="a file", fix="give a file")
+
+
 def read_json(path: Path) -> Json:
     """The JSON value in `path`; InputError names the line of a syntax error."""
     require_fetched([path])
+    require_no_device(path)
     try:
         value: Json = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

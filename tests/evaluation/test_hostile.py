@@ -1,6 +1,7 @@
 """Folders that are broken or meant to harm: one clear error each, never a traceback or a wrong verdict."""
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -69,6 +70,18 @@ def a_folder_for_samples(folder: Path) -> None:
     file.mkdir()
 
 
+def endless_samples(folder: Path) -> None:
+    (file,) = folder.rglob("samples_sums_*.jsonl")
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def a_pipe_for_samples(folder: Path) -> None:
+    (file,) = folder.rglob("samples_sums_*.jsonl")
+    file.unlink()
+    os.mkfifo(file)
+
+
 def nobodys_results(folder: Path) -> None:
     shutil.copytree(results_file(folder).parent, folder / "other_model")
 
@@ -91,6 +104,8 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "a task without a name": (another_tasks_name(""), "need a name without folders"),
     "two models": (nobodys_results, "results of 2 models"),
     "a folder for samples": (a_folder_for_samples, "need a file that can be read"),
+    "a device for samples": (endless_samples, "got a pipe or a device"),
+    "a pipe for samples": (a_pipe_for_samples, "got a pipe or a device"),
     "samples cut short": (sample_line("{"), "broken JSON"),
     "a list for a sample": (sample_line("[1]"), "got a JSON list"),
     "a sample nested without end": (sample_line(DEEP.decode()), "broken JSON"),

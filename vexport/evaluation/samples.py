@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vexport.errors import InputError, require_working_disk
+from vexport.files import require_no_device
 from vexport.types import Json
 
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
@@ -68,6 +69,7 @@ def read_samples(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
+    require_no_device(path)
     try:
         with path.open("rb") as file:
             yield file

@@ -25,7 +25,7 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
         return
     roots = [*include_paths, *(Path(location) / "tasks" for location in package.submodule_search_locations)]
     names: set[str] = set()
-    for file in (file for root in roots for file in root.rglob("*.yaml")):
+    for file in (file for root in roots for file in root.rglob("*.yaml") if file.is_file()):
         names |= _indexed(file.read_bytes())
         if name in names:
             return
@@ -36,7 +36,8 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
 
 def require_no_python(name: str, folders: Sequence[Path]) -> None:
     """InputError where a task of these folders, or a file that it names, would run its own Python."""
-    texts = {file: file.read_bytes() for folder in folders for file in sorted(folder.rglob("*.yaml"))}
+    files = sorted(file for folder in folders for file in folder.rglob("*.yaml") if file.is_file())
+    texts = {file: file.read_bytes() for file in files}
     defined = {file: {one.decode() for one, _ in _INDEXED.findall(text)} for file, text in texts.items()}
     pending = {file for file in texts if name in defined[file]}
     pending = pending or {file for file in texts if name in _indexed(texts[file])}  # a tag in a list

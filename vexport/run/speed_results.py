@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from vexport.errors import InputError
+from vexport.files import require_no_device
 from vexport.types import SpeedPoint, SpeedReport, SpeedTool
 
 _MS = 1000.0
@@ -128,6 +129,7 @@ def read_speed_results(file: Path) -> SpeedReport:
 
     `--append-result` of vLLM writes one object a line: each is a point. guidellm's are named by their file.
     """
+    require_no_device(file)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
