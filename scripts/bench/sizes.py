@@ -7,8 +7,8 @@ Sources have every header of the real model over files that are holes: they read
 take no disk. A model whose result has more than so many gigabytes is written in part: 1/N of it, N being the
 number of its files. Seconds are of the processor, all threads; memory is the largest resident set; what is
 written is removed. The prediction for a part is the share of the bytes read of the plan's for the model.
-Prints tables in Markdown. `--predict` runs nothing: it prints each stage on 1, 8 and 64 workers, of two
-cores each. Linux only.
+Prints a table in Markdown and a chart in text. `--predict` runs nothing: it prints each stage on 1, 8 and 64
+workers, of two cores each. Linux only.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from resource import struct_rusage
 
@@ -26,7 +27,7 @@ from tests.architectures.headers import CONFIGS, SMALLER, save_headers
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.plan import build_plan
-from vexport.plan.estimates import START_SECONDS, Samples, estimates
+from vexport.plan.estimates import Samples, estimates, start_seconds
 from vexport.plan.source import DEFAULTS, rules_for
 from vexport.quantize.parts import bytes_read, dealt
 from vexport.quantize.stream import planned_shards
@@ -37,6 +38,8 @@ PREDICTED = ("Llama-3.1-8B", "Llama-3.3-70B", "DeepSeek-V3", "Kimi-K2")
 WORKERS = (1, 8, 64)
 SAMPLES = Samples(number=512, tokens=2048)
 GIGA = 1e9
+# The longest bar of the chart, in characters.
+BAR = 24
 
 
 def source_of(model: str, folder: Path) -> Path:
@@ -47,8 +50,54 @@ def source_of(model: str, folder: Path) -> Path:
     return source
 
 
-def measure(model: str, scheme: str, folder: Path, most: float) -> str:
-    """Quantize a model or a part of it; a row of the table."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What quantizing a model or a part of it took: a row of the table, and a line of the chart."""
+
+    model: str
+    parameters: int
+    run: str
+    read: int
+    seconds: float
+    predicted_seconds: float
+    memory: int
+    predicted_memory: int
+
+    @property
+    def seconds_per_gigabyte(self) -> float:
+        return self.seconds / self.read * GIGA
+
+    def __str__(self) -> str:
+        """A row in Markdown."""
+        return (
+            f"| {self.model} | {self.parameters / GIGA:,.0f} B | {self.run} | {self.read / GIGA:.1f} GB | "
+            f"{self.seconds:.0f} s | {self.seconds_per_gigabyte:.2f} s | "
+            f"{self.predicted_seconds:.0f} s ({_error(self.predicted_seconds, self.seconds)}) | "
+            f"{self.memory / 1e6:,.0f} MB | "
+            f"{self.predicted_memory / 1e6:,.0f} MB ({_error(self.predicted_memory, self.memory)}) |"
+        )
+
+
+def chart(rows: Sequence[Measured]) -> str:
+    """Time for a GB and memory, as bars as long as their shares of the largest."""
+    longest = max(len(row.model) for row in rows)
+    lines = [f"{'':{longest}}  {'seconds of the processor a GB':{BAR + 8}}memory"]
+    for row in rows:
+        time_bar = _bar(row.seconds_per_gigabyte, max(one.seconds_per_gigabyte for one in rows))
+        memory_bar = _bar(row.memory, max(one.memory for one in rows))
+        lines.append(
+            f"{row.model:{longest}}  {time_bar:{BAR}} {row.seconds_per_gigabyte:4.2f} s "
+            f"{memory_bar:{BAR}} {row.memory / 1e6:,.0f} MB"
+        )
+    return "\n".join(lines)
+
+
+def _bar(value: float, largest: float) -> str:
+    return "\u2588" * max(round(BAR * value / largest), 1)
+
+
+def measure(model: str, scheme: str, folder: Path, most: float) -> Measured | str:
+    """Quantize a model or a part of it; the row of one that failed."""
     source, out = source_of(model, folder), folder / "written" / "out"
     index = read_index(source)
     plan = build_plan(index, rules_for(scheme, observer=None, ignore=()), DEFAULTS)
@@ -64,15 +113,17 @@ def measure(model: str, scheme: str, folder: Path, most: float) -> str:
     if process.returncode:
         return f"| {model} | exit code {process.returncode} |"
     seconds, share = usage.ru_utime + usage.ru_stime, read / index.num_bytes
-    expected = _stage(index_estimates(source, scheme), "quantize")
-    # Rates are of two cores: a second of the estimate is two of the processor.
-    predicted = START_SECONDS + 2 * (expected.seconds - START_SECONDS) * share
-    foreseen = expected.memory_bytes
-    return (
-        f"| {model} | {index.num_parameters / GIGA:,.0f} B | {'whole' if parts == 1 else f'1/{parts}'} | "
-        f"{read / GIGA:.1f} GB | {seconds:.0f} s | {seconds / read * GIGA:.2f} s | "
-        f"{predicted:.0f} s ({_error(predicted, seconds)}) | {memory / 1e6:,.0f} MB | "
-        f"{foreseen / 1e6:,.0f} MB ({_error(foreseen, memory)}) |"
+    start, expected = start_seconds(index), _stage(index_estimates(source, scheme), "quantize")
+    return Measured(
+        model=model,
+        parameters=index.num_parameters,
+        run="whole" if parts == 1 else f"part 1/{parts}",
+        read=read,
+        seconds=seconds,
+        # Rates are of two cores: a second of the estimate is two of the processor, but for the start.
+        predicted_seconds=start + 2 * (expected.seconds - start) * share,
+        memory=memory,
+        predicted_memory=expected.memory_bytes,
     )
 
 
@@ -110,10 +161,10 @@ def predict(model: str, scheme: str, folder: Path) -> str:
     index = read_index(source)
     plan = build_plan(index, rules_for(scheme, observer=None, ignore=()), DEFAULTS)
     files = len(planned_shards(index, plan, shard_bytes=DEFAULT_SHARD_BYTES))
-    rows = []
+    rows, start = [], start_seconds(index)
     for one in estimates(index, plan, SAMPLES):
         most = {"calibrate": SAMPLES.number, "quantize": files}.get(one.stage, max(WORKERS))
-        times = [_time(START_SECONDS + (one.seconds - START_SECONDS) / min(most, count)) for count in WORKERS]
+        times = [_time(start + (one.seconds - start) / min(most, count)) for count in WORKERS]
         rows.append(
             f"| {model} | {scheme} | {one.stage} | {' | '.join(times)} | {one.memory_bytes / GIGA:.1f} GB |"
         )
@@ -144,5 +195,8 @@ if __name__ == "__main__":
         else:
             print("| model | parameters | run | read | processor | a GB | predicted | memory | predicted |")
             print("|---|---|---|---|---|---|---|---|---|")
+            measured = []
             for model in given.model or MODELS:
-                print(measure(model, given.scheme, folder, given.gigabytes), flush=True)
+                measured.append(measure(model, given.scheme, folder, given.gigabytes))
+                print(measured[-1], flush=True)
+            print(chart([row for row in measured if isinstance(row, Measured)]))

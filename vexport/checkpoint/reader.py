@@ -32,6 +32,7 @@ class Reader:
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
         self._remotes: dict[Path, RemoteWeights | None] = {}
+        self._remote_files: dict[Path, RemoteWeights | None] = {}
         self._opening = Lock()
 
     def __enter__(self) -> "Reader":
@@ -171,16 +172,18 @@ class Reader:
             if remote is not None:
                 remote.close()
         self._remotes.clear()
+        self._remote_files.clear()
 
     def _remote(self, file: Path) -> RemoteWeights | None:
         """Where a file's bytes are to be had; None where they are in the file."""
-        folder = file.parent
-        if folder not in self._remotes:
+        if file not in self._remote_files:
+            folder = file.parent
             with self._opening:
                 if folder not in self._remotes:
                     remote = remote_of(folder)
                     self._remotes[folder] = RemoteWeights(folder, remote) if remote else None
-        return self._remotes[folder]
+                self._remote_files[file] = self._remotes[folder]
+        return self._remote_files[file]
 
     def _map(self, file: Path) -> mmap.mmap:
         with self._opening:

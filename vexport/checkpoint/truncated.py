@@ -9,10 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex
+from vexport.checkpoint.stalled import MAPS, mapped_shards
 from vexport.errors import EnvironmentFault, InputError, VexportError
-
-_MAPS = Path("/proc/self/maps")
-_SHARD = ".safetensors"
 
 
 def changed(file: Path, got: str) -> InputError:
@@ -60,7 +58,7 @@ def explain_bus_errors() -> None:
     The signal comes in the middle of a read, in any thread, and returns to the same read: Python's own
     handlers, which run later, never would. Nothing is done where there is no /proc to name the file.
     """
-    if _MAPS.exists():
+    if MAPS.exists():
         ctypes.CDLL(None).signal(signal.SIGBUS, _HANDLER)
 
 
@@ -77,12 +75,7 @@ def _on_bus_error(number: int) -> None:
 def truncated_files() -> list[Path]:
     """The shards that this process maps and that have become shorter than what it maps of them."""
     shorter: dict[Path, None] = {}
-    for line in _MAPS.read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) < 6 or not fields[5].endswith(_SHARD):
-            continue
-        start, stop = (int(part, 16) for part in fields[0].split("-"))
-        path, end = Path(fields[5]), int(fields[2], 16) + stop - start
+    for path, end in mapped_shards().items():
         size = path.stat().st_size if path.exists() else 0
         if size <= end - os.sysconf("SC_PAGESIZE"):
             shorter[path] = None

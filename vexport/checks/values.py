@@ -33,7 +33,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
     for fused in read_ahead(view.fused_linears, lambda later: view.reader.expect(_scales_of(later))):
         group = view.group_of(fused)
-        broken = False
+        broken, ends = False, dict[str, tuple[float, float]]()
         for parameters in fused.members.values():
             for parameter in LAYER_SCALES:
                 if (
@@ -41,11 +41,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                     and parameters[parameter].dtype in BITS
                     and parameters[parameter].num_bytes
                 ):
-                    findings = list(_scale(view, parameter, parameters, group))
+                    findings = list(_scale(view, parameter, parameters, group, ends))
                     broken = broken or any(finding.severity == "error" for finding in findings)
                     yield from findings
         if group is not None and not broken:
-            yield from implausible(view, NAME, fused, group)
+            yield from implausible(view, NAME, fused, group, ends)
             yield from impossible(view, NAME, group, fused.members)
             for parameters in fused.members.values():
                 yield from beyond(view, NAME, group, parameters)
@@ -62,8 +62,13 @@ def _scales_of(fused: FusedLinear) -> Iterator[TensorInfo]:
 
 
 def _scale(
-    view: CheckpointView, parameter: str, parameters: Mapping[str, TensorInfo], group: ConfigGroup | None
+    view: CheckpointView,
+    parameter: str,
+    parameters: Mapping[str, TensorInfo],
+    group: ConfigGroup | None,
+    ends: dict[str, tuple[float, float]],
 ) -> Iterator[Finding]:
+    """Findings on a scale; of a sound weight scale the least and the largest number go to `ends`."""
     tensor = parameters[parameter]
     if tensor.dtype in ("U8", "F8_E8M0"):
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
@@ -71,7 +76,8 @@ def _scale(
         if bad:
             yield _bad(tensor, f"{bad} of {codes.size} values NaN (e8m0 255)")
         return
-    if parameter == "weight_scale" and scales.above_zero(view.reader, tensor):
+    if parameter == "weight_scale" and (positive := scales.positive_ends(view.reader, tensor)):
+        ends[tensor.name] = positive
         return
     found = scales.counts(view.reader, tensor)
     wrong = {

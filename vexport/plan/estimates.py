@@ -1,23 +1,31 @@
 """About how long the stages of a plan take and how much memory: from measured rates, all of which stand here.
 
-They hold for two CPU cores, files in the page cache and an idle machine (docs/speed.md; the sources of single
-numbers are with them). Reading from a slow disk comes on top, a GPU is not considered.
+They hold for two CPU cores and an idle machine (docs/speed.md; the sources of single numbers are with them).
+Of reading only the processor's part is counted: a slow disk comes on top. A GPU is not considered.
 """
 
 from dataclasses import dataclass
 
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
+from vexport.formats.schemes import get_scheme
 from vexport.plan.linears import STACK
 from vexport.plan.needs import needs_rounding, needs_search, ranges_need, statistics_need
 from vexport.plan.rounding_memory import passes_of, rounding_bytes
 from vexport.plan.smoothing import ROWS as SMOOTHING_ROWS
 from vexport.types import Estimate, Plan
 
-# Start of a command, and nanoseconds a parameter by bits of a quantized weight: 1.1 B parameters in 0.9 to
-# 1.0 s (FP8, INT4) and 1.3 s (NVFP4, whose codes take arithmetic).
+# Start of a command, and nanoseconds a parameter by bits of a quantized weight: 1.1 B parameters, in memory,
+# in 0.9 to 1.0 s (FP8, INT4) and 1.3 s (NVFP4, whose codes take arithmetic).
 START_SECONDS = 1.1
 NANOSECONDS, NANOSECONDS_FP4 = 0.9, 1.2
+# Reading headers, planning and dividing the files, in each process whatever its share: Kimi-K2, of 69,975
+# tensors, in 4.2 s of one core.
+TENSOR_NANOSECONDS = 60_000
+# What the kernel takes to bring a byte into memory, of two cores. Fitted to Llama 1 B, 8 B, 70 B and 405 B
+# and Kimi-K2 in W4A16 (scripts/bench/sizes.py). Files that are in memory already do without: Llama 1 B took
+# 3.4 s of processor time instead of 5.3.
+READ_NANOSECONDS = 0.22
 # A search for scales takes that of processor time instead, per parameter of two cores: SmolLM2-135M in
 # NVFP4A16 and W8A8 with memoryless_mse, 17.7 and 6.2 s of processor time, 1.5 s without a search.
 NANOSECONDS_SEARCH, NANOSECONDS_SEARCH_FP4 = 22.0, 76.0
@@ -25,9 +33,12 @@ SEARCH_MEMORY = 500_000_000
 # What grows are the headers and the rows in flight, by their length. Fitted to Llama 1 B, 70 B and 405 B and
 # Kimi-K2 in W4A16, which took 231, 358, 457 and 481 MB (scripts/bench/sizes.py).
 MEMORY, MEMORY_PER_TENSOR, MEMORY_PER_COLUMN = 210_000_000, 2_700, 5_000
-# `check`: 1.1 B parameters in 1.6 to 2.3 s, 1 s of it the start; 260 MB. What grows are the headers:
-# DeepSeek-V3 in W4A16 has 136,247 tensors and took 820 MB.
-CHECK_NANOSECONDS, CHECK_MEMORY, CHECK_MEMORY_PER_TENSOR = 0.9, 260_000_000, 4_000
+# `check`, on one core: for each tensor, and for each byte read, with the kernel's part. Kimi-K2 in
+# W4A16, of 209,191 tensors, took 25 s with its scales from memory, Llama 405 B, of 2,901, 13 s.
+CHECK_TENSOR_NANOSECONDS, CHECK_NANOSECONDS = 85_000, 0.8
+# 260 MB for 1.1 B parameters. What grows are the headers: DeepSeek-V3 in W4A16 has 136,247 tensors and took
+# 820 MB.
+CHECK_MEMORY, CHECK_MEMORY_PER_TENSOR = 260_000_000, 4_000
 # Floating-point operations a second of a calibration's forward, by processor time of one thread of a CPU
 # with bf16 matrix units: SmolLM2-135M in FP8, 28 rows of 512 tokens more took 16.8 s more. Without them it is
 # several times as long. torch and transformers are loaded first.
@@ -69,6 +80,11 @@ def estimates(index: SourceIndex, plan: Plan, samples: Samples) -> tuple[Estimat
     return (*calibrate, quantize, _check(index, plan))
 
 
+def start_seconds(index: SourceIndex) -> float:
+    """What of quantizing each process takes, whatever its share of the files."""
+    return START_SECONDS + TENSOR_NANOSECONDS * len(index.tensors) / 1e9
+
+
 def _quantize(index: SourceIndex, plan: Plan) -> Estimate:
     searched = needs_search(plan)
     nanoseconds = 0.0
@@ -84,7 +100,7 @@ def _quantize(index: SourceIndex, plan: Plan) -> Estimate:
     memory += MEMORY_PER_TENSOR * len(index.tensors) + MEMORY_PER_COLUMN * widest
     return Estimate(
         stage="quantize",
-        seconds=START_SECONDS + nanoseconds / 1e9,
+        seconds=start_seconds(index) + (nanoseconds + READ_NANOSECONDS * index.num_bytes) / 1e9,
         memory_bytes=memory,
         basis=f"{plan.parameters:,} parameters",
     )
@@ -112,11 +128,17 @@ def _rounded(index: SourceIndex, plan: Plan, samples: Samples, nearest: Estimate
 
 
 def _check(index: SourceIndex, plan: Plan) -> Estimate:
-    """Of each quantized weight there are about three tensors."""
-    tensors = len(index.tensors) + 2 * sum(len(group.members) for group in plan.groups)
+    """Of each quantized weight there are about three tensors. Of codes some rows are read, and all of FP8,
+    in which there may be NaN."""
+    tensors, read = len(index.tensors), plan.output_bytes
+    for group in plan.groups:
+        weights = get_scheme(group.scheme).args.weights
+        tensors += 2 * len(group.members)
+        if weights.num_bits != 8 or not weights.is_float:
+            read -= sum(one.out_features * one.in_features for one in group.members) * weights.num_bits // 8
     return Estimate(
         stage="check",
-        seconds=START_SECONDS + CHECK_NANOSECONDS * plan.parameters / 1e9,
+        seconds=START_SECONDS + (CHECK_TENSOR_NANOSECONDS * tensors + CHECK_NANOSECONDS * read) / 1e9,
         memory_bytes=CHECK_MEMORY + CHECK_MEMORY_PER_TENSOR * tensors,
         basis="without --source",
     )

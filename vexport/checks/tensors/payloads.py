@@ -54,11 +54,14 @@ def not_finite(view: CheckpointView, check: str) -> Iterator[Finding]:
 def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
     size = BITS[tensor.dtype] // 8
     codes = np.frombuffer(view.reader.raw(tensor), dtype=f"<u{size}")
+    signed, sign = codes.view(f"<i{size}"), 1 << 8 * size - 1
     mask = codes.dtype.type(NOT_FINITE.get(tensor.dtype, 0x7F800000))
     bad = 0
     for start in range(0, codes.size, RUN):
         part = codes[start : start + RUN]
-        bad += int(np.count_nonzero((part & mask) == mask))
+        # Of either sign they have the largest bits, which takes less time to see than to count them.
+        if part.max() >= sign | mask or signed[start : start + RUN].max() >= mask:
+            bad += int(np.count_nonzero((part & mask) == mask))
         if start % RELEASED == 0:
             view.reader.release([tensor])
     view.reader.release([tensor])

@@ -31,9 +31,13 @@ _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
 
 
 def implausible(
-    view: CheckpointView, check: str, fused: FusedLinear, group: ConfigGroup
+    view: CheckpointView,
+    check: str,
+    fused: FusedLinear,
+    group: ConfigGroup,
+    ends: Mapping[str, tuple[float, float]],
 ) -> Iterator[Finding]:
-    """Scales that make weights of a size that no model has."""
+    """Scales that make weights of a size that no model has; `ends` has the least and the largest of some."""
     largest: dict[str, float] = {}
     for module, parameters in fused.members.items():
         scale = parameters.get("weight_scale")
@@ -41,7 +45,8 @@ def implausible(
             continue
         if scale.dtype != "U8" and group.storage.exponent_scales:
             continue
-        size, (least, largest[module]) = math.prod(scale.shape), scales.ends(view.reader, scale)
+        size = math.prod(scale.shape)
+        least, largest[module] = ends.get(scale.name) or scales.ends(view.reader, scale)
         if size >= MANY and least == largest[module] and not group.storage.exponent_scales:
             yield _finding(check, scale, f"{size} times {least:g}")
             continue

@@ -31,19 +31,18 @@ POSITIVE = {
 }
 
 
-def above_zero(reader: Reader, tensor: TensorInfo) -> bool:
-    """Whether all numbers of a dtype in POSITIVE are finite and above zero: told from their bits."""
-    return _positive_ends(reader, tensor) is not None
-
-
-def _positive_ends(reader: Reader, tensor: TensorInfo) -> bytes | None:
-    """The bits of the least and the largest number, where all are finite and above zero."""
+def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | None:
+    """The least and the largest number of a scale, where its dtype is in POSITIVE and all of them are finite
+    and above zero: told from their bits."""
     if tensor.dtype not in POSITIVE:
         return None
     kind, end = POSITIVE[tensor.dtype]
     bits = np.frombuffer(reader.raw(tensor), kind)
     least, largest = bits.min(), bits.max()
-    return least.tobytes() + largest.tobytes() if least > 0 and largest < end else None
+    if least <= 0 or largest >= end:
+        return None
+    least, largest = _decoded(least.tobytes() + largest.tobytes(), tensor.dtype)
+    return float(least), float(largest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,31 +62,31 @@ class Counts:
 
 def counts(reader: Reader, tensor: TensorInfo) -> Counts:
     """The kinds of a scale's numbers; where POSITIVE has its dtype, told from their bits."""
+    size = math.prod(tensor.shape)
     if tensor.dtype not in POSITIVE:
         values = numbers(reader, tensor)
         kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
-    else:
-        kind, end = POSITIVE[tensor.dtype]
-        bits = np.frombuffer(reader.raw(tensor), kind)
-        sign = bits.dtype.type(1 << 8 * bits.itemsize - 1)
-        sizes = bits & (sign - bits.dtype.type(1))
+        nan, infinite, zero, negative = (int(np.count_nonzero(one)) for one in kinds)
+        return Counts(size=size, nan=nan, infinite=infinite, zero=zero, negative=negative)
+    kind, end = POSITIVE[tensor.dtype]
+    bits = np.frombuffer(reader.raw(tensor), kind)
+    sign = bits.dtype.type(1 << 8 * bits.itemsize - 1)
+    sizes = bits & (sign - bits.dtype.type(1))
+    nan = infinite = negative = 0
+    if sizes.max(initial=0) >= end:
         # e4m3 has no infinity: where the others have one it has NaN.
-        nan, infinite = sizes > end, sizes == end
-        if tensor.dtype == "F8_E4M3":
-            nan, infinite = infinite, nan
-        kinds = nan, infinite, sizes == 0, (bits > sign) & ~nan
-    nan_count, *others = (int(np.count_nonzero(one)) for one in kinds)
-    infinite_count, zero, negative = others
-    return Counts(
-        size=math.prod(tensor.shape), nan=nan_count, infinite=infinite_count, zero=zero, negative=negative
-    )
+        is_nan = sizes >= end if tensor.dtype == "F8_E4M3" else sizes > end
+        nan, not_finite = int(np.count_nonzero(is_nan)), int(np.count_nonzero(sizes >= end))
+        infinite, negative = not_finite - nan, -int(np.count_nonzero((bits > sign) & is_nan))
+    if bits.max(initial=0) > sign:
+        negative += int(np.count_nonzero(bits > sign))
+    zero = sizes.size - int(np.count_nonzero(sizes))
+    return Counts(size=size, nan=nan, infinite=infinite, zero=zero, negative=negative)
 
 
 def ends(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
     """The least and the largest of a scale's values, which have been found sound."""
-    if (positive := _positive_ends(reader, scale)) is not None:
-        values = _decoded(positive, scale.dtype)
-    elif scale.dtype in ("U8", "F8_E4M3"):
+    if scale.dtype in ("U8", "F8_E4M3"):
         codes = np.frombuffer(reader.raw(scale), np.uint8) & np.uint8(0xFF if scale.dtype == "U8" else 0x7F)
         values = _decoded(bytes((codes.min(), codes.max())), scale.dtype)
     else:
@@ -99,7 +98,9 @@ def middling(reader: Reader, scale: TensorInfo) -> float:
     """The median of a scale's magnitudes, of many values that of some from all over it."""
     stored = np.frombuffer(reader.raw(scale), f"V{BITS[scale.dtype] // 8}")
     some = stored[:: max(stored.size // SAMPLE, 1)].tobytes()
-    return float(np.median(np.abs(_decoded(some, scale.dtype))))
+    magnitudes = np.abs(_decoded(some, scale.dtype))
+    middle = [(magnitudes.size - 1) // 2, magnitudes.size // 2]
+    return float(np.partition(magnitudes, middle)[middle].mean())
 
 
 def numbers(reader: Reader, tensor: TensorInfo) -> npt.NDArray[np.float64]:

@@ -72,6 +72,12 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origins: dict[int, _Origin] = {}
         self._differences: dict[int, torch.Tensor] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would wrap the method below, of which each call then takes a third longer; nothing is
+        compiled here."""
+        return False
+
     def handed_out(self, name: str, tensor: torch.Tensor) -> None:
         """A stored tensor goes to the loaders."""
         self._sources[name] = _Source(tensor=tensor)

@@ -1,5 +1,6 @@
 """One checkpoint in one cell: vLLM's configuration, model class and loaders, with nothing in memory."""
 
+import fcntl
 import hashlib
 import re
 import time
@@ -83,8 +84,11 @@ def _load(
             model = initialize_model(config)
         memory = rank_memory(model, config, cell.tp)
         known = loaded.with_name(f"{loaded.name}-{_signature(model)}.json")
-        if not known.is_file():
-            write_text(known, to_json(_load_weights(model, config, cell, audit)))
+        with known.with_suffix(".lock").open("w") as lock:
+            # One loads; its like on another capability, at the same time, waits for what it finds.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not known.is_file():
+                write_text(known, to_json(_load_weights(model, config, cell, audit)))
     result = CellResult(
         cell=cell,
         outcome="loaded",

@@ -8,6 +8,7 @@ translated: most tensors by another name, some computed from the stored ones.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from vexport.checkpoint.derived import Derived, renamed
@@ -79,14 +80,14 @@ class MethodFormat(Format):
         yield from ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MethodGroup(ConfigGroup):
     """How a method quantizes some layers: its storage, and what that is in compressed-tensors."""
 
     stored_as: MethodFormat
     translated_format: str
 
-    @property
+    @cached_property
     def storage(self) -> Format:
         return self.stored_as
 
