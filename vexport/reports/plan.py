@@ -110,7 +110,7 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("runs from", f"{outlook.generation} on{_in_full(outlook)}"),
         ("needs", f"the package {outlook.package} next to vLLM") if outlook.package else None,
         ("estimates", f"about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk"),
-        ("", f"(on two idle CPU cores, files in memory{faster})"),
+        ("", f"(on two idle CPU cores, with a disk that keeps up{faster})"),
         *(line for room in outlook.rooms for line in _labelled(f"{room.tp} x {room.gpu}", _room_lines(room))),
         *(("note", note) for note in _findings(plan.notes)),
         *(("refused", refusal) for refusal in _findings(plan.refusals)),

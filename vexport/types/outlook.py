@@ -18,7 +18,7 @@ class KeptShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """About how long a stage takes on two CPU cores with the files in memory, and its peak memory."""
+    """About how long a stage takes on two CPU cores with a disk that keeps up, and its peak memory."""
 
     stage: Stage
     seconds: float
