@@ -65,8 +65,8 @@ class StallingMount:
     def _answer(self, opcode: int, node: int, body: bytes) -> bytes | int | None:
         """The data of an answer, a number of an error, or None for no answer at all."""
         if opcode == INIT:
-            head = (7, 31, 1 << 17, ASYNC_READ, WAITING, WAITING, 1 << 17, 1)
-            return struct.pack("<IIIIHHII36x", *head)
+            sizes = (1 << 17, ASYNC_READ, WAITING, WAITING, 1 << 17, 1)
+            return struct.pack("<IIIIHHII36x", 7, 31, *sizes)
         if opcode == LOOKUP:
             name = os.fsdecode(body.rstrip(b"\0"))
             found = [number for number, file in enumerate(self._files) if number and file.name == name]

@@ -8,7 +8,6 @@ translated: most tensors by another name, some computed from the stored ones.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 from vexport.checkpoint.derived import Derived, renamed
@@ -80,14 +79,14 @@ class MethodFormat(Format):
         yield from ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MethodGroup(ConfigGroup):
     """How a method quantizes some layers: its storage, and what that is in compressed-tensors."""
 
     stored_as: MethodFormat
     translated_format: str
 
-    @cached_property
+    @property
     def storage(self) -> Format:
         return self.stored_as
 
