@@ -37,9 +37,3 @@ AS_NEAR = 1.1
 def is_as_good(record: Record) -> bool:
     """Whether other answers were recorded that are no worse, for a reason that is given."""
     return record.name in AS_GOOD and record.further is not None and record.further <= AS_NEAR
-
-
-# Errors on what an older vLLM loads all the same, each with a reason to say so there too.
-MINDED: Mapping[tuple[str, str], str] = {
-    ("0.20", "index names a second, missing file"): "vLLM looks for it from 0.26 on: a download that stopped",
-}

@@ -19,14 +19,7 @@ from shutil import copytree, rmtree
 from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, calibration_of, source_of, write_good
 from tests.mutations.limits import is_as_good
-from tests.mutations.methods import (
-    METHOD_RECORDS,
-    RUN_RECORDS,
-    SOURCE,
-    method_mutations,
-    quant_method,
-    write_methods,
-)
+from tests.mutations.methods import METHOD_RECORDS, SOURCE, method_mutations, quant_method, write_methods
 from tests.mutations.recorded import OLDEST_RECORDS, PINNED_RECORDS, Record, read_records
 from tests.mutations.table import mutations
 from vexport.calibration import read_samples
@@ -144,12 +137,11 @@ def main() -> None:
         root, scratch = Path(folder), Path(folder) / "scratch"
         scratch.mkdir()
         write_methods(root / "methods")
-        for file, how in ((METHOD_RECORDS, "dry load"), (RUN_RECORDS, "running")):
-            by_method = defaultdict[str, list[Record]](list)
-            for record in read_records(file):
-                by_method[quant_method(record.good)].append(record)
-            for method, records in sorted(by_method.items()):
-                _print(f"0.32  {method}, {how}", records, Bench(root=root / "methods", scratch=scratch))
+        by_method = defaultdict[str, list[Record]](list)
+        for record in read_records(METHOD_RECORDS):
+            by_method[quant_method(record.good)].append(record)
+        for method, records in sorted(by_method.items()):
+            _print(f"0.32  {method}", records, Bench(root=root / "methods", scratch=scratch))
         if _wants(COMPRESSED_TENSORS):
             write_good(root / "good")
         own = ((PINNED_RECORDS, "0.32", ANY), (OLDEST_RECORDS, "0.20", OLDEST))
@@ -159,7 +151,7 @@ def main() -> None:
 
 
 def _print(name: str, records: Sequence[Record], bench: Bench) -> None:
-    if not _wants(name.split()[1].rstrip(",")):
+    if not _wants(name.split()[1]):
         return
     tally = bench.tally(records)
     sys.stdout.write(f"{name}: {tally.summary(records)}\n")

@@ -26,7 +26,7 @@ class SourceIndex:
     """A checkpoint folder as its headers describe it.
 
     `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template, licence);
-    `repeated` are tensors of whose name a later file has another.
+    `repeated` are tensors of whose name a later file has another, `missing` files that the index names.
     """
 
     root: Path
@@ -34,6 +34,7 @@ class SourceIndex:
     tensors: Mapping[str, TensorInfo]
     side_files: tuple[Path, ...]
     repeated: tuple[TensorInfo, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -57,8 +58,8 @@ class SourceIndex:
         )
 
 
-def read_index(root: Path) -> SourceIndex:
-    """Read a checkpoint folder's config and all safetensors headers.
+def read_index(root: Path, *, partial: bool = False) -> SourceIndex:
+    """Read a checkpoint folder's config and all safetensors headers; if `partial`, files may be missing.
 
     Raises InputError where the folder, its config or its weights are missing or broken.
     """
@@ -67,7 +68,7 @@ def read_index(root: Path) -> SourceIndex:
     config = read_json_object(root / "config.json")
     tensors: dict[str, TensorInfo] = {}
     repeated: list[TensorInfo] = []
-    for file in weight_files(root):
+    for file in weight_files(root, partial=partial):
         found = read_header(file)
         repeated += [tensors[name] for name in found.keys() & tensors.keys()]
         tensors.update(found)
@@ -77,8 +78,19 @@ def read_index(root: Path) -> SourceIndex:
         if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
     )
     return SourceIndex(
-        root=root, config=config, tensors=tensors, side_files=side_files, repeated=tuple(repeated)
+        root=root,
+        config=config,
+        tensors=tensors,
+        side_files=side_files,
+        repeated=tuple(repeated),
+        missing=_missing(root) if partial else (),
     )
+
+
+def _missing(root: Path) -> tuple[str, ...]:
+    """The files that the index names and the folder does not have."""
+    names = index_file_names(root) if (root / INDEX_NAME).is_file() else []
+    return tuple(name for name in names if not (root / name).is_file())
 
 
 def require_checkpoint(root: Path) -> None:
@@ -104,10 +116,10 @@ def require_config(root: Path) -> None:
         )
 
 
-def weight_files(root: Path) -> list[Path]:
+def weight_files(root: Path, *, partial: bool = False) -> list[Path]:
     """The safetensors files of a checkpoint: those of its index, else the single file.
 
-    Raises InputError where the index names a file that is missing or lies outside the folder.
+    Raises InputError where the index names a file outside the folder, or, unless `partial`, a missing one.
     """
     if not (root / INDEX_NAME).is_file():
         return _single_or_all(root)
@@ -133,7 +145,7 @@ def weight_files(root: Path) -> list[Path]:
                     fix="recreate the index",
                 )
             )
-        elif not file.is_file():
+        elif not file.is_file() and not partial:
             problems.append(
                 InputError(
                     str(file),
@@ -143,7 +155,7 @@ def weight_files(root: Path) -> list[Path]:
                 )
             )
     raise_all(problems)
-    return [file for file in files if file is not None]
+    return [file for file in files if file is not None and file.is_file()]
 
 
 def _single_or_all(root: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from vexport.architectures.versions import facts_of, nearest_version
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.methods import other_method
@@ -19,7 +20,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
 from vexport.types import CheckReport, Finding, Part
-from vexport.version import short_version
+from vexport.version import PINNED, short_version
 
 FILES = "files"
 # An exception of ours in a family, in its place.
@@ -91,7 +92,7 @@ def check_checkpoint(
     root = root or Path(name)
     require_config(root)
     try:
-        index = read_index(root)
+        index = read_index(root, partial=not _refuses_missing_files(target))
         with Reader() as reader:
             view = CheckpointView(index, reader, target)
             # What several families cannot read, each of them tells.
@@ -110,6 +111,11 @@ def check_checkpoint(
         sm=tuple(target.sm),
         part=part,
     )
+
+
+def _refuses_missing_files(target: Target) -> bool:
+    """Whether vLLM asks for all files of an index (filter_duplicate_safetensors_files, from 0.26 on)."""
+    return target.vllm == PINNED or facts_of(nearest_version(target.vllm)).refuses_missing_files
 
 
 def findings_on(
