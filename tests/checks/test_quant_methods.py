@@ -64,6 +64,14 @@ def test_a_spoiled_checkpoint_is_found(written: Written, tmp_path: Path, method:
     assert not any(translated in each.where or each.check == "internal" for each in findings), findings
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "auto-round"])
+@pytest.mark.parametrize("bits", [9, 0, -4, "x"])
+def test_no_code_has_such_bits(written: Written, tmp_path: Path, method: str, bits: Json) -> None:
+    """Nothing else may be taken in their place."""
+    findings = found(spoiled(written(method), tmp_path / "spoiled", quantization(bits=bits)))
+    assert [each.where.rpartition(".")[2] for each in findings if each.check == "config"] == ["bits"]
+
+
 @pytest.fixture(scope="session")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A micro gpt-oss with its experts in MXFP4; read it, never write to it."""

@@ -10,7 +10,7 @@ from vexport.checks.vllm.quant_methods import fp8
 from vexport.checks.vllm.quant_methods.awq import Awq
 from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, Model, QuantMethod
 from vexport.checks.vllm.quant_methods.gptq import Gptq
-from vexport.checks.vllm.quant_methods.integers import integer_group
+from vexport.checks.vllm.quant_methods.integers import MOST_BITS, integer_group
 from vexport.formats import MXFP4, MXFP8
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport
@@ -109,6 +109,8 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     config = Config(values, SOURCE)
     bits, size = config.required("bits"), config.required("group_size")
     symmetric = values.get("sym") is not False
+    if bits is not None and type(bits) is not int:
+        config.wrong("bits", "a number", repr(bits))
     base = Settings(bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric)
     extra, entries = values.get("extra_config"), dict[str, Settings]()
     for name, entry in extra.items() if isinstance(extra, dict) else ():
@@ -184,11 +186,13 @@ def _group(config: Config, settings: Settings) -> MethodGroup:
     size = settings.group_size
     if not isinstance(size, int):
         config.wrong("group_size", "a number", repr(size))
+    if not 0 < settings.bits <= MOST_BITS:
+        config.wrong("bits", f"1 to {MOST_BITS}", str(settings.bits))
     as_awq = "awq" in str(layout) and "gptq" not in str(backend)
     return integer_group(
         name,
         Awq() if as_awq else AsGptq(),
-        bits=settings.bits if 0 < settings.bits <= 8 else 4,
+        bits=settings.bits if 0 < settings.bits <= MOST_BITS else 4,
         size=size if isinstance(size, int) else -1,
         symmetric=settings.symmetric and not as_awq,
     )

@@ -19,6 +19,7 @@ from vexport.checks.vllm.quant_methods.base import (
     Translation,
 )
 from vexport.checks.vllm.quant_methods.integers import (
+    MOST_BITS,
     PACKED_NAMES,
     Array,
     bits_of,
@@ -131,6 +132,8 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             config.wrong(key, "a number", repr(value))
+    if isinstance(bits, int) and not 0 < bits <= MOST_BITS:
+        config.wrong("bits", f"1 to {MOST_BITS}", str(bits))
     version = str(values.get("version", LAYOUT)).lower()
     if version != LAYOUT:
         expected = f"{LAYOUT}: vLLM reads every checkpoint as packed by AutoAWQ's WQLinear_GEMM"
@@ -139,7 +142,7 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     group = integer_group(
         "awq",
         Awq(),
-        bits=bits if isinstance(bits, int) and 0 < bits <= 8 else BITS,
+        bits=bits if isinstance(bits, int) and 0 < bits <= MOST_BITS else BITS,
         size=size if isinstance(size, int) else -1,
         symmetric=False,
     )

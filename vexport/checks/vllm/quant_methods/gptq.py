@@ -22,6 +22,7 @@ from vexport.checks.vllm.quant_methods.base import (
     Translation,
 )
 from vexport.checks.vllm.quant_methods.integers import (
+    MOST_BITS,
     PACKED_NAMES,
     Array,
     bits_of,
@@ -213,6 +214,8 @@ def _group(config: Config, values: Mapping[str, Json], name: str = "gptq") -> Me
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             config.wrong(key, "a number", repr(value))
+    if isinstance(bits, int) and not 0 < bits <= MOST_BITS:
+        config.wrong("bits", f"1 to {MOST_BITS}", str(bits))
     grouped = isinstance(size, int) and size > 0
     if values.get("desc_act") is True and grouped:
         fix = "quantize without desc_act, or with static groups"
@@ -221,7 +224,7 @@ def _group(config: Config, values: Mapping[str, Json], name: str = "gptq") -> Me
     return integer_group(
         name,
         stored_as,
-        bits=bits if isinstance(bits, int) and 0 < bits <= 8 else 4,
+        bits=bits if isinstance(bits, int) and 0 < bits <= MOST_BITS else 4,
         size=size if isinstance(size, int) else -1,
         symmetric=values.get("sym") is not False,
     )

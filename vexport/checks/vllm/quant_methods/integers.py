@@ -21,6 +21,9 @@ from vexport.types import TensorInfo
 Array = npt.NDArray[np.generic]
 PACKED_NAMES = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
 
+# Bits of a code that methods of integers have; which of them vLLM runs is each method's.
+MOST_BITS = 8
+
 
 def integer_group(
     name: str, stored_as: MethodFormat, *, bits: int, size: int, symmetric: bool
