@@ -46,6 +46,9 @@ def test_a_suite_stands_for_tasks_margin_and_limit(llama: Path, tmp_path: Path) 
     shown = vexport("plan", path)
     assert "humaneval 17, mbpp 50" in shown.stdout
     assert f"vexport run {path} --trust-remote-code" in shown.stdout
+    evaluate = read_scenario(path).evaluate
+    assert evaluate is not None
+    assert evaluate.apply_chat_template is False
 
 
 @pytest.mark.parametrize(

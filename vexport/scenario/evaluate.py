@@ -78,7 +78,8 @@ class Evaluate(Section):
         tasks, given = tuple(task.name for task in suite.tasks), content.get("tasks")
         if given and (not isinstance(given, list | tuple) or tuple(given) != tasks):
             raise located_errors([(("tasks",), given, "a suite, or tasks", "remove one of the two")])
-        return {"margin": suite.margin, "limit": suite.limit, **content, "tasks": tasks}
+        own = {"margin": suite.margin, "limit": suite.limit, "apply_chat_template": suite.apply_chat_template}
+        return {**own, **content, "tasks": tasks}
 
     @field_validator("include_path", mode="before")
     @classmethod

@@ -27,12 +27,17 @@ class SuiteTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Tasks, the loss that is accepted in each, and how many of their documents are asked at most."""
+    """Tasks, the loss that is accepted in each, and how many of their documents are asked at most.
+
+    `apply_chat_template` is False where prompts are to be completed: humaneval ends an answer at the first
+    `def`, which a turn of a chat begins with.
+    """
 
     about: str
     tasks: tuple[SuiteTask, ...]
     margin: float
     limit: int | None = None
+    apply_chat_template: bool | None = None
 
     def documents(self, task: SuiteTask) -> int:
         """The documents of a task that are asked."""
@@ -65,6 +70,7 @@ SUITES: Mapping[str, Suite] = {
             SuiteTask(name="mbpp", documents=500, prompt_tokens=700, new_tokens=150),
         ),
         margin=0.05,
+        apply_chat_template=False,
     ),
     "chat": Suite(
         about="instructions, mathematics and truthfulness",
