@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from calling import CODES, FILLER, INTERRUPTED, ROOT, TEMPORARY, WORK, Ended, Place, Strike, isolated
 from commands import COMMANDS, LEAN, TIMEOUT, answers, different, fresh, write_lean
-from page import LOST, is_held, write_cells
+from page import LOST, MISSING, is_held, write_cells
 from rows import ENGINES, HANG, LITTLE, PHASES, EngineRow
 
 from vexport.engine.session import engines_share_imports
@@ -110,8 +110,6 @@ class Laboratory:
 
     def _wrong_error(self, ended: Ended, row: EngineRow) -> Iterator[str]:
         """What is wrong with how a call met a fault."""
-        if not ended.struck:
-            yield "not struck"
         if ended.code != 4:
             yield f"exit code {ended.code}"
         if len(ended.errors) != 1 or not re.search(row.words, ended.errors[0]):
@@ -190,6 +188,9 @@ class Laboratory:
             ended = self.place.call(command.arguments(folder), fault=f"{row.fault}@{phase}")
         if row.words == HANG:
             write_lean(folder)
+        if not ended.struck:
+            print(f"  {name}, {phase}: the chain is past it; remove {folder}", file=sys.stderr)
+            return MISSING
         wrong = [*self._wrong_error(ended, row), *_lost_answers(before, answers(folder))]
         return self._cell(f"{name}, {phase}", ended, wrong)
 
