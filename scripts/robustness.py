@@ -8,7 +8,7 @@
 
 A test tries a fault if it has the marker `fault`, whose text is its row. Rows of which nothing is run stay as
 they are; the page is written after every test, so that what was run before an interruption is kept. It needs
-one process (no `-n`). What disturbs a working vLLM takes long and is run by `scripts/faults/run.py`.
+one process (no `-n`). With VEXPORT_EVERY_FAULT=1 every fault meets vLLM in every phase.
 """
 
 import argparse

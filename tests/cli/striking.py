@@ -44,11 +44,12 @@ def strike(
     delay: float,
     *,
     folder: Path,
+    until: str = "",
     times: int = 1,
 ) -> Struck:
     """Start `vexport ARGUMENTS...` in a folder and send the signal `delay` seconds after its handlers stand.
 
-    It is sent `times` times.
+    With `until` after a line on stderr that begins so; it is sent `times` times.
     """
     temporary = Path(tempfile.mkdtemp(prefix="struck-"))
     environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
@@ -62,6 +63,7 @@ def strike(
         start_new_session=True,
     )
     await_handlers(process)
+    read = _read_until(process, until) if until else ""
     time.sleep(delay)
     sent = time.perf_counter()
     for _ in range(times):
@@ -71,7 +73,7 @@ def strike(
     seconds = time.perf_counter() - sent
     left = leftovers(temporary)
     shutil.rmtree(temporary)
-    return Struck(code=process.returncode, stdout=stdout, stderr=stderr, seconds=seconds, left=left)
+    return Struck(code=process.returncode, stdout=stdout, stderr=read + stderr, seconds=seconds, left=left)
 
 
 def await_handlers(process: "subprocess.Popen[str]") -> None:
@@ -82,6 +84,16 @@ def await_handlers(process: "subprocess.Popen[str]") -> None:
         if int(caught.split()[1], 16) >> (signal.SIGHUP - 1) & 1:
             return
         time.sleep(0.002)
+
+
+def _read_until(process: "subprocess.Popen[str]", beginning: str) -> str:
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith(beginning):
+            break
+    return "".join(lines)
 
 
 def leftovers(temporary: Path) -> list[str]:

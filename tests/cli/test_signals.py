@@ -167,3 +167,21 @@ def test_a_signal_while_vllm_is_imported(arguments: Sequence[object], tmp_path: 
     struck = strike(arguments, number, moments.uniform(1, 4), folder=tmp_path)
     assert_interrupted(struck, number)
     assert struck.errors == [RESUME]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "stage", "number"),
+    [
+        (("load", MODEL), "load model: canaries", signal.SIGHUP),
+        (EVAL, "baseline: addition", signal.SIGINT),
+    ],
+)
+@pytest.mark.fault("a signal while vLLM works: its processes and folders go too")
+def test_a_signal_while_vllm_works(
+    arguments: Sequence[object], stage: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    struck = strike(arguments, number, 0.02, folder=tmp_path, until=f"{stage} ...")
+    assert_interrupted(struck, number)
+    assert struck.errors == [RESUME]
