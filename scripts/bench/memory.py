@@ -21,6 +21,8 @@ from pathlib import Path
 SCHEMES = ("FP8_DYNAMIC", "W8A8", "W4A16_G64", "NVFP4A16")
 KV_BYTES = 2**30
 LENGTH = 256
+# Tokens of a block of the KV cache of vLLM's CPU build.
+CPU_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ def predicted(model: Path, scheme: str) -> tuple[int, int]:
     )
     cache = kv_cache_of(index, 1)
     assert cache is not None
-    return weights_held(index, plan, 1)[0], KV_BYTES * LENGTH // cache.sequence_bytes(LENGTH)
+    return weights_held(index, plan, 1)[0], KV_BYTES * LENGTH // cache.held_bytes(LENGTH, LENGTH, CPU_BLOCK)
 
 
 def prepare() -> None:

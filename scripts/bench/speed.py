@@ -116,8 +116,7 @@ class Prediction:
                 step_ms=1000 * point.itl,
                 bound_ms=1000 * self.rank.decode_seconds(scheme, point.concurrency),
                 kv_token_bytes=cache_bytes / report.kv_tokens,
-                predicted_kv_token_bytes=self.rank.kv_cache.sequence_bytes(self.rank.context)
-                / self.rank.context,
+                predicted_kv_token_bytes=self.rank.kv_cache.read_bytes(self.rank.context) / self.rank.context,
             )
 
 

@@ -167,7 +167,7 @@ def test_the_kv_cache_of_windows_states_and_shared_layers(llama: SourceIndex) ->
     mixed = replace(llama, config={**llama.config, "layer_types": kinds, "sliding_window": 100})
     kv_cache = kv_cache_of(mixed, 1)
     assert kv_cache is not None
-    assert kv_cache.sequence_bytes(1000) == (100 + 1000) * 2 * 128 * 2
+    assert kv_cache.read_bytes(1000) == (100 + 1000) * 2 * 128 * 2
     assert kv_cache.decode_operations(1000) == (100 + 1000) * 4 * 256
     shared = kv_cache_of(replace(llama, config={**llama.config, "num_kv_shared_layers": 2}), 1)
     assert shared is not None
@@ -175,7 +175,18 @@ def test_the_kv_cache_of_windows_states_and_shared_layers(llama: SourceIndex) ->
     # Four ranks of two heads: each holds one, as vLLM repeats them.
     repeated = kv_cache_of(llama, 4)
     assert repeated is not None
-    assert repeated.sequence_bytes(1) == 3 * 2 * 64 * 2
+    assert repeated.read_bytes(1) == 3 * 2 * 64 * 2
+
+
+def test_what_is_held_of_windows_is_what_vllm_reports() -> None:
+    """A Gemma 3 with five windows in six layers, in 1 GiB: the log of vLLM 0.32 on a CPU, blocks of 128."""
+    layer = KvLayer(token_bytes=2 * 2 * 64 * 2, operations=1)
+    cache = KvCacheOfRank(layers=(*[replace(layer, window=128)] * 5, layer))
+    assert 2**30 * 256 // cache.held_bytes(256, 2048, 128) == 246_723
+    # Of a long sequence a window holds itself and one step; the last of three groups of two is filled up.
+    uneven = KvCacheOfRank(layers=(*[replace(layer, window=128)] * 3, layer, layer))
+    assert uneven.held_bytes(8192, 2048, 16) == 512 * (4 * 16 * (136 + 1) + 2 * 8192)
+    assert KvCacheOfRank(layers=(layer, layer)).held_bytes(8192, 2048, 16) == 512 * 2 * 8192
 
 
 def test_latent_attention_is_not_cut_and_drafting_layers_are_not_held(tmp_path: Path) -> None:

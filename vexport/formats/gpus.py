@@ -53,8 +53,15 @@ class Card:
         """What vLLM takes of the memory."""
         return int(self.memory_bytes * UTILIZATION)
 
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of one step of `vllm serve` (get_batch_defaults in vllm/engine/arg_utils.py)."""
+        if self.memory_bytes >= 160 * _GIB:
+            return 16384
+        return 8192 if self.memory_bytes >= 70 * _GIB and not self.name.startswith("A100") else 2048
 
-_MIB = 2**20
+
+_MIB, _GIB = 2**20, 2**30
 _GB, _TERA = 1e9, 1e12
 
 

@@ -32,7 +32,7 @@ class Rank:
         """The least time of a step that makes one token for each of `batch` sequences."""
         weights = sum(self.part_seconds(part, scheme, batch, batch) for part in self.weights.parts)
         attention = self._slower(
-            batch * self.kv_cache.sequence_bytes(self.context),
+            batch * self.kv_cache.read_bytes(self.context),
             batch * self.kv_cache.decode_operations(self.context),
             "bf16",
         )
@@ -45,7 +45,7 @@ class Rank:
             for part in self.weights.parts
         )
         attention = self._slower(
-            self.kv_cache.sequence_bytes(self.context),
+            self.kv_cache.read_bytes(self.context),
             self.kv_cache.prefill_operations(self.context),
             "bf16",
         )

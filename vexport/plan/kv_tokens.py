@@ -1,6 +1,6 @@
 """What the KV cache takes on a rank, from names, shapes and the config; `load --dry` asks vLLM itself."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vexport.architectures import resolve
@@ -13,6 +13,10 @@ from vexport.types import Json, LinearPlan
 
 # Bytes of a number in the model's dtype, which vLLM makes of float32 too.
 MODEL_BYTES = 2
+# Tokens of a block of vLLM's KV cache on a GPU (vllm/config/cache.py).
+BLOCK_TOKENS = 16
+# Groups of layers that share blocks are as large as the smallest kind, or the largest if that is little more.
+_LITTLE_MORE = 1.5
 # Names of `layer_types` of layers that attend to a window, and to all tokens; others keep a state instead.
 WINDOWED = ("sliding_attention", "chunked_attention")
 ATTENTION = (*WINDOWED, "full_attention", "attention")
@@ -34,6 +38,16 @@ class KvLayer:
         """How many tokens of a sequence it reads."""
         return context if self.window is None else min(context, self.window)
 
+    def held_tokens(self, context: int, step: int, block: int) -> int:
+        """For how many tokens of a sequence vLLM keeps room, in whole blocks.
+
+        Of a window these are its tokens and those of a `step`, and it may begin within a block
+        (SlidingWindowSpec in vllm/v1/kv_cache_interface.py).
+        """
+        if self.window is None:
+            return block * -(-context // block)
+        return block * (-(-min(self.window - 1 + step, context) // block) + 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheOfRank:
@@ -41,9 +55,27 @@ class KvCacheOfRank:
 
     layers: tuple[KvLayer, ...]
 
-    def sequence_bytes(self, context: int) -> int:
-        """Bytes of the cache of one sequence."""
+    def read_bytes(self, context: int) -> int:
+        """Bytes that one new token of a sequence reads."""
         return sum(layer.token_bytes * layer.tokens(context) for layer in self.layers)
+
+    def held_bytes(self, context: int, step: int, block: int = BLOCK_TOKENS) -> int:
+        """Bytes that vLLM keeps for one sequence, which schedules `step` tokens at once.
+
+        Layers with and without a window are in groups of equal size, the last one filled up with layers that
+        there are not (_get_kv_cache_groups_uniform_page_size in vllm/v1/core/kv_cache_utils.py).
+        """
+        kinds: dict[int | None, list[KvLayer]] = {}
+        for layer in self.layers:
+            kinds.setdefault(layer.window, []).append(layer)
+        group = _group_size([len(layers) for layers in kinds.values()])
+        return sum(
+            sum(layer.token_bytes for layer in layers)
+            * (group * -(-len(layers) // group) if len(kinds) > 1 else len(layers))
+            // len(layers)
+            * layers[0].held_tokens(context, step, block)
+            for layers in kinds.values()
+        )
 
     def decode_operations(self, context: int) -> int:
         """Operations of the attention of one new token."""
@@ -56,6 +88,11 @@ class KvCacheOfRank:
             for layer in self.layers
             for seen in (layer.tokens(context),)
         )
+
+
+def _group_size(numbers: Sequence[int]) -> int:
+    least, most = min(numbers, default=1), max(numbers, default=1)
+    return most if most < _LITTLE_MORE * least else least
 
 
 def kv_cache_of(index: SourceIndex, tp: int) -> KvCacheOfRank | None:

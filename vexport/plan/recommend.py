@@ -83,8 +83,9 @@ class _Model:
 
     @property
     def sequence_bytes(self) -> int | None:
-        """The KV cache of one sequence on a rank."""
-        return self.kv_cache.sequence_bytes(self.target.context) if self.kv_cache else None
+        """What vLLM keeps for the KV cache of one sequence on a rank."""
+        target = self.target
+        return self.kv_cache.held_bytes(target.context, target.card.step_tokens) if self.kv_cache else None
 
     def cost(self, scheme: Scheme) -> _Cost:
         """About how long quantizing takes, computed once for schemes that take the same."""

@@ -26,9 +26,9 @@ def rank_rooms(
     for tp in sizes if cards else ():
         held, source = weights_held(index, plan, tp)
         cache = kv_cache_of(index, tp)
-        sequence = cache.sequence_bytes(DEFAULT_CONTEXT) // (2 if plan.kv_cache else 1) if cache else None
-        plain = cache.sequence_bytes(DEFAULT_CONTEXT) if cache else None
         for card in cards:
+            plain = cache.held_bytes(DEFAULT_CONTEXT, card.step_tokens) if cache else None
+            sequence = plain // 2 if plain and plan.kv_cache else plain
             yield RankRoom(
                 gpu=card.name,
                 tp=tp,
