@@ -136,6 +136,25 @@ def test_what_hears_nothing_ends_all_the_same() -> None:
     assert ran == (143, RESUME)
 
 
+@SWALLOWED
+def test_a_signal_between_the_command_and_its_end_is_one_line() -> None:
+    """The first instruction after the command has returned gets it."""
+    main = (
+        "import os, signal, sys\n"
+        "from vexport.cli import interrupts, entry\n"
+        "entry.run_command = lambda interrupted: 0\n"
+        "def trace(frame, event, argument):\n"
+        "    if frame.f_code.co_name == 'finish':\n"
+        "        sys.settrace(None)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return trace\n"
+        "sys.settrace(trace)\n"
+        "interrupts.main()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", main], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr.splitlines()) == (143, [FINISHED])
+
+
 def _with_handlers(code: str, number: signal.Signals) -> tuple[int, str]:
     """The exit code and the stderr of code that a signal meets when it has said `ready`."""
     body = "\n".join(f"    {line}" for line in code.splitlines())

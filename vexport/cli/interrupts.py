@@ -137,12 +137,14 @@ def _run(interrupts: Interrupts) -> int:
         from vexport.cli.entry import run_command
 
         code = run_command(lambda: interrupts.code is not None)
+        interrupts.finish()
+    # As long as the exception is handled it is not lost: before the block ends, nothing may be raised again.
     except KeyboardInterrupt:
-        pass
+        interrupts.finish()
     except Exception:  # of an import that a signal broke off; Python's own report of any other
+        interrupts.finish()
         if interrupts.code is None:
             raise
-    interrupts.finish()
     with suppress(OSError, ValueError):
         if interrupts.code is not None or code is None:
             print(f"error: {INTERRUPTED if code is None else FINISHED}", file=sys.stderr)
