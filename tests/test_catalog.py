@@ -26,6 +26,7 @@ SHARED = {
         "dequantize",
         "gpus",
         "input_rounding",
+        "kernels",
         "kv_cache",
         "own_schemes",
         "parameters",

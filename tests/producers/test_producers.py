@@ -24,7 +24,8 @@ from vexport.types import Json
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
-SIGNED = ("autoround-llama-W4A16", "autoround-llama-INT8_W8A8", "autoround-moe-W4A16")
+EXPERTS_OF_INT4 = "autoround-moe-W4A16"
+SIGNED = ("autoround-llama-W4A16", "autoround-llama-INT8_W8A8", EXPERTS_OF_INT4)
 ROTATED = "llmcompressor-llama-QUIP"
 # What no other test has in the real vLLM.
 SERVED = (*SIGNED, ROTATED)
@@ -76,6 +77,8 @@ def test_the_reference_is_near_the_source(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_vllm_agrees_with_the_reference(name: str, tmp_path: Path) -> None:
+    if name == EXPERTS_OF_INT4 and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's CPU build multiplies experts of INT4 by AMX, which this processor lacks")
     checkpoint = copytree(CHECKPOINTS / name, tmp_path / name)
     write_tokenizer(checkpoint, VOCABULARY)
     ran = vexport("load", checkpoint, "--mode", "eager", "--format", "json", "--quiet")

@@ -59,7 +59,7 @@ def test_schemes_are_compared_and_the_baseline_is_served_once(scenario: Path, tm
     for stage in ("serve baseline", "time baseline"):
         assert len({json.dumps(run["stages"][stage]) for run in runs.values()}) == 1, "made once"
     page = (out / "compare.html").read_text()
-    assert page.count('<figure class="plane"') == 3
+    assert page.count('<figure class="plane named"') == 3
     assert 'href="schemes/W4A16/report.html"' in page
     plan = json.loads((out / "schemes" / "W4A16" / "plan.json").read_text())
     assert all("layers.0." not in group["name"] for group in plan["groups"]), "what a rule keeps is kept"

@@ -3,10 +3,14 @@
 import torch
 import torch.nn.functional as F
 from torch.nn import Parameter
-from vllm.model_executor.kernels.linear import FP8ScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.kernels.linear import (
+    Fp8BlockScaledMMLinearKernel,
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+)
 
 from vexport.engine.cpu_emulation.layer import Answer, QuantizedLayer
-from vexport.engine.cpu_emulation.rounding import fp8_token_scale, round_fp8
+from vexport.engine.cpu_emulation.rounding import fake_fp8, fp8_token_scale, round_fp8
 
 
 class EmulationFp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -66,7 +70,7 @@ class EmulationW8A16Fp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         if layer.weight_block_size is None:
             weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(-1, 1)
         else:
-            weight = layer.weight.data.to(torch.float32) * blocks_of(layer)
+            weight = layer.weight.data.to(torch.float32) * blocks_of(layer, layer.weight_scale_inv.data)
         layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
 
     def apply_weights(
@@ -78,9 +82,34 @@ class EmulationW8A16Fp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         raise NotImplementedError("apply_weights does it all")
 
 
-def blocks_of(layer: QuantizedLayer) -> torch.Tensor:
+class EmulationFp8BlockLinear(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+    """FP8 weights with scales by block, activations dynamic in groups: for CPUs without AMX."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        return True, None
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        """Dequantize the weight, which is stored as (out, in)."""
+        weight = layer.weight.data.to(torch.float32) * blocks_of(
+            layer, self._get_layer_params(layer).block_scale.data
+        )
+        layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        group = self.config.activation_quant_key.scale.group_shape.col
+        rounded = fake_fp8(x.reshape(-1, x.shape[-1]), group)
+        return F.linear(rounded.reshape(x.shape), layer.weight, bias)
+
+    def apply_block_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("apply_weights does it all")
+
+
+def blocks_of(layer: QuantizedLayer, stored: torch.Tensor) -> torch.Tensor:
     """The scales by block of a weight (out, in), each as often as its block has elements."""
     assert layer.weight_block_size is not None
     (high, wide), (rows, columns) = layer.weight_block_size, layer.weight.shape
-    scales = layer.weight_scale_inv.data.repeat_interleave(high, 0)[:rows]
+    scales = stored.repeat_interleave(high, 0)[:rows]
     return scales.repeat_interleave(wide, 1)[:, :columns]

@@ -24,7 +24,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import HadamardTransform
 from vllm.platforms import PlatformEnum
 
-from vexport.engine.cpu_emulation.fp8 import EmulationFp8Linear, EmulationW8A16Fp8Linear
+from vexport.engine.cpu_emulation.fp8 import (
+    EmulationFp8BlockLinear,
+    EmulationFp8Linear,
+    EmulationW8A16Fp8Linear,
+)
 from vexport.engine.cpu_emulation.mxfp4 import EmulationMxFp4Linear
 from vexport.engine.cpu_emulation.nvfp4 import EmulationNvFp4A16Linear, EmulationNvFp4Linear
 from vexport.engine.cpu_emulation.rounding import round_fp8
@@ -48,6 +52,8 @@ def register_kernels() -> None:
     # The CPU build lacks the operator behind this name, which fused layers need to share one weight scale.
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
     linear._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(EmulationW8A16Fp8Linear)
+    # Last: vLLM's own kernels need AMX.
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(EmulationFp8BlockLinear)
     # Last: only what vLLM's own kernel for INT4 does not take.
     register_linear_kernel(EmulationWNA16Linear, PlatformEnum.CPU, "mp")
     # First, because vLLM's kernel for INT4 with INT8 inputs does not look at the inputs' type.

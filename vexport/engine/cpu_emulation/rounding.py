@@ -1,6 +1,7 @@
 """Rounding of activations to FP4 and FP8 values, as the GPU kernels round them, in plain torch."""
 
 import torch
+import torch.nn.functional as F
 
 from vexport.numerics.constants import E2M1_MAX, E4M3_MAX, MX_GROUP, NVFP4_GROUP
 
@@ -62,12 +63,14 @@ def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def fake_fp8(activations: torch.Tensor, group: int) -> torch.Tensor:
     """Quantize to e4m3 and back: (tokens, features) in its own dtype, a scale for every `group` features.
 
-    One for each token where `group` is -1, as vLLM's `GroupShape` has it.
+    One for each token where `group` is -1, as vLLM's `GroupShape` has it. The last group may be smaller.
     """
-    groups = activations.reshape(activations.shape[0], -1, group if group > 0 else activations.shape[1])
+    tokens, features = activations.shape
+    size = group if group > 0 else features
+    groups = F.pad(activations, (0, -features % size)).reshape(tokens, -1, size)
     scale = fp8_token_scale(groups)
     rounded = round_fp8(groups, scale).to(torch.float32) * scale
-    return rounded.reshape(activations.shape).to(activations.dtype)
+    return rounded.reshape(tokens, -1)[:, :features].to(activations.dtype)
 
 
 def _reciprocal(value: torch.Tensor) -> torch.Tensor:
