@@ -118,8 +118,8 @@ class Fp8(Format):
         return "POSSIBLE_FP8_KERNELS" if args.weights.block is None else "POSSIBLE_FP8_BLOCK_KERNELS"
 
     def cpu(self, args: Arguments) -> Cpu:
-        """Native by block alone, with AMX: else the CPU build ignores static scales or takes .2 s a layer; that of
-        vLLM 0.33 leaves inputs of weights per channel in bfloat16.
+        """Native by block alone, with AMX: else the CPU build ignores static scales or takes 0.2 s a layer;
+        that of vLLM 0.33 leaves inputs of weights per channel in bfloat16.
 
         vexport.engine.cpu_emulation.fp8 stands in for it.
         """
