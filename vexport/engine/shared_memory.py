@@ -1,4 +1,4 @@
-"""Shared memory that vLLM's processes leave in /dev/shm: the CPU build at every end, others when killed."""
+"""What vLLM's processes leave in /dev/shm: the CPU build shared memory at every end, others when killed."""
 
 import os
 import re
@@ -7,13 +7,20 @@ from pathlib import Path
 
 _FOLDER = Path("/dev/shm")
 # Python's multiprocessing, and vLLM's CPU kernels: shm_broadcast.py and cpu_communicator.py in
-# vllm/distributed/device_communicators.
-_SEGMENT = re.compile(rf"{_FOLDER}/((?:psm_|vllm_dist_)\S+)$", re.MULTILINE)
+# vllm/distributed/device_communicators; semaphores of joblib, which lm-eval's metrics import.
+_NAME = re.compile(r"psm_|vllm_dist_|sem\.")
+# The inode of what is mapped: a semaphore gets its name only after its file was opened under another.
+_MAPPED = re.compile(rf"^\S+ \S+ \S+ \S+ (\d+) +{_FOLDER}/", re.MULTILINE)
 
 
 def segments_of(group: int) -> set[str]:
-    """The names of the segments that processes of a group have mapped now."""
-    return {name for process in _members(group) for name in _mapped(process)}
+    """The names of what processes of a group have mapped now."""
+    mapped = {inode for process in _members(group) for inode in _inodes(process)}
+    return {
+        entry.name
+        for entry in os.scandir(_FOLDER)
+        if _NAME.match(entry.name) and str(entry.inode()) in mapped
+    }
 
 
 def remove_segments(names: set[str]) -> None:
@@ -31,8 +38,8 @@ def _members(group: int) -> Iterator[Path]:
             continue
 
 
-def _mapped(process: Path) -> list[str]:
+def _inodes(process: Path) -> list[str]:
     try:
-        return _SEGMENT.findall((process / "maps").read_text(encoding="utf-8", errors="replace"))
+        return _MAPPED.findall((process / "maps").read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return []
