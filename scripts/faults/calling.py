@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,9 @@ class Place:
         )
         for name in leftover_memory():
             (SHARED_MEMORY / name).unlink()
+        for name in leftover_files(TEMPORARY):  # logs that an error names among them
+            path = TEMPORARY / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         return result
 
     def _start(self, arguments: Sequence[object], fault: str) -> tuple["Process", Path, Path]:

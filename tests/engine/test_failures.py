@@ -59,6 +59,16 @@ def test_an_assertion_without_a_message_is_told_by_its_code(tmp_path: Path) -> N
     assert (failure.kind, failure.message) == ("refused", "AssertionError: assert scheme == BLOCK")
 
 
+@pytest.mark.parametrize("codes", ["{}", "{'EngineCore': 1}", "{'EngineCore_DP0': -11}"])
+def test_a_core_that_says_nothing_has_crashed(tmp_path: Path, codes: str) -> None:
+    """One that refuses a checkpoint has said why."""
+    log = tmp_path / "log"
+    log.write_text("INFO loading\n")
+    told = WRAPPER.replace("{}", codes)
+    failure = explain(EngineFailure(kind="refused", message=told, log_tail=""), log, platform="cpu")
+    assert (failure.kind, failure.message) == ("crashed", told)
+
+
 def test_killed_worker_ran_out_of_memory(tmp_path: Path) -> None:
     assert failure_from_exit(tmp_path / "none", -9).kind == "out of memory"
     assert failure_from_exit(tmp_path / "none", -4).message == "the worker ended with signal 4 (SIGILL)"

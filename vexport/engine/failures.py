@@ -30,8 +30,8 @@ _NO_COMPILER = re.compile(
 _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError")
 # The operating system's out-of-memory killer ends a process with SIGKILL.
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
-# vLLM had not learned its exit code yet; a core that refuses a checkpoint says why in the log.
-_SILENT_CORE = re.compile(r"Failed core proc\(s\): \{\}")
+# Whatever its exit code, if vLLM has learned one: a core that refuses a checkpoint says why in the log.
+_SILENT_CORE = re.compile(r"Failed core proc\(s\): ")
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*|^(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
 # One without a message, which the line of code before it in the traceback explains.
