@@ -8,6 +8,7 @@ from vexport.reports.charts.bars import chosen_schemes, loss_bars, size_bars
 from vexport.reports.charts.layers import layer_chart
 from vexport.reports.charts.plane import tradeoff_chart
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
+from vexport.reports.folding import folded_places
 from vexport.reports.formatting import bits_per_weight, count, decibels, percent, size, small
 from vexport.reports.mixing import budget_of
 from vexport.reports.sentences import attribution_line, schemes_in_use
@@ -29,7 +30,7 @@ MAX_LAYERS = 400
 def size_section(report: Report) -> doc.Section:
     """What is stored, before and after, and by kind of layer."""
     plan = report.plan
-    kept = f": {', '.join(plan.kept_linears)}" if plan.kept_linears else ""
+    kept = f": {folded_places(plan.kept_linears)}" if plan.kept_linears else ""
     layers = count(sum(len(group.members) for group in plan.groups))
     lead = (
         f"{layers} linear layers quantized in {count(len(plan.groups))} fusion groups "
