@@ -255,7 +255,7 @@ def memory_group(limit: int) -> Iterator[Path | None]:
         (root, name) for root, name in zip(_CGROUPS, _LIMITS, strict=True) if (root / "cgroup.procs").exists()
     )
     group = root / f"vexport-faults-{os.getpid()}-{limit}"
-    group.mkdir()
+    group.mkdir(exist_ok=True)  # of a call that was killed
     try:
         (group / name).write_text(str(limit))
         yield group
