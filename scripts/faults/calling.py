@@ -114,7 +114,7 @@ class Place:
             (SHARED_MEMORY / name).unlink()
         for name in leftover_files(TEMPORARY):  # logs that an error names among them
             path = TEMPORARY / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         return result
 
     def _start(self, arguments: Sequence[object], fault: str) -> tuple["Process", Path, Path]:

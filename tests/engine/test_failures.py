@@ -128,6 +128,18 @@ def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: Failur
     assert f"about to die: {how}" in caught.value.failure.log_tail or how == "sleep"
 
 
+def test_a_log_without_room_is_a_full_disk(tmp_path: Path) -> None:
+    """What the worker said last may not have fitted."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root mounts file systems")
+    try:
+        assert failure_from_exit(tmp_path / "log", 1).kind == "no space"
+        assert failure_from_exit(tmp_path / "log", -11).kind == "crashed"
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
 def test_a_package_for_another_torch_is_named(tmp_path: Path) -> None:
     """As in an environment with PyPI's torchvision next to the CPU build of torch."""
     log = tmp_path / "log"

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import traceback
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initializat
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
 # Whatever its exit code, if vLLM has learned one: a core that refuses a checkpoint says why in the log.
 _SILENT_CORE = re.compile(r"Failed core proc\(s\): ")
+# Bytes that a log needs for its last words.
+_LOG_ROOM = 1 << 16
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*|^(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
 # One without a message, which the line of code before it in the traceback explains.
@@ -99,9 +102,15 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
     kind: FailureKind = "mismatched build" if is_mismatch(message) else "crashed"
     if code == -signal.SIGKILL or is_memory(message) or _KILLED_CORE.search(message):
         kind = "out of memory"
-    elif is_disk(message):
+    elif is_disk(message) or code > 0 and _is_full(log):
         kind = "no space"
     return EngineFailure(kind=kind, message=message, log_tail=log_tail(log))
+
+
+def _is_full(log: Path) -> bool:
+    """Whether the disk of the log has no room, so that it may lack what was said."""
+    free = shutil.disk_usage(log.parent).free if log.parent.is_dir() else _LOG_ROOM
+    return free < _LOG_ROOM
 
 
 def _ending(code: int) -> str:
