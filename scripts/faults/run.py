@@ -120,7 +120,7 @@ class Laboratory:
         if left := [name for name in ended.left if name not in named]:
             yield f"left {left}"
         for name in named:  # the log of `load` and `bench`, which the error names
-            shutil.rmtree(TEMPORARY / name)
+            shutil.rmtree(TEMPORARY / name, ignore_errors=True)
 
     def _wrong_end(self, name: str, folder: Path, ended: Ended, expected: Undisturbed) -> Iterator[str]:
         """What is wrong with the call that is not disturbed any more."""
