@@ -116,10 +116,11 @@ class Laboratory:
             yield f"{len(ended.errors)} lines of errors: {' / '.join(ended.errors) or ended.stderr[-300:]}"
         if ended.seconds > row.within:
             yield f"{ended.seconds:.1f} s from the fault to the end"
-        named = [name for name in ended.left if ended.errors and name in ended.errors[0]]
+        told = "".join(f"{ended.stdout}{ended.stderr}".split())  # names may be broken over two lines
+        named = [name for name in ended.left if name in told]
         if left := [name for name in ended.left if name not in named]:
             yield f"left {left}"
-        for name in named:  # the log of `load` and `bench`, which the error names
+        for name in named:  # logs of `load` and `bench`, which the error or the answer names
             shutil.rmtree(TEMPORARY / name, ignore_errors=True)
 
     def _wrong_end(self, name: str, folder: Path, ended: Ended, expected: Undisturbed) -> Iterator[str]:
