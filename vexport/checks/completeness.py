@@ -29,7 +29,6 @@ WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
 DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
 LAYERS = "layers"
 EXPERTS = ".experts."
-# model.norm; final_layernorm (Jamba, Falcon-H1, Zamba2), embedding_norm (LFM2)
 # The table of tokens and the output head, of text models and within multimodal ones.
 TABLES = (
     "model.embed_tokens.weight",
@@ -39,6 +38,7 @@ TABLES = (
 HEADS = tuple(
     f"{model}lm_head.{weight}" for model in ("", "language_model.") for weight in ("weight", "weight_packed")
 )
+# model.norm; final_layernorm (Jamba, Falcon-H1, Zamba2), embedding_norm (LFM2)
 FINAL_NORM = re.compile(r"model\.(?:\w+_)?(?:layer)?norm\.weight$")
 # Tensors that vLLM drops or takes for the KV cache, whatever the class: AutoWeightsLoader in models/utils.py,
 # get_cache_scale_mapper and _ignore_unexpected_suffixes in quantization/base_config.py.

@@ -68,14 +68,12 @@ class KvCacheOfRank:
         kinds: dict[int | None, list[KvLayer]] = {}
         for layer in self.layers:
             kinds.setdefault(layer.window, []).append(layer)
-        group = _group_size([len(layers) for layers in kinds.values()])
-        return sum(
-            sum(layer.token_bytes for layer in layers)
-            * (group * -(-len(layers) // group) if len(kinds) > 1 else len(layers))
-            // len(layers)
-            * layers[0].held_tokens(context, step, block)
-            for layers in kinds.values()
-        )
+        size, held = _group_size([len(layers) for layers in kinds.values()]), 0
+        for layers in kinds.values():
+            filled_up = size * -(-len(layers) // size)
+            token_bytes = sum(layer.token_bytes for layer in layers) * filled_up // len(layers)
+            held += token_bytes * layers[0].held_tokens(context, step, block)
+        return held
 
     def decode_operations(self, context: int) -> int:
         """Operations of the attention of one new token."""

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from vexport.architectures import resolve
-from vexport.architectures.text_config import text_config
 from vexport.architectures.versions import facts_of, nearest_version
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats import PACKED
@@ -16,9 +14,8 @@ from vexport.plan.bound import Rank, crossover, speed_bound
 from vexport.plan.build import Settings, build_plan
 from vexport.plan.choose import choose
 from vexport.plan.estimates import Samples, estimates
-from vexport.plan.kernels import Served, kernels_on
+from vexport.plan.kernels import Served, kernels_on, served_on
 from vexport.plan.kv_tokens import KvCacheOfRank, kv_cache_of
-from vexport.plan.linears import names_of
 from vexport.plan.rank_weights import RankWeights, rank_weights
 from vexport.plan.shapes import kind_of_group
 from vexport.plan.table import PROBE, scheme_table
@@ -110,15 +107,8 @@ class _Model:
     @cached_property
     def served(self) -> Served | None:
         """What kernels are chosen for; None for a GPU of AMD."""
-        if not self.target.card.sm:
-            return None
-        return Served(
-            sm=self.target.card.sm,
-            ranks=self.target.tp,
-            facts=facts_of(nearest_version(self.target.vllm)),
-            names=names_of(self.index, resolve(self.index.architecture, self.index.config)[0]),
-            text=text_config(self.index.config),
-        )
+        sm = self.target.card.sm
+        return served_on(self.index, sm, self.target.tp, self.target.vllm) if sm else None
 
     def _seconds(self, scheme: str, *, rounded: bool) -> float:
         groups = tuple(

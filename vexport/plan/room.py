@@ -2,16 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vexport.architectures import resolve
-from vexport.architectures.text_config import text_config
-from vexport.architectures.versions import facts_of
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.gpus import Card
 from vexport.formats.schemes import get_scheme
 from vexport.plan.build import Settings, build_plan
-from vexport.plan.kernels import Served, kernels_on
+from vexport.plan.kernels import kernels_on, served_on
 from vexport.plan.kv_tokens import kv_cache_of
-from vexport.plan.linears import names_of
 from vexport.plan.rank_weights import group_parts, rank_weights
 from vexport.plan.table import PROBE
 from vexport.scenario import Rule
@@ -41,15 +37,11 @@ def rank_rooms(
 
 
 def _kernels(index: SourceIndex, plan: Plan, card: Card, tp: int) -> Mapping[str, tuple[str, ...]]:
-    served = Served(
-        sm=card.sm,
-        ranks=tp,
-        facts=facts_of(PINNED),
-        names=names_of(index, resolve(index.architecture, index.config)[0]),
-        text=text_config(index.config),
-    )
+    if not card.sm:
+        return {}
     groups = ((group, get_scheme(group.scheme)) for group in plan.groups)
-    return {str(use): kinds for use, kinds in kernels_on(groups, served).items()} if card.sm else {}
+    found = kernels_on(groups, served_on(index, card.sm, tp, PINNED))
+    return {str(use): kinds for use, kinds in found.items()}
 
 
 def weights_held(index: SourceIndex, plan: Plan, tp: int) -> tuple[int, int]:
