@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from vexport.errors import EnvironmentFault, InputError, ToldElsewhere, VexportError
+from vexport.errors import EnvironmentFault, ToldElsewhere, VexportError
 from vexport.errors.escaping import first_line
+from vexport.types.time_limit import seconds_of
 
 # Seconds that a rank may be silent, by this variable.
 TIMEOUT, DEFAULT_TIMEOUT = "VEXPORT_RANK_TIMEOUT", 60.0
@@ -183,7 +184,7 @@ def watched_ranks() -> Iterator[None]:
     is_host = rank == 0 and not _agent_has_store()
     store = _store(rank, size, is_host=is_host)
     own = PrefixStore("vexport", _store(rank, size, is_host=False))
-    watch = RankWatch(own, rank, size, is_host=is_host, timeout=_timeout())
+    watch = RankWatch(own, rank, size, is_host=is_host, timeout=seconds_of(TIMEOUT, DEFAULT_TIMEOUT))
     watch.meet()
     try:
         if torch.cuda.is_available():
@@ -210,7 +211,7 @@ def _store(rank: int, size: int, *, is_host: bool) -> Store:
             address,
             port,
             is_master=is_host,
-            timeout=timedelta(seconds=PATIENCE * _timeout()),
+            timeout=timedelta(seconds=PATIENCE * seconds_of(TIMEOUT, DEFAULT_TIMEOUT)),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -224,18 +225,6 @@ def _store(rank: int, size: int, *, is_host: bool) -> Store:
         ) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"attempt-{attempt}", store)
-
-
-def _timeout() -> float:
-    """Seconds that a rank may be silent. InputError where the environment says no number."""
-    text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
-    try:
-        timeout = float(text)
-    except ValueError:
-        timeout = 0.0
-    if not timeout > 0:
-        raise InputError(TIMEOUT, got=repr(text), need="seconds above 0", fix="set it, or leave it out")
-    return timeout
 
 
 def _agent_has_store() -> bool:

@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from threading import Thread
 
-from vexport.errors import EnvironmentFault, InputError
+from vexport.errors import EnvironmentFault
+from vexport.types.time_limit import seconds_of
 
 # Seconds that one read may take, by this variable.
 TIMEOUT, DEFAULT_TIMEOUT = "VEXPORT_READ_TIMEOUT", 300.0
@@ -24,7 +25,7 @@ MAPS, _SHARD = Path("/proc/self/maps"), ".safetensors"
 @cache
 def end_stalled_reads() -> None:
     """Watch this process's threads from now on: one that waits for a disk for TIMEOUT ends it with code 4."""
-    timeout = _timeout()
+    timeout = seconds_of(TIMEOUT, DEFAULT_TIMEOUT)
     if _TASKS.exists():
         Thread(target=_watch, args=(timeout,), name="reads", daemon=True).start()
 
@@ -75,15 +76,3 @@ def mapped_shards() -> Mapping[Path, int]:
         path, end = Path(fields[5]), int(fields[2], 16) + stop - start
         found[path] = max(found.get(path, 0), end)
     return found
-
-
-def _timeout() -> float:
-    """Seconds that a read may take. InputError where the environment says no number."""
-    text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
-    try:
-        timeout = float(text)
-    except ValueError:
-        timeout = 0.0
-    if not timeout > 0:
-        raise InputError(TIMEOUT, got=repr(text), need="seconds above 0", fix="set it, or leave it out")
-    return timeout
