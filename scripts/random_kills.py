@@ -20,13 +20,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from results import differences, kept_answers
+
 from vexport.types import Json
 
-ANSWERS = "answers.jsonl"
 # A stage begins with `name ...` on stderr; what it did before it is said as `name: 3 of 30, 5 s left`.
 _BEGIN = re.compile(r"^(?P<stage>.+) \.\.\.$")
-# What says when, how long and where, and so differs from run to run.
-_TIMES = re.compile(r"seconds|duration|started|finished|created|date|elapsed|^time|_at$|timings|log_tail")
 
 
 def main() -> int:
@@ -54,7 +53,7 @@ def main() -> int:
         print(f"in {stage!r}: {how}; {counted(killed)}", file=sys.stderr)
     again, _ = run(arguments.scenario, killed)
     print(f"continued: exit {again}; {counted(killed)}", file=sys.stderr)
-    problems = [*different(report_of(unbroken), report_of(killed)), *asked_twice(killed)]
+    problems = [*differences(report_of(unbroken), report_of(killed), "report"), *asked_twice(killed)]
     if again != code:
         problems.append(f"exit codes {code} and {again}")
     print("\n".join(problems) or "the reports are the same but for times; no answer was asked twice")
@@ -88,37 +87,20 @@ def report_of(folder: Path) -> Json:
     return report
 
 
-def different(one: Json, other: Json, where: str = "report") -> Iterator[str]:
-    """What differs between two reports, but for times."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in sorted({*one, *other}):
-            if not _TIMES.search(key):
-                yield from different(one.get(key), other.get(key), f"{where}.{key}")
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            yield from different(left, right, f"{where}[{number}]")
-    elif one != other:
-        yield f"{where}: {json.dumps(one)[:200]}, unbroken; {json.dumps(other)[:200]}, killed"
-
-
 def asked_twice(folder: Path) -> Iterator[str]:
     """Questions that have more than one answer in a session's journal."""
-    for path in sorted(folder.rglob(ANSWERS)):
-        keys = keys_of(path)
+    for journal, keys in kept_answers(folder).items():
         if len(set(keys)) < len(keys):
-            yield f"{path}: {len(keys) - len(set(keys))} of {len(keys)} answers asked twice"
+            yield f"{journal}: {len(keys) - len(set(keys))} of {len(keys)} answers asked twice"
 
 
 def counted(folder: Path) -> str:
     """How many answers each session has."""
-    paths = sorted(folder.rglob(ANSWERS))
-    return ", ".join(f"{path.parent.name} {len(keys_of(path))} answers" for path in paths) or "no answers"
-
-
-def keys_of(path: Path) -> list[str]:
-    """The keys of the whole lines of a journal."""
-    lines = path.read_bytes()
-    return [json.dumps(json.loads(line)[0]) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]
+    kept = kept_answers(folder)
+    return (
+        ", ".join(f"{Path(path).parent.name} {len(keys)} answers" for path, keys in kept.items())
+        or "no answers"
+    )
 
 
 if __name__ == "__main__":

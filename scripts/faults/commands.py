@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +14,6 @@ from calling import ROOT, Ended
 from vexport.types import Json
 
 DEMO = ROOT / "scenarios" / "demo"
-ANSWERS = "answers.jsonl"
-# What says when, how long and how fast, and so differs from run to run.
-_TIMES = re.compile(
-    r"^command$|seconds|duration|started|finished|created|date|elapsed|^time|_at$|timings|log_tail|tokens_per_second"
-    r"|ttft|itl|^runs$|^mad$|rates|host|available"
-)
 # Every stage that a run can have, short; `limit` leaves enough answers for some to be under way.
 SCENARIO = f"""\
 name: faults
@@ -164,29 +157,6 @@ COMMANDS = {
         prepare=quantized,
     ),
 }
-
-
-def different(one: Json, other: Json, where: str = "result") -> Iterator[str]:
-    """What differs between two results, but for times."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in sorted({*one, *other}):
-            if not _TIMES.search(key):
-                yield from different(one.get(key), other.get(key), f"{where}.{key}")
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            yield from different(left, right, f"{where}[{number}]")
-    elif one != other:
-        yield f"{where}: {json.dumps(one)[:120]}, undisturbed; {json.dumps(other)[:120]}, disturbed"
-
-
-def answers(folder: Path) -> dict[str, list[str]]:
-    """The keys of the answers that each session has kept: its whole lines."""
-    found = {}
-    for path in sorted(folder.rglob(ANSWERS)):
-        lines = path.read_bytes()
-        whole = lines[: lines.rfind(b"\n") + 1].splitlines()
-        found[str(path.relative_to(folder))] = [json.dumps(json.loads(line)[0]) for line in whole]
-    return found
 
 
 def fresh(folder: Path, command: Command) -> None:

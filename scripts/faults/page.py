@@ -20,7 +20,7 @@ def write_cells(table: str, title: str, cells: Mapping[str, str], columns: Seque
 def is_held(table: str, title: str, column: int) -> bool:
     """Whether a cell was measured and held."""
     *_, lines, _ = _read(table)
-    return lines.get(title, [MISSING] * (column + 1))[column] not in (MISSING, LOST)
+    return not lines.get(title, [MISSING] * (column + 1))[column].startswith((MISSING, LOST))
 
 
 def _read(table: str) -> tuple[str, str, dict[str, list[str]], str]:

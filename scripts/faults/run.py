@@ -26,11 +26,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.extend(map(str, Path(__file__).resolve().parents[:2]))
 
 from calling import CODES, FILLER, INTERRUPTED, ROOT, TEMPORARY, WORK, Ended, Place, Strike, isolated
-from commands import COMMANDS, LEAN, TIMEOUT, answers, different, fresh, write_lean
+from commands import COMMANDS, LEAN, TIMEOUT, fresh, write_lean
 from page import LOST, MISSING, is_held, write_cells
+from results import differences, kept_answers
 from rows import ENGINES, HANG, LITTLE, PHASES, EngineRow
 
 from vexport.engine.session import engines_share_imports
@@ -128,8 +129,8 @@ class Laboratory:
         if ended.code != expected.code:
             yield f"exit code {ended.code}, undisturbed {expected.code}: {ended.stderr[-300:]}"
             return
-        yield from different(expected.result, self._result(name, folder, ended))
-        for file, keys in answers(folder).items():
+        yield from differences(expected.result, self._result(name, folder, ended), "result")
+        for file, keys in kept_answers(folder).items():
             if len(set(keys)) < len(keys):
                 yield f"{file}: {len(keys) - len(set(keys))} answers asked twice"
         if ended.errors or ended.left:
@@ -160,12 +161,12 @@ class Laboratory:
             after = earliest + dice.uniform(0, 0.8 * max(0, lasts - earliest))
             for attempt in range(3):  # where the call ends before the moment, begin again and sooner
                 strike = Strike(stage=stage, number=number, after=after / 4**attempt)
-                before = answers(folder)
+                before = kept_answers(folder)
                 ended = self.place.call(command.arguments(folder), strike=strike)
                 if ended.struck:
                     break
                 fresh(folder, command)
-            wrong = [*_wrong_interruption(ended, number), *_lost_answers(before, answers(folder))]
+            wrong = [*_wrong_interruption(ended, number), *_lost_answers(before, kept_answers(folder))]
             self._cell(f"`{name}`, {number.name} in {stage!r} after {strike.after:.2f} s", ended, wrong)
             lost += bool(wrong)
             seconds.append(ended.seconds)
@@ -182,7 +183,7 @@ class Laboratory:
             fresh(folder, command)
         self.place.environment = dict(row.environment)
         self.place.imports_anew = bool(row.memory or row.environment)
-        before = answers(folder)
+        before = kept_answers(folder)
         if row.words == HANG:
             (folder / "scenario.yaml").write_text(LEAN.replace("TIMEOUT", str(TIMEOUT)))
         with self.limits(row, folder):
@@ -192,7 +193,7 @@ class Laboratory:
         if not ended.struck:
             print(f"  {name}, {phase}: the chain is past it; remove {folder}", file=sys.stderr)
             return MISSING
-        wrong = [*self._wrong_error(ended, row), *_lost_answers(before, answers(folder))]
+        wrong = [*self._wrong_error(ended, row), *_lost_answers(before, kept_answers(folder))]
         return self._cell(f"{name}, {phase}", ended, wrong)
 
     def disturbed(self, name: str, disk: str = "") -> Path:

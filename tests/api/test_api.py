@@ -59,6 +59,15 @@ def test_verdict_of_folders_that_are_none(tmp_path: Path) -> None:
         verdict(tmp_path, tmp_path, margin=2)
 
 
+def test_the_api_does_not_end_its_caller_s_process(llama: Path) -> None:
+    """As the command line does where a disk does not answer."""
+    code = "import sys, threading, vexport.api as api; api.check(sys.argv[1]); print(threading.enumerate())"
+    arguments = [sys.executable, "-c", code, str(llama)]
+    ran = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert "MainThread" in ran.stdout
+    assert "reads" not in ran.stdout
+
+
 def test_the_api_starts_no_engine_and_loads_no_vllm() -> None:
     code = "import vexport.api, sys; print([name for name in ('vllm', 'lm_eval') if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.checkpoint.header import read_header
-from vexport.checkpoint.stalled import end_stalled_reads
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object, require_fetched
 from vexport.types import Json, TensorInfo
@@ -63,7 +62,6 @@ def read_index(root: Path, *, partial: bool = False) -> SourceIndex:
 
     Raises InputError where the folder, its config or its weights are missing or broken.
     """
-    end_stalled_reads()
     require_checkpoint(root)
     config = read_json_object(root / "config.json")
     tensors: dict[str, TensorInfo] = {}

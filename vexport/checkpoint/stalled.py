@@ -1,7 +1,8 @@
 """Reads that a disk or server does not answer: an end with a name in the place of a wait without end.
 
 The kernel waits for a hard-mounted NFS server as long as it takes, in a read as in a fault of a mapped page.
-Whoever waits there can only be killed: a thread that waits for nothing sees it, and ends the process.
+Whoever waits there can only be killed: a thread that waits for nothing sees it, and ends the process. The
+command line starts it; a program that calls vexport.api decides for itself.
 """
 
 import os

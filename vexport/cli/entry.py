@@ -121,6 +121,9 @@ def cli() -> None:
       vexport eval OUT --baseline MODEL --task gsm8k
       vexport run SCENARIO.yaml
     """
+    from vexport.checkpoint.stalled import end_stalled_reads
+
+    end_stalled_reads()
 
 
 for command in COMMANDS:
