@@ -15,17 +15,32 @@ from vexport.numerics.cache import FOLDERS, PACKAGE
 LINE = "compile kernels, once"
 
 
+def copied(folder: Path) -> Path:
+    """The package at another place, without what is compiled."""
+    package = Path(vexport.__file__).parent
+    return copytree(package, folder / "vexport", ignore=ignore_patterns("__pycache__"))
+
+
 @pytest.mark.slow
 def test_compiling_is_announced_once(tmp_path: Path) -> None:
+    """Also where the package is installed a second time, with other times of its files."""
     source = save_llama(tmp_path / "model")
+    again = copied(tmp_path / "copy")
+    for file in again.rglob("*.py"):
+        os.utime(file, (0, 0))
     said = []
-    for out in ("first", "second"):
+    for out, package in (("first", Path(vexport.__file__).parent), ("second", again)):
         ran = subprocess.run(
             [sys.executable, "-m", "vexport", "quantize", source, tmp_path / out, "--scheme", "FP8_DYNAMIC"],
             check=True,
             capture_output=True,
             text=True,
-            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(package.parent),
+                "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+            },
         )
         said.append([line for line in ran.stderr.splitlines() if line.startswith(LINE)])
     assert said[0][0] == f"{LINE} ..."
@@ -35,9 +50,7 @@ def test_compiling_is_announced_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_change_of_one_kernel_file_reaches_the_kernels_of_others(tmp_path: Path) -> None:
-    package = copytree(
-        Path(vexport.__file__).parent, tmp_path / "vexport", ignore=ignore_patterns("__pycache__")
-    )
+    package = copied(tmp_path)
     code = (
         "import numpy as np; from vexport.numerics.codes import e4m3_codes; codes = np.zeros(1, np.uint8); "
         "e4m3_codes(np.float32([1e6]), np.float32([1]), codes); print(codes[0])"

@@ -1,5 +1,6 @@
 """Environments that have vexport and what some requirements bring, made of links: no downloads."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.command import Ran
+from vexport.numerics.cache import cache_folder
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT: Mapping[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -66,11 +68,38 @@ def closure(requirements: Sequence[Requirement]) -> Iterator[Distribution]:
                 yield found
 
 
+# Runs the commands that it is given as JSON, and ends by telling their exit codes.
+COMMANDS = """
+import json, sys
+from vexport.cli.interrupts import run
+codes = []
+for call in json.loads(sys.argv[1]):
+    sys.argv = ["vexport", *call]
+    codes.append(run())
+print(json.dumps(codes))
+"""
+
+
 def run(python: Path, *arguments: object, folder: Path) -> Ran:
     """Run `python -m vexport ARGUMENTS...` in a folder, with no package of the caller's."""
+    return _run([python, "-m", "vexport", *arguments], folder)
+
+
+def run_in_turn(python: Path, calls: Sequence[Sequence[object]], folder: Path) -> tuple[list[int], Ran]:
+    """The exit codes of several commands that one process runs: imports are paid once."""
+    ran = _run([python, "-c", COMMANDS, json.dumps(calls, default=str)], folder)
+    codes: list[int] = json.loads(ran.stdout.splitlines()[-1]) if ran.code == 0 else []
+    return codes, ran
+
+
+def _run(command: Sequence[object], folder: Path) -> Ran:
+    """With what kernels are compiled here."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [str(python), "-m", "vexport", *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if (kernels := cache_folder()) is not None:
+        environment["NUMBA_CACHE_DIR"] = str(kernels.parent)
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     return Ran(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 

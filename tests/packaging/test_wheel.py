@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.environment import ROOT, declared, linked, run
+from tests.packaging.environment import ROOT, declared, linked, run, run_in_turn
 from tests.packaging.test_commands import CALLS, DEMO, PLAIN, QUANTIZED, assert_ended, folder, parts
 from vexport.scenario.shipped import demo_files
 from vexport.version import __version__
@@ -81,14 +81,16 @@ def test_the_extra_for_quantizing_is_enough(tmp_path: Path) -> None:
     """It brings what calibrating and comparing import, and no vLLM."""
     python = linked(tmp_path / "environment", ["quantize"])
     calibrated = ("--scheme", "NVFP4", "--calibration", DEMO / "calibration.jsonl", "--samples", "4")
-    for name, *arguments in (
+    calls = (
         ("quantize", DEMO / "model", "out", *calibrated),
         ("check", QUANTIZED, "--source", PLAIN),
         ("repair", QUANTIZED, "copy", "--source", PLAIN),
-    ):
-        ran = run(python, name, *arguments, folder=tmp_path)
-        assert (ran.code, ran.errors) == (0, []), ran.stderr
-    assert run(python, "diff", QUANTIZED, PLAIN, folder=tmp_path).code == 1
+        ("diff", QUANTIZED, PLAIN),
+    )
+    codes, ran = run_in_turn(python, calls, tmp_path)
+    assert codes == [0, 0, 0, 1], ran.stderr
+    (line,) = ran.errors
+    assert "got other contents" in line, "of the last one"
     assert_ended(run(python, "load", QUANTIZED, folder=tmp_path), "vllm")
 
 

@@ -1,7 +1,8 @@
 """Keeps compiled kernels in a folder that is named by a digest of all kernels' sources.
 
 Numba looks at the file of a function alone: code that calls a function of another file would stay as it is
-when that file changes.
+when that file changes. And it looks at the file's place and time: what was compiled in a checkout would be
+compiled again in an installed package with the same sources.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 
 PACKAGE = Path(__file__).resolve().parent.parent
 KERNEL_ROOMS = ("numerics", "formats/packing", "observers/kernels", "rounding")
@@ -45,8 +46,36 @@ def cache_folder() -> Path | None:
     return None
 
 
+class KernelLocator(UserProvidedCacheLocator):  # type: ignore[misc]
+    """The place of a kernel of this package in `cache_folder`, and the digest of all of them as its state."""
+
+    def __init__(self, function: object, file: str) -> None:
+        super().__init__(function, file)
+        room = Path(file).resolve().parent.relative_to(PACKAGE)
+        self._cache_path = str(Path(numba.config.CACHE_DIR) / "-".join(room.parts))
+
+    def get_source_stamp(self) -> str:
+        return Path(self._cache_path).parent.name
+
+    @classmethod
+    def from_function(cls, function: object, file: str) -> "KernelLocator | None":
+        """None for functions of other packages."""
+        if not Path(file).resolve().is_relative_to(PACKAGE):
+            return None
+        locator: KernelLocator | None = super().from_function(function, file)
+        return locator
+
+
+class KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
+    """Looks for the place of a kernel of ours first."""
+
+    _locator_classes = (KernelLocator, *CompileResultCacheImpl._locator_classes)
+
+
 class KernelCache(FunctionCache):  # type: ignore[misc]
     """Numba's cache of one kernel; damaged files, as a full disk or a power cut leaves them, are replaced."""
+
+    _impl_class = KernelCacheImpl
 
     def _load_overload(self, signature: object, context: object) -> object:
         try:

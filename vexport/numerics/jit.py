@@ -31,7 +31,6 @@ def compiled(
 
     def decorate(function: Function) -> Function:
         kernel = njit(
-            cache=True,
             nogil=True,
             error_model="numpy",
             parallel=parallel,
