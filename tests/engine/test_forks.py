@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_process import gone
-from vexport.engine.forks import ADDRESS, forked, shared_imports
+from vexport.engine.forks import ADDRESS, Server, forked, shared_imports
 from vexport.engine.process import Leader, run_group, spawned
-from vexport.engine.session import worker_environment
+from vexport.engine.session import NO_EMULATION, worker_environment
 from vexport.types import silent
 
 # Writes who runs it to the file that it is given, then does as the second argument says.
@@ -63,7 +63,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 @pytest.fixture
 def shared(environment: dict[str, str]) -> Iterator[dict[str, str]]:
     """A server with that environment."""
-    with shared_imports(environment):
+    with shared_imports({"engines": environment}):
         assert ADDRESS in os.environ
         yield environment
 
@@ -115,7 +115,7 @@ def test_another_environment_is_another_process(
 
 
 def test_where_imports_fail_a_new_process_says_so(tmp_path: Path, environment: dict[str, str]) -> None:
-    with shared_imports({**environment, "VEXPORT_NO_PRELOAD": "1"}):
+    with shared_imports({"engines": {**environment, "VEXPORT_NO_PRELOAD": "1"}}):
         assert work(tmp_path, environment) == 7
         assert seen(tmp_path)[2] == os.getpid()
 
@@ -134,7 +134,8 @@ def test_a_late_one_is_ended_with_its_children(tmp_path: Path, shared: dict[str,
 def test_an_owner_that_is_killed_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
     script = (
         "import os; from pathlib import Path; from tests.engine.test_forks import work, shared_imports\n"
-        f"with shared_imports(os.environ): work(Path({str(tmp_path)!r}), dict(os.environ), 'sleep')"
+        "with shared_imports({'engines': os.environ}): "
+        f"work(Path({str(tmp_path)!r}), dict(os.environ), 'sleep')"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], env={**environment, "TMPDIR": str(tmp_path)})
     while not (tmp_path / "seen").exists():
@@ -152,15 +153,16 @@ def test_an_owner_that_is_killed_leaves_nothing(tmp_path: Path, environment: dic
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "module",
+    ("module", "server"),
     [
-        "vexport.engine.worker",
-        "vexport.engine.arguments_worker",
-        "vexport.evaluation.worker",
-        "vexport.evaluation.task_data_worker",
+        ("vexport.engine.worker", "engines"),
+        ("vexport.engine.arguments_worker", "engines"),
+        ("vexport.evaluation.worker", "engines"),
+        ("vexport.evaluation.task_data_worker", "engines"),
+        ("vexport.engine.dry.worker", "dry"),
     ],
 )
-def test_every_worker_can_be_a_fork(module: str, tmp_path: Path) -> None:
+def test_every_worker_can_be_a_fork(module: str, server: Server, tmp_path: Path) -> None:
     """No preload fails: where one does, a new process does the work, and only time tells."""
     request = str(tmp_path / "request.json")
 
@@ -168,8 +170,8 @@ def test_every_worker_can_be_a_fork(module: str, tmp_path: Path) -> None:
         raise AssertionError(module)
 
     run_group(
-        forked(module, [request, str(tmp_path / "result.json")], new_process, 300),
-        environment=worker_environment(),
+        forked(module, [request, str(tmp_path / "result.json")], new_process, 300, server),
+        environment=worker_environment() | (NO_EMULATION if server == "dry" else {}),
         log=tmp_path / "log",
         timeout=300,
         on_progress=silent,

@@ -1,6 +1,7 @@
-"""Engines as forks of one process that has imported vLLM, which takes 8 s of CPU: only the first one waits.
+"""Workers as forks of one process that has imported vLLM, which takes 8 s of CPU: only the first one waits.
 
-With vLLM's CPU build on Linux alone: a process that has looked at a GPU should not fork.
+Dry loads are forks of another one, whose vLLM believes in a CUDA device. With vLLM's CPU build on Linux
+alone: a process that has looked at a GPU should not fork.
 """
 
 import json
@@ -14,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from vexport.engine.process import Leader, Start
 
-# The socket of the server that `shared_imports` started, also for commands that are started inside.
+# The folder with the sockets of the servers that `shared_imports` started, also for commands started inside.
 ADDRESS = "VEXPORT_ENGINE_SERVER"
+Server = Literal["engines", "dry"]
 # Asks torch for no compilation: decides at the import of what torch.compile decorates.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 _NUMBER_BYTES = 32
@@ -53,33 +55,35 @@ class Fork:
 
 
 @contextmanager
-def shared_imports(environment: Mapping[str, str]) -> Iterator[None]:
-    """Engines started inside, also by commands started inside, are forks where they can be.
+def shared_imports(environments: Mapping[Server, Mapping[str, str]]) -> Iterator[None]:
+    """Workers started inside, also by commands started inside, are forks where they can be.
 
-    vLLM is imported when the first one asks for it, in a process with `environment`; a request with another
-    environment gets its own process.
+    vLLM is imported when the first one asks for it, in a process with the environment of its kind; a request
+    with another environment gets its own process.
     """
     if ADDRESS in os.environ or not can_fork():
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="vexport-engines-") as folder:
-        address = str(Path(folder) / "socket")
-        with _listen(address) as listener, (Path(folder) / "log").open("wb") as log:
-            server = subprocess.Popen(
-                [sys.executable, "-m", "vexport.engine.fork_server", str(listener.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**environment, **EAGER},
-                pass_fds=(listener.fileno(),),
-                start_new_session=True,
-            )
-        os.environ[ADDRESS] = address
-        try:
-            yield
-        finally:
-            os.environ.pop(ADDRESS, None)
-            _end(server)
+    with tempfile.TemporaryDirectory(prefix="vexport-engines-") as folder, ExitStack() as running:
+        for name, environment in environments.items():
+            running.callback(_end, _started(Path(folder) / name, environment))
+        os.environ[ADDRESS] = folder
+        running.callback(os.environ.pop, ADDRESS, None)
+        yield
+
+
+def _started(address: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """A server that listens at `address`, which has imported nothing yet."""
+    with _listen(str(address)) as listener, address.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "vexport.engine.fork_server", str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**environment, **EAGER},
+            pass_fds=(listener.fileno(),),
+            start_new_session=True,
+        )
 
 
 def can_fork() -> bool:
@@ -97,8 +101,10 @@ def _vllm_builds() -> Iterator[tuple[str, str]]:
             continue
 
 
-def forked(module: str, arguments: Sequence[str], otherwise: Start, timeout: float) -> Start:
-    """Starts `python -m module arguments` as a fork of the server, or `otherwise` where none can be had.
+def forked(
+    module: str, arguments: Sequence[str], otherwise: Start, timeout: float, server: Server = "engines"
+) -> Start:
+    """Starts `python -m module arguments` as a fork of `server`, or `otherwise` where none can be had.
 
     It raises TimeoutError where the server does not answer in `timeout` seconds.
     """
@@ -110,16 +116,16 @@ def forked(module: str, arguments: Sequence[str], otherwise: Start, timeout: flo
             "environment": {**environment, **EAGER},
             "folder": str(Path.cwd()),
         }
-        fork = _ask(json.dumps(job).encode(), log, progress, timeout)
+        fork = _ask(server, json.dumps(job).encode(), log, progress, timeout)
         return otherwise(environment, log, progress) if fork is None else fork
 
     return start
 
 
-def _ask(job: bytes, log: int, progress: int, timeout: float) -> Fork | None:
+def _ask(server: Server, job: bytes, log: int, progress: int, timeout: float) -> Fork | None:
     """The fork that does a job; None where no server is there, or it has another environment."""
-    address = os.environ.get(ADDRESS)
-    if address is None:
+    folder = os.environ.get(ADDRESS)
+    if folder is None:
         return None
     with ExitStack() as stack:
         connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -127,7 +133,7 @@ def _ask(job: bytes, log: int, progress: int, timeout: float) -> Fork | None:
         stdin = stack.enter_context(os.fdopen(writer, "wb", buffering=0))
         try:
             connection.settimeout(timeout)
-            connection.connect(address)
+            connection.connect(str(Path(folder) / server))
             socket.send_fds(connection, [job], [reader, log, progress])
             pid = int(connection.recv(_NUMBER_BYTES) or 0)
         except TimeoutError:

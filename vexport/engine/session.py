@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vexport.engine.failures import explain, failure_from_exit, log_tail
-from vexport.engine.forks import EAGER, forked, shared_imports
+from vexport.engine.forks import EAGER, Server, forked, shared_imports
 from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
 from vexport.engine.process import SESSION_FOLDER, run_group, spawned
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
@@ -38,6 +38,8 @@ _FIXED_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
 }
+# The stubs for kernels that the CPU lacks would be in the way of a fake device.
+NO_EMULATION = {"VEXPORT_CPU_EMULATION": "0"}
 # Ours unless the caller chose otherwise. The KV cache is in whole GiB.
 _DEFAULT_ENVIRONMENT = {
     # Threads that wait for each other sleep soon: on shared cores those that spin keep the others waiting.
@@ -144,12 +146,13 @@ def run_worker(
     extra: Mapping[str, str],
     on_progress: OnProgress,
     may_fork: bool = True,
+    server: Server = "engines",
 ) -> T:
     """Run `python -m module REQUEST RESULT` and return the result it wrote, one of our types.
 
-    Its environment is ours with `extra`. With `may_fork` it may be a fork of a process that has imported
-    vLLM (`vexport.engine.forks`), in which torch compiles nothing. EngineFault, at `where`, if vLLM is
-    missing, if the worker ends without a result, or after `timeout` seconds.
+    Its environment is ours with `extra`. With `may_fork` it may be a fork of `server`, a process that has
+    imported vLLM (`vexport.engine.forks`), in which torch compiles nothing. EngineFault, at `where`, if vLLM
+    is missing, if the worker ends without a result, or after `timeout` seconds.
     """
     require_vllm(vllm_python)
     python = vllm_python or Path(sys.executable)
@@ -161,7 +164,7 @@ def run_worker(
         start = spawned([str(python), "-m", module, *arguments])
         environment = worker_environment() if vllm_python is None else _foreign_environment(scratch)
         if vllm_python is None and may_fork:
-            start = forked(module, arguments, start, timeout)
+            start = forked(module, arguments, start, timeout, server)
         try:
             code = run_group(
                 start,
@@ -241,8 +244,9 @@ def session_error(problem: InputProblem) -> VexportError:
 
 @contextmanager
 def engines_share_imports() -> Iterator[None]:
-    """Engines that are started inside, also by commands started inside, import vLLM once where they can."""
-    with shared_imports(worker_environment()):
+    """Engines and dry loads started inside, also by commands, import vLLM once each where they can."""
+    environment = worker_environment()
+    with shared_imports({"engines": environment, "dry": {**environment, **NO_EMULATION}}):
         yield
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vexport.engine.dry.judge import Require, judge
 from vexport.engine.dry.messages import Cell, DryRequest, DryResult
-from vexport.engine.session import log_folder, run_worker
+from vexport.engine.session import NO_EMULATION, log_folder, run_worker
 from vexport.types import DryLoadReport, OnProgress, silent
 
 # Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ.
@@ -41,9 +41,9 @@ def dry_loads(
 ) -> list[DryLoadReport]:
     """What vLLM's own model classes and weight loaders make of checkpoints, from their headers alone.
 
-    Needs no GPU and reads no weights: about 10 s to import vLLM in a worker, then 0.2 s for each cell of a
-    small model. The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0);
-    each must load, or with `require` "any" one for each `tp`. Reports come in the order of `checkpoints`.
+    Needs no GPU and reads no weights: about 10 s to import vLLM for the first ones, then 0.2 s for each cell
+    of a small model. The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load, or
+    with `require` "any" one for each `tp`. Reports come in the order of `checkpoints`.
     Raises EngineFault where vLLM is missing, dies outside a cell, or takes more than `timeout` seconds.
     """
     cells = tuple(Cell(tp=size, sm=capability) for size in tp for capability in sm)
@@ -62,10 +62,9 @@ def dry_loads(
             log=folder / "vllm.log",
             timeout=timeout,
             vllm_python=vllm_python,
-            # The stand-ins for kernels that the CPU lacks would be in the way of the fake device.
-            extra={"VEXPORT_CPU_EMULATION": "0"},
+            extra=NO_EMULATION,
             on_progress=on_progress,
-            may_fork=False,
+            server="dry",
         )
     return [
         judge(str(checkpoint), result.vllm, found, require)

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from vexport.engine.dry.messages import Cell, CellResult, DryRequest, DryResult, Outcome, merge_ranks
@@ -32,6 +33,17 @@ class _Try:
     rank: int
     file: Path
     loaded: Path
+
+
+@cache
+def preload() -> None:
+    """Import vLLM for a device that is not there, for a process that forks dry loads."""
+    from vexport.engine.dry.fake_platform import fake_cuda
+
+    fake_cuda()
+    import vllm.model_executor.models.llama  # noqa: F401
+
+    from vexport.engine.dry import cell  # noqa: F401
 
 
 def main(arguments: list[str]) -> int:
@@ -76,9 +88,7 @@ def _import_vllm(request: DryRequest) -> str:
 
     vLLM looks at a model class in a separate process, so as not to touch a GPU; here there is none.
     """
-    from vexport.engine.dry.fake_platform import fake_cuda
-
-    fake_cuda()
+    preload()
     from vllm import __version__ as version
     from vllm.model_executor.models import registry
 
