@@ -1,4 +1,7 @@
-"""Random files next to the weights, and what transformers, vLLM and vexport say of each."""
+"""Random files next to the weights, and what transformers, vLLM and vexport say of each.
+
+vLLM takes 5 s to import: functions that use it do, because every test process imports this module.
+"""
 
 import json
 import random
@@ -8,9 +11,6 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
-from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
-from vllm.sampling_params import SamplingParams
-from vllm.transformers_utils.config import try_get_generation_config
 
 from tests.checkpoint.configs import JSON, sound_config
 from tests.checkpoint.headers import MISTAKES
@@ -286,6 +286,9 @@ def generation_disagreement(files: Files, folder: Path) -> str | None:
 
 def _sampling(folder: Path) -> None:
     """As ModelConfig.get_diff_sampling_param and a request (vllm/config/model.py)."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.transformers_utils.config import try_get_generation_config
+
     config = try_get_generation_config(str(folder), trust_remote_code=False)
     content = {} if config is None else config.to_diff_dict()
     asked = {key: content[key] for key in SAMPLING if content.get(key) is not None}
@@ -296,6 +299,8 @@ def _sampling(folder: Path) -> None:
 
 def index_disagreement(files: Files, folder: Path) -> str | None:
     """Where vLLM reads other files than vexport, or one refuses and the other does not."""
+    from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
+
     write_files(files, folder)
     for name in ("a.safetensors", "b.safetensors"):
         if not (folder / name).exists():

@@ -7,8 +7,11 @@ import pytest
 
 from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
 from tests.mutations.edits import QUANTIZATION, config
-from vexport.checks import check_checkpoint
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
+from vexport.checks import devices
 from vexport.checks.vllm.target import Target
+from vexport.checks.vllm.view import CheckpointView
 from vexport.engine.dry.load import dry_loads
 from vexport.types import Json
 
@@ -40,10 +43,12 @@ CACHE_SCHEME: Json = {
 
 def static(checkpoint: Path, tp: int, sm: int) -> tuple[str, Mapping[str, str]]:
     """What the check says of one cell, and the kernel of each kind of layer."""
-    report = check_checkpoint(str(checkpoint), Target(tp=(tp,), sm=(sm,)))
-    severities = {finding.severity for finding in report.findings if finding.check == "devices"}
+    with Reader() as reader:
+        view = CheckpointView(read_index(checkpoint), reader, Target(tp=(tp,), sm=(sm,)))
+        found = list(devices.run(view))
+    severities = {finding.severity for finding in found}
     status = "refused" if "error" in severities else "other precision" if "warning" in severities else "loads"
-    told = [finding for finding in report.findings if "Kernel" in finding.got]
+    told = [finding for finding in found if "Kernel" in finding.got]
     kernels = {kind: one.got.split(",")[0] for one in told for kind in one.where.split(" (")[0].split(", ")}
     return status, kernels
 
