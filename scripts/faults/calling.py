@@ -27,7 +27,7 @@ _DISK_BYTES = 600 << 20
 FILLER = "filler"
 # A stage begins with `name ...` on stderr.
 _BEGIN = re.compile(r"^(?P<stage>.+) \.\.\.$")
-_LONGEST_SECONDS = 280.0
+_LONGEST_SECONDS = 420.0
 _POLL_SECONDS = 0.005
 
 

@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from vexport.engine import process
+from vexport.engine import process, worker
+from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.process import run_group, spawned
+from vexport.files import to_json
 from vexport.types import silent
 
 # A worker with a child of its own; the child writes its process id and sleeps, deaf to SIGTERM.
@@ -32,6 +35,17 @@ FLOODING = (
     "threading.Thread(target=lambda: [os.write(fd, line) for _ in iter(int, 1)], daemon=True).start();"
     "[os.write(1, b'a line\\n' * 1000) for _ in iter(int, 1)]"
 )
+# Has its result and never ends: it floods, listens to nothing, and so does the child that left its group.
+LINGERING = f"""
+import pathlib, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+note, result = map(pathlib.Path, sys.argv[1:])
+subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(note)], start_new_session=True)
+while not (note.exists() and note.read_text()):
+    pass
+result.write_text("all answers")
+{FLOODING}
+"""
 # Leaves a child with a group and an environment that are not the session's, deaf to SIGTERM.
 LEAVING = (
     "import pathlib, subprocess, sys, time\n"
@@ -114,6 +128,43 @@ def test_a_flood_is_bounded_and_ends_at_the_timeout(tmp_path: Path, monkeypatch:
     log = (tmp_path / "log").read_bytes()
     assert b"[vexport: the log had more than" in log
     assert b"\0" not in log
+
+
+@pytest.mark.fault("an engine that answers everything and then never ends: its answers stand, nothing left")
+def test_what_is_done_needs_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_LAST_SECONDS", 0.2)
+    monkeypatch.setattr(process, "_GRACE_SECONDS", 0.2)
+    note, result = tmp_path / "pid", tmp_path / "result"
+    begin = time.monotonic()
+    code = run_group(
+        spawned([sys.executable, "-c", LINGERING, str(note), str(result)]),
+        environment=os.environ,
+        log=tmp_path / "log",
+        timeout=30,
+        on_progress=silent,
+        is_done=result.is_file,
+    )
+    assert code == -signal.SIGKILL
+    assert time.monotonic() - begin < 10
+    assert gone(int(note.read_text()))
+
+
+@pytest.mark.fault("an engine that answers everything and then never ends: its answers stand, nothing left")
+def test_a_result_is_written_before_the_engine_is_torn_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, result = tmp_path / "request.json", tmp_path / "result.json"
+    seen: list[bool] = []
+
+    def run(request: SessionRequest, report: object, tasks: object, engine: ExitStack) -> SessionResult:
+        engine.callback(lambda: seen.append(result.is_file()))
+        return SessionResult(name="", checkpoint=request.checkpoint, platform="cpu", vllm="")
+
+    monkeypatch.setattr(worker, "run", run)
+    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
+    request.write_text(to_json(SessionRequest(name="", checkpoint=tmp_path)))
+    assert worker.main([str(request), str(result)]) == 0
+    assert seen == [True]
 
 
 @pytest.mark.fault("an engine that leaves a child without its environment: ended with the session")

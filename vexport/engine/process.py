@@ -1,6 +1,7 @@
 """A child process in its own group that cannot outlive us: progress on a pipe, its output in a log."""
 
 import json
+import math
 import os
 import re
 import secrets
@@ -22,6 +23,8 @@ SESSION_FOLDER = "vexport-session-"
 TEMPORARY = re.compile(r"vexport-(session|load|dry|arguments|tasks)-[a-z0-9_]{8}")
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 1.0
+# Of a worker that has its result, to end; and of a killed process, which may wait for a driver or a disk.
+_LAST_SECONDS, _KILLED_SECONDS = 20.0, 30.0
 _LONGEST_LINE = 1 << 16
 # What a worker tells is bounded: a library that writes into any descriptor may have met ours.
 _LONGEST_STAGE, _MOST_STAGES = 300, 1000
@@ -43,9 +46,6 @@ class Leader(Protocol):
 
     def poll(self) -> int | None:
         """Its exit code if it has ended, negative for a signal."""
-
-    def wait(self) -> int:
-        """Its exit code, when it has ended."""
 
 
 # (environment, descriptor of the log, descriptor for progress): starts a process that leads its own group.
@@ -76,6 +76,7 @@ def run_group(
     log: Path,
     timeout: float,
     on_progress: OnProgress,
+    is_done: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run what `start` starts to its end; return its exit code, negative for a signal, as subprocess does.
 
@@ -83,7 +84,8 @@ def run_group(
     `on_progress`. Its stdin is a pipe that closes when this process dies, however it dies.
     The whole group is gone when this returns or raises, what left the group too, and its shared memory.
     The log has at most 64 MiB: the beginning of a longer one goes.
-    TimeoutError after `timeout` seconds.
+    TimeoutError after `timeout` seconds. Once it `is_done` it has some seconds to end: an engine that is torn
+    down waits for threads, devices and other processes.
     """
     mark = secrets.token_hex(8)
     segments: set[str] = set()
@@ -106,13 +108,14 @@ def run_group(
         finally:
             os.close(writer)
         try:
-            _relay(process, pipe.fileno(), time.monotonic() + timeout, relay, sink)
-            return process.wait()
+            _relay(process, pipe.fileno(), time.monotonic() + timeout, relay, sink, is_done)
         finally:
             segments |= segments_of(process.pid)
             end_group(process)
             end_strays(mark, os.fstat(sink.fileno()))
             remove_segments(segments)
+    code = process.poll()
+    return -signal.SIGKILL if code is None else code
 
 
 def end_group(process: Leader) -> None:
@@ -121,26 +124,37 @@ def end_group(process: Leader) -> None:
         process.stdin.close()
     try:
         _signal(process.pid, signal.SIGTERM)
-        _await_end(process)
+        _await(lambda: not _alive(process), _GRACE_SECONDS)
     finally:
         _signal(process.pid, signal.SIGKILL)
-        process.wait()
-    _await_end(process)
+        _await(lambda: process.poll() is not None, _KILLED_SECONDS)
+    _await(lambda: not _alive(process), _GRACE_SECONDS)
 
 
-def _relay(process: Leader, pipe: int, deadline: float, on_progress: OnProgress, log: IO[bytes]) -> None:
+def _relay(
+    process: Leader,
+    pipe: int,
+    deadline: float,
+    on_progress: OnProgress,
+    log: IO[bytes],
+    is_done: Callable[[], bool],
+) -> None:
     """Pass progress on until the process has ended; a grandchild may hold the pipe open after that.
 
-    TimeoutError at the deadline, also where the pipe is never empty.
+    TimeoutError at the deadline, also where the pipe is never empty. What is done needs not end.
     """
-    pending = b""
+    pending, last = b"", math.inf
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while True:
             ended, now = process.poll() is not None, time.monotonic()
+            if last == math.inf and is_done():
+                last = now + _LAST_SECONDS
             if ended:
                 deadline = min(deadline, now + _GRACE_SECONDS)
-            elif now > deadline:
+            elif now > last:
+                return
+            elif now > deadline and last == math.inf:
                 raise TimeoutError
             _bound(log)
             chunk = os.read(pipe, 65536) if selector.select(0 if ended else _POLL_SECONDS) else None
@@ -177,10 +191,10 @@ def _progress(line: bytes) -> tuple[str, int, int] | None:
     return (stage, done, total) if whole and len(stage) <= _LONGEST_STAGE and stage.isprintable() else None
 
 
-def _await_end(process: Leader) -> None:
-    """Wait until no process of the group is left, but not for long."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while _alive(process) and time.monotonic() < deadline:
+def _await(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait for something, but not for long."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

@@ -172,6 +172,7 @@ def run_worker(
                 log=log,
                 timeout=timeout,
                 on_progress=on_progress,
+                is_done=result_file.is_file,
             )
         except TimeoutError:
             message = f"not finished after {timeout:g} s"

@@ -14,14 +14,22 @@ MARK = "VEXPORT_SESSION"
 # The process that started the session.
 OWNER = "VEXPORT_SESSION_OWNER"
 _LOOKS, _LOOK_SECONDS = 20, 0.05
+# Of killed processes, to be gone: one may wait for a driver or a disk, or be another user's.
+_STRAY_SECONDS = 5.0
 
 
 def end_strays(mark: str, log: os.stat_result, spare: int = 0) -> None:
-    """Kill every process of the session that is not of the group `spare`, as long as any is left."""
+    """Kill every process of the session that is not of the group `spare`, as long as any is left.
+
+    But not for ever: some cannot be killed.
+    """
+    deadline = time.monotonic() + _STRAY_SECONDS
     while strays := [process for process in _of_session(mark, log) if _group(process) != spare]:
         for process in strays:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
 
 
 def has_ended(process: str) -> bool:

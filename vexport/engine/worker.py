@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,8 +69,9 @@ def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:
     """
     request_file, result_file = (Path(argument) for argument in arguments)
     end_with_parent()
-    result = run(from_json(SessionRequest, request_file), reporter(), answer_tasks)
-    write_text(result_file, to_json(result))
+    with ExitStack() as engine:
+        result = run(from_json(SessionRequest, request_file), reporter(), answer_tasks, engine)
+        write_text(result_file, to_json(result))  # before the engine is torn down, which may hang or crash
     return 0
 
 
@@ -108,8 +109,13 @@ def end_with_core(llm: "LLM") -> threading.Event:
     return done
 
 
-def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks | None) -> SessionResult:
-    """Everything the request asks for; an exception becomes part of the result and goes to the log."""
+def run(
+    request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks | None, engine: ExitStack
+) -> SessionResult:
+    """Everything the request asks for; an exception becomes part of the result and goes to the log.
+
+    `engine` tears it down.
+    """
     from vllm import __version__ as version
     from vllm.platforms import current_platform
 
@@ -127,7 +133,8 @@ def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks |
         return replace(result, failure=_failure("refused", error))
     seconds = time.monotonic() - start
     end_at_crashes()
-    done = end_with_core(llm)
+    engine.callback(llm.llm_engine.engine_core.shutdown)
+    engine.callback(end_with_core(llm).set)
     report("load", 1, 1)
     try:
         result = _use(llm, request, replace(result, seconds={"load": seconds}), report)
@@ -142,9 +149,6 @@ def run(request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks |
         return replace(result, problem=input_problem(error))
     except Exception as error:
         return replace(result, failure=_failure("crashed", error))
-    finally:
-        done.set()
-        llm.llm_engine.engine_core.shutdown()
 
 
 def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnProgress) -> SessionResult:
