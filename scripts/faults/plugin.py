@@ -26,6 +26,7 @@ STEPS = {"start": 0, "canaries": 20, "log-probabilities": 1, "evaluation": 30}
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 GARBAGE = bytes(range(256)) + b"\x1b[2J\x1b]0;title\x07\x1b[31m\r" + b'\n["load", 1, 1]\n[[[\nnull\n'
 _HELD: list[bytearray] = []
+_FLOODED: set[str] = set()
 _SEEN: Counter[str] = Counter()
 
 
@@ -143,7 +144,9 @@ def flood_progress() -> None:
             time.sleep(0.0005)
 
     for link in Path("/proc/self/fd").iterdir():
-        if int(link.name) > 2 and str(link.readlink()).startswith("pipe:") and os.access(link, os.W_OK):
+        pipe = str(link.readlink())
+        if int(link.name) > 2 and pipe.startswith("pipe:") and pipe not in _FLOODED:
+            _FLOODED.add(pipe)
             descriptor = os.open(link, os.O_WRONLY)
             threading.Thread(target=write, args=(descriptor,), daemon=True).start()
 

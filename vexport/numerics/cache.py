@@ -78,20 +78,24 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
     _impl_class = KernelCacheImpl
 
     def _load_overload(self, signature: object, context: object) -> object:
+        if not all(file.is_file() for file in Path(self.cache_path).glob("*.nb*")):
+            _tell(str(self.cache_path))
+            self.disable()  # a FIFO never answers, a folder cannot be replaced
+            return None
         try:
             return super()._load_overload(signature, context)
-        except Exception as error:  # pickle raises anything on damaged bytes
-            self._renew(error)
+        except Exception:  # pickle raises anything on damaged bytes
+            self._renew()
             return None
 
     def _save_overload(self, signature: object, data: object) -> None:
         try:
             super()._save_overload(signature, data)
-        except (OSError, EOFError, UnpicklingError) as error:  # the kernel runs all the same
-            self._renew(error)
+        except (OSError, EOFError, UnpicklingError):  # the kernel runs all the same
+            self._renew()
 
-    def _renew(self, error: Exception) -> None:
-        _tell(str(self.cache_path), f"{type(error).__name__}: {error}")
+    def _renew(self) -> None:
+        _tell(str(self.cache_path))
         try:
             self.flush()
         except OSError:
@@ -99,9 +103,10 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
 
 
 @cache
-def _tell(folder: str, reason: str) -> None:
-    """A note on stderr, once a folder and reason."""
-    print(f"note: damaged files in the kernel cache {folder} ({reason}); compiling again", file=sys.stderr)
+def _tell(folder: str) -> None:
+    """A note on stderr, once a folder."""
+    note = "compiling again; remove it if this is said every time"
+    print(f"note: damaged files in the kernel cache {folder}; {note}", file=sys.stderr)
 
 
 def use_cache() -> None:
