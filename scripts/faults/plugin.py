@@ -87,6 +87,13 @@ def deadlock() -> None:
     ctypes.PyDLL(None).sleep(3600)
 
 
+def hang_at_the_end() -> None:
+    """A thread, a device or another process that never answers when the engine is torn down."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    InprocClient.shutdown = lambda self: deadlock()
+
+
 def ask_too_much() -> None:
     """More than any machine has."""
     import torch
@@ -143,8 +150,8 @@ def flood_progress() -> None:
             os.write(descriptor, GARBAGE + b'["\\u001b[2J ' + b"x" * 100 + b'", 0, 3]\n')
             time.sleep(0.0005)
 
-    for link in Path("/proc/self/fd").iterdir():
-        pipe = str(link.readlink())
+    for link in list(Path("/proc/self/fd").iterdir()):
+        pipe = str(link.readlink()) if link.exists() else ""
         if int(link.name) > 2 and pipe.startswith("pipe:") and pipe not in _FLOODED:
             _FLOODED.add(pipe)
             descriptor = os.open(link, os.O_WRONLY)
@@ -175,6 +182,7 @@ def raise_error() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     "SIGSTOP": kill(signal.SIGSTOP),
     "deadlock": deadlock,
+    "end": hang_at_the_end,
     "SIGKILL": kill(signal.SIGKILL),
     "SIGSEGV": kill(signal.SIGSEGV),
     "SIGABRT": kill(signal.SIGABRT),

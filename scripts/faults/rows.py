@@ -60,6 +60,7 @@ ENGINES = {
     "`load`: dies: SIGSEGV": EngineRow(
         fault="SIGSEGV", words=f"{CRASH}.*SIGSEGV", command="load", phases=PHASES[:3]
     ),
+    "`load`: hangs when it has answered": EngineRow(fault="end", command="load"),
     "`bench`: dies: SIGKILL": EngineRow(
         fault="SIGKILL", words=MEMORY, command="bench", phases=("start", "evaluation")
     ),

@@ -193,7 +193,7 @@ def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> No
 
     first = run()
     assert first[0] == 0
-    for ending, damage in (("nbi", b""), ("nbi", b"garbage"), ("nbc", b"\0" * 300)):
+    for ending, damage in (("nbi", b""), ("nbc", b"\0" * 300)):
         files = list((tmp_path / "cache").rglob(f"*.{ending}"))
         assert files
         for file in files:

@@ -130,11 +130,15 @@ def test_side_files_travel(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text('{"a": 1}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "pytorch_model.bin").write_bytes(b"pickle")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("{{ rag }}")
+    (source / "additional_chat_templates" / "endless.jinja").symlink_to("/dev/zero")
     out = tmp_path / "out"
     assert vexport("quantize", source, out, "--scheme", "W8A8", "--quiet").code == 0
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (out / "tokenizer.json").read_text() == '{"a": 1}'
     assert not (out / "pytorch_model.bin").exists()
+    assert [file.name for file in (out / "additional_chat_templates").iterdir()] == ["rag.jinja"]
 
 
 def test_shards_and_index(tmp_path: Path, llama: Path) -> None:

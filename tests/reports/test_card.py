@@ -1,5 +1,6 @@
 """The model card is one that huggingface_hub reads, and it inherits what stays true of the source."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,13 @@ from huggingface_hub import ModelCard
 from tests.reports import sample
 from vexport.checkpoint.card import inherited_card
 from vexport.reports import render
+
+# A front matter of 600 bytes that stands for 9^8 keys.
+BOMB = (
+    "---\nlicense: mit\na0: &a0 {k: 1}\n"
+    + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
+    + "---\n"
+)
 
 
 def test_the_front_matter_is_read_by_the_hub() -> None:
@@ -117,6 +125,12 @@ def test_a_hostile_name_stays_inside_its_value() -> None:
         ("---\nlicense: [\n---\n", {}),
         ("# No front matter\n", {}),
         ("---\n- a\n---\n", {}),
+        ("---\nlicense: &a [*a]\n---\n", {}),
+        (f"---\nlicense: {'[' * 30_000}\n---\n", {}),
+        ("---\nlicense: 2020-99-99\n---\n", {}),
+        (f"---\nlicense: {'9' * 6000}\n---\n", {}),
+        ('---\nlicense: "mit\\nbase_model: x"\n---\n', {}),
+        (BOMB, {"license": "mit"}),
         ("", {}),
     ],
 )
@@ -125,5 +139,9 @@ def test_what_a_source_passes_on(tmp_path: Path, text: str, inherited: dict[str,
     assert inherited_card(tmp_path) == inherited
 
 
-def test_a_source_without_a_card_passes_nothing_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "README.md", "LICENSE"])
+def test_a_source_without_a_card_passes_nothing_on(tmp_path: Path, name: str) -> None:
+    """A pipe is none: the end of a run would wait for it."""
+    if name:
+        os.mkfifo(tmp_path / name)
     assert inherited_card(tmp_path) == {}

@@ -138,6 +138,9 @@ def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
         ("serve: {dry_tensor_parallel: [0]}", "serve.dry_tensor_parallel.0"),
         ("serve: {dry_tensor_parallel: []}", "serve.dry_tensor_parallel"),
         ("serve: {compute: []}", "serve.compute"),
+        ("serve: {timeout: true}", "serve.timeout"),
+        ("serve: {dry_tensor_parallel: [true]}", "serve.dry_tensor_parallel"),
+        ("evaluate: {tasks: [a], limit: yes}", "evaluate.limit"),
         ("serve: {tensor_parallel: [1], dry_tensor_parallel: [2]}", "serve.tensor_parallel"),
         ("kv_cache: int8", "kv_cache"),
         ("on_unsupported_shape: ignore", "on_unsupported_shape"),
@@ -185,6 +188,13 @@ def test_a_scenario_that_means_harm_is_refused(tmp_path: Path, name: str) -> Non
     with pytest.raises(InputError, match=message) as caught:
         read_scenario(path)
     assert max(map(len, str(caught.value).splitlines())) < 1000
+
+
+def test_a_device_is_no_scenario(tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="got a pipe or a device"):
+        read_scenario(path)
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 8000, "0b" + "1" * 20_000, "1" + ":2" * 3000])

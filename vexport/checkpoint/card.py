@@ -10,6 +10,9 @@ INHERITED = ("license", "license_name", "license_link", "language", "pipeline_ta
 # What the texts begin with, and how the hub names them.
 LICENSES = {"Apache License Version 2.0": "apache-2.0", "MIT License": "mit"}
 _FENCE = "---"
+_TEXT = "tag:yaml.org,2002:str"
+# Of a file that is read, and of a word.
+_MOST_BYTES, _LONGEST_WORD = 1 << 16, 500
 
 
 def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
@@ -26,30 +29,45 @@ def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
 def _license(root: Path) -> str:
     """The hub's identifier of the license whose text the folder has; empty where that is not known."""
     for name in ("LICENSE", "LICENSE.txt", "LICENSE.md"):
-        try:
-            start = " ".join((root / name).read_text(encoding="utf-8")[:500].split())
-        except (OSError, UnicodeDecodeError):
-            continue
-        return next((key for title, key in LICENSES.items() if title in start), "")
+        if text := _beginning(root / name):
+            start = " ".join(text[:500].split())
+            return next((key for title, key in LICENSES.items() if title in start), "")
     return ""
 
 
 def _front_matter(root: Path) -> Mapping[str, str | tuple[str, ...]]:
     """The keys of INHERITED in the folder's card."""
-    try:
-        text = (root / "README.md").read_text(encoding="utf-8")
-        first, *rest = text.split(f"\n{_FENCE}", 1)
-        content = yaml.safe_load(first.removeprefix(_FENCE)) if rest and first.startswith(_FENCE) else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    first, *rest = _beginning(root / "README.md").split(f"\n{_FENCE}", 1)
+    if not rest or not first.startswith(_FENCE):
         return {}
-    if not isinstance(content, dict):
+    try:  # nodes alone: making values of them takes as long as aliases and merges say
+        content = yaml.compose(first.removeprefix(_FENCE), yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
         return {}
-    fields = {key: _plain(content.get(key)) for key in INHERITED}
+    nodes = content.value if isinstance(content, yaml.MappingNode) else []
+    fields = {key.value: _plain(node) for key, node in nodes if key.value in INHERITED}
     return {key: value for key, value in fields.items() if value}
 
 
-def _plain(value: object) -> str | tuple[str, ...]:
+def _plain(node: yaml.Node) -> str | tuple[str, ...]:
     """A word, or words; nothing where it is something else."""
-    if isinstance(value, list):
-        return tuple(value) if all(isinstance(entry, str) for entry in value) else ()
-    return value if isinstance(value, str) else ""
+    if isinstance(node, yaml.SequenceNode):
+        words = tuple(_word(entry) for entry in node.value)
+        return words if all(words) else ()
+    return _word(node)
+
+
+def _word(node: yaml.Node) -> str:
+    is_word = node.tag == _TEXT and len(node.value) <= _LONGEST_WORD and node.value.isprintable()
+    return str(node.value) if is_word else ""
+
+
+def _beginning(file: Path) -> str:
+    """Of a text; nothing of what is none."""
+    try:
+        if not file.is_file():
+            return ""
+        with file.open("rb") as stream:
+            return stream.read(_MOST_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -36,7 +36,7 @@ def chat_templates(root: Path) -> Mapping[str, str]:
 
 def copy_named_templates(root: Path, folder: Path) -> None:
     """Copy the templates in their own folder, which is not among a checkpoint's `side_files`."""
-    for file in sorted((root / _FOLDER).glob("*.jinja")):
+    for file in _named_files(root):
         (folder / _FOLDER).mkdir(exist_ok=True)
         shutil.copyfile(file, folder / _FOLDER / file.name)
 
@@ -49,8 +49,13 @@ def template_digest(text: str) -> str:
 def _files(root: Path) -> Iterator[tuple[str, str]]:
     if (root / FILE).is_file():
         yield DEFAULT, _read(root / FILE)
-    for file in sorted((root / _FOLDER).glob("*.jinja")):
+    for file in _named_files(root):
         yield file.stem, _read(file)
+
+
+def _named_files(root: Path) -> list[Path]:
+    """The templates in their own folder; what is no file, as a device, is none."""
+    return sorted(file for file in (root / _FOLDER).glob("*.jinja") if file.is_file())
 
 
 def _read(file: Path) -> str:

@@ -10,6 +10,7 @@ from vexport.checkpoint.data_name import parse_data
 from vexport.checkpoint.source import with_revision
 from vexport.errors import InputError, require_working_disk
 from vexport.errors.escaping import clip
+from vexport.files import require_no_device
 from vexport.outputs.replaceable import RECIPE
 from vexport.scenario.model import Scenario
 from vexport.scenario.problems import problems_at
@@ -51,6 +52,7 @@ class _Loader(yaml.SafeLoader):
 def load_yaml(path: Path, need: str = "a scenario") -> object:
     """What a YAML file says, within bounds; InputError where it cannot be read."""
     try:
+        require_no_device(path)
         loader = _Loader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         if node is not None:

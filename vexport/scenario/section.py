@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from vexport.errors import nearest
 from vexport.formats.schemes import fold_name
@@ -12,6 +12,16 @@ class Section(BaseModel):
     """Keys that are all known, values that stay."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """Pydantic takes `true` for 1."""
+        values = value if isinstance(value, list | tuple) else [value]
+        kind = str(cls.model_fields[info.field_name or ""].annotation)
+        if any(isinstance(one, bool) for one in values) and "bool" not in kind:
+            raise ValueError("neither true nor false")
+        return value
 
 
 def known_name(value: str, known: Sequence[str]) -> str:
