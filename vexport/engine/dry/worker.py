@@ -5,11 +5,13 @@ remembers here and there, and one crash.
 """
 
 import gc
+import importlib
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,15 @@ from vexport.engine.worker import end_with_parent, reporter
 from vexport.files import from_json, to_json, write_text
 
 _STAGE = "dry load"
+# What vLLM imports for each model: the plainest class, and the kinds of attention of which it chooses one.
+_EVERY_CELL = (
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.attention.backends.flashinfer",
+    "vllm.v1.attention.backends.flex_attention",
+    "vllm.v1.attention.backends.triton_attn",
+    "vllm.v1.attention.backends.turboquant_attn",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +52,11 @@ def preload() -> None:
     from vexport.engine.dry.fake_platform import fake_cuda
 
     fake_cuda()
-    import vllm.model_executor.models.llama  # noqa: F401
-
     from vexport.engine.dry import cell  # noqa: F401
+
+    for module in _EVERY_CELL:
+        with suppress(Exception):  # of another version of vLLM; a cell that needs it will say so
+            importlib.import_module(module)
 
 
 def main(arguments: list[str]) -> int:
