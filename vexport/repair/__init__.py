@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Family = Callable[[CheckpointView, "Source | None"], Changes]
 OnProgress = Callable[[str, int, int], None]
 # What repairs config.json alone and so needs no torch; `families.FAMILIES` has all.
-CONFIG_ONLY: Sequence[tuple[str, Family]] = ((config.NAME, config.run), (targets.NAME, targets.run))
+CONFIG_ONLY: Sequence[Family] = (config.run, targets.run)
 
 
 def repair_checkpoint(
@@ -54,11 +54,12 @@ def repair_checkpoint(
         try:
             index, repairs = files.open_checkpoint(checkpoint)
             view = CheckpointView(index, reader)
-            for name, family in _families() if other_method(view) is None else ():
-                on_progress(f"repair {name}", 0, 1)
+            families = _families() if other_method(view) is None else ()
+            for number, family in enumerate(families):
+                on_progress("repair (families)", number, len(families))
                 view, family_repairs = _repaired(view, family(view, origin), origin)
                 repairs += family_repairs
-                on_progress(f"repair {name}", 1, 1)
+            on_progress("repair (families)", len(families), len(families))
             findings = list(findings_on(view))
         except InputError as problem:
             return _report(checkpoint, out, repairs, findings_of(problem))
@@ -71,7 +72,7 @@ def repair_checkpoint(
     return report
 
 
-def _families() -> Sequence[tuple[str, Family]]:
+def _families() -> Sequence[Family]:
     if not is_installed("torch"):
         return CONFIG_ONLY
     from vexport.repair.families import FAMILIES

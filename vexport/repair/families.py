@@ -15,14 +15,14 @@ from vexport.repair import (
 )
 
 # In this order: each family sees the checkpoint as those before it left it.
-FAMILIES: Sequence[tuple[str, Family]] = (
-    (config.NAME, config.run),
-    (ordering.NAME, ordering.run),
-    (arguments.NAME, arguments.run),
-    (targets.NAME, targets.run),
-    (layout.NAME, layout.run),
-    (restore.NAME, restore.run),
-    (global_scales.NAME, global_scales.reciprocals),
-    (global_scales.NAME, global_scales.unequal),
-    (kv_cache.NAME, kv_cache.run),
+FAMILIES: Sequence[Family] = (
+    config.run,
+    ordering.run,
+    arguments.run,
+    targets.run,
+    layout.run,
+    restore.run,
+    global_scales.reciprocals,
+    global_scales.unequal,
+    kv_cache.run,
 )
