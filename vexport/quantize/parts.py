@@ -118,11 +118,13 @@ def write_manifest(part: Part, made_from: MadeFrom, shards: Sequence[Shard], fol
 def own_shards(shards: Sequence[Shard], part: Part, index: SourceIndex) -> tuple[Shard, ...]:
     """The shards that a part writes. InputError where there are fewer shards than parts."""
     if part.of > len(shards):
+        files = f"{len(shards):,} file{'s' if len(shards) > 1 else ''}"
+        fewer = f"use at most {len(shards):,} parts" if len(shards) > 1 else "leave --part out"
         raise InputError(
             f"--part {part.number}/{part.of}",
-            got=f"{part.of:,} parts of a checkpoint of {len(shards):,} files",
+            got=f"{part.of:,} parts of a checkpoint of {files}",
             need="at least one file for each part",
-            fix=f"use at most {len(shards):,} parts, or a smaller --max-shard-size in all of them",
+            fix=f"{fewer}, or give all of them a smaller --max-shard-size (5GB unless given)",
         )
     return dealt(shards, part.of, index)[part.number - 1]
 

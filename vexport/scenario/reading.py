@@ -59,9 +59,7 @@ def load_yaml(path: Path, need: str = "a scenario") -> object:
             require_bounded(node)
         content: object = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
-        raise InputError(
-            str(path), got="no such file", need=need, fix="check the path; see scenarios/*.yaml"
-        ) from None
+        raise InputError(str(path), got="no such file", need=need, fix="check the path") from None
     except (OSError, UnicodeDecodeError) as error:
         require_working_disk(error, path)
         raise InputError(
