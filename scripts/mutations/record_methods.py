@@ -1,9 +1,11 @@
 """Records what vLLM does with spoiled checkpoints of other quantization methods (tests/mutations/methods.py).
 
     PYTHONPATH=. .venv/bin/python scripts/mutations/record_methods.py [--only gptq ...]
+    PYTHONPATH=. .venv/bin/python scripts/mutations/record_methods.py --run [--only gptq ...]
 
 By a dry load on SM 90, which refuses, or accepts and computes nothing: then by whether the producer's own
-formula makes other weights of it. What is recorded already is left out.
+formula makes other weights of it. With `--run` by loading them and comparing the answers, as record.py does,
+where vLLM's CPU build has a kernel for the sound one. What is recorded already is left out.
 """
 
 import argparse
@@ -11,15 +13,25 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from record import MOST_MESSAGE, Job, make_folders
+from record import MOST_MESSAGE, Engine, Job, make_folders
+from record import record as run
 
 from tests.checks.quant_methods import CHECKPOINTS
-from tests.mutations.methods import HARMLESS, METHOD_RECORDS, SOURCE, method_mutations, write_methods
+from tests.mutations.methods import (
+    HARMLESS,
+    METHOD_RECORDS,
+    RUN,
+    RUN_RECORDS,
+    SOURCE,
+    method_mutations,
+    write_methods,
+)
 from tests.mutations.recorded import Record, read_records, write_record
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
@@ -33,24 +45,35 @@ def main() -> None:
     """Record what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(CHECKPOINTS), help="these checkpoints")
-    names = parser.parse_args().only or list(CHECKPOINTS)
-    done = {(record.good, record.name) for record in read_records(METHOD_RECORDS)}
+    parser.add_argument("--run", action="store_true", help="load and run them, not dry")
+    given = parser.parse_args()
+    names = given.only or list(RUN if given.run else CHECKPOINTS)
+    file = RUN_RECORDS if given.run else METHOD_RECORDS
+    done = {(record.good, record.name) for record in read_records(file)}
     with tempfile.TemporaryDirectory() as folder:
         root = write_methods(Path(folder), names)
-        jobs = [
-            Job(
-                good=good,
-                name=name,
-                change=change,
-                sound=root / good,
-                folder=root / f"{good}-{number}",
-                source=root / SOURCE,
-            )
-            for good in names
-            for number, (name, change) in enumerate(method_mutations(good).items())
-            if (good, name) not in done
-        ]
-        load_dry(jobs)
+        by_checkpoint = (_jobs(root, name, {each for good, each in done if good == name}) for name in names)
+        jobs = [job for turn in zip_longest(*by_checkpoint) for job in turn if job is not None]
+        if given.run:
+            run(Engine(python=sys.executable, file=file), jobs)
+        else:
+            load_dry(jobs)
+
+
+def _jobs(root: Path, good: str, done: Set[str]) -> list[Job]:
+    """The mutations of a sound checkpoint that have no record."""
+    return [
+        Job(
+            good=good,
+            name=name,
+            change=change,
+            sound=root / good,
+            folder=root / f"{good}-{number}",
+            source=root / SOURCE,
+        )
+        for number, (name, change) in enumerate(method_mutations(good).items())
+        if name not in done
+    ]
 
 
 def load_dry(jobs: Sequence[Job]) -> None:

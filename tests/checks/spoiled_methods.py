@@ -262,7 +262,6 @@ SPOILED: Mapping[str, Mapping[str, tuple[Change, str, str]]] = {
         "half a block": (quantization(weight_block_size=[128]), "config", "weight_block_size"),
         "static inputs": (quantization(activation_scheme="static"), "config", "activation_scheme"),
         "no word of inputs": (config(QUANTIZATION, activation_scheme="none"), "config", "activation_scheme"),
-        "experts in FP4": (quantization(store_dtype="mxfp4"), "config", "store_dtype"),
         "no scales": (drop(f"{DOWN}.weight_scale_inv"), "completeness", f"{DOWN}.weight_scale_inv"),
         "scales by compressed-tensors' name": (
             rename(f"{DOWN}.weight_scale_inv", f"{DOWN}.weight_scale"),
@@ -329,7 +328,7 @@ SPOILED: Mapping[str, Mapping[str, tuple[Change, str, str]]] = {
             DOWN,
         ),
         "a scale upside down": (inverted(f"{DOWN}.weight_scale"), "values", f"{DOWN}.weight_scale"),
-        "inputs of one layer scaled otherwise": (scaled(f"{V}.input_scale", 0.1), "fusion", "input_scale"),
+        "inputs of one layer scaled otherwise": (scaled(f"{V}.input_scale", 3), "fusion", "input_scale"),
         "a layer that is not quantized": (unquantized(DOWN, (256, 512)), "targets", DOWN),
         "a weight too short": (put(f"{DOWN}.weight", lambda value: value[:200]), "shapes", f"{DOWN}.weight"),
         "a scale of inputs far too large": (
@@ -351,7 +350,7 @@ SPOILED: Mapping[str, Mapping[str, tuple[Change, str, str]]] = {
             "values",
             f"{DOWN}.weight_scale_2",
         ),
-        "inputs of one layer scaled otherwise": (scaled(f"{Q}.input_scale", 2), "fusion", "input_scale"),
+        "inputs of one layer scaled otherwise": (scaled(f"{Q}.input_scale", 3), "fusion", "input_scale"),
         "no scale of inputs": (drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
         "scales as bytes": (
             put(f"{DOWN}.weight_scale", lambda value: value.view(torch.uint8)),

@@ -82,7 +82,7 @@ TENSOR_MUTATIONS = [
     ),
     (
         "NVFP4",
-        put(f"{Q}.input_global_scale", lambda t: t * 0.5),
+        put(f"{Q}.input_global_scale", lambda t: t * 1.25),
         "fusion",
         "model.layers.1.self_attn.qkv_proj",
     ),
@@ -145,6 +145,17 @@ def test_what_vllm_casts_without_a_loss_is_a_warning(
 ) -> None:
     found = problems(spoiled(good(scheme), tmp_path / "cast", change))
     assert [(finding.severity, finding.where) for finding in found] == [("warning", where)]
+
+
+@pytest.mark.parametrize(("scheme", "scale"), [("NVFP4", "input_global_scale"), ("FP8", "input_scale")])
+def test_a_scale_of_inputs_that_vllm_passes_over_is_a_warning(
+    good: Callable[[str], Path], tmp_path: Path, scheme: str, scale: str
+) -> None:
+    """Two of three have the largest, which vLLM takes; where one alone has it, that is an error."""
+    found = problems(spoiled(good(scheme), tmp_path / "smaller", put(f"{Q}.{scale}", lambda old: old / 3)))
+    assert [(finding.severity, finding.check) for finding in found] == [("warning", "fusion")]
+    found = problems(spoiled(good(scheme), tmp_path / "larger", put(f"{Q}.{scale}", lambda old: old * 3)))
+    assert [(finding.severity, finding.check) for finding in found] == [("error", "fusion")]
 
 
 def mutate_config(source: Path, folder: Path, change: Callable[[Config], None]) -> Path:

@@ -190,6 +190,15 @@ def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, na
     assert (finding.check, finding.where) == ("completeness", f"{expert}.{scale}")
 
 
+def test_experts_in_fp4_are_not_judged(written: Written, experts: Path, tmp_path: Path) -> None:
+    """Of a model without experts the key says nothing."""
+    as_mxfp4 = quantization(store_dtype="mxfp4")
+    (finding,) = found(spoiled(routed("fp8-block", experts, tmp_path / "sound"), tmp_path / "fp4", as_mxfp4))
+    assert finding.check == "config"
+    assert "store_dtype" in finding.where
+    assert problems(spoiled(written("fp8-block"), tmp_path / "dense", as_mxfp4)) == []
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq", "fp8-block", "fp8-static", "modelopt-nvfp4"])
 def test_weights_are_compared_with_the_source(
     written: Written, llama: Path, tmp_path: Path, name: str

@@ -30,6 +30,13 @@ AS_GOOD: Mapping[str, str] = {
     "input_global_scale as int32": _WHOLE,
     "a code of -128": "one weight of a layer, by less than rounding takes from all of them",
 }
+# What a checkpoint says and vLLM does not read: it answers as before, and not with what the checkpoint means.
+UNREAD: Mapping[tuple[str, str], str] = {
+    ("gptq", "columns in another order"): "g_idx is dropped: the columns take other columns' scales",
+    ("gptq", "zero points that vLLM drops"): "8 is taken for all of them",
+    ("awq", "another layout"): "codes packed by GEMV are unpacked as GEMM packs them",
+    ("quark-fp8", "a scale of keys that is zero"): "the CPU's KV cache is not quantized",
+}
 # Up to this multiple of the sound checkpoint's divergence from the unquantized model answers are as near.
 AS_NEAR = 1.1
 
@@ -37,3 +44,8 @@ AS_NEAR = 1.1
 def is_as_good(record: Record) -> bool:
     """Whether other answers were recorded that are no worse, for a reason that is given."""
     return record.name in AS_GOOD and record.further is not None and record.further <= AS_NEAR
+
+
+def is_counted(record: Record) -> bool:
+    """Whether vLLM has computed with what was changed: a dry load computes nothing."""
+    return record.outcome != "loads" and (record.good, record.name) not in UNREAD

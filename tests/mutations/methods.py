@@ -16,6 +16,13 @@ from tests.mutations.good import vary_norms
 from tests.mutations.recorded import FOLDER
 
 METHOD_RECORDS = FOLDER / "methods-0.32.0.jsonl"
+# What vLLM's CPU build has run of them: those for which it has kernels, or vexport stands in for one.
+RUN = (
+    *("gptq", "gptq_v2", "awq", "auto-round", "auto-round-mxfp4", "fp8-static", "fp8-dynamic", "fp8-block"),
+    *("quark-fp8", "quark-int8", "quark-int4", "quark-uint4", "quark-mxfp4", "modelopt-fp8"),
+    "modelopt-nvfp4",
+)
+RUN_RECORDS = FOLDER / "methods-run-0.32.0.jsonl"
 SOURCE = "source of all"
 CODES = ("qweight", "weight_packed", "weight")
 SCALES = ("scales", "weight_scale", "weight_scale_inv")

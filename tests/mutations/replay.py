@@ -18,8 +18,15 @@ from shutil import copytree, rmtree
 
 from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, calibration_of, source_of, write_good
-from tests.mutations.limits import is_as_good
-from tests.mutations.methods import METHOD_RECORDS, SOURCE, method_mutations, quant_method, write_methods
+from tests.mutations.limits import is_as_good, is_counted
+from tests.mutations.methods import (
+    METHOD_RECORDS,
+    RUN_RECORDS,
+    SOURCE,
+    method_mutations,
+    quant_method,
+    write_methods,
+)
 from tests.mutations.recorded import OLDEST_RECORDS, PINNED_RECORDS, Record, read_records
 from tests.mutations.table import mutations
 from vexport.calibration import read_samples
@@ -39,7 +46,7 @@ COMPRESSED_TENSORS = "compressed-tensors"
 class Tally:
     """Mutations that the check missed, reported without cause, found only with the source, and passed.
 
-    What only a dry load has accepted is not counted: it computes nothing.
+    What only a dry load has accepted is not counted: it computes nothing. Nor is what vLLM does not read.
     """
 
     missed: list[str] = field(default_factory=list)
@@ -49,15 +56,15 @@ class Tally:
 
     def summary(self, records: Sequence[Record]) -> str:
         """Recall and false alarms; what answers otherwise but no worse is harmless too."""
-        harmless = sum(record.outcome == "alike" for record in records) + len(self.as_good)
-        unknown = sum(record.outcome == "loads" for record in records)
-        harmful = len(records) - harmless - unknown
+        counted = list(filter(is_counted, records))
+        harmless = sum(record.outcome == "alike" for record in counted) + len(self.as_good)
+        unknown, harmful = len(records) - len(counted), len(counted) - harmless
         return (
             f"{len(records)} mutations of {len({record.good for record in records})} checkpoints: "
             f"recall {harmful - len(self.missed)} of {harmful} "
             f"({harmful - len(self.missed) - len(self.with_source)} without the source), "
             f"false alarms {len(self.alarms)} of {harmless}"
-            + (f"; {unknown} that a dry load accepts are not counted" if unknown else "")
+            + (f"; {unknown} are not counted" if unknown else "")
         )
 
 
@@ -83,7 +90,7 @@ class Bench:
     def _look(self, folder: Path, record: Record, tally: Tally) -> None:
         """Note what the check says of a mutation; where it says nothing, what it says with the source."""
         name, harmful = f"{record.good}: {record.name}", record.outcome in ("raises", "wrong")
-        if record.outcome == "loads":
+        if not is_counted(record):
             return
         found = _finds_an_error(folder, None, self.target)
         if found and not harmful:
@@ -137,11 +144,12 @@ def main() -> None:
         root, scratch = Path(folder), Path(folder) / "scratch"
         scratch.mkdir()
         write_methods(root / "methods")
-        by_method = defaultdict[str, list[Record]](list)
-        for record in read_records(METHOD_RECORDS):
-            by_method[quant_method(record.good)].append(record)
-        for method, records in sorted(by_method.items()):
-            _print(f"0.32  {method}", records, Bench(root=root / "methods", scratch=scratch))
+        for file, how in ((METHOD_RECORDS, "dry load"), (RUN_RECORDS, "running")):
+            by_method = defaultdict[str, list[Record]](list)
+            for record in read_records(file):
+                by_method[quant_method(record.good)].append(record)
+            for method, records in sorted(by_method.items()):
+                _print(f"0.32  {method}, {how}", records, Bench(root=root / "methods", scratch=scratch))
         if _wants(COMPRESSED_TENSORS):
             write_good(root / "good")
         own = ((PINNED_RECORDS, "0.32", ANY), (OLDEST_RECORDS, "0.20", OLDEST))
@@ -151,7 +159,7 @@ def main() -> None:
 
 
 def _print(name: str, records: Sequence[Record], bench: Bench) -> None:
-    if not _wants(name.split()[1]):
+    if not _wants(name.split()[1].rstrip(",")):
         return
     tally = bench.tally(records)
     sys.stdout.write(f"{name}: {tally.summary(records)}\n")

@@ -8,7 +8,7 @@ import pytest
 from tests.models import problems
 from tests.mutations.good import GOOD, write_good
 from tests.mutations.limits import AS_GOOD, is_as_good
-from tests.mutations.methods import METHOD_RECORDS, method_mutations, write_methods
+from tests.mutations.methods import METHOD_RECORDS, RUN_RECORDS, method_mutations, write_methods
 from tests.mutations.recorded import OLDEST_RECORDS, PINNED_RECORDS, Record, read_records
 from tests.mutations.replay import OLDEST, Bench, with_source
 from tests.mutations.table import mutations
@@ -81,7 +81,7 @@ def test_other_methods_are_judged_as_vllm_does(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_methods(tmp_path_factory.mktemp("methods"))
-    _agree(root, tmp_path, read_records(METHOD_RECORDS)[::ONE_IN], capsys)
+    _agree(root, tmp_path, _of_methods()[::ONE_IN], capsys)
 
 
 @pytest.mark.slow
@@ -89,8 +89,12 @@ def test_other_methods_are_judged_as_vllm_does_in_the_other_records(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_methods(tmp_path_factory.mktemp("methods"))
-    others = [record for number, record in enumerate(read_records(METHOD_RECORDS)) if number % ONE_IN]
+    others = [record for number, record in enumerate(_of_methods()) if number % ONE_IN]
     _agree(root, tmp_path, others, capsys)
+
+
+def _of_methods() -> list[Record]:
+    return [*read_records(METHOD_RECORDS), *read_records(RUN_RECORDS)]
 
 
 def test_every_limit_is_of_a_recorded_mutation() -> None:
@@ -106,7 +110,8 @@ def test_every_record_is_of_a_mutation_that_is_still_made(file: Path) -> None:
     assert all(isinstance(record, Record) and record.detail for record in records)
 
 
-def test_every_record_of_another_method_is_of_a_mutation_that_is_still_made() -> None:
-    records = read_records(METHOD_RECORDS)
+@pytest.mark.parametrize("file", [METHOD_RECORDS, RUN_RECORDS])
+def test_every_record_of_another_method_is_of_a_mutation_that_is_still_made(file: Path) -> None:
+    records = read_records(file)
     assert len({(record.good, record.name) for record in records}) == len(records) > 0
     assert all(record.name in method_mutations(record.good) for record in records)

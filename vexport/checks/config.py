@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from vexport.architectures.fusion import moe_layer
-from vexport.architectures.text_config import text_config
+from vexport.architectures.text_config import EXPERT_COUNTS, text_config
 from vexport.checks.vllm.arguments import of_attention, parse_group
 from vexport.checks.vllm.methods import findings, other_method
 from vexport.checks.vllm.producers import METHOD
@@ -24,8 +24,6 @@ FORMAT_NAMES = frozenset({"dense", "mixed-precision", "naive-quantized", *(each.
 # With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it passes over.
 SIDES = ("input_activations", "output_activations")
 OUTPUTS = "static INT8, which vLLM runs in a scheme that vexport does not judge (CompressedTensorsWNA8O8Int)"
-# Keys of config.json for the routed experts of a layer.
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Activation ordering that vLLM no longer runs (compressed_tensors.py, _quantization_scheme_map_from_config).
 REFUSED_ORDERING = ("group", "dynamic")
 

@@ -1,7 +1,8 @@
 """Do layers that vLLM runs as one share the scales that it keeps only once?"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.layers import single_value
 from vexport.checks.vllm.view import CheckpointView, FusedLinear
 from vexport.types import Finding, Severity
@@ -11,12 +12,13 @@ DESCRIPTION = (
     "q/k/v and gate/up share global and input scales; per-tensor FP8 scales that differ cost accuracy"
 )
 # vLLM keeps the largest for all (process_weights_after_loading of compressed_tensors_w4a4_nvfp4.py).
-MUST_SHARE = ("weight_global_scale", "input_global_scale")
+WEIGHT_GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
 # The same of compressed_tensors_w8a8_fp8.py; INT8 keeps the last. They run on one input, so that only a fault
-# makes their scales differ.
-INPUT_SCALE = "input_scale"
+# makes their scales differ: in which of them, most tell.
+INPUT_SCALES = (INPUT_GLOBAL_SCALE, "input_scale")
 # vLLM requantizes to the largest weight scale (process_fp8_weight_tensor_strategy): a small loss.
-SHOULD_SHARE = "weight_scale"
+WEIGHT_SCALE = "weight_scale"
+AGAIN = "quantize again with a shared scale; vLLM"
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -25,29 +27,52 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         group = view.group_of(fused)
         if len(fused.members) < 2 or group is None:
             continue
-        for parameter in (*MUST_SHARE, INPUT_SCALE):
-            fix = "quantize again with a shared scale; vLLM would use the largest for all"
-            yield from _unequal(view, fused, parameter, "error", fix)
-        if group.weights.strategy == "tensor":
-            fix = "quantize again with a shared scale; vLLM requantizes to the largest, a small loss"
-            yield from _unequal(view, fused, SHOULD_SHARE, "warning", fix)
+        if len(set((values := _values(view, fused, WEIGHT_GLOBAL_SCALE)).values())) > 1:
+            yield _finding(fused, WEIGHT_GLOBAL_SCALE, values, "error", "would use the largest for all")
+        for parameter in INPUT_SCALES:
+            if len(set((values := _values(view, fused, parameter)).values())) > 1:
+                smallest = parameter in view.reciprocals
+                yield _input_finding(fused, parameter, values, group, min if smallest else max)
+        values = _values(view, fused, WEIGHT_SCALE)
+        if group.weights.strategy == "tensor" and len(set(values.values())) > 1:
+            fix = "requantizes to the largest, a small loss"
+            yield _finding(fused, WEIGHT_SCALE, values, "warning", fix)
 
 
-def _unequal(
-    view: CheckpointView, fused: FusedLinear, parameter: str, severity: Severity, fix: str
-) -> Iterator[Finding]:
-    """A finding where the members of a fused layer have different single values of a parameter."""
-    values = {
+def _input_finding(
+    fused: FusedLinear,
+    parameter: str,
+    values: Mapping[str, float],
+    group: ConfigGroup,
+    taken_by_vllm: Callable[[Iterable[float]], float],
+) -> Finding:
+    """Different scales of one input: a warning where the one that vLLM takes is what most members have."""
+    inputs, taken = group.input_activations, taken_by_vllm(values.values())
+    if inputs is not None and not inputs.is_float:
+        return _finding(fused, parameter, values, "error", "would use the last that it reads for all")
+    if 2 * sum(value == taken for value in values.values()) > len(values):
+        return _finding(fused, parameter, values, "warning", f"uses {taken:.9g} for all, as most have")
+    return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
+
+
+def _values(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict[str, float]:
+    """The single values of a parameter by the members that have one."""
+    return {
         module: value
         for module, parameters in fused.members.items()
         if (value := single_value(view, parameters.get(parameter))) is not None
     }
-    if len(set(values.values())) > 1:
-        yield Finding(
-            check=NAME,
-            severity=severity,
-            where=f"{fused.name}: {parameter}",
-            expected="one value for all layers that run as one",
-            got=", ".join(f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()),
-            fix=fix,
-        )
+
+
+def _finding(
+    fused: FusedLinear, parameter: str, values: Mapping[str, float], severity: Severity, what_vllm_does: str
+) -> Finding:
+    """The members' different values."""
+    return Finding(
+        check=NAME,
+        severity=severity,
+        where=f"{fused.name}: {parameter}",
+        expected="one value for all layers that run as one",
+        got=", ".join(f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()),
+        fix=f"{AGAIN} {what_vllm_does}",
+    )

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from vexport.checks.fusion import MUST_SHARE
+from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
+from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
 from vexport.checks.tensors.plausible import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
 from vexport.checks.vllm.layers import Layer, layers_of, single_value
 from vexport.checks.vllm.view import CheckpointView, FusedLinear
@@ -19,7 +20,6 @@ from vexport.repair.requantize import requantized
 from vexport.types import TensorInfo, TensorSpec
 
 NAME = "global scales"
-WEIGHT, INPUT = MUST_SHARE
 LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
 # The smallest positive e4m3 number: a block scale of a block that is not all zero never becomes zero.
 E4M3_SMALLEST = 2.0**-9
@@ -29,7 +29,7 @@ def reciprocals(view: CheckpointView, source: Source | None) -> Changes:
     """Turn over the global scales that are absmax/(448*6): the values vLLM was meant to see."""
     edits, repairs = [], []
     for layer in layers_of(view).values():
-        for parameter in MUST_SHARE:
+        for parameter in (WEIGHT, INPUT):
             value = single_value(view, layer.parameters.get(parameter))
             if value is not None and 0 < value < LEAST[parameter]:
                 tensor = layer.parameters[parameter]
@@ -55,7 +55,7 @@ def unequal(view: CheckpointView, source: Source | None) -> Changes:
     edits: list[Edit] = []
     repairs: list[Repair] = []
     for fused in view.fused_linears:
-        for parameter in MUST_SHARE:
+        for parameter in (WEIGHT, INPUT):
             for layer, value, shared in _differing(view, fused, parameter):
                 make = _input if parameter == INPUT else partial(_weight, view, source)
                 edit, repair = make(layer, value, shared)

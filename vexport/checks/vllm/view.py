@@ -1,7 +1,7 @@
 """A checkpoint as the checks see it: its tensors by layer, and how vLLM reads its quantization config."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -88,6 +88,8 @@ class CheckpointView:
         self.target = target
         # Of several checks the one that this view is for; its index has that share of the tensors alone.
         self.part: Part | None = None
+        # Parameters that stand for their reciprocals in the files: vLLM's largest is the smallest here.
+        self.reciprocals: Set[str] = frozenset()
         self.config_path = str(index.root / "config.json")
         # By the names of a fused layer and its members, on which alone the answers rest.
         self._ignored: dict[tuple[str, ...], list[str]] = {}

@@ -10,6 +10,7 @@ from vllm.model_executor.kernels.linear import (
     NvFp4LinearLayerConfig,
     register_linear_kernel,
 )
+from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
@@ -22,6 +23,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_nvfp4 as nvfp4_scheme,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import HadamardTransform
+from vllm.model_executor.layers.quantization.quark.schemes import quark_nvfp4
 from vllm.platforms import PlatformEnum
 
 from vexport.engine.cpu_emulation.fp8 import (
@@ -43,8 +45,9 @@ def register_kernels() -> None:
     """Offer a kernel for every scheme that the CPU build refuses or runs without its activation scales."""
     if nvfp4_scheme.init_nvfp4_linear_kernel is nvfp4_kernel:
         return
-    # vLLM forces Marlin for NVFP4A16 before it looks at its table: replace the scheme's own name for it.
-    nvfp4_scheme.init_nvfp4_linear_kernel = nvfp4_kernel
+    # vLLM forces Marlin for NVFP4A16 before it looks at its table: replace each user's own name.
+    for module in (nvfp4_scheme, modelopt, quark_nvfp4):
+        module.init_nvfp4_linear_kernel = nvfp4_kernel
     register_linear_kernel(EmulationMxFp4Linear, PlatformEnum.CPU, "mxfp4")
     register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
     # First, because a later entry, chosen on AMX machines, ignores static input scales, and another is slow.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 
+from vexport.architectures.text_config import EXPERT_COUNTS, text_config
 from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, Model, QuantMethod
 from vexport.checks.vllm.quant_methods.names import is_listed
 from vexport.formats import FP8
@@ -57,7 +58,8 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
         config.wrong("weight_block_size", "two numbers of rows and columns, or none", repr(block))
     elif block is not None and scheme == "static":
         config.wrong("activation_scheme", "dynamic, with weights in blocks", "static")
-    if values.get("store_dtype") is not None:
+    has_experts = any(text_config(model.config).get(key) for key in EXPERT_COUNTS)
+    if has_experts and values.get("store_dtype") is not None:
         expected = "experts in FP8: vLLM reads others as MXFP4, which vexport does not judge"
         config.wrong("store_dtype", expected, repr(values["store_dtype"]), "ask vLLM with `vexport load`")
     kept = config.names("ignored_layers", "modules_to_not_convert")
