@@ -29,12 +29,25 @@ def faults(
     *steps: tuple[torch.Tensor, Loader], optional: tuple[str, ...] = (), ranks: int = 1
 ) -> list[Miscopy]:
     """What the audit finds after each stored tensor, named t0, t1 ..., went through its loader."""
-    model, audit = Layer(), Audit()
+    model, audit = Layer(), Audit(ranks)
     with audit:
-        for number, (stored, load) in enumerate(steps):
-            audit.handed_out(f"t{number}", stored)
-            load(model, stored)
-    return list(audit.faults(model, optional=frozenset(optional), ranks=ranks))
+        for number, (form, load) in enumerate(steps):
+            _load(audit, f"t{number}", form, lambda tensor, load=load: load(model, tensor))
+    return list(audit.faults(model, optional=frozenset(optional)))
+
+
+def _load(audit: Audit, name: str, form: torch.Tensor, load: Callable[[torch.Tensor], None]) -> None:
+    """Nothing but the loader keeps the tensor."""
+    tensor = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device="meta")
+    audit.handed_out(name, tensor)
+    load(tensor)
+
+
+@pytest.fixture(autouse=True, params=["kept", "struck off"])
+def _books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are the same where what is done is forgotten at once."""
+    if request.param == "struck off":
+        monkeypatch.setattr("vexport.engine.dry.audit._SWEEP_AT", 0)
 
 
 def stored(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -147,3 +160,25 @@ def test_absent_values_do_not_differ() -> None:
         held.copy_(tensor)
 
     assert faults((stored(1), load), optional=("fused", "experts")) == []
+
+
+def test_what_is_done_is_struck_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a loader keeps for later, or has not read, is not."""
+    monkeypatch.setattr("vexport.engine.dry.audit._SWEEP_AT", 0)
+    model, audit = Layer(), Audit(1)
+    kept = list[torch.Tensor]()
+    with audit:
+        for number in range(20):
+            _load(audit, f"done{number}", stored(8, 4), lambda tensor: rows(0, 8)(model, tensor))
+        _load(audit, "kept", stored(1), kept.append)
+        _load(audit, "view kept", stored(4, 4), lambda tensor: kept.append(tensor[1:]))
+        _load(audit, "computed", stored(1), lambda tensor: kept.append(tensor.to(torch.bfloat16)))
+        _load(audit, "unread", stored(3), lambda tensor: None)
+        for number in range(20):
+            _load(audit, f"done too{number}", stored(8, 4), lambda tensor: rows(0, 8)(model, tensor))
+        assert {"kept", "view kept", "computed", "unread"} < audit._sources.keys()
+        assert len(audit._sources) < 20
+        model.get_parameter("scale").data.copy_(kept[0])
+        model.get_parameter("scale").data.copy_(kept[2])
+    found = audit.faults(model, optional=frozenset({"experts"}))
+    assert [(fault.kind, fault.where) for fault in found] == [("unused", "view kept"), ("unused", "unread")]

@@ -1,9 +1,12 @@
 """Watches what a model's loaders copy: which elements of each parameter, from which tensors, of what dtype.
 
 Everything is on the meta device, so that a copy is only an entry in these books. A region is a view's
-offset, shape and strides; the regions of one storage are equal or apart, as vLLM's loaders make them.
+offset, shape and strides; the regions of one storage are equal or apart, as vLLM's loaders make them. What
+nothing can happen to any more is struck off: a model of a trillion parameters has 200,000 tensors, and
+2 KB are noted of each.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -14,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vexport.engine.dry.layers import INDEX
 from vexport.engine.dry.messages import Miscopy
 
-Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+Region: TypeAlias = tuple[int, Layout]
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.copy_, _ATEN.index_put_, _ATEN.index_copy_)
 _FILLS = (_ATEN.fill_, _ATEN.zero_)
@@ -27,11 +31,13 @@ _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
 # What vLLM drops before it loads (get_checkpoint_weight_mapper in quantization/base_config.py).
 _DROPPED = ".g_idx"
 _MOST_NAMES = 4
+# Stored tensors and results in the books when those that are done are looked for the first time.
+_SWEEP_AT = 4096
 
 
 @dataclass(slots=True, kw_only=True)
 class _Written:
-    """The regions of one parameter that got a value, and the stored tensors that they came from."""
+    """The regions of one parameter that got a value, and the first stored tensors that they came from."""
 
     regions: dict[Region, int] = field(default_factory=dict)
     sources: dict[str, None] = field(default_factory=dict)
@@ -62,11 +68,16 @@ class _Origin:
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Active while a model is loaded; answers `.item()` of an absent value with 1, of a comparison with yes.
 
-    To whether two values differ the answer is no.
+    To whether two values differ the answer is no. Of each tensor `ranks` ranks, which read equal parts, must
+    read all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.last_handed_out = ""
+        self._ranks = ranks
+        self._sweep_at = _SWEEP_AT
+        self._layouts: dict[Layout, Layout] = {}
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
         self._origins: dict[int, _Origin] = {}
@@ -80,13 +91,32 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def handed_out(self, name: str, tensor: torch.Tensor) -> None:
         """A stored tensor goes to the loaders."""
+        if len(self._origins) >= self._sweep_at:
+            self._strike_off()
+            self._sweep_at = _SWEEP_AT + 2 * len(self._origins)
+        self.last_handed_out = name
         self._sources[name] = _Source(tensor=tensor)
         self._origins[_storage(tensor)] = _Origin(names=(name,), tensor=tensor)
 
-    @property
-    def last_handed_out(self) -> str:
-        """The stored tensor that the loaders got last, or nothing."""
-        return next(reversed(self._sources), "")
+    def _strike_off(self) -> None:
+        """Forget what nothing but these books holds: results, and stored tensors without a fault."""
+        for storage in list(self._differences):
+            if _is_let_go(self._differences[storage], 1):
+                del self._differences[storage]
+        in_use = set[str]()
+        for storage, origin in list(self._origins.items()):
+            source = self._sources.get(origin.names[0]) if len(origin.names) == 1 else None
+            if source is not None and source.tensor is origin.tensor:
+                continue
+            if _is_let_go(origin.tensor, 1):
+                del self._origins[storage]
+            else:
+                in_use.update(origin.names)
+        for name, source in list(self._sources.items()):
+            if name in in_use or not _is_let_go(source.tensor, 2):
+                continue
+            if next(_source_faults(name, source, "", self._ranks), None) is None:
+                del self._origins[_storage(source.tensor)], self._sources[name]
 
     def __torch_dispatch__(
         self,
@@ -112,10 +142,11 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copied(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
         """`target` got values: those of `source`, or a constant."""
         written = self._written.setdefault(_storage(target), _Written())
-        written.regions[_region(target)] = target.numel()
+        written.regions[self._region(target)] = target.numel()
         if source is not None:
             for name in self._read(source):
-                written.sources[name] = None
+                if len(written.sources) <= _MOST_NAMES:
+                    written.sources[name] = None
                 self._sources[name].casts[source.dtype, target.dtype] = None
                 self._sources[name].targets[_storage(target)] = None
 
@@ -137,7 +168,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in origin.names:
             source = self._sources[name]
             if _storage(source.tensor) == _storage(tensor):
-                source.read[_region(tensor)] = tensor.numel() * tensor.element_size()
+                source.read[self._region(tensor)] = tensor.numel() * tensor.element_size()
         return origin.names
 
     def _scalar(self, tensor: object) -> float | bool:
@@ -147,18 +178,19 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _storage(tensor) not in self._differences
         return 1
 
-    def faults(self, model: torch.nn.Module, *, optional: frozenset[str], ranks: int) -> Iterator[Miscopy]:
-        """What went wrong silently. Parameters named in `optional` need no stored tensor.
+    def _region(self, tensor: torch.Tensor) -> Region:
+        layout = tuple(tensor.shape), tuple(tensor.stride())
+        return int(tensor.storage_offset()) * tensor.element_size(), self._layouts.setdefault(layout, layout)
 
-        Of each tensor `ranks` ranks, which read equal parts, must read all.
-        """
+    def faults(self, model: torch.nn.Module, *, optional: frozenset[str]) -> Iterator[Miscopy]:
+        """What went wrong silently. Parameters named in `optional` need no stored tensor."""
         for parameter in model.parameters():  # one that a loader replaced is a stored tensor itself
             self._read(parameter)
         layers = {_storage(parameter): _layer(name) for name, parameter in model.named_parameters()}
         yield from self._missing(model, optional)
         for name, source in self._sources.items():
             layer = next((layers[target] for target in source.targets if target in layers), "")
-            yield from _source_faults(name, source, layer, ranks)
+            yield from _source_faults(name, source, layer, self._ranks)
 
     def _missing(self, model: torch.nn.Module, optional: frozenset[str]) -> Iterator[Miscopy]:
         for name, parameter in model.named_parameters():
@@ -206,7 +238,7 @@ def _where_from(written: _Written, parameter: torch.Tensor) -> str:
     if parameter.dim() == 3 and written.regions:
         size = parameter.stride(0)
         filled = dict.fromkeys(range(parameter.shape[0]), 0)
-        for (offset, _, _), elements in written.regions.items():
+        for (offset, _), elements in written.regions.items():
             filled[offset // (size * parameter.element_size())] += elements
         short = [str(expert) for expert, elements in filled.items() if elements < size]
         return f"; short: expert {', '.join(short[:_MOST_NAMES])}{' ...' if len(short) > _MOST_NAMES else ''}"
@@ -225,8 +257,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _region(tensor: torch.Tensor) -> Region:
-    return int(tensor.storage_offset()) * tensor.element_size(), tuple(tensor.shape), tuple(tensor.stride())
+def _is_let_go(tensor: torch.Tensor, held: int) -> bool:
+    """Whether these books alone hold a tensor, in so many places, and no view has its storage."""
+    in_this_call = 2  # the argument, and that of getrefcount
+    in_torch = 2  # the tensor's own, and that of the storage's Python object
+    alone = torch._C._storage_Use_Count(_storage(tensor)) <= in_torch
+    return alone and sys.getrefcount(tensor) <= held + in_this_call
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -43,7 +43,7 @@ def try_cell(checkpoint: Path, cell: Cell, rank: int, loaded: Path, *, trust_rem
     other what became of its tensors: nothing else does so where the same model is built.
     """
     start = time.monotonic()
-    audit = Audit()
+    audit = Audit(cell.tp)
     try:
         result = _load(checkpoint, cell, rank, loaded, audit, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -109,7 +109,7 @@ def _load_weights(model: torch.nn.Module, config: "VllmConfig", cell: Cell, audi
     weight_utils.safe_open = opener(audit)
     with torch.device("meta"), audit:
         DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
-    faults = audit.faults(model, optional=frozenset(_optional(model)), ranks=cell.tp)
+    faults = audit.faults(model, optional=frozenset(_optional(model)))
     return LoadedTensors(faults=tuple(faults))
 
 
