@@ -1,6 +1,7 @@
 """The copy audit on loaders written by hand, without vLLM."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def faults(
     model, audit = Layer(), Audit(ranks)
     with audit:
         for number, (form, load) in enumerate(steps):
-            _load(audit, f"t{number}", form, lambda tensor, load=load: load(model, tensor))
+            _load(audit, f"t{number}", form, partial(load, model))
     return list(audit.faults(model, optional=frozenset(optional)))
 
 
