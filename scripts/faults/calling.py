@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from vexport.cli.interrupts import main
+from vexport.cli import main
 from vexport.engine.forks import ADDRESS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -27,7 +27,7 @@ _DISK_BYTES = 600 << 20
 FILLER = "filler"
 # A stage begins with `name ...` on stderr.
 _BEGIN = re.compile(r"^(?P<stage>.+) \.\.\.$")
-_LONGEST_SECONDS = 420.0
+_LONGEST_SECONDS = 560.0
 _POLL_SECONDS = 0.005
 
 

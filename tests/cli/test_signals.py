@@ -18,6 +18,7 @@ from tests.quantize.test_streaming import write_model
 __all__ = ["folder", "parts"]
 # Three, and what a busy machine adds.
 SOON = 6.0
+THREADS = "current_thread = main_thread = lambda: None\n"
 # Calls that start a vLLM: the signal comes before its engine stands.
 MODEL, TASK = ROOT / "scenarios" / "demo" / "model", ROOT / "scenarios" / "demo" / "tasks" / "addition.yaml"
 EVAL = ("eval", MODEL, "--baseline", MODEL, "--task", TASK, "--limit", "20")
@@ -79,10 +80,13 @@ def test_many_signals_are_as_one(tmp_path: Path) -> None:
     assert (struck.code, struck.errors) == (130, [RESUME])
 
 
+@pytest.mark.parametrize(
+    "module", ["os.kill(os.getpid(), 2)", f"{THREADS}Thread = lambda **options: os.kill(os.getpid(), 2)"]
+)
 @ANY_COMMAND
-def test_a_signal_before_the_handlers_stand_is_one_line(tmp_path: Path) -> None:
-    """In the first import of all, by a module of that name which comes before Python's own."""
-    (tmp_path / "threading.py").write_text("import os\nos.kill(os.getpid(), 2)\n")
+def test_a_signal_before_the_handlers_stand_is_one_line(tmp_path: Path, module: str) -> None:
+    """In the first import of all and after it, by a module of a name which comes before Python's own."""
+    (tmp_path / "threading.py").write_text(f"import os\n{module}\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from vexport.cli import main; main()"
     ran = subprocess.run(
         [sys.executable, "-S", "-c", code],

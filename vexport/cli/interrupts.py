@@ -109,12 +109,16 @@ def run() -> int:
 
 def main() -> None:
     """The console script: the process ends with the handlers in place."""
-    open_closed_streams()
-    with Interrupts() as interrupts:
-        code = _run(interrupts)
-        # Not sys.exit: Python ends by SIGINT where the exception passed code that was made from text, as
-        # dataclasses make it while they are imported; and what is loaded takes long to be taken apart.
-        os._exit(code)
+    try:
+        open_closed_streams()
+        with Interrupts() as interrupts:
+            code = _run(interrupts)
+            # Not sys.exit: Python ends by SIGINT where the exception passed code that was made from text, as
+            # dataclasses make it while they are imported; and what is loaded takes long to be taken apart.
+            os._exit(code)
+    except KeyboardInterrupt:  # before the handlers are in place
+        os.write(2, f"error: {INTERRUPTED}\n".encode())
+        os._exit(CODES[signal.SIGINT])
 
 
 def open_closed_streams() -> None:

@@ -10,6 +10,7 @@ from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from vexport.errors import InputError, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.outputs import is_being_written, refuse_existing, resumable_directory, unfinished_folder
+from vexport.outputs.replaceable import checkpoint_files
 from vexport.quantize.parts import (
     CALIBRATION,
     CONFIG,
@@ -73,11 +74,12 @@ def _size(file: Path) -> int | None:
 def _require_all(out: Path, begun: Sequence[Part], manifests: Sequence[Manifest]) -> None:
     """InputError where parts are missing, or are not of one checkpoint."""
     if not begun:
+        is_made = checkpoint_files(out) is not None
         raise InputError(
             str(out),
-            got=f"no parts in {parts_folder(out)}",
+            got=f"no parts in {parts_folder(out)}" + ", and a checkpoint of vexport's" * is_made,
             need="those that `vexport quantize SOURCE OUT --part i/n` writes",
-            fix="run them first, or check the path",
+            fix="do nothing if they are merged already" if is_made else "run them first, or check the path",
         )
     counts = sorted({part.of for part in begun})
     if len(counts) > 1:
