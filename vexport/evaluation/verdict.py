@@ -218,7 +218,7 @@ def _cannot_fail(gate: Compared, margin: float) -> bool:
 def _floor_warning(gate: Compared, margin: float) -> str:
     return (
         f"{gate.task}: the baseline has fewer right answers than the accepted loss of {_percent(margin)}, "
-        "so that this task passes whatever the candidate answers; choose one that the model can do"
+        "so that this task cannot fail, whatever the candidate answers; choose one that the model can do"
     )
 
 
