@@ -70,6 +70,15 @@ def test_of_two_that_cost_the_same_the_one_that_loses_less_is_taken() -> None:
     assert decide(rows).scheme == decide(rows[::-1]).scheme == "W8A8"
 
 
+def test_a_size_that_is_hardly_smaller_does_not_decide() -> None:
+    found = decide([scheme("MXFP4", 1340, 0.0228, (225, 260)), scheme("W4A16", 1343, 0.0017, (225, 260))])
+    assert found.scheme == "W4A16"
+    assert found.reasons[0].startswith(
+        "Of 2 schemes that pass, W4A16 is within 3% of the smallest and at least"
+    )
+    assert decide([scheme("small", 95, 0.02, (9, 9)), scheme("large", 100, 0.001, (9, 9))]).scheme == "small"
+
+
 def test_one_that_passes_and_is_slower_than_the_baseline_says_so() -> None:
     baseline = ComparedScheme(scheme="unquantized", num_bytes=160, rates=((1, 90.0), (8, 500.0)))
     found = decide([scheme("W4A16", 50, 0.02, (100, 200))], baseline)

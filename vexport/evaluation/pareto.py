@@ -8,6 +8,8 @@ from vexport.types import ComparedScheme
 
 # Speeds that differ by less are taken as the same: repeated starts of one engine differ by as much.
 SAME_SPEED = 0.03
+# Sizes that differ by less do not decide which of two to take.
+SAME_SIZE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +41,18 @@ def _dominates(one: ComparedScheme, other: ComparedScheme) -> bool:
     return _no_dearer(one, other) and not (one.mean_kl == other.mean_kl and _no_dearer(other, one))
 
 
-def _no_dearer(one: ComparedScheme, other: ComparedScheme) -> bool:
+def _no_dearer(one: ComparedScheme, other: ComparedScheme, same_size: float = 0.0) -> bool:
     """Whether `one` is no larger, and no slower at any number of requests; both speeds must be known."""
     ours, theirs = dict(one.rates), dict(other.rates)
     faster = all(ours[at] >= (1 - SAME_SPEED) * theirs[at] for at in ours if at in theirs)
-    return one.num_bytes <= other.num_bytes and ours.keys() == theirs.keys() and faster
+    smaller = one.num_bytes <= (1 + same_size) * other.num_bytes
+    return smaller and ours.keys() == theirs.keys() and faster
 
 
 def decide(
     rows: Sequence[ComparedScheme], baseline: ComparedScheme | None = None, speed: str = "measured"
 ) -> Decision:
-    """Of the schemes that pass, the one that is smallest and fastest, if one is both; of equals the least KL.
+    """Of the schemes that pass, the smallest and fastest, if one is both; of about equals the least KL.
 
     What passed has lost no more than was accepted: among those cost decides, not the rest of the loss.
     `speed` says what the speeds are; what the `baseline` is faster in is said too.
@@ -57,7 +60,7 @@ def decide(
     passed = [row for row in rows if row.outcome == "PASS"]
     if not passed:
         return Decision(scheme="", reasons=(_none_passed(rows),))
-    cheap = [row for row in passed if all(_no_dearer(row, other) for other in passed)]
+    cheap = [row for row in passed if all(_no_dearer(row, other, SAME_SIZE) for other in passed)]
     cheapest = min(cheap, key=lambda row: math.inf if row.mean_kl is None else row.mean_kl, default=None)
     if cheapest is None:
         return Decision(scheme="", reasons=(_split(passed, speed),))
@@ -94,7 +97,9 @@ def _why(
     if len(passed) == 1:
         found = [f"{chosen.scheme} is the only scheme that passes"]
     else:
-        found = [f"Of {len(passed)} schemes that pass, {chosen.scheme} is the smallest{fast}{unknown}"]
+        least = min(row.num_bytes for row in passed)
+        small = "the smallest" if chosen.num_bytes == least else f"within {SAME_SIZE:.0%} of the smallest"
+        found = [f"Of {len(passed)} schemes that pass, {chosen.scheme} is {small}{fast}{unknown}"]
     nearer = [row for row in passed if _loses_less(row, chosen)]
     if nearer:
         best = min(nearer, key=lambda row: row.mean_kl or 0.0)
