@@ -223,7 +223,7 @@ class Laboratory:
         ended = self.place.call(command.arguments(folder), fault=f"{row.fault}@any")
         struck = [phase for phase, _ in self.place.strikes]
         cell = self._cell(name, ended, list(self._wrong_end(row.command, folder, ended, expected)), "held")
-        return {phase: f"{cell}, {struck.count(phase)} times" for phase in PHASES if phase in struck}
+        return {phase: f"{cell}, {struck.count(phase)}x" for phase in PHASES if phase in struck}
 
     def little_row(self, title: str, name: str, gigabytes: float) -> dict[str, str]:
         """What a command with little memory says, and what the same call comes to with enough."""

@@ -77,12 +77,12 @@ def test_lm_eval_asks_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "--task",
         DEMO / "tasks" / "addition.yaml",
         "--limit",
-        "8",
+        "16",
     )
     ran = vexport("eval", checkpoint, *asked, *engine, "--output-dir", out, "--quiet")
     assert ran.code == 0, ran.stderr
     (samples,) = (out / "candidate").rglob("samples_*.jsonl")
-    assert len(samples.read_text().splitlines()) == 8
+    assert len(samples.read_text().splitlines()) == 16
     told = json.loads((out / "candidate" / "fingerprint.json").read_text())
     assert told["tensor_parallel_size"] == "2"
     assert told["max_num_seqs"] == "16"

@@ -1,6 +1,6 @@
 """Do layers that vLLM runs as one share the scales that it keeps only once?"""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.layers import single_value
@@ -18,7 +18,6 @@ WEIGHT_GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_s
 INPUT_SCALES = (INPUT_GLOBAL_SCALE, "input_scale")
 # vLLM requantizes to the largest weight scale (process_fp8_weight_tensor_strategy): a small loss.
 WEIGHT_SCALE = "weight_scale"
-AGAIN = "quantize again with a shared scale; vLLM"
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -27,14 +26,13 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         group = view.group_of(fused)
         if len(fused.members) < 2 or group is None:
             continue
-        if len(set((values := _values(view, fused, WEIGHT_GLOBAL_SCALE)).values())) > 1:
+        if values := _differing(view, fused, WEIGHT_GLOBAL_SCALE):
             yield _finding(fused, WEIGHT_GLOBAL_SCALE, values, "error", "would use the largest for all")
         for parameter in INPUT_SCALES:
-            if len(set((values := _values(view, fused, parameter)).values())) > 1:
-                smallest = parameter in view.reciprocals
-                yield _input_finding(fused, parameter, values, group, min if smallest else max)
-        values = _values(view, fused, WEIGHT_SCALE)
-        if group.weights.strategy == "tensor" and len(set(values.values())) > 1:
+            if values := _differing(view, fused, parameter):
+                taken = (min if parameter in view.reciprocals else max)(values.values())
+                yield _input_finding(fused, parameter, values, group, taken)
+        if group.weights.strategy == "tensor" and (values := _differing(view, fused, WEIGHT_SCALE)):
             fix = "requantizes to the largest, a small loss"
             yield _finding(fused, WEIGHT_SCALE, values, "warning", fix)
 
@@ -44,10 +42,10 @@ def _input_finding(
     parameter: str,
     values: Mapping[str, float],
     group: ConfigGroup,
-    taken_by_vllm: Callable[[Iterable[float]], float],
+    taken: float,
 ) -> Finding:
     """Different scales of one input: a warning where the one that vLLM takes is what most members have."""
-    inputs, taken = group.input_activations, taken_by_vllm(values.values())
+    inputs = group.input_activations
     if inputs is not None and not inputs.is_float:
         return _finding(fused, parameter, values, "error", "would use the last that it reads for all")
     if 2 * sum(value == taken for value in values.values()) > len(values):
@@ -55,13 +53,14 @@ def _input_finding(
     return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
 
 
-def _values(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict[str, float]:
-    """The single values of a parameter by the members that have one."""
-    return {
+def _differing(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict[str, float]:
+    """The single values of a parameter by the members that have one; none where all are equal."""
+    values = {
         module: value
         for module, parameters in fused.members.items()
         if (value := single_value(view, parameters.get(parameter))) is not None
     }
+    return values if len(set(values.values())) > 1 else {}
 
 
 def _finding(
@@ -74,5 +73,5 @@ def _finding(
         where=f"{fused.name}: {parameter}",
         expected="one value for all layers that run as one",
         got=", ".join(f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()),
-        fix=f"{AGAIN} {what_vllm_does}",
+        fix=f"quantize again with a shared scale; vLLM {what_vllm_does}",
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.forks import EAGER, Server, forked, shared_imports
 from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
@@ -33,13 +34,13 @@ _FIXED_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # W4A16 on AMX machines runs with int8 activations otherwise: kernels/linear/mixed_precision/cpu.py.
     "VLLM_CPU_INT4_W4A8": "0",
-    "VEXPORT_CPU_EMULATION": "1",
+    SWITCH: "1",
     "NO_COLOR": "1",
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
 }
 # The stubs for kernels that the CPU lacks would be in the way of a fake device.
-NO_EMULATION = {"VEXPORT_CPU_EMULATION": "0"}
+NO_EMULATION = {SWITCH: "0"}
 # Ours unless the caller chose otherwise. The KV cache is in whole GiB.
 _DEFAULT_ENVIRONMENT = {
     # Threads that wait for each other sleep soon: on shared cores those that spin keep the others waiting.

@@ -74,12 +74,11 @@ def _size(file: Path) -> int | None:
 def _require_all(out: Path, begun: Sequence[Part], manifests: Sequence[Manifest]) -> None:
     """InputError where parts are missing, or are not of one checkpoint."""
     if not begun:
-        is_made = checkpoint_files(out) is not None
+        got, fix = f"no parts in {parts_folder(out)}", "run them first, or check the path"
+        if checkpoint_files(out) is not None:
+            got, fix = f"{got}, and a checkpoint of vexport's", "do nothing if they are merged already"
         raise InputError(
-            str(out),
-            got=f"no parts in {parts_folder(out)}" + ", and a checkpoint of vexport's" * is_made,
-            need="those that `vexport quantize SOURCE OUT --part i/n` writes",
-            fix="do nothing if they are merged already" if is_made else "run them first, or check the path",
+            str(out), got=got, need="those that `vexport quantize SOURCE OUT --part i/n` writes", fix=fix
         )
     counts = sorted({part.of for part in begun})
     if len(counts) > 1:

@@ -81,7 +81,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
         self._origins: dict[int, _Origin] = {}
-        self._differences: dict[int, torch.Tensor] = {}
+        self._differences = set[int]()  # storages, each of an origin
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -100,9 +100,6 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _strike_off(self) -> None:
         """Forget what nothing but these books holds: results, and stored tensors without a fault."""
-        for storage in list(self._differences):
-            if _is_let_go(self._differences[storage], 1):
-                del self._differences[storage]
         in_use = set[str]()
         for storage, origin in list(self._origins.items()):
             source = self._sources.get(origin.names[0]) if len(origin.names) == 1 else None
@@ -110,6 +107,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if _is_let_go(origin.tensor, 1):
                 del self._origins[storage]
+                self._differences.discard(storage)
             else:
                 in_use.update(origin.names)
         for name, source in list(self._sources.items()):
@@ -129,14 +127,12 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._scalar(args[0])
         result = func(*args, **(kwargs or {}))
         tensors = list(_tensors(args))
-        if func.overloadpacket in _DIFFERENCES and isinstance(result, torch.Tensor):
-            self._differences[_storage(result)] = result
         if func.overloadpacket in _COPIES:
             self._copied(tensors[0], tensors[-1])
         elif func.overloadpacket in _FILLS:
             self._copied(tensors[0], tensors[1] if len(tensors) > 1 else None)
         elif isinstance(result, torch.Tensor) and tensors:
-            self._computed(tensors, result)
+            self._computed(func, tensors, result)
         return result
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
@@ -150,12 +146,16 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._sources[name].casts[source.dtype, target.dtype] = None
                 self._sources[name].targets[_storage(target)] = None
 
-    def _computed(self, inputs: list[torch.Tensor], result: torch.Tensor) -> None:
+    def _computed(
+        self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], result: torch.Tensor
+    ) -> None:
         """A new storage comes from the stored tensors behind `inputs`; a view of one of them does not."""
         if any(_storage(tensor) == _storage(result) for tensor in inputs):
             return
         names = tuple(dict.fromkeys(name for tensor in inputs for name in self._read(tensor)))
         self._origins[_storage(result)] = _Origin(names=names, tensor=result)
+        if func.overloadpacket in _DIFFERENCES:
+            self._differences.add(_storage(result))
         if len(inputs) == 1 and result.dtype is not torch.bool:  # a comparison is no cast
             for name in names:
                 self._sources[name].casts[inputs[0].dtype, result.dtype] = None
