@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from vexport.evaluation.betting import FLIPS, anytime_interval, decide_now, log_evidence
+from vexport.evaluation.betting import FLIPS, anytime_interval, decide_now, log_evidence, times_to_decide
 from vexport.evaluation.statistics import documents_for_power, tango_interval, tango_statistic
 
 ALPHA, REPEATS = 0.05, 2000
@@ -64,14 +64,26 @@ def test_on_the_margin_the_fixed_test_errs_as_often_as_promised(disagreement: fl
 
 @pytest.mark.parametrize(("disagreement", "margin"), AT_THE_MARGIN)
 def test_planned_documents_have_the_planned_power(disagreement: float, margin: float) -> None:
-    """n = (1.645 + 0.842)^2 * disagreement / margin^2 shows no loss 4 times in 5."""
+    """They show no loss 4 times in 5."""
     documents = documents_for_power(margin, disagreement, ALPHA)
-    assert documents == math.ceil((1.6448536 + 0.8416212) ** 2 * disagreement / margin**2)
     drawn = np.random.default_rng(2).multinomial(
         documents, [disagreement / 2, disagreement / 2, 1 - disagreement], REPEATS
     )
     passed = [tango_statistic(int(w), int(b), documents, -margin) > 1.6448536 for w, b, _ in drawn]
     assert np.mean(passed) == pytest.approx(0.8, abs=0.05)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 100), (4, 10, 386), (0, 16, 384)])
+def test_so_many_such_documents_decide_and_fewer_do_not(counts: tuple[int, int, int]) -> None:
+    times = times_to_decide(counts, 0.02, ALPHA, ALPHA / 2)
+    assert times is not None
+    level = ALPHA if counts[1] < 16 else ALPHA / 2
+    fewer, more = (decide_now(np.array(counts) * factor * times, 0.02, level) for factor in (0.999, 1.001))
+    assert (fewer, more) == ("INCONCLUSIVE", "PASS" if counts[1] < 16 else "FAIL")
+
+
+def test_no_number_of_documents_on_the_margin_decides() -> None:
+    assert times_to_decide((0, 2, 98), 0.02, ALPHA, ALPHA) is None
 
 
 def test_five_per_cent_disagreement_at_two_points_takes_about_900_documents() -> None:

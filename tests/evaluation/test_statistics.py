@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
+from tests.evaluation.exact import exact_power
 from vexport.evaluation.statistics import (
     bootstrap_interval,
     documents_for_power,
     documents_to_settle,
     mcnemar_p,
     recovery_interval,
+    spread_over_null,
     tango_interval,
     tango_statistic,
     wilson_interval,
@@ -148,11 +150,32 @@ def test_bootstrap_of_three_documents_settles_nothing() -> None:
 
 def test_planned_documents_have_the_planned_power() -> None:
     documents = documents_for_power(0.02, 0.05, 0.05)
-    assert documents == math.ceil((1.6448536 + 0.8416212) ** 2 * 0.05 / 0.02**2)
     bounds = cache(lambda wins, losses: tango_interval(wins, losses, documents, 0.05))
     draws = np.random.default_rng(4).multinomial(documents, [0.025, 0.025, 0.95], 2000)
     power = np.mean([bounds(int(wins), int(losses)).low > -0.02 for wins, losses, _ in draws])
     assert power == pytest.approx(0.8, abs=0.04)
+
+
+@pytest.mark.parametrize("margin", [0.01, 0.02, 0.03, 0.05, 0.1])
+@pytest.mark.parametrize("disagreement", [0.01, 0.05, 0.2])
+def test_planned_documents_suffice_at_any_margin(margin: float, disagreement: float) -> None:
+    """The exact power. (1.645 + 0.842)^2 * disagreement / margin^2 has 0.001 at a margin of 0.1 and 0.01."""
+    documents = documents_for_power(margin, disagreement, 0.05)
+    power = exact_power(documents, disagreement, margin) if documents < 5000 else 0.8
+    assert 0.75 < power < 0.9
+
+
+def test_the_plan_and_the_report_agree_where_the_answers_change_as_often() -> None:
+    """2,000 of 40,000 answers changed, as 5 % of them do in the plan."""
+    planned = documents_for_power(0.1, 0.05, 0.05)
+    statistic = tango_statistic(1000, 1000, 40000, -0.1)
+    spread = spread_over_null(1000, 1000, 40000, 0.1)
+    assert documents_to_settle(40000, statistic, 0.05, spread=spread) == planned == 56
+    # Of few documents without a change more are asked than where none ever changes.
+    few = spread_over_null(0, 0, 24, 0.1)
+    needed = documents_to_settle(24, tango_statistic(0, 0, 24, -0.1), 0.05, spread=few)
+    assert needed is not None
+    assert documents_for_power(0.1, 0.0, 0.05) == 25 < needed < planned
 
 
 def test_documents_to_settle_scale_the_statistic() -> None:

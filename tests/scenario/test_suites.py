@@ -6,9 +6,9 @@ import lm_eval
 import pytest
 
 from tests.command import vexport
+from tests.evaluation.exact import exact_power
 from vexport.errors import InputError
-from vexport.evaluation.statistics import documents_for_power
-from vexport.reports.plan import TYPICAL_DISAGREEMENT
+from vexport.reports.plan import TYPICAL_DISAGREEMENT, documents_needed
 from vexport.scenario import DEFAULT_ALPHA, read_scenario
 from vexport.scenario.suites import SUITES, Suite
 
@@ -18,11 +18,11 @@ SCENARIO = "name: a\nsource: {source}\nrules: [{{match: Linear, scheme: W8A8}}]\
 
 @pytest.mark.parametrize(("name", "suite"), SUITES.items())
 def test_every_task_exists_and_has_documents_enough(name: str, suite: Suite) -> None:
-    needed = documents_for_power(suite.margin, TYPICAL_DISAGREEMENT, DEFAULT_ALPHA)
     for task in suite.tasks:
         files = TASKS.glob(f"{task.name.partition('_')[0]}*/*.yaml")
         assert any(f"task: {task.name}\n" in file.read_text() for file in files), (name, task.name)
-        assert suite.documents(task) >= needed, (name, task.name, needed)
+        power = exact_power(suite.documents(task), TYPICAL_DISAGREEMENT, suite.margin, DEFAULT_ALPHA)
+        assert power >= 0.8, (name, task.name, power)
 
 
 def test_a_suite_stands_for_tasks_margin_and_limit(llama: Path, tmp_path: Path) -> None:
@@ -41,7 +41,12 @@ def test_a_suite_stands_for_tasks_margin_and_limit(llama: Path, tmp_path: Path) 
     evaluate = read_scenario(path).evaluate
     assert evaluate is not None
     assert (evaluate.margin, evaluate.limit) == (0.05, 200)
-    assert "600 documents" in vexport("plan", path).stdout
+    shown = vexport("plan", path)
+    assert "600 documents" in shown.stdout
+    condition = "for power 0.8 at margin 5.0%, alpha 0.05, if 5% of answers change"
+    assert f"about 167 a task {condition}\n" in shown.stdout
+    limited = evaluate.model_copy(update={"limit": 24})
+    assert documents_needed(limited).endswith(f"{condition}; limit 24 asks fewer")
     path.write_text(SCENARIO.format(source=llama, evaluate="suite: code, limit: 0.1"))
     shown = vexport("plan", path)
     assert "humaneval 17, mbpp 50" in shown.stdout

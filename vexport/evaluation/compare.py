@@ -1,13 +1,14 @@
 """The comparison of two models on one task: from scores to a TaskVerdict."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 from scipy import stats
 
-from vexport.evaluation.betting import anytime_interval
-from vexport.evaluation.clusters import clustered_bootstrap, clustered_tango, design_effect, effective
+from vexport.evaluation.betting import anytime_interval, times_to_decide
+from vexport.evaluation.clusters import clustered_bootstrap, clustered_tango, effective
 from vexport.evaluation.gates import Compared
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.statistics import (
@@ -19,6 +20,7 @@ from vexport.evaluation.statistics import (
     mean_statistic,
     permutation_p,
     recovery_interval,
+    spread_over_null,
     tango_interval,
     tango_statistic,
     wilson_interval,
@@ -241,16 +243,24 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | No
 
 
 def _needed(compared: Compared, margin: float, alpha: float, fail_alpha: float) -> int | None:
-    documents = _documents(compared)
+    documents, spread = _documents(compared), 1.0
     if isinstance(compared, UnpairedTask):
         statistic = compared.statistic(-margin)
-    elif compared.binary:
+        return documents_to_settle(documents, statistic, alpha if statistic > 0 else fail_alpha)
+    if compared.early:
+        values, counts = np.unique(compared.gain, return_counts=True)
+        times = times_to_decide(counts, margin, alpha, fail_alpha, gains=values)
+        return None if times is None else math.ceil(times * documents)
+    if compared.binary:
         statistic = tango_statistic(_wins(compared), _losses(compared), documents, -margin)
+        spread = spread_over_null(_wins(compared), _losses(compared), documents, margin)
     else:
         statistic = mean_statistic(compared.gain, -margin, _span(compared))
-    if isinstance(compared, TaskPair) and compared.clusters is not None:
-        statistic /= design_effect(compared.gain, compared.clusters) ** 0.5
-    return documents_to_settle(documents, statistic, alpha if statistic > 0 else fail_alpha)
+    level = alpha if statistic > 0 else fail_alpha
+    if compared.clusters is not None:
+        worth = effective(compared.gain, compared.clusters, level)
+        statistic, level = statistic / worth.design**0.5, worth.alpha
+    return documents_to_settle(documents, statistic, level, spread=spread)
 
 
 def _changed_wrong(pair: TaskPair) -> int:

@@ -51,14 +51,19 @@ def tango_statistic(wins: float, losses: float, documents: float, difference: fl
     """
     _check_counts(wins, losses, documents)
     numerator = wins - losses - documents * difference
+    variance = documents * _null_variance(wins, losses, documents, difference)
+    if variance <= 0:
+        return math.copysign(math.inf, numerator) if numerator else 0.0
+    return numerator / math.sqrt(variance)
+
+
+def _null_variance(wins: float, losses: float, documents: float, difference: float) -> float:
+    """The variance of a document's gain under H0, by Tango's restricted maximum likelihood."""
     a = 2 * documents
     b = -wins - losses + (2 * documents - wins + losses) * difference
     c = -losses * difference * (1 - difference)
     p_loss = (math.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)
-    variance = documents * (2 * p_loss + difference * (1 - difference))
-    if variance <= 0:
-        return math.copysign(math.inf, numerator) if numerator else 0.0
-    return numerator / math.sqrt(variance)
+    return 2 * p_loss + difference * (1 - difference)
 
 
 def tango_interval(wins: float, losses: float, documents: float, alpha: float) -> Interval:
@@ -169,29 +174,47 @@ def mean_statistic(values: Scores, against: float, span: float) -> float:
 
 
 def documents_for_power(margin: float, disagreement: float, alpha: float, power: float = POWER) -> int:
-    """Documents that show no loss beyond `margin` with probability `power`, where there is none.
+    """Documents with which Tango's test shows no loss beyond `margin` with chance `power`, if there is none.
 
-    (z_alpha + z_beta)^2 * disagreement / margin^2; `disagreement` is the share of documents whose
-    correctness changes (Connor, Biometrics 43, 1987, for a true difference of 0).
+    ((z_alpha * s0 + z_beta * s1) / margin)^2 (Nam, Biometrics 53, 1997): s1^2 is `disagreement`, the share of
+    documents whose correctness changes, and s0^2 the variance if the loss is the margin. With s1 for both
+    (Connor, Biometrics 43, 1987) a margin above the disagreement gets far too few documents.
     """
-    if margin <= 0 or not 0 <= disagreement <= 1:
+    if not 0 < margin < 1 or not 0 <= disagreement <= 1:
         raise ValueError(
             f"documents: got margin {margin}, disagreement {disagreement}, "
-            "need a margin above 0 and a disagreement in [0, 1]"
+            "need a margin between 0 and 1 and a disagreement in [0, 1]"
         )
-    return max(1, math.ceil(_power_sum(alpha, power) ** 2 * disagreement / margin**2))
+    null = _null_variance(disagreement / 2, disagreement / 2, 1, -margin)
+    needed = _power_sum(alpha, power, math.sqrt(disagreement / null)) * math.sqrt(null) / margin
+    return max(1, math.ceil(needed**2))
 
 
-def documents_to_settle(documents: int, statistic: float, alpha: float, power: float = POWER) -> int | None:
+def documents_to_settle(
+    documents: int, statistic: float, alpha: float, *, power: float = POWER, spread: float = 1.0
+) -> int | None:
     """Documents that would settle an open question with probability `power`, if the observed rates hold.
 
-    `statistic` is the test statistic at the margin with `documents`; it grows with sqrt(documents). None
-    where it is 0: the observed difference lies on the margin and no number settles it.
+    `statistic` is the test statistic at the margin with `documents`; it grows with sqrt(documents). `spread`
+    is the observed spread over the one that the statistic has. None where the statistic is 0: the observed
+    difference lies on the margin and no number settles it.
     """
     if statistic == 0:
         return None
-    return math.ceil(documents * (_power_sum(alpha, power) / statistic) ** 2)
+    return max(1, math.ceil(documents * (_power_sum(alpha, power, spread) / statistic) ** 2))
 
 
-def _power_sum(alpha: float, power: float) -> float:
-    return normal_quantile(alpha) + float(stats.norm.ppf(power))
+def spread_over_null(wins: float, losses: float, documents: float, margin: float) -> float:
+    """The spread of a document's gain, over the one that Tango's test takes if the loss is the margin.
+
+    Few documents without a change do not show that none changes: half a win and half a loss are added, and
+    two documents (Agresti and Min, Statistics in Medicine 24, 2005).
+    """
+    disagreement = (wins + losses + 1) / (documents + 2)
+    variance = max(0.0, disagreement - ((wins - losses) / documents) ** 2)
+    null = _null_variance(wins, losses, documents, -margin)
+    return math.sqrt(variance / null) if null > 0 else 1.0
+
+
+def _power_sum(alpha: float, power: float, spread: float) -> float:
+    return normal_quantile(alpha) + float(stats.norm.ppf(power)) * spread

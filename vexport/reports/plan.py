@@ -160,7 +160,8 @@ def documents_needed(settings: Evaluate) -> str:
     needed = documents_for_power(settings.margin, TYPICAL_DISAGREEMENT, settings.alpha)
     condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)
-    return f"about {count(needed)} for power 0.8 at {condition}, if {change} of answers change"
+    fewer = f"; limit {settings.limit:g} asks fewer" if 1 <= (settings.limit or 0) < needed else ""
+    return f"about {count(needed)} a task for power 0.8 at {condition}, if {change} of answers change{fewer}"
 
 
 def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:

@@ -1,8 +1,7 @@
 """Named lists of lm-eval tasks, with margins and documents that show no loss with a power of 0.8 in each.
 
-The documents are those of the tasks' own splits, of which `limit` takes the first. A task needs
-(z_alpha + z_beta)^2 * disagreement / margin^2 of them (`documents_for_power`), at alpha 0.05 and 5 % of
-answers that change; tests hold every suite against that formula.
+The documents are those of the tasks' own splits, of which `limit` takes the first. Tests hold the number of
+every suite's task against the exact power of the test, at alpha 0.05 and 5 % of answers that change.
 """
 
 from collections.abc import Mapping
