@@ -105,7 +105,7 @@ def hold(checkpoint: Path) -> Held:
     from vllm.model_executor.model_loader import base_loader
 
     from vexport.engine.messages import SessionRequest
-    from vexport.engine.worker import CPU, _load, model_arguments
+    from vexport.engine.worker import CPU, build_engine, model_arguments
 
     loaded: list[int] = []
     process = base_loader.process_weights_after_loading
@@ -116,7 +116,7 @@ def hold(checkpoint: Path) -> Held:
 
     base_loader.process_weights_after_loading = counted
     request = SessionRequest(checkpoint=checkpoint, name="memory", max_model_len=LENGTH)
-    llm = _load(dict(model_arguments(request, CPU)) | {"skip_tokenizer_init": True}, CPU)
+    llm = build_engine(dict(model_arguments(request, CPU)) | {"skip_tokenizer_init": True}, CPU)
     config = llm.llm_engine.vllm_config.cache_config
     (packed,) = llm.collective_rpc("vexport_weight_bytes")
     return Held(loaded=loaded[0], packed=packed, tokens=config.kv_cache_size_tokens)

@@ -70,7 +70,7 @@ def in_vllm(requests: Sequence[SessionRequest], folder: Path) -> list[dict[str, 
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
-    """Two runs of the same tasks (`first`, `second`), then tasks that must be refused."""
+    """Two runs of the same tasks (`first`, `second` on two engines), then tasks that must be refused."""
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("vllm")
     model = make_model(folder / "model")
@@ -102,6 +102,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
             max_model_len=64,
             limit=DOCUMENTS - 10,
             repeat=name in ("second", "chat"),
+            replicas=2 if name == "second" else 1,
             lm_eval=CHAT if name == "chat" else LmEvalSettings(),
         )
         for name, given in tasks.items()
@@ -126,11 +127,16 @@ def test_progress_ends_at_the_number_of_requests(evaluated: Evaluated) -> None:
     assert ["choices", 420, 420] in progress
 
 
-def test_the_same_model_twice_gives_the_same_answers(evaluated: Evaluated) -> None:
+def test_one_engine_and_two_give_the_same_answers(evaluated: Evaluated) -> None:
     folder, _ = evaluated
     verdict = decide(folder / "first", folder / "second", margin=0.02, alpha=0.05)
     assert verdict.outcome == "PASS"
     assert verdict.method.endswith("; asked again, 0 of 200 answers changed")
+    first, second = (
+        sorted(line for file in (folder / name).glob("samples_*") for line in file.read_text().splitlines())
+        for name in ("first", "second")
+    )
+    assert first == second
     assert all(
         task.changed_wrong == task.right_to_wrong == task.wrong_to_right == 0 for task in verdict.tasks
     )

@@ -85,7 +85,8 @@ def test_all_contradictions_and_refusals_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("serve", "need"),
     [
-        ("{data_parallel_size: 2}", "replicas change no answer"),
+        ("{data_parallel_size: 0}", "greater than"),
+        ("{data_parallel_size: 2, distributed_executor_backend: ray}", "the GPUs of one host"),
         ("{distributed_executor_backend: external_launcher}", "'mp', 'ray' or 'uni'"),
         ("{distributed_executor_backend: uni, tensor_parallel_size: 2}", "mp or ray for 2 devices"),
         ("{engine_args: {nnodes: 2}}", "set distributed_executor_backend to ray"),

@@ -84,7 +84,7 @@ def bench(
         from vexport.run.timing import time_checkpoints
 
         with progress_display(quiet=answer.quiet) as on_progress:
-            options = interpreter.options(session.serve(tp), on_progress)
+            options = interpreter.options(session.serve_one(tp), on_progress)
             reports = [*time_checkpoints(names, workload, options), *reports]
     from vexport.reports import render_speeds
 

@@ -9,7 +9,14 @@ import click
 from vexport.cli.base import command, conclude, print_text
 from vexport.cli.completion import complete_task
 from vexport.cli.effects import note_unused
-from vexport.cli.engine import Interpreter, Session, interpreter_option, serve_options, session_options
+from vexport.cli.engine import (
+    Interpreter,
+    Session,
+    interpreter_option,
+    replicas_option,
+    serve_options,
+    session_options,
+)
 from vexport.cli.help import RenamedOption
 from vexport.cli.options import PATH, POSITIVE, Answer, format_option
 from vexport.cli.prompting import PromptOptions, prompting_options
@@ -130,6 +137,7 @@ class Results:
 )
 @interpreter_option
 @serve_options
+@replicas_option
 @session_options
 @format_option(names=("-o", "--output-file"))
 def evaluate(
@@ -143,6 +151,7 @@ def evaluate(
     results: Results,
     interpreter: Interpreter,
     tp: int | None,
+    dp: int | None,
     session: Session,
     answer: Answer,
 ) -> None:
@@ -165,7 +174,7 @@ def evaluate(
     prompts.require_consistent()
     comparison.require_consistent(stopping, drift)
     subject.require_consistent(stopping, comparison)
-    serve = session.serve(tp)
+    serve = session.serve(tp, dp)
     require_engine((interpreter.vllm_python,))
     from vexport.evaluation.accepted import require_writable
     from vexport.run.evaluating import EvalJob, evaluate_checkpoint

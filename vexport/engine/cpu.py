@@ -25,11 +25,12 @@ def cpu_defaults() -> EngineArguments:
     }
 
 
-def prepare_cpu(arguments: EngineArguments) -> None:
+def prepare_cpu(arguments: EngineArguments, replicas: int = 1) -> None:
     """Set the environment variables that the engine's processes read at their start.
 
     vLLM binds each rank to a NUMA node and refuses more ranks than nodes (utils/ompmultiprocessing.py).
-    There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores.
+    There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores. So do the replicas
+    of an engine, each with its part of the cores.
     The engine's core runs in this process, and with it a single rank, unless cores are named for that one,
     which takes a process: every further process imports vLLM, 10 s each.
     The core's process would compute on one thread (utils/torch_utils.py, set_torch_threads_for_runtime)
@@ -43,10 +44,11 @@ def prepare_cpu(arguments: EngineArguments) -> None:
     binding = os.environ.get(_BINDING, "auto")
     if ranks > 1 or binding in ("auto", "nobind"):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if ranks > _nodes() and binding == "auto":
+    if ranks * replicas > _nodes() and binding == "auto":
         os.environ[_BINDING] = binding = "nobind"
     if ranks == 1 or binding == "nobind":
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+        threads = len(os.sched_getaffinity(0)) // (ranks * replicas)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 
 def _nodes() -> int:

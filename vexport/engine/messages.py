@@ -27,7 +27,7 @@ class SessionRequest:
     """One engine start and everything to do in it.
 
     Without `enforce_eager` the platform decides: compiled on a GPU, operator by operator on a CPU.
-    `arguments` are further ones of vLLM.
+    `arguments` are further ones of vLLM. `replicas` engines answer the tasks together, one all else.
 
     `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
     written there (see `worker`). `text` are rows of token ids; what each token costs and the likeliest one go
@@ -46,6 +46,7 @@ class SessionRequest:
     max_model_len: int | None = None
     enforce_eager: bool | None = None
     arguments: EngineArguments = field(default_factory=dict)
+    replicas: int = 1
     trust_remote_code: bool = False
     canaries: tuple[str, ...] = ()
     canary_tokens: int = CANARY_TOKENS
@@ -90,9 +91,10 @@ class InputProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentsRequest:
-    """Arguments of vLLM to look at, and how many devices an engine with them needs."""
+    """Arguments of vLLM to look at, and how many devices that many engines with them need."""
 
     arguments: EngineArguments
+    replicas: int
     devices: int
 
 

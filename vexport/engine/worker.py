@@ -126,7 +126,7 @@ def run(
     arguments = model_arguments(request, platform)
     try:
         start = time.monotonic()
-        llm = _load(arguments, platform)
+        llm = build_engine(arguments, platform, request.replicas)
     except Exception as error:
         if (problem := _refused_argument(error, request.arguments)) is not None:
             return replace(result, problem=problem)
@@ -184,11 +184,12 @@ def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnP
     return replace(result, seconds={**result.seconds, **kept.seconds})
 
 
-def _load(arguments: EngineArguments, platform: str) -> "LLM":
+def build_engine(arguments: EngineArguments, platform: str, replicas: int = 1) -> "LLM":
+    """vLLM's engine, one of so many on this machine."""
     from vllm import LLM
 
     if platform == CPU:
-        prepare_cpu(arguments)
+        prepare_cpu(arguments, replicas)
     return LLM(**arguments)
 
 

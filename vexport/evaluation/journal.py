@@ -7,7 +7,7 @@ prompt's tokens. The first line says which engine answered: answers of another o
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ class Journal:
         self.round = 0
         lines = _whole_lines(file)
         if lines and json.loads(lines[0]) == [identity]:
-            self._answers = dict(map(_parse, lines[1:]))
+            self._answers = dict(map(parse_answer, lines[1:]))
         else:
             lines = [json.dumps([identity]).encode()]
         # A torn last line is cut: what follows it must begin a line.
@@ -76,24 +76,30 @@ class Journal:
         return self._answers.get(key)
 
     @contextmanager
-    def recording(self, llm: "LLM", keys: Sequence[str]) -> Iterator[None]:
-        """Keep each answer as soon as it is whole, while `llm` answers the requests of `keys` in order."""
-        engine, first = llm.llm_engine, llm.request_counter.counter
-        step = engine.step
-        with self._file.open("ab", buffering=0) as journal:
+    def keeping(self) -> Iterator[Callable[[bytes], object]]:
+        """What keeps the line of an answer."""
+        with self._file.open("ab", buffering=0) as file:
+            yield file.write
 
-            def recorded() -> "list[RequestOutput]":
-                outputs: list[RequestOutput] = step()
-                for output in outputs:
-                    if output.finished:
-                        journal.write(_line(keys[int(output.request_id) - first], output))
-                return outputs
 
-            engine.step = recorded
-            try:
-                yield
-            finally:
-                engine.step = step
+@contextmanager
+def each_answer(llm: "LLM", keys: Sequence[str], keep: Callable[[bytes], None]) -> Iterator[None]:
+    """Give `keep` the line of each answer once it is whole, while `llm` answers the requests of `keys`."""
+    engine, first = llm.llm_engine, llm.request_counter.counter
+    step = engine.step
+
+    def recorded() -> "list[RequestOutput]":
+        outputs: list[RequestOutput] = step()
+        for output in outputs:
+            if output.finished:
+                keep(_line(keys[int(output.request_id) - first], output))
+        return outputs
+
+    engine.step = recorded
+    try:
+        yield
+    finally:
+        engine.step = step
 
 
 def are_answers_to(file: Path, identity: str) -> bool:
@@ -119,7 +125,8 @@ def _line(key: str, output: "RequestOutput") -> bytes:
     return json.dumps([key, output.outputs[0].text, logprobs]).encode() + b"\n"
 
 
-def _parse(line: bytes) -> tuple[str, StoredOutput]:
+def parse_answer(line: bytes) -> tuple[str, StoredOutput]:
+    """The key of a request and its answer."""
     key, text, logprobs = json.loads(line)
     if logprobs is not None:
         logprobs = [

@@ -4,10 +4,10 @@ lm-eval's constructor builds its own engine; here it is handed ours, and everyth
 sequences, chat templates, scoring) stays lm-eval's.
 """
 
-import io
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -15,13 +15,14 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError
 from vexport.evaluation.chat import ServedChat
-from vexport.evaluation.journal import Journal, StoredOutput
+from vexport.evaluation.journal import Journal, StoredOutput, parse_answer
+from vexport.evaluation.replicas import Engines, Question
 from vexport.types import LmEvalSettings, OnProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.models.vllm_causallms import VLLM
-    from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+    from vllm import SamplingParams, TokensPrompt
     from vllm.lora.request import LoRARequest
 
 ModelArguments = Mapping[str, JsonValue]
@@ -77,13 +78,13 @@ class StoredAnswers(ServedChat):
 
 
 def wrap_engine(
-    llm: "LLM",
+    engines: Engines,
     arguments: ModelArguments,
     settings: LmEvalSettings,
     progress: OnProgress,
     journal: Journal,
 ) -> "VLLM":
-    """lm-eval's VLLM around `llm`; `arguments` are its constructor's, `journal` has and keeps answers.
+    """lm-eval's VLLM around `engines`; `arguments` are its constructor's, `journal` has and keeps answers.
 
     It raises InputError where lm-eval would cut a prompt or leave a system instruction out, and where there
     is no chat template to apply; it reports the tasks' names, requests done and requests in all.
@@ -119,7 +120,7 @@ def wrap_engine(
             answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm=True)
             return answers
 
-    with replaced(vllm_causallms, "LLM", lambda **_: _ReportingLLM(llm, progress, journal)):
+    with replaced(vllm_causallms, "LLM", lambda **_: _ReportingLLM(engines, progress, journal)):
         model = BuiltVLLM(batch_size=settings.batch_size, **arguments)
     model.choose_template(settings)
     return model
@@ -132,11 +133,10 @@ class _ReportingLLM:
     the longest first, and what is left of the time would be overestimated by far.
     """
 
-    def __init__(self, llm: "LLM", progress: OnProgress, journal: Journal) -> None:
-        self._llm, self._progress, self._journal = llm, progress, journal
-        self.llm_engine = llm.llm_engine
+    def __init__(self, engines: Engines, progress: OnProgress, journal: Journal) -> None:
+        self._engines, self._progress, self._journal = engines, progress, journal
+        self.llm_engine = engines.llm.llm_engine
         self.stage = ""
-        self._kept = 0
 
     def begin_round(self) -> None:
         """Ask again what has an answer already."""
@@ -148,40 +148,30 @@ class _ReportingLLM:
         sampling_params: Sequence["SamplingParams"],
         use_tqdm: bool,
         lora_request: "LoRARequest | None",
-    ) -> "Sequence[RequestOutput | StoredOutput]":
+    ) -> Sequence[StoredOutput]:
+        assert lora_request is None, "models are served as they are"
         keys = self._journal.keys(prompts, sampling_params)
-        kept = {number: answer for number, key in enumerate(keys) if (answer := self._journal.get(key))}
-        asked = [number for number in range(len(prompts)) if number not in kept]
+        answers = {key: answer for key in keys if (answer := self._journal.get(key))}
+        asked = [
+            Question(*question)
+            for question in zip(keys, prompts, sampling_params, strict=True)
+            if question[0] not in answers
+        ]
         random.Random(_ORDER_SEED).shuffle(asked)
-        self._kept = len(kept)
-        new: list[RequestOutput] = []
-        if asked:
-            with self._journal.recording(self._llm, [keys[number] for number in asked]):
-                new = self._llm.generate(
-                    [prompts[number] for number in asked],
-                    [sampling_params[number] for number in asked],
-                    use_tqdm=self._bar,
-                    lora_request=lora_request,
-                )
-        answers: dict[int, RequestOutput | StoredOutput] = {**kept, **dict(zip(asked, new, strict=True))}
-        return [answers[number] for number in range(len(prompts))]
+        step, lock = max(1, len(asked) // _PROGRESS_STEPS), Lock()
+        with self._journal.keeping() as keep:
 
-    def _bar(self, *args: object, **options: object) -> object:
-        """A tqdm that draws nothing. vLLM makes one around the prompts to render, and one to run them."""
-        from tqdm import tqdm  # type: ignore[import-untyped]
+            def answered(line: bytes) -> None:
+                key, answer = parse_answer(line)
+                with lock:
+                    keep(line)
+                    answers[key] = answer
+                    left = len(keys) - len(answers)
+                    if left % step == 0:
+                        self._progress(self.stage, len(answers), len(keys))
 
-        stage, progress, kept = self.stage, self._progress, self._kept
-
-        class Bar(tqdm):  # type: ignore[misc]
-            def update(self, n: float | None = 1) -> bool | None:
-                drawn: bool | None = super().update(n)
-                if self.iterable is None and (
-                    self.n == self.total or self.n % max(1, self.total // _PROGRESS_STEPS) == 0
-                ):
-                    progress(stage, kept + int(self.n), kept + int(self.total))
-                return drawn
-
-        return Bar(*args, **{**options, "file": io.StringIO()})
+            self._engines.ask(asked, answered)
+        return [answers[key] for key in keys]
 
 
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:

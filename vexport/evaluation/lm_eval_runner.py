@@ -28,6 +28,7 @@ from vexport.evaluation.lm_eval_environment import (
 )
 from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
+from vexport.evaluation.replicas import Engines, started_replicas
 from vexport.evaluation.stopping import SequentialTest, Stopping, look_line, require_unit_range, write_looks
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.task_needs import allow_code, missing, require_allowed
@@ -71,7 +72,9 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
         arguments |= given
         kept = request.output if request.identity else scratch
         journal = Journal(kept / JOURNAL, f"{request.identity} {engine_words()}")
-        model = wrap_engine(llm, arguments, settings, progress, journal)
+        replicas = stack.enter_context(started_replicas(request, model_args))
+        engines = Engines(llm=llm, replicas=replicas)
+        model = wrap_engine(engines, arguments, settings, progress, journal)
         _evaluate(model, arguments, request, scratch / "output", progress)
         _move_files(scratch / "output", request.output)
 

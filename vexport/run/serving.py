@@ -185,6 +185,7 @@ def _with_tasks(
         tasks=tuple(task.spec for task in tasks),
         include_paths=settings.include_path,
         limit=settings.limit,
+        replicas=options.serve.replicas,
         output=folder,
         seed=settings.seed,
         repeat=repeat,

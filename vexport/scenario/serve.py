@@ -50,7 +50,12 @@ CANDIDATE_ONLY = frozenset(
     }
 )
 # Options of the command line for arguments of vLLM.
-_OPTIONS = {"tensor_parallel_size": "--tp", "max_model_len": "--max-model-len"}
+_OPTIONS = {
+    "tensor_parallel_size": "--tp",
+    "data_parallel_size": "--dp",
+    "max_model_len": "--max-model-len",
+}
+_REPLICAS = "data_parallel_size"
 _OLD_RANKS = "tensor_parallel"
 _RANKS = "dry_tensor_parallel"
 
@@ -164,15 +169,6 @@ class Serve(Section):
             raise ValueError(f"cpu or the capability of a GPU: {', '.join(f'sm{sm}' for sm in GENERATIONS)}")
         return tuple(value if value == "cpu" else f"sm{known[value]}" for value in values)
 
-    @field_validator("data_parallel_size")
-    @classmethod
-    def _one_replica(cls, value: int | None) -> int | None:
-        if value not in (None, 1):
-            raise ValueError(
-                "1: replicas change no answer, and vLLM's offline engine, which answers lm-eval, runs none"
-            )
-        return value
-
     @field_validator("engine_args")
     @classmethod
     def _not_owned(cls, values: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
@@ -186,6 +182,8 @@ class Serve(Section):
     def _uni_is_one(self) -> Self:
         if self.distributed_executor_backend == "uni" and self.devices > 1:
             raise ValueError(f"distributed_executor_backend mp or ray for {self.devices} devices")
+        if self.distributed_executor_backend == "ray" and self.replicas > 1:
+            raise ValueError("data_parallel_size 1 with Ray: replicas share the GPUs of one host")
         return self
 
     @property
@@ -200,8 +198,13 @@ class Serve(Section):
 
     @property
     def devices(self) -> int:
-        """How many devices the engine needs."""
+        """How many devices one engine needs."""
         return self.ranks * (self.pipeline_parallel_size or 1)
+
+    @property
+    def replicas(self) -> int:
+        """How many engines answer the tasks of an evaluation together."""
+        return self.data_parallel_size or 1
 
     @property
     def dry_ranks(self) -> tuple[int, ...]:
@@ -215,8 +218,9 @@ class Serve(Section):
 
     @property
     def given(self) -> EngineArguments:
-        """What was given of vLLM's arguments, in the order of `TYPED` and then as written."""
-        typed = {name: value for name in TYPED if (value := getattr(self, name)) is not None}
+        """What was given for one engine of vLLM's, in the order of `TYPED` and then as written."""
+        names = (name for name in TYPED if name != _REPLICAS)
+        typed = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {**typed, **self.engine_args}
 
     def arguments(self, *, is_baseline: bool) -> EngineArguments:
