@@ -14,7 +14,8 @@ from pathlib import Path
 from vexport.engine.forks import ADDRESS
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
-RESUME = "error: Interrupted. Run the same command again to resume"
+INTERRUPTED = "error: Interrupted. Run the same command again"
+RESUME = f"{INTERRUPTED} to resume"
 FINISHED = "error: Interrupted after the command had finished"
 
 

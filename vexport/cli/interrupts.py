@@ -18,7 +18,9 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 PATIENCE_SECONDS = 2.5
 # How often it is looked whether the exception still travels.
 _LOOK_SECONDS = 0.05
-INTERRUPTED = "Interrupted. Run the same command again to resume"
+INTERRUPTED = "Interrupted. Run the same command again"
+# Commands that keep what they have done.
+RESUMING = frozenset(("compare", "eval", "merge", "quantize", "run"))
 FINISHED = "Interrupted after the command had finished"
 
 
@@ -87,9 +89,15 @@ class Interrupts:
                     if self.code is not None and not self._finishing and not _interrupt_travels():
                         self._again = True
                         signal.pthread_kill(threading.main_thread().ident or 0, received[0])
-                os.write(2, f"error: {INTERRUPTED}\n".encode())
+                os.write(2, f"error: {_interrupted()}\n".encode())
                 os._exit(code)
         os.close(self._reader)
+
+
+def _interrupted() -> str:
+    """What is said of a command that a signal ended."""
+    name = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+    return f"{INTERRUPTED} to resume" if name in RESUMING else INTERRUPTED
 
 
 def _interrupt_travels() -> bool:
@@ -117,7 +125,7 @@ def main() -> None:
             # dataclasses make it while they are imported; and what is loaded takes long to be taken apart.
             os._exit(code)
     except KeyboardInterrupt:  # before the handlers are in place
-        os.write(2, f"error: {INTERRUPTED}\n".encode())
+        os.write(2, f"error: {_interrupted()}\n".encode())
         os._exit(CODES[signal.SIGINT])
 
 
@@ -151,7 +159,7 @@ def _run(interrupts: Interrupts) -> int:
             raise
     with suppress(OSError, ValueError):
         if interrupts.code is not None or code is None:
-            print(f"error: {INTERRUPTED if code is None else FINISHED}", file=sys.stderr)
+            print(f"error: {_interrupted() if code is None else FINISHED}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     return interrupts.code or (CODES[signal.SIGINT] if code is None else code)
