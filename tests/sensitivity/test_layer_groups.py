@@ -104,6 +104,21 @@ def test_a_plan_without_losses_shows_the_smallest(llama: Path, tmp_path: Path) -
     assert "vexport run" in plan["notes"][0]["fix"]
 
 
+@pytest.mark.parametrize(
+    ("budget", "error"),
+    [
+        ("step_ms: 1e-6, gpu: L40S", "auto.step_ms: got 1e-06, need at least"),
+        ("tokens_per_second: 1e9, gpu: L40S", "auto.tokens_per_second: got 1e+09, need at most"),
+        ("bits: 0.1", "auto.bits: got 0.1, need at least"),
+    ],
+)
+def test_a_plan_says_what_no_candidate_reaches(budget: str, error: str, llama: Path, tmp_path: Path) -> None:
+    """Before anything is measured."""
+    ran = vexport("plan", scenario(tmp_path, llama, budget), "--run-dir", tmp_path / "run")
+    assert ran.code == 2
+    assert ran.errors[0].startswith(f"error: {error} "), ran.stderr
+
+
 def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> None:
     """One layer loses much more than all others: it alone is kept in 8 bits."""
     index = read_index(llama)

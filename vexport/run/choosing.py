@@ -34,7 +34,7 @@ def plan_candidates(run: Run) -> Plan:
     if is_mixed(run):
         plain = build_plan(run.index, rules_with((), {}, run.scenario.rules), run.planning)
         if run.scenario.auto is not None:
-            require_in_reach(run.index, run.units, plain, run.scenario.auto)
+            require_in_reach(run.index, run.units, plain, run.scenario.auto, run.scenario.serve.ranks)
         asked = run.planning
         smoothing = smoothing_strength(_candidates(run), asked.smoothing, has_text=asked.has_text)
         return replace(probe_plan(plain, run.units), smoothing=smoothing)

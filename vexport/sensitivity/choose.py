@@ -103,8 +103,7 @@ def mixed_scheme(
     if times is not None:
         mixtures = best_mixtures([_timed(one, times) for one in options])
         rest = round(times.rest / _TICK)
-        most = (1 / limit if kind == "tokens_per_second" else limit / 1000) / _TICK
-        within = np.flatnonzero(mixtures.num_bytes + rest <= most)[-1:]
+        within = np.flatnonzero(mixtures.num_bytes + rest <= _most_seconds(auto) / _TICK)[-1:]
         least = (int(mixtures.num_bytes[0]) + rest) * _TICK
     elif kind == "loss":
         within, least = np.flatnonzero(mixtures.loss <= limit)[:1], float(mixtures.loss[-1])
@@ -138,6 +137,21 @@ def require_size_in_reach(auto: Auto, least_bytes: int, *, source_bytes: int, pa
         raise _out_of_reach(auto, float(least_bytes), source_bytes, parameters)
 
 
+def require_speed_in_reach(auto: Auto, times: StepTimes, allowed: Mapping[str, Sequence[str]]) -> None:
+    """Raise InputError where the fastest candidates are beyond a budget of speed."""
+    least = times.rest + sum(
+        min(times.groups[name, scheme] for scheme in schemes) for name, schemes in allowed.items()
+    )
+    if least > _most_seconds(auto):
+        raise _out_of_reach(auto, least, 0, 0)
+
+
+def _most_seconds(auto: Auto) -> float:
+    """The seconds of a step that a budget of speed allows."""
+    kind, limit = auto.budget
+    return 1 / limit if kind == "tokens_per_second" else limit / 1000
+
+
 def _most_bytes(auto: Auto, source_bytes: int, parameters: int) -> float:
     """The bytes that a budget of size allows."""
     kind, limit = auto.budget
@@ -168,9 +182,9 @@ def _out_of_reach(auto: Auto, least: float, source_bytes: int, parameters: int) 
     """`least` are bytes, nats or seconds, as the budget has it."""
     kind, limit = auto.budget
     reached = {
-        "bits": f"at least {8 * least / parameters:.3f} bits per weight of the whole model",
+        "bits": f"at least {8 * least / max(1, parameters):.3f} bits per weight of the whole model",
         "bytes": f"at least {least:.0f} bytes",
-        "share": f"at least {least / source_bytes:.3f} of the source",
+        "share": f"at least {least / max(1, source_bytes):.3f} of the source",
         "loss": f"at least {least:.3g} nats per token",
         "tokens_per_second": f"at most {1 / least:.4g} tokens/s on {auto.gpu}",
         "step_ms": f"at least {1000 * least:.4g} ms on {auto.gpu}",
