@@ -190,6 +190,18 @@ def test_what_is_missing_or_refused(s3: Server, model: Path, tmp_path: Path) -> 
         assert vexport(*command, "--quiet").code in (2, 4)
 
 
+@pytest.mark.parametrize("url", ["zip://model", "zip://model::FILE", "tar://model::FILE", "github://a/b"])
+def test_a_url_that_names_no_folder_is_wrong_and_not_tried_again(url: str, tmp_path: Path) -> None:
+    """A folder or a text where an archive is needed, and nothing of what the protocol asks for."""
+    (tmp_path / "text").write_text("no archive")
+    wrong = url.replace("FILE", str(tmp_path / "text"))
+    begun = time.monotonic()
+    ran = vexport("check", wrong, "--quiet")
+    assert (ran.code, len(ran.errors)) == (2, 1), ran.stderr
+    assert ran.errors[0].startswith(f"error: {wrong}: got ")
+    assert time.monotonic() - begun < storage.WAITS[-1]
+
+
 def test_an_answer_that_never_comes_ends_in_time(
     s3: Server, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def _end(timeout: float) -> None:
         ", ".join(folders) or "the headers of weights",
         got=f"a read that the disk or server has not answered for {timeout:g} s",
         need="an answer",
-        fix=f"run the same command again when it answers, to resume; or raise {TIMEOUT} (seconds)",
+        fix=f"run the same command again when it answers, to resume, or raise {TIMEOUT} (seconds)",
     )
     os.write(2, f"error: {error}\n".encode())
     os._exit(error.exit_code)

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass
+from tarfile import TarError
 from typing import Protocol, TypeVar
+from zipfile import BadZipFile
 
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.errors.escaping import first_line
@@ -17,6 +19,8 @@ REQUEST_SECONDS = 120.0
 WAITS = (0.5, 2.0, 8.0)
 # What tells one version of an object from another, by the name that a file system gives it; the first counts.
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "mtime", "LastModified", "created")
+# What the next try would raise again.
+_WRONG = (IsADirectoryError, NotADirectoryError, NotImplementedError, BadZipFile, TarError)
 # Errors of credentials, by the class names of the libraries that fsspec uses.
 _DENIED = ("NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "RefreshError")
 
@@ -115,9 +119,11 @@ def _file_system(url: str) -> tuple[FileSystem, str]:
     except ImportError as error:
         need, fix = "the package that reads it", "pip install 'vexport[storage]', or that package"
         raise EnvironmentFault(url, got=first_line(error), need=need, fix=fix) from None
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:  # of a URL that lacks what the protocol needs
         fix = "use a URL that fsspec knows, e.g. s3://BUCKET/MODEL"
-        raise InputError(url, got=first_line(error), need="a known protocol", fix=fix) from None
+        raise InputError(
+            url, got=first_line(error), need="a known protocol and what it asks for", fix=fix
+        ) from None
     except Exception as error:
         raise _problem(url, error) from error
     return fs, path
@@ -150,6 +156,9 @@ def _problem(url: str, error: Exception) -> VexportError:
         return error
     if isinstance(error, FileNotFoundError) or _status(error) == 404:
         return _absent(url)
+    if isinstance(error, _WRONG):
+        need, fix = "a folder, or an archive with one", "check the URL"
+        return InputError(url, got=first_line(error), need=need, fix=fix)
     if isinstance(error, PermissionError) or type(error).__name__ in _DENIED or _status(error) in (401, 403):
         got = f"no access ({first_line(error)})"
         return InputError(url, got=got, need="the right to read it", fix="check the credentials")
