@@ -111,6 +111,38 @@ def test_bad_input_is_one_line_and_code_2(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (("verdict", "A", "B"), ("A", "B")),
+        (("diff", "A", "B"), ("A", "B")),
+        (("bench", "--results", "A", "--results", "B"), ("A", "B")),
+        (("load", "--dry", "A", "B"), ("A", "B")),
+        (("report", "A", "B"), ("A", "B")),
+    ],
+)
+def test_every_input_that_is_missing_is_named(
+    words: tuple[str, ...], missing: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = vexport(*words)
+    assert ran.code == 2
+    assert [
+        line for line, name in zip(ran.errors, missing, strict=True) if f"{name}: got " in line
+    ] == ran.errors
+
+
+@pytest.mark.vllm
+def test_eval_and_bench_name_every_input_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = vexport("eval", "A", "--baseline", "B", "--task", "C.yaml")
+    assert (ran.code, [line.split(":")[1] for line in ran.errors]) == (2, [" C.yaml", " B", " A"])
+    ran = vexport("bench", "A", "--baseline", "B")
+    assert (ran.code, [line.split(":")[1] for line in ran.errors]) == (2, [" B", " A"])
+
+
 def test_every_broken_calibration_line_is_reported(llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input_ids": [9999]}\n[]\n{"text": 3}\n{"txt": "a"}\n')

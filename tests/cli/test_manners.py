@@ -283,6 +283,16 @@ def test_completion_imports_nothing_heavy() -> None:
     assert ran.stdout == "set()\n"
 
 
+def test_a_plan_that_quantizes_nothing_says_so(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(f"name: a\nsource: {llama}\nrules: [{{match: Linear, scheme: keep}}]\n")
+    ran = vexport("plan", path)
+    assert ran.code == 0, ran.stderr
+    assert "(100%); no weight is quantized, 16.00 bits each\n" in ran.stdout
+    assert re.search(r"^runs from +any GPU$", ran.stdout, re.MULTILINE)
+    assert "bits per quantized weight" in vexport("plan", llama, "--scheme", "W8A8").stdout
+
+
 def test_a_refused_plan_is_printed_once(llama: Path) -> None:
     options = ("--scheme", "W4A16", "--tp", "3")
     ran = vexport("plan", llama, *options)

@@ -1,13 +1,15 @@
 """How fast checkpoints are in vLLM here."""
 
+from functools import partial
 from pathlib import Path
 
 import click
 
-from vexport.cli.base import command, print_text, require_loaded
+from vexport.cli.base import command, is_read, print_text, require_loaded
 from vexport.cli.engine import Interpreter, Session, interpreter_option, serve_options, session_options
 from vexport.cli.options import PATH, POSITIVE, Answer, concurrencies, format_option, stacked
 from vexport.errors import Inconclusive
+from vexport.errors.extras import attempt_all
 from vexport.types import Workload
 
 workload_options = stacked(
@@ -78,7 +80,7 @@ def bench(
     names |= dict.fromkeys((name for name in checkpoints if name != baseline), "checkpoint")
     if not names and not results:
         raise click.UsageError("Give a CHECKPOINT, or --results.")
-    reports = [read_speed_results(file) for file in results]
+    reports = attempt_all((str(file), partial(read_speed_results, file)) for file in results)
     if names:
         require_vllm(interpreter.vllm_python)
         from vexport.run.timing import time_checkpoints
@@ -92,5 +94,5 @@ def bench(
     require_loaded(reports)
     for report in reports:
         if report.unmeasured:
-            got = f"no measured speed: {report.unmeasured}"
+            got = "no measured speed" if is_read() else f"no measured speed: {report.unmeasured}"
             raise Inconclusive(report.checkpoint, got=got, need="a measurement", fix="measure it on a GPU")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import command, print_text
+from vexport.cli.base import command, is_read, print_text
 from vexport.cli.effects import with_default_text
 from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import PATH, Answer, format_option, server_options
@@ -119,7 +119,7 @@ def _base(source: str, scheme: str, file: Path | None) -> "Scenario":
 def _conclude(comparison: "SchemeComparison") -> None:
     if comparison.recommended:
         return
-    got = "; ".join(comparison.reasons)
+    got = "no scheme that is recommended" if is_read() else "; ".join(comparison.reasons)
     if all(one.outcome == "FAIL" for one in comparison.schemes):
         fix = "choose schemes with more bits"
         raise CheckpointFailed(comparison.name, got=got, need="a scheme that passes", fix=fix)

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from typing import TypeVar
@@ -119,6 +119,14 @@ def attempt(action: Callable[[], T], where: str) -> T | VexportError:
         return file_problem(error)
     except Exception as error:
         return unforeseen(error, where)
+
+
+def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
+    """What all actions return, each with where it is; raises what all that failed came to."""
+    outcomes = [attempt(action, where) for where, action in actions]
+    problems = {str(outcome): outcome for outcome in outcomes if isinstance(outcome, VexportError)}
+    raise_problems([*problems.values()])
+    return [outcome for outcome in outcomes if not isinstance(outcome, VexportError)]
 
 
 def raise_problems(problems: Sequence[VexportError]) -> None:

@@ -10,10 +10,12 @@ exactly where the bound shown is below -margin.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from vexport.errors import InputError, raise_all
+from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import Accepted, is_accepted, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
 from vexport.evaluation.fingerprint import (
@@ -54,12 +56,12 @@ def decide(
     InputError where the runs cannot be compared, EnvironmentFault where the engine proved not deterministic.
     """
     _check_limits(margin, alpha)
-    right = read_results(candidate)
     if is_accepted(baseline):
+        right = read_results(candidate)
         repeated = _asked_again(right, alpha)
         verdict = _decide_against(read_accepted(baseline), right, margin, alpha, gate, early)
         return _with_run(verdict, right, repeated, early)
-    left = read_results(baseline)
+    left, right = attempt_all((str(run), partial(read_results, run)) for run in (baseline, candidate))
     repeated = "".join(_asked_again(run, alpha) for run in (left, right))
     where = ("in the baseline", "in the results")
     others = {

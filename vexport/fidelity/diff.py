@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.smoothed import fits, reader_of, smoothing_of
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView
-from vexport.errors.extras import is_installed
+from vexport.errors.extras import attempt_all, is_installed
 from vexport.files import digest_file
 from vexport.numerics.metrics import COMPARED, ErrorPower, array_error, quantization_error
 from vexport.outputs.replaceable import RECIPE
@@ -89,7 +90,7 @@ def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None
     A source is compared as smoothed as the checkpoint that was made of it. Memory holds one layer of each.
     Raises InputError for a folder or file that cannot be read.
     """
-    one, two = read_index(a), read_index(b)
+    one, two = attempt_all((str(root), partial(read_index, root)) for root in (a, b))
     with _reader(one, two) as reader_a, _reader(two, one) as reader_b:
         old, new = CheckpointView(one, reader_a), CheckpointView(two, reader_b)
         values = tuple(_values(old, new, on_progress))

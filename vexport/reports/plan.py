@@ -98,7 +98,10 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
     title = f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"
     attention = plural(len(plan.attention), "attention layer")
     share = ratio(plan.output_bytes, plan.source_bytes)
-    bits = f"{outlook.bits_quantized:.2f} bits per quantized weight, {outlook.bits:.2f} over all"
+    quantized = f"{outlook.bits_quantized:.2f} bits per quantized weight"
+    if not outlook.quantized_parameters:
+        quantized = "no weight is quantized"
+    bits = f"{quantized}, {outlook.bits:.2f} {'over all' if outlook.quantized_parameters else 'bits each'}"
     faster = "; a GPU calibrates faster" if outlook.needs_calibration else ""
     rows = facts(
         *(line for scheme in plan.schemes for line in _scheme_lines(plan, scheme)),
@@ -107,7 +110,7 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
         ("calibration", f"needed; {outlook.samples}" if outlook.samples else "not needed"),
         ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
-        ("runs from", f"{outlook.generation} on{_in_full(outlook)}"),
+        ("runs from", f"{outlook.generation}{' on' if outlook.least_sm else ''}{_in_full(outlook)}"),
         ("needs", f"the package {outlook.package} next to vLLM") if outlook.package else None,
         ("estimates", f"about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk"),
         ("", f"(on two idle CPU cores, with a disk that keeps up{faster})"),

@@ -1,13 +1,15 @@
 """`vexport eval`: a checkpoint and its baseline served, compared, and the cause of a loss named."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
-from vexport.checkpoint.source import require_source, resolve_source
+from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.session import engines_share_imports
+from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import read_accepted
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
@@ -95,7 +97,7 @@ def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
     _require_usable(job)
     fetch_tasks(job.settings, job.options)
     models = {role: resolve_source(name, job.options.on_progress) for role, name in job.names.items()}
-    _require_fitting(models.values(), job.options)
+    attempt_all((str(model), partial(_require_fitting, model, job.options)) for model in models.values())
     require_separate(job.outputs, _named(models))
     with written_alone(job.folder, "--output-dir"):
         return _evaluated(job, models)
@@ -138,18 +140,27 @@ def _require_usable(job: EvalJob) -> None:
     RESULTS.require_replaceable(job.folder, overwrite=job.overwrite or job.is_unfinished)
     if job.against is not None:
         read_accepted(job.against)
-    for name in job.names.values():
-        require_source(name)
-    require_tasks(job.settings, job.options)
-    _require_fitting((path for path in paths.values() if path.is_dir()), job.options)
+    attempt_all(
+        [
+            ("tasks", partial(require_tasks, job.settings, job.options)),
+            *((name, partial(_require_had, name, job.options)) for name in job.names.values()),
+        ]
+    )
     require_arguments([job.options.serve], job.options.vllm_python)
 
 
-def _require_fitting(models: Iterable[Path], options: EngineOptions) -> None:
-    for model in models:
-        require_checkpoint(model)
-        require_layers(model)
-        require_heads(model, options.serve.ranks)
+def _require_had(name: str, options: EngineOptions) -> None:
+    """Raise for a model that cannot be had, or whose folder vLLM cannot serve."""
+    if hub_name(name) is None:
+        _require_fitting(Path(name).expanduser(), options)
+    else:
+        require_source(name)
+
+
+def _require_fitting(model: Path, options: EngineOptions) -> None:
+    require_checkpoint(model)
+    require_layers(model)
+    require_heads(model, options.serve.ranks)
 
 
 def _with_signals(verdict: Verdict, baseline: Served, candidate: Served, job: EvalJob) -> Verdict:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
@@ -11,6 +12,7 @@ from vexport.engine.load import refused, shortest_length
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import EngineFault, engines_share_imports, log_folder, require_vllm, run_session
 from vexport.errors import InputError
+from vexport.errors.extras import attempt_all
 from vexport.run.directory import Digests, checkpoint_digest, value_digest
 from vexport.run.making import checkpoint_inputs
 from vexport.run.serving import BASELINE, CANDIDATE, EngineOptions, serve_digest
@@ -31,14 +33,20 @@ def time_checkpoints(
     workload, EnvironmentFault where there is no vLLM. What stops an engine later is in its report.
     """
     require_vllm(options.vllm_python)
-    roots = {name: resolve_source(name, options.on_progress) for name in names}
-    for root in roots.values():
+
+    def fitting(name: str) -> Path:
+        root = resolve_source(name, options.on_progress)
         require_checkpoint(root)
         require_layers(root)
         require_heads(root, options.serve.ranks)
         require_length(root, workload, options)
+        return root
+
+    roots = attempt_all((name, partial(fitting, name)) for name in names)
     require_arguments([options.serve], options.vllm_python)
-    return [_timed(name, root, names[name], workload, options) for name, root in roots.items()]
+    return [
+        _timed(name, root, names[name], workload, options) for name, root in zip(names, roots, strict=True)
+    ]
 
 
 def require_length(root: Path, workload: Workload, options: EngineOptions) -> None:
