@@ -1,5 +1,6 @@
 """Every option of every command, as click lists them, with wrong values: one line, never a traceback."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def test_wrong_values_and_missing_inputs_are_one_line(
         assert ran.errors, told
         assert "Traceback" not in ran.stderr or "--debug" in options, told
         assert "internal error" not in ran.stderr, told
+        assert not re.search(r"is not a valid (n|\w+ range|integer|float)\b", ran.stderr), told
         assert "\x1b[2J" not in ran.stderr, told
         assert "\nerror: forged" not in ran.stderr, told
         assert max(map(len, ran.stderr.splitlines())) < 1000, told

@@ -41,7 +41,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     ),
     "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit"),
     "Workload": ("concurrency", "input_len", "output_len"),
-    "Target": ("tp", "sm", "vllm"),
+    "Target": ("tp", "dp", "sm", "vllm"),
     "vLLM": ("dry", "mode", "vllm_python", "engine_args", "max_model_len", "timeout", "trust_remote_code"),
     OTHERS: (),
     "Output": (

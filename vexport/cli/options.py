@@ -58,6 +58,8 @@ class Count(click.IntRange):
 
     def convert(self, value: int, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """The number that the text is."""
+        if _is_no(int, value):
+            self.fail(f"{value!r} is not a whole number.", param, ctx)
         number: int = super().convert(value, param, ctx)
         if number > MOST_COUNT:
             self.fail(f"{value!r} is more than {MOST_COUNT}.", param, ctx)
@@ -69,10 +71,21 @@ class Real(click.FloatRange):
 
     def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number that the text is."""
+        if _is_no(float, value):
+            self.fail(f"{value!r} is not a number.", param, ctx)
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
+
+
+def _is_no(kind: type[int] | type[float], value: object) -> bool:
+    """Whether a text is no number of a kind."""
+    try:
+        kind(str(value))
+    except ValueError:
+        return True
+    return False
 
 
 PATH = click.Path(path_type=Path)
