@@ -5,8 +5,8 @@
 runs the scenario unbroken into FOLDER/unbroken/run, then into FOLDER/killed/run, where SIGKILL ends it at as
 many moments: the unbroken run's time is cut into equal parts, and one moment is drawn from each, so that a
 long stage is struck more often. `--also` strikes once more in every stage whose name matches, however short
-(logprobs, say). It exits with 1 where the reports differ in more than times, where a run ended before it was
-struck, or where a question was answered twice: answers are appended as they come, so that an answer that was
+(logprobs, say). It exits with 1 where the reports differ in more than times, where runs ended before so many
+strikes, or where a question was answered twice: answers are appended as they come, so that an answer that was
 kept and asked again would stand there twice. Both folders are replaced.
 """
 
@@ -50,7 +50,7 @@ def main() -> int:
     stages = [stage for stage in began if not stage[0].startswith("compile")]
     total = sum(seconds for _, seconds in stages)
     print(f"unbroken: exit {code}, {len(stages)} stages, {total:.0f} s; {counted(unbroken)}", file=sys.stderr)
-    problems: list[str] = []
+    problems, struck = list[str](), 0
     names = [name for name, _ in stages]
     before = ("", 0.0)
     for stage, offset in moments(stages, arguments.kills, arguments.also, random.Random(arguments.seed)):
@@ -61,11 +61,12 @@ def main() -> int:
         ended, _ = run(arguments.scenario, killed, strike)
         how = "killed" if ended == -signal.SIGKILL else f"ended before, exit {ended}"
         print(f"{offset:.1f} s into {stage!r}: {how}; {counted(killed)}", file=sys.stderr)
-        if ended != -signal.SIGKILL:
-            problems.append(f"{stage!r}: the run ended before it was struck")
+        struck += ended == -signal.SIGKILL
     again, _ = run(arguments.scenario, killed)
     print(f"continued: exit {again}; {counted(killed)}", file=sys.stderr)
     problems += [*differences(report_of(unbroken), report_of(killed), "report"), *asked_twice(killed)]
+    if struck < arguments.kills:
+        problems.append(f"killed {struck} times: the others came after the run's end")
     if again != code:
         problems.append(f"exit codes {code} and {again}")
     print("\n".join(problems) or "the reports are the same but for times; no answer was asked twice")

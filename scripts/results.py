@@ -28,10 +28,10 @@ def differences(undisturbed: Json, disturbed: Json, where: str) -> Iterator[str]
 
 
 def kept_answers(folder: Path) -> dict[str, list[str]]:
-    """The keys of the answers that each session's journal has: its whole lines."""
+    """The keys of the answers that each session's journal has: its whole lines, but the first."""
     kept = {}
     for path in sorted(folder.rglob("answers.jsonl")):
         lines = path.read_bytes()
         whole = lines[: lines.rfind(b"\n") + 1].splitlines()
-        kept[str(path.relative_to(folder))] = [json.dumps(json.loads(line)[0]) for line in whole]
+        kept[str(path.relative_to(folder))] = [json.dumps(json.loads(line)[0]) for line in whole[1:]]
     return kept
