@@ -158,7 +158,7 @@ def test_a_signal_between_the_command_and_its_end_is_one_line() -> None:
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return trace\n"
         "sys.settrace(trace)\n"
-        "interrupts.main()\n"
+        "interrupts.run_to_exit()\n"
     )
     ran = subprocess.run([sys.executable, "-c", main], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr.splitlines()) == (143, [FINISHED])
@@ -172,7 +172,7 @@ def _with_handlers(code: str, number: signal.Signals) -> tuple[int, str]:
         "from vexport.cli import interrupts, entry\n"
         f"def command(interrupted):\n{body}\n"
         "entry.run_command = command\n"
-        "interrupts.main()\n"
+        "interrupts.run_to_exit()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", main], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,11 +1,16 @@
-"""The command line: one file a theme; `interrupts.main` is the console script, `entry` has the commands."""
+"""The command line: one file a theme; `main` is the console script, `entry` has the commands."""
 
 import os
 
-try:
-    from vexport.cli.interrupts import main
-except KeyboardInterrupt:  # before its handlers are in place
-    os.write(2, b"error: Interrupted. Run the same command again\n")
-    os._exit(130)
+INTERRUPTED = "Interrupted. Run the same command again"
 
-__all__ = ["main"]
+
+def main() -> None:
+    """The console script."""
+    try:
+        from vexport.cli.interrupts import run_to_exit
+
+        run_to_exit()
+    except KeyboardInterrupt:  # before its handlers are in place
+        os.write(2, f"error: {INTERRUPTED}\n".encode())
+        os._exit(130)

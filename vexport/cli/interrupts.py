@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import NoReturn
+
+from vexport.cli import INTERRUPTED
 
 # What shells and schedulers send, and the exit code of each.
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
@@ -18,7 +21,6 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 PATIENCE_SECONDS = 2.5
 # How often it is looked whether the exception still travels.
 _LOOK_SECONDS = 0.05
-INTERRUPTED = "Interrupted. Run the same command again"
 # Commands that keep what they have done.
 RESUMING = frozenset(("compare", "eval", "merge", "quantize", "run"))
 FINISHED = "Interrupted after the command had finished"
@@ -115,18 +117,14 @@ def run() -> int:
         return _run(interrupts)
 
 
-def main() -> None:
-    """The console script: the process ends with the handlers in place."""
-    try:
-        open_closed_streams()
-        with Interrupts() as interrupts:
-            code = _run(interrupts)
-            # Not sys.exit: Python ends by SIGINT where the exception passed code that was made from text, as
-            # dataclasses make it while they are imported; and what is loaded takes long to be taken apart.
-            os._exit(code)
-    except KeyboardInterrupt:  # before the handlers are in place
-        os.write(2, f"error: {_interrupted()}\n".encode())
-        os._exit(CODES[signal.SIGINT])
+def run_to_exit() -> NoReturn:
+    """Run the command line; the process ends with the handlers in place."""
+    open_closed_streams()
+    with Interrupts() as interrupts:
+        code = _run(interrupts)
+        # Not sys.exit: Python ends by SIGINT where the exception passed code that was made from text, as
+        # dataclasses make it while they are imported; and what is loaded takes long to be taken apart.
+        os._exit(code)
 
 
 def open_closed_streams() -> None:
