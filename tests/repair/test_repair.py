@@ -177,9 +177,13 @@ def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_sourc
     assert all(torch.equal(old[name], written[name]) for name in same)
 
 
-def test_input_divisors_become_the_smallest(good: Callable[[str], Path], tmp_path: Path) -> None:
-    name = f"{Q}.input_global_scale"
-    checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, lambda t: t * 2))
+@pytest.mark.parametrize(("layer", "factor"), [(Q, 2), (Q, 1 / 3), (f"{Q[:14]}.mlp.gate_proj", 2)])
+def test_global_scales_of_inputs_become_those_of_the_majority(
+    good: Callable[[str], Path], tmp_path: Path, layer: str, factor: float
+) -> None:
+    """Also where vLLM takes that of the majority already; of two the smaller one."""
+    name = f"{layer}.input_global_scale"
+    checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, lambda t: t * factor))
     ran, _ = repair(checkpoint, tmp_path / "out")
     assert ran.code == 0, ran.stderr
     written, right = (load_file(root / "model.safetensors") for root in (tmp_path / "out", good("NVFP4")))

@@ -1,7 +1,8 @@
 """Global scales: 448*6/absmax, not its reciprocal, and one for all layers that vLLM runs as one."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -47,10 +48,12 @@ def reciprocals(view: CheckpointView, source: Source | None) -> Changes:
 
 
 def unequal(view: CheckpointView, source: Source | None) -> Changes:
-    """Give the layers that vLLM runs as one the smallest of their global scales: that of the largest range.
+    """Give the layers that vLLM runs as one the same global scale.
 
-    Weights: block scales are rescaled and rounded to e4m3 again, or, where a source shows that this is
-    better, the layer is quantized again. Inputs: only the global scale changes.
+    Weights: the smallest, that of the largest range. Block scales are rescaled and rounded to e4m3 again, or,
+    where a source shows that this is better, the layer is quantized again. Inputs: the one that most of the
+    layers have, since they read the same input and another is a fault; without a majority the smallest, which
+    cuts off nothing. Only the global scale changes.
     """
     edits: list[Edit] = []
     repairs: list[Repair] = []
@@ -67,15 +70,21 @@ def unequal(view: CheckpointView, source: Source | None) -> Changes:
 def _differing(
     view: CheckpointView, fused: FusedLinear, parameter: str
 ) -> Iterator[tuple[Layer, float, float]]:
-    """(layer, its value, the shared one) of the layers whose value is not the smallest in `fused`."""
+    """(layer, its value, the shared one) of the layers whose value is not the one for all of `fused`."""
     layers = layers_of(view)
     values = {
         name: single_value(view, parameters.get(parameter)) for name, parameters in fused.members.items()
     }
     usable = {name: value for name, value in values.items() if value is not None and 0 < value < math.inf}
+    shared = _shared(list(usable.values()), parameter) if usable else 0.0
     for name, value in usable.items():
-        if value != min(usable.values()):
-            yield layers[name], value, min(usable.values())
+        if value != shared:
+            yield layers[name], value, shared
+
+
+def _shared(values: Sequence[float], parameter: str) -> float:
+    most, count = Counter(values).most_common(1)[0]
+    return most if parameter == INPUT and 2 * count > len(values) else min(values)
 
 
 def _input(layer: Layer, value: float, shared: float) -> tuple[Edit, Repair]:
