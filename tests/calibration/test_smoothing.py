@@ -1,6 +1,7 @@
 """Smoothing changes weights and not what the model computes, in every family, and is known to `check`."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from shutil import copytree
@@ -151,24 +152,42 @@ def test_quantize_smooths_and_check_knows(source: Path, text: Path, smoothed: Pa
     assert norm in ran.stdout
 
 
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.fault("smoothing.json that is spoiled or forged: refused; wrong weights do not pass")
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"tensors": {"model.layers.0.input_layernorm.weight": {"rows": "AAAA"}}}', "[256]"),
-        ('{"tensors": {"model.layers.0.input_layernorm.weight": {"rows": "?"}}}', "base64"),
+        (f'{{"tensors": {{"{NORM}": {{"rows": "AAAA"}}}}}}', "[256]"),
+        (f'{{"tensors": {{"{NORM}": {{"rows": "?"}}}}}}', "base64"),
         ('{"tensors": 5}', "tensors"),
+        (json.dumps({"tensors": {f"a.{number}": {} for number in range(1000)}}), "(and 999 more tensors)"),
+        (None, "a pipe or a device"),
     ],
 )
 def test_exponents_that_do_not_fit(
-    source: Path, smoothed: Path, tmp_path: Path, content: str, said: str
+    source: Path, smoothed: Path, tmp_path: Path, content: str | None, said: str
 ) -> None:
-    for file in smoothed.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / SMOOTHING).write_text(content, encoding="utf-8")
-    ran = vexport("check", tmp_path, "--source", source)
+    """`check` has a finding, `diff` and `repair` refuse in one line."""
+    checkpoint, out = copytree(smoothed, tmp_path / "checkpoint"), tmp_path / "out"
+    if content is None:
+        (checkpoint / SMOOTHING).unlink()
+        os.mkfifo(checkpoint / SMOOTHING)
+    else:
+        (checkpoint / SMOOTHING).write_text(content, encoding="utf-8")
+    ran = vexport("check", checkpoint, "--source", source)
     assert ran.code == 1
     assert said in ran.stdout
     assert SMOOTHING in ran.stdout
+    for refused in (
+        vexport("diff", source, checkpoint),
+        vexport("repair", checkpoint, out, "--source", source),
+    ):
+        assert (refused.code, len(refused.errors), refused.stdout) == (2, 1, "")
+        assert said in refused.errors[0]
+        assert SMOOTHING in refused.errors[0]
+    assert not out.exists()
 
 
 FORGED = {
@@ -199,12 +218,46 @@ def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path:
     assert ran.code == 1
     assert "1 error at" in ran.errors[0]
     assert "smoothing.json: model.layers.1" in ran.errors[0]
+    for refused in (
+        vexport("diff", source, out),
+        vexport("repair", out, tmp_path / "new", "--source", source),
+    ):
+        assert (refused.code, len(refused.errors)) == (2, 1)
+        assert "smoothing.json: model.layers.1: got other answers" in refused.errors[0]
+
+
+@pytest.mark.fault("smoothing.json that is spoiled or forged: refused; wrong weights do not pass")
+@pytest.mark.parametrize("whose", ["its own", "another checkpoint's"])
+def test_repair_takes_nothing_from_a_source_smoothed_otherwise(
+    source: Path, smoothed: Path, tmp_path: Path, whose: str
+) -> None:
+    """Exponents that leave what the source computes, and are not those of these weights."""
+    broken, out = copytree(smoothed, tmp_path / "broken"), tmp_path / "out"
+    tensors = load_file(broken / "model.safetensors")
+    lost = "model.layers.1.self_attn.q_proj.weight"
+    whole = tensors.pop(lost)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    if whose != "its own":
+        exponents, layer = np.resize(np.array([-1, 0], np.int8), 256), "model.layers.1."
+        forged = {f"{layer}input_layernorm.weight": Smoothing(rows=encode(exponents))}
+        for name in "qkv":
+            forged[f"{layer}self_attn.{name}_proj.weight"] = Smoothing(columns=encode(-exponents))
+        write_smoothing(forged, broken)
+    ran = vexport("repair", broken, out, "--source", source)
+    if whose == "its own":
+        assert ran.code == 0, ran.stderr
+        assert torch.equal(load_file(out / "model.safetensors")[lost], whole)
+    else:
+        assert ran.code == 1
+        assert "smoothing.json: model.layers.1" in ran.stdout
+        assert not out.exists()
 
 
 def test_diff_compares_with_the_smoothed_source(source: Path, smoothed: Path, tmp_path: Path) -> None:
     report = json.loads(vexport("diff", source, smoothed, "--format", "json").stdout)
     assert report["values"] == []
     assert min(layer["snr_db"] for layer in report["weights"]) > 30
+    assert report["smoothing"] == str(smoothed / SMOOTHING)
     other = save_llama(tmp_path / "other", hidden_size=128)
     assert vexport("diff", other, smoothed).code == 1
 

@@ -4,18 +4,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copyfile, copytree
 
 import pytest
 
 from tests.quantize.test_streaming import digests, write_model
-from vexport.checkpoint.index import read_index
+from vexport.checkpoint.header import read_header
+from vexport.checkpoint.identity import with_contents
+from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
-from vexport.plan.source import rules_for
-from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.plan import build_plan
+from vexport.plan.source import DEFAULTS, rules_for
+from vexport.quantize.job import QuantizeJob, quantize_source, write_checkpoint
 from vexport.repair.write import write_repaired
 
 CUT = pytest.mark.fault(
@@ -103,6 +107,79 @@ def test_a_source_that_is_replaced_meanwhile_is_not_published(
         quantize_source(job(source, tmp_path / "out", change=change))
     assert str(source) in str(caught.value)
     assert {path.name for path in tmp_path.iterdir()} - {"other", ".out.partial"} == {"model", "source"}
+
+
+def write_back(source: Path) -> None:
+    """Another byte in each tensor of the file that is read first, whose time is then as it was."""
+    file = min(source.glob("*.safetensors"))
+    before = file.stat()
+    with file.open("r+b", buffering=0) as stream:
+        for tensor in read_header(file).values():
+            byte = os.pread(stream.fileno(), 1, tensor.start)[0]
+            os.pwrite(stream.fileno(), bytes([byte ^ 0x40]), tensor.start)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def change_rights(source: Path) -> None:
+    """As whoever tidies up; a new link to the file does the same."""
+    for file in source.iterdir():
+        file.chmod(0o640)
+
+
+def write_index(read: SourceIndex, out: Path, change: Callable[[Path], object]) -> int:
+    """How often work on a source that changes in the middle has ended."""
+    ends = 0
+
+    def count(stage: str, done: int, total: int) -> None:
+        nonlocal ends
+        ends += (stage, done) == ("quantize (bytes)", total)
+        own.on_progress(stage, done, total)
+
+    own = job(read.root, out, change=change)
+    plan = build_plan(read, own.rules, DEFAULTS)
+    write_checkpoint(replace(own, on_progress=count), read, plan, None)
+    return ends
+
+
+@pytest.mark.parametrize("prepare", [lambda index: index, with_contents], ids=["status", "content"])
+@pytest.mark.fault("a source that is replaced while it is read: exit code 2; nothing is published")
+def test_a_change_whose_time_is_put_back_is_seen(
+    prepare: Callable[[SourceIndex], SourceIndex], tmp_path: Path
+) -> None:
+    source = write_model(tmp_path / "source", hidden=256, layers=2)
+    with pytest.raises(InputError, match="other bytes than when the work began") as caught:
+        write_index(prepare(read_index(source)), tmp_path / "out", write_back)
+    assert str(min(source.glob("*.safetensors"))) in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(("prepare", "ends"), [(lambda index: index, 2), (with_contents, 1)])
+@pytest.mark.fault("a source whose rights change while it is read: nothing is lost")
+def test_other_rights_cost_at_most_time(
+    prepare: Callable[[SourceIndex], SourceIndex], ends: int, tmp_path: Path
+) -> None:
+    """What takes seconds is done again; for what takes longer the contents are known."""
+    source = write_model(tmp_path / "source", hidden=256, layers=2)
+    assert write_index(prepare(read_index(source)), tmp_path / "out", change_rights) == ends
+    quantize_source(job(source, tmp_path / "whole"))
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", [write_back, change_rights])
+@pytest.mark.fault("a source that is replaced while it is read: exit code 2; nothing is published")
+def test_what_was_written_of_another_source_is_not_continued(
+    change: Callable[[Path], object], tmp_path: Path
+) -> None:
+    source = write_model(tmp_path / "source", hidden=256, layers=2)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_source(job(source, tmp_path / "out", interrupt_after=1))
+    known = with_contents(read_index(source))
+    change(source)
+    quantize_source(job(source, tmp_path / "out"))
+    quantize_source(job(source, tmp_path / "whole"))
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    is_other = with_contents(read_index(source)).contents != known.contents
+    assert is_other == (change is write_back)
 
 
 @pytest.mark.fault("a source that is replaced while it is read: exit code 2; nothing is published")

@@ -1,9 +1,17 @@
 """What an interrupted evaluation leaves for the next call."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
+import pytest
+
+from tests.quantize.test_streaming import write_model
+from vexport.errors import InputError
 from vexport.evaluation.journal import FILE, Journal, are_answers_to
+from vexport.run.directory import FolderDigest, RunDirectory
 from vexport.run.evaluating import RESULTS, EvalJob
 from vexport.run.serving import CANDIDATE, EngineOptions, clear_session
 from vexport.scenario import Evaluate
@@ -55,3 +63,40 @@ def test_answers_are_those_of_one_engine_and_whole(tmp_path: Path) -> None:
     assert not are_answers_to(tmp_path / "none", "model")
     assert Journal(file, "model 2").get("a-0") is None
     assert file.read_text() == '["model 2"]\n'
+
+
+def flip(file: Path) -> None:
+    """Another last byte in the same file, and its time as it was."""
+    before = file.stat()
+    data = file.read_bytes()
+    with file.open("r+b") as stream:
+        stream.write(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def edit_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text('{"version": "1.0"}')
+
+
+@pytest.mark.parametrize("change", [lambda model: flip(model / "model-1.safetensors"), edit_tokenizer])
+@pytest.mark.fault("files that change between two calls of `run`: refused; other rights and times are not")
+def test_a_stage_knows_checkpoints_by_their_content(change: Callable[[Path], object], tmp_path: Path) -> None:
+    """What it was made from, and what it has made."""
+    source = write_model(tmp_path / "source", hidden=64, layers=1)
+    made = copytree(source, tmp_path / "run" / "checkpoint")
+    inputs = {"source": FolderDigest(source)}
+    record = {name: str(digest) for name, digest in inputs.items()}
+    RunDirectory(tmp_path / "run").finish("calibrate", record, 1.0)
+    RunDirectory(tmp_path / "run").finish("quantize", record, 1.0, made)
+    for file in (*source.iterdir(), *made.iterdir()):
+        file.chmod(0o640)
+        os.utime(file)
+    (source / "README.md").write_text("Read me.")
+    assert RunDirectory(tmp_path / "run").is_done("quantize", inputs)
+    change(made)
+    with pytest.raises(InputError, match="files that have changed since the run wrote them"):
+        RunDirectory(tmp_path / "run").is_done("quantize", inputs)
+    assert RunDirectory(tmp_path / "run").is_done("calibrate", inputs)
+    change(source)
+    with pytest.raises(InputError, match="results made from another source"):
+        RunDirectory(tmp_path / "run").is_done("calibrate", inputs)

@@ -2,9 +2,11 @@
 
 import posixpath
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.checkpoint.header import read_header
@@ -20,12 +22,27 @@ SINGLE_NAME = "model.safetensors"
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 
 
+class FileStatus(NamedTuple):
+    """What a file system says of a file: which it is, its bytes, and its times in nanoseconds.
+
+    `modified` is of the content, and anyone may set it; `changed` is of the content or of all else here.
+    """
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceIndex:
     """A checkpoint folder as its headers describe it.
 
     `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template, licence);
     `repeated` are tensors of whose name a later file has another, `missing` files that the index names.
+    `statuses` are those of the files before anything of them was read, but for texts and pictures; `contents`
+    are digests of them, if they were taken. They are no part of what the checkpoint is.
     """
 
     root: Path
@@ -34,6 +51,8 @@ class SourceIndex:
     side_files: tuple[Path, ...]
     repeated: tuple[TensorInfo, ...] = ()
     missing: tuple[str, ...] = ()
+    statuses: Mapping[Path, FileStatus] = field(default_factory=dict, compare=False, repr=False)
+    contents: Mapping[Path, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -63,26 +82,57 @@ def read_index(root: Path, *, partial: bool = False) -> SourceIndex:
     Raises InputError where the folder, its config or its weights are missing or broken.
     """
     require_checkpoint(root)
+    statuses = statuses_of(content_files(root))
     config = read_json_object(root / "config.json")
     tensors: dict[str, TensorInfo] = {}
     repeated: list[TensorInfo] = []
-    for file in weight_files(root, partial=partial):
+    weights = weight_files(root, partial=partial)
+    statuses |= statuses_of(file for file in weights if file not in statuses)
+    for file in weights:
         found = read_header(file)
         repeated += [tensors[name] for name in found.keys() & tensors.keys()]
         tensors.update(found)
-    side_files = tuple(
-        path
-        for path in sorted(root.iterdir())
-        if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
-    )
     return SourceIndex(
         root=root,
         config=config,
         tensors=tensors,
-        side_files=side_files,
+        side_files=side_files_of(root),
         repeated=tuple(repeated),
         missing=_missing(root) if partial else (),
+        statuses=statuses,
     )
+
+
+def side_files_of(root: Path) -> tuple[Path, ...]:
+    """The files of a checkpoint's folder besides its config and weights."""
+    return tuple(
+        path
+        for path in sorted(root.iterdir())
+        if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
+    )
+
+
+def status_of(file: Path) -> FileStatus | None:
+    """The status of a file, of a link that of what it points to; None where there is none to be had."""
+    with suppress(OSError):
+        found = file.stat()
+        return FileStatus(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return None
+
+
+def statuses_of(files: Iterable[Path]) -> dict[Path, FileStatus]:
+    """The status of each file that there is."""
+    return {file: status for file in files if (status := status_of(file)) is not None}
+
+
+def content_files(root: Path) -> list[Path]:
+    """What a checkpoint is loaded from besides weights: config, index, tokenizer; no pictures, no texts."""
+    return [
+        path
+        for path in sorted(root.iterdir())
+        if path.suffix in CONTENT and (path.name == INDEX_NAME or not FOREIGN_WEIGHTS.match(path.name))
+        if path.is_file()
+    ]
 
 
 def _missing(root: Path) -> tuple[str, ...]:

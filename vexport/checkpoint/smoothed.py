@@ -5,6 +5,7 @@ next to the weights that were made of it, in SMOOTHING.
 """
 
 import base64
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -79,14 +80,14 @@ class SmoothedReader(Reader):
 
 
 def source_reader(checkpoint: Path) -> Reader:
-    """A reader of the source that a checkpoint was made of, smoothed as it was then."""
+    """A reader of the source that a checkpoint of our own was made of, smoothed as it was then."""
     return reader_of(smoothing_of(checkpoint))
 
 
 def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
     """How the source of a checkpoint was smoothed; InputError where its exponents cannot be read."""
     path = checkpoint / SMOOTHING
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     smoothing = from_json(_File, path).tensors
     rows, columns = set[tuple[str, bytes]](), set[tuple[str, bytes]]()
@@ -160,8 +161,9 @@ def _scaled(stored: memoryview, tensor: TensorInfo, own: Smoothing) -> Array:
     columns = columns if columns.size else np.zeros(width, np.int32)
     values: Array = np.frombuffer(stored, VIEWS[tensor.dtype]).reshape(height, width)
     out = np.empty_like(values)
-    for part in _parts(height, width):
-        out[part] = _times(values[part], rows[part, None] + columns)
+    with np.errstate(over="ignore", under="ignore"):
+        for part in _parts(height, width):
+            out[part] = _times(values[part], rows[part, None] + columns)
     return out
 
 

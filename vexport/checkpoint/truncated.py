@@ -3,12 +3,9 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from vexport.checkpoint.index import INDEX_NAME, SourceIndex
 from vexport.checkpoint.stalled import MAPS, mapped_shards
 from vexport.errors import EnvironmentFault, InputError, VexportError
 
@@ -21,32 +18,6 @@ def changed(file: Path, got: str) -> InputError:
         need="a file that stays the same while it is read",
         fix="run again when nothing else writes to it; nothing was published",
     )
-
-
-@contextmanager
-def unchanged(index: SourceIndex) -> Iterator[None]:
-    """InputError at the end of the block unless the files of a checkpoint are those of its beginning."""
-    before = _identities(index)
-    yield
-    after = _identities(index)
-    for file, identity in before.items():
-        if after.get(file) != identity:
-            got = (
-                "another file, size or time than when the work began"
-                if file in after
-                else "no such file any more"
-            )
-            raise changed(file, got)
-
-
-def _identities(index: SourceIndex) -> Mapping[Path, tuple[int, ...]]:
-    """Device, number, size and time of each file, of links those of what they point to."""
-    files = {tensor.file for tensor in index.tensors.values()} | {*index.side_files}
-    files |= {index.root / "config.json", index.root / INDEX_NAME}
-    states = {file: file.stat() for file in sorted(files) if file.exists()}
-    return {
-        file: (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states.items()
-    }
 
 
 @cache

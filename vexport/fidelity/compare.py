@@ -4,19 +4,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.calibration.device import default_device
-from vexport.calibration.smoothing_proof import changed_by
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import SMOOTHING, reader_of, smoothing_of
+from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SOURCE, Against
 from vexport.checks.devices import INDEX
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.errors import CheckpointFailed, InputError
+from vexport.errors import InputError
 from vexport.fidelity import files, tensors
 from vexport.fidelity.activations import Observed, mismatches
+from vexport.fidelity.believed import judged_smoothing
 from vexport.fidelity.smoothing import Factors
 from vexport.fidelity.source import Source
 from vexport.fidelity.source_tensors import SourceTensors
@@ -53,9 +52,9 @@ def against(root: Path, *, on_layer: OnLayer, observe: Observe | None = None) ->
         return next(observed for other, observed in known if other == smoothing)
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
-        smoothing = smoothing_of(view.index.root)
-        if smoothing and _has_first_part(view):
-            yield from _unproven(view, root, smoothing)
+        smoothing, objections = judged_smoothing(view.index.root, read_index(root))
+        if _has_first_part(view):
+            yield from objections
         observed = observed_as(smoothing)
         with reader_of(smoothing) as reader:
             inputs = observed.samples if observed is not None else {}
@@ -69,20 +68,6 @@ def against(root: Path, *, on_layer: OnLayer, observe: Observe | None = None) ->
 def _has_first_part(view: CheckpointView) -> bool:
     """Whether what is looked at once, not layer by layer, is looked at here."""
     return view.part is None or view.part.number == 1
-
-
-def _unproven(view: CheckpointView, root: Path, smoothing: Mapping[str, Smoothing]) -> Iterator[Finding]:
-    """Layers that the exponents change: weights that agree with those are not the source's."""
-    where, expected = f"{view.index.root / SMOOTHING}", "exponents that leave what each layer computes"
-    try:
-        changed = changed_by(read_index(root), smoothing, default_device())
-    except (InputError, CheckpointFailed) as problem:
-        fix = "nothing, if this checkpoint is your own"
-        yield warning(SOURCE, where, expected=expected, got=f"a source that cannot run: {problem}", fix=fix)
-        return
-    for name in changed:
-        got = "other answers with them than without"
-        yield error(SOURCE, f"{where}: {name}", expected=expected, got=got, fix="export the checkpoint again")
 
 
 def _compared(

@@ -11,14 +11,15 @@ from vexport.checkpoint.dtypes import BITS, FLOATING, to_numpy
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.reader import Reader, same_bytes
-from vexport.checkpoint.smoothed import fits, reader_of, smoothing_of
+from vexport.checkpoint.smoothed import SMOOTHING, reader_of
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors.extras import attempt_all, is_installed
+from vexport.fidelity.believed import proven_smoothing
 from vexport.files import digest_file
 from vexport.numerics.metrics import COMPARED, ErrorPower, array_error, quantization_error
 from vexport.outputs.replaceable import RECIPE
-from vexport.types import Json, TensorInfo
+from vexport.types import Json, Smoothing, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,8 @@ class DiffReport:
 
     `only_a` and `only_b` are tensors that one of them has, `forms` those of another dtype or shape, `values`
     those of other values, `weights` the linear layers whose dequantized weights differ, which were looked at
-    where `dequantized`: that needs torch. `sizes` are bytes of all tensors.
+    where `dequantized`: that needs torch. `sizes` are bytes of all tensors. `smoothing` is the file by which
+    the one that the other was made of is read smoothed.
     """
 
     a: str
@@ -82,16 +84,18 @@ class DiffReport:
     values: tuple[TensorDifference, ...]
     weights: tuple[WeightDifference, ...]
     dequantized: bool
+    smoothing: str | None = None
 
 
 def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None) -> DiffReport:
     """Compare two checkpoints of any kind; one may be the source of the other.
 
     A source is compared as smoothed as the checkpoint that was made of it. Memory holds one layer of each.
-    Raises InputError for a folder or file that cannot be read.
+    Raises InputError for a folder or file that cannot be read, and for a smoothing that is not the source's.
     """
     one, two = attempt_all((str(root), partial(read_index, root)) for root in (a, b))
-    with _reader(one, two) as reader_a, _reader(two, one) as reader_b:
+    smoothing_a, smoothing_b = _smoothing(one, two), _smoothing(two, one)
+    with reader_of(smoothing_a) as reader_a, reader_of(smoothing_b) as reader_b:
         old, new = CheckpointView(one, reader_a), CheckpointView(two, reader_b)
         values = tuple(_values(old, new, on_progress))
         dequantized = is_installed("torch")
@@ -114,20 +118,18 @@ def diff(a: Path, b: Path, *, on_progress: OnProgress = lambda done, total: None
         values=values,
         weights=weights,
         dequantized=dequantized,
+        smoothing=str((b if smoothing_a else a) / SMOOTHING) if smoothing_a or smoothing_b else None,
     )
 
 
-def _reader(index: SourceIndex, other: SourceIndex) -> Reader:
+def _smoothing(index: SourceIndex, other: SourceIndex) -> Mapping[str, Smoothing]:
+    """How a checkpoint was smoothed before the other one was made of it; nothing where it was not."""
     if find_quantization(index.root, index.config) or not find_quantization(other.root, other.config):
-        return Reader()
-    smoothing = smoothing_of(other.root)
-    return reader_of(
-        {
-            name: one
-            for name, one in smoothing.items()
-            if name in index.tensors and fits(index.tensors[name], one)
-        }
-    )
+        return {}
+    common = other.tensors.keys() & index.tensors.keys()
+    if any(other.tensors[name].shape != index.tensors[name].shape for name in common):
+        return {}
+    return proven_smoothing(other.root, index)
 
 
 def _config(place: str, a: Json, b: Json) -> Iterator[Difference]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from vexport.checkpoint.identity import StatusChanged, read_again, unchanged, weights_content, with_contents
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.truncated import unchanged
+from vexport.checkpoint.truncated import changed
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
@@ -104,6 +105,8 @@ def quantize_source(
         require_accepted(plan)
         require_calibration(plan, job.calibration)
         on_plan(plan)
+        if is_rank_zero() and _is_dear(plan):
+            index = with_contents(index, job.on_progress)
         if job.part is not None:
             return plan, _quantize_part(job, job.part, index, plan), None
         if has_ranks():
@@ -117,6 +120,11 @@ def quantize_source(
             shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
             rounding = _write_weights(job, index, plan, calibration, shards, None)
     return plan, calibration, rounding
+
+
+def _is_dear(plan: Plan) -> bool:
+    """Whether work takes so much longer than reading the source that it is not to be done again."""
+    return has_ranks() or needs_search(plan) or calibration_need(plan) is not None
 
 
 def _quantize_part(job: QuantizeJob, part: Part, index: SourceIndex, plan: Plan) -> Calibration | None:
@@ -165,8 +173,25 @@ def write_checkpoint(
 
     `publish` is called with the folder in which all else is. A call that was broken off is continued by the
     next one with the same arguments. The answer is how the weights were rounded, where calibration text
-    decided it.
+    decided it. Where a file of the source was given other rights, or written and its time put back, all is
+    written once more; InputError unless it is the same.
     """
+    try:
+        return _write_checkpoint(job, index, plan, calibration, publish)
+    except StatusChanged as doubt:
+        job.on_progress(f"quantize starts again: {doubt.where} has {doubt.got}", 1, 1)
+        again = read_again(index, job.on_progress)
+        return _write_checkpoint(job, again, plan, calibration, publish, doubt)
+
+
+def _write_checkpoint(
+    job: QuantizeJob,
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    publish: Callable[[Path], None],
+    doubt: StatusChanged | None = None,
+) -> RoundingReport | None:
     digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
     # What is continued was begun with as many rows held out.
     held_out = job.calibration.held_out if job.calibration else None
@@ -190,6 +215,7 @@ def write_checkpoint(
     with (
         resumable_directory(out, input_digest=work, overwrite=job.overwrite, note=note) as folder,
         watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
+        _noted(folder),
         unchanged(index),
     ):
         write_recipe(text, folder)
@@ -206,8 +232,20 @@ def write_checkpoint(
         elif job.part.number == 1:
             finish(index, plan, calibration, folder, shards, CONFIG)
         forget_progress(folder, shards)
+        if doubt is not None and weights_content(folder) != doubt.written:
+            raise changed(Path(doubt.where), "other bytes than when the work began")
         publish(folder)
     return rounding
+
+
+@contextmanager
+def _noted(folder: Path) -> Iterator[None]:
+    """What ends the block in doubt of its source notes what was written into the folder."""
+    try:
+        yield
+    except StatusChanged as doubt:
+        doubt.written = weights_content(folder)
+        raise
 
 
 def _write_weights(

@@ -334,8 +334,10 @@ def each_warning_once() -> Iterator[None]:
 
 
 def input_digest(index: SourceIndex, plan: Plan, calibration: Calibration | None, *, shard_bytes: int) -> str:
-    """A digest of all that the written bytes depend on; of the source's files, sizes and times."""
-    files = sorted({*(tensor.file for tensor in index.tensors.values()), *index.side_files})
-    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    parts = (__version__, states, index.config, plan, calibration, shard_bytes)
+    """A digest of all that the written bytes depend on; of files, their contents or sizes and times."""
+    files = [
+        (str(file), index.contents.get(file) or (status.size, status.modified, status.changed))
+        for file, status in index.statuses.items()
+    ]
+    parts = (__version__, files, index.config, plan, calibration, shard_bytes)
     return digest_bytes(repr(parts).encode())

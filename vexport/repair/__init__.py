@@ -3,25 +3,29 @@
 Adding a family of repairs is one new file and one line in `families.FAMILIES`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.identity import sure, unchanged
+from vexport.checkpoint.index import SourceIndex, read_index, require_checkpoint
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import source_reader
+from vexport.checkpoint.smoothed import reader_of, smoothing_of
 from vexport.checks import findings_of, findings_on
 from vexport.checks.vllm.methods import other_method
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
+from vexport.fidelity.believed import disagreements, proven_smoothing
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
 from vexport.repair import config, files, targets
 from vexport.repair.changes import Changes, Repair, RepairReport
 from vexport.repair.overlay import apply
 from vexport.repair.write import write_repaired
-from vexport.types import Finding
+from vexport.types import Finding, Smoothing
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import Source
@@ -41,6 +45,18 @@ def repair_checkpoint(
     Raises InputError for folders that are no checkpoints, and where `out` may not be written. Without torch
     only config.json and the index are repaired: MissingPackage where that is not enough.
     """
+    return sure(partial(_repair, checkpoint, out, source, overwrite=overwrite, on_progress=on_progress))
+
+
+def _repair(
+    checkpoint: Path,
+    out: Path,
+    source: Path | None,
+    prepare: Callable[[SourceIndex], SourceIndex],
+    *,
+    overwrite: bool,
+    on_progress: OnProgress,
+) -> RepairReport:
     require_checkpoint(checkpoint)
     inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
     require_separate(
@@ -48,12 +64,14 @@ def repair_checkpoint(
         [NamedPath(label=label, path=path) for label, path in inputs.items()],
     )
     refuse_existing(out, overwrite=overwrite)
-    with Reader() as reader, source_reader(checkpoint) as original:
+    smoothing = _smoothing(checkpoint, source)
+    with Reader() as reader, reader_of(smoothing) as original:
         origin = _source(source, original) if source else None
+        read_from = unchanged(prepare(origin.index)) if origin else nullcontext()
         repairs: tuple[Repair, ...] = ()
         try:
             index, repairs = files.open_checkpoint(checkpoint)
-            view = CheckpointView(index, reader)
+            view = CheckpointView(prepare(index), reader)
             families = _families() if other_method(view) is None else ()
             for number, family in enumerate(families):
                 on_progress("repair (families)", number, len(families))
@@ -61,13 +79,15 @@ def repair_checkpoint(
                 repairs += family_repairs
             on_progress("repair (families)", len(families), len(families))
             findings = list(findings_on(view))
+            if origin is not None and smoothing and repairs:
+                findings += disagreements(view, origin, original, smoothing)
         except InputError as problem:
             return _report(checkpoint, out, repairs, findings_of(problem))
         report = _report(checkpoint, out, repairs, findings)
         if not report.ok and not is_installed("torch"):
             raise MissingPackage("torch", f"{checkpoint}: repairing {report.refusals[0].where}")
         if report.ok:
-            with new_directory(out, overwrite=overwrite) as folder:
+            with new_directory(out, overwrite=overwrite) as folder, read_from:
                 write_repaired(view, folder, on_progress=on_progress)
     return report
 
@@ -78,6 +98,11 @@ def _families() -> Sequence[Family]:
     from vexport.repair.families import FAMILIES
 
     return FAMILIES
+
+
+def _smoothing(checkpoint: Path, source: Path | None) -> Mapping[str, Smoothing]:
+    """How the source was smoothed; InputError where the file that says so is not to be believed."""
+    return smoothing_of(checkpoint) if source is None else proven_smoothing(checkpoint, read_index(source))
 
 
 def _source(root: Path, reader: Reader) -> "Source":

@@ -1,12 +1,14 @@
 """Converts a checkpoint of another quantization method to compressed-tensors, and proves each layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from vexport.checkpoint.index import read_index, require_checkpoint
+from vexport.checkpoint.identity import sure
+from vexport.checkpoint.index import SourceIndex, read_index, require_checkpoint
 from vexport.checkpoint.quantization import SEPARATE_FILE
 from vexport.checkpoint.reader import Reader
 from vexport.checks import findings_on, shards
@@ -54,6 +56,17 @@ def convert_checkpoint(
     producer's formula and by compressed-tensors, or where the result has an error. Raises InputError for
     folders that are no checkpoints of a method that is known, and where `out` may not be written.
     """
+    return sure(partial(_convert, checkpoint, out, overwrite=overwrite, on_progress=on_progress))
+
+
+def _convert(
+    checkpoint: Path,
+    out: Path,
+    prepare: Callable[[SourceIndex], SourceIndex],
+    *,
+    overwrite: bool,
+    on_progress: OnProgress,
+) -> ConvertReport:
     require_checkpoint(checkpoint)
     require_separate(
         [NamedPath(label="OUT", path=path) for path in (out, working_folder(out))],
@@ -61,7 +74,7 @@ def convert_checkpoint(
     )
     refuse_existing(out, overwrite=overwrite)
     with Reader() as reader:
-        view = CheckpointView(read_index(checkpoint), reader)
+        view = CheckpointView(prepare(read_index(checkpoint)), reader)
         method = _require_method(view)
         translated = translate(view)
         findings = [*_untranslated(view, method, translated)]

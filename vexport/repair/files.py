@@ -8,12 +8,14 @@ from pathlib import Path
 
 from vexport.checkpoint.header import read_header
 from vexport.checkpoint.index import (
-    FOREIGN_WEIGHTS,
     INDEX_NAME,
     SINGLE_NAME,
     SourceIndex,
+    content_files,
     file_inside,
     require_checkpoint,
+    side_files_of,
+    statuses_of,
 )
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
@@ -38,17 +40,16 @@ def open_checkpoint(root: Path) -> tuple[SourceIndex, tuple[Repair, ...]]:
     Raises InputError, or InputErrors, for files that are missing or broken: nothing can replace them.
     """
     require_checkpoint(root)
+    statuses = statuses_of(content_files(root))
     config = read_json_object(root / "config.json")
     old = _old_index(root)
-    headers = {file: read_header(file) for file in _files(root, old)}
+    files = _files(root, old)
+    statuses |= statuses_of(files)
+    headers = {file: read_header(file) for file in files}
     tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
     raise_all(list(_lost(root, old, tensors)))
-    side_files = tuple(
-        path
-        for path in sorted(root.iterdir())
-        if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
-    )
-    index = SourceIndex(root=root, config=config, tensors=tensors, side_files=side_files)
+    side_files = side_files_of(root)
+    index = SourceIndex(root=root, config=config, tensors=tensors, side_files=side_files, statuses=statuses)
     return index, tuple(_repairs(root, old, index, len(headers)))
 
 

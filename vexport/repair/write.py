@@ -7,8 +7,8 @@ from pathlib import Path
 
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.header import read_header
+from vexport.checkpoint.identity import unchanged
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex
-from vexport.checkpoint.truncated import unchanged
 from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import write_text

@@ -31,6 +31,7 @@ def _document(report: DiffReport) -> doc.Document:
     both = facts(
         ("A", f"{report.a}  {size(report.sizes[0])}"),
         ("B", f"{report.b}  {size(report.sizes[1])} ({share} of A)"),
+        ("smoothed by", report.smoothing) if report.smoothing else None,
     )
     needs = f"weights once dequantized: not compared, which needs torch; {fix('torch')}"
     content = parts(

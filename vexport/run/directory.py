@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from vexport.checkpoint.data_name import DEFAULT, DEFAULT_FILE, data_files
-from vexport.checkpoint.index import weight_files
+from vexport.checkpoint.identity import folder_content, folder_status
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.outputs import FolderKind
@@ -44,15 +44,39 @@ KIND = FolderKind(
     ),
     checkpoints=frozenset((CHECKPOINT,)),
 )
-Digests = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderDigest:
+    """The digest of a checkpoint folder as a record has it: of its files' status, and of their content.
+
+    The content is read where there is no record yet, or where it has another status.
+    """
+
+    root: Path
+
+    def __str__(self) -> str:
+        return f"{folder_status(self.root)} {folder_content(self.root)}"
+
+    def is_recorded_in(self, record: str) -> bool:
+        """Whether the folder has the content that it had when the record was made."""
+        status, _, content = record.partition(" ")
+        return status == folder_status(self.root) or content == folder_content(self.root)
+
+
+Digests = Mapping[str, str | FolderDigest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecord:
-    """What a finished stage was made from (name of the input -> digest) and the seconds it took."""
+    """What a finished stage was made from (name of the input -> digest) and the seconds it took.
 
-    inputs: Digests
+    `made` is the digest of a checkpoint that the stage has made, empty for all else.
+    """
+
+    inputs: Mapping[str, str]
     seconds: float
+    made: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +112,9 @@ class RunDirectory:
         record = self._stages.get(stage)
         if record is None:
             return False
-        changed = sorted(name for name in inputs if record.inputs.get(name) != inputs[name])
+        changed = sorted(
+            name for name in inputs if not _is_recorded(inputs[name], record.inputs.get(name, ""))
+        )
         if changed:
             raise InputError(
                 f"{self.root} ({stage})",
@@ -96,11 +122,20 @@ class RunDirectory:
                 need="the inputs that the run began with",
                 fix="choose another --run-dir, or add --overwrite to start again",
             )
+        made = FolderDigest(self.root / CHECKPOINT)
+        if record.made and not made.is_recorded_in(record.made):
+            raise InputError(
+                str(made.root),
+                got="files that have changed since the run wrote them",
+                need="those that its results are about",
+                fix="restore them, or add --overwrite to start again",
+            )
         return True
 
-    def finish(self, stage: str, inputs: Digests, seconds: float) -> None:
-        """Record that a stage is done; its outputs must be in place already."""
-        self._stages[stage] = StageRecord(inputs=dict(inputs), seconds=seconds)
+    def finish(self, stage: str, inputs: Mapping[str, str], seconds: float, made: Path | None = None) -> None:
+        """Record that a stage is done; its outputs, and a checkpoint that it `made`, must be in place."""
+        record = StageRecord(inputs=inputs, seconds=seconds, made=str(FolderDigest(made)) if made else "")
+        self._stages[stage] = record
         write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
 
     def adopt(self, other: "RunDirectory", stages: Sequence[str], folder: str) -> None:
@@ -126,13 +161,8 @@ class RunDirectory:
         return {name: round(record.seconds, 3) for name, record in self._stages.items()}
 
 
-def checkpoint_digest(root: Path) -> str:
-    """A digest that changes when a checkpoint is replaced: its config, its weight files' sizes and times."""
-    parts = [digest_file(root / "config.json")]
-    for file in weight_files(root):
-        status = file.stat()
-        parts.append(f"{file.name}:{status.st_size}:{status.st_mtime_ns}")
-    return digest_bytes("\n".join(parts).encode())
+def _is_recorded(own: str | FolderDigest, record: str) -> bool:
+    return own.is_recorded_in(record) if isinstance(own, FolderDigest) else own == record
 
 
 def path_digest(path: Path) -> str:

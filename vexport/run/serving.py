@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.checkpoint.data_name import require_data
+from vexport.checkpoint.identity import folder_content
 from vexport.engine.environment import NONE, answer_environment
 from vexport.engine.kept import FILE as KEPT
 from vexport.engine.load import load_report, load_request, shortest_length
@@ -25,7 +26,7 @@ from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import atomic_path, digest_bytes, to_json, write_text
 from vexport.outputs import NamedPath
-from vexport.run.directory import checkpoint_digest, value_digest
+from vexport.run.directory import value_digest
 from vexport.run.held_out import FILE as TEXT_SCORES
 from vexport.run.held_out import KL_TOKENS, read_rows, with_text
 from vexport.scenario import Evaluate
@@ -207,7 +208,7 @@ def _identified(request: SessionRequest) -> SessionRequest:
         trust_remote_code=request.trust_remote_code,
         seed=request.seed,
     )
-    parts = [to_json(started), checkpoint_digest(request.checkpoint)]
+    parts = [to_json(started), folder_content(request.checkpoint)]
     if (chosen := answer_environment()) != NONE:
         parts.append(chosen)
     return replace(request, identity=digest_bytes("\n".join(parts).encode()))

@@ -13,7 +13,7 @@ from vexport.engine.messages import SessionRequest
 from vexport.engine.session import EngineFault, engines_share_imports, log_folder, require_vllm, run_session
 from vexport.errors import InputError
 from vexport.errors.extras import attempt_all
-from vexport.run.directory import Digests, checkpoint_digest, value_digest
+from vexport.run.directory import Digests, FolderDigest, value_digest
 from vexport.run.making import checkpoint_inputs
 from vexport.run.serving import BASELINE, CANDIDATE, EngineOptions, serve_digest
 from vexport.run.state import LOADED, Run
@@ -69,7 +69,7 @@ def is_timed(run: Run) -> bool:
 
 def baseline_inputs(run: Run) -> Digests:
     """What the baseline's speed depends on."""
-    return {"baseline": checkpoint_digest(run.baseline), **_work(run, is_baseline=True)}
+    return {"baseline": FolderDigest(run.baseline), **_work(run, is_baseline=True)}
 
 
 def candidate_inputs(run: Run) -> Digests:
