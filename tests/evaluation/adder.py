@@ -1,10 +1,9 @@
 """A model that adds, and errs where it is told to, evaluated by the real lm-eval: output folders to read."""
 
-import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,15 +15,18 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.result_schema import EvalResults
 from lm_eval.tasks import TaskManager
 
+from tests.evaluation.make import Runs
+from vexport.engine.worker import end_with_parent
+from vexport.evaluation.lm_eval_environment import templates_compiled_once
 from vexport.evaluation.lm_eval_runner import outermost, until_decided
 from vexport.evaluation.stopping import Stopping, write_looks
-from vexport.files import from_json
+from vexport.files import from_json, to_json, write_text
 
 
 class Adder(LM):  # type: ignore[misc]
     """Answers the last `a + b =`; on the documents `wrong` it is off by one."""
 
-    def __init__(self, wrong: list[int]) -> None:
+    def __init__(self, wrong: Sequence[int]) -> None:
         super().__init__()
         self.wrong = frozenset(wrong)
 
@@ -52,18 +54,24 @@ def _on(run: Callable[..., EvalResults], tasks: list[object], documents: dict[st
     return run(tasks=tasks, samples=documents)
 
 
-def main(request: dict[str, object]) -> None:
-    tasks, runs = request["tasks"], request["runs"]
-    assert isinstance(runs, dict)
-    assert isinstance(tasks, list)
+def preload() -> None:
+    """What is above is all."""
+
+
+def main(arguments: list[str]) -> int:
+    """Read the request, make its runs, and write it as the result."""
+    request_file, result_file = map(Path, arguments)
+    end_with_parent()
+    request = from_json(Runs, request_file)
+    tasks = request.tasks
     groups = [Path(task) for task in tasks if task.endswith(".group.yaml")]
     names = [Path(task).name.removesuffix(".group.yaml") if Path(task) in groups else task for task in tasks]
     manager = TaskManager(
         include_path=[str(group.parent) for group in groups] or None, include_defaults=False
     )
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as cache, templates_compiled_once():
         datasets.config.HF_DATASETS_CACHE = Path(cache)
-        for folder, wrong in runs.items():
+        for folder, wrong in request.wrong.items():
             tracker = EvaluationTracker(output_path=folder)
             run = partial(
                 simple_evaluate,
@@ -74,8 +82,8 @@ def main(request: dict[str, object]) -> None:
                 bootstrap_iters=0,
                 evaluation_tracker=tracker,
             )
-            if "rule" in request:
-                rule = from_json(Stopping, Path(str(request["rule"])))
+            if request.rule is not None:
+                rule = from_json(Stopping, request.rule)
                 loaded = [one for name in names for one in outermost(manager.load([name]))]
                 results, looks = until_decided(partial(_on, run), loaded, rule, lambda *step: None)
             else:
@@ -86,7 +94,9 @@ def main(request: dict[str, object]) -> None:
                 tracker.save_results_samples(task_name=name, samples=rows)
             if looks:
                 write_looks(next(Path(folder).rglob("results_*.json")).parent, looks)
+    write_text(result_file, to_json(request))
+    return 0
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,12 @@
 """Makes what the tests need: additions as lm-eval tasks, a tiny untrained model, lm-eval output folders."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from vexport.engine.session import run_worker
+from vexport.types import silent
 
 SUMS = """
 task: sums
@@ -68,20 +70,35 @@ def make_group(folder: Path, subjects: int, documents: int) -> str:
     return str(group)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """lm-eval's tasks, the documents that are answered wrong by the folder of a run, and a stopping rule."""
+
+    tasks: tuple[str, ...]
+    wrong: dict[str, tuple[int, ...]]
+    rule: Path | None = None
+
+
 def run_lm_eval(
     tasks: Sequence[str], runs: Mapping[Path, Sequence[int]], *, rule: Path | None = None
 ) -> None:
     """Evaluate a model that errs on the given documents, one lm-eval run for each output folder.
 
     With the file of a stopping `rule` a run ends when it is decided. In a separate process: lm-eval's imports
-    warn, and take seconds.
+    warn, and take seconds, where it is no fork of one that has them (the fixture `vllm_imported_once`).
     """
-    request: dict[str, object] = {"tasks": list(tasks), "runs": {str(k): list(v) for k, v in runs.items()}}
-    if rule is not None:
-        request["rule"] = str(rule)
-    command = [sys.executable, "-m", "tests.evaluation.adder", json.dumps(request)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    folder = next(iter(runs)).parent
+    run_worker(
+        "tests.evaluation.adder",
+        Runs(tasks=tuple(tasks), wrong={str(run): tuple(wrong) for run, wrong in runs.items()}, rule=rule),
+        Runs,
+        where="lm-eval",
+        log=folder / "lm_eval.log",
+        timeout=600,
+        vllm_python=None,
+        extra={},
+        on_progress=silent,
+    )
 
 
 def make_model(folder: Path) -> Path:

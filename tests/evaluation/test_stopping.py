@@ -107,7 +107,7 @@ def test_scores_that_are_not_in_the_unit_range_cannot_be_bet_on(lm_eval_runs: Pa
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def evaluated(tmp_path_factory: pytest.TempPathFactory, vllm_imported_once: None) -> Path:
     """A baseline without errors, read whole; candidates that stop early, over two tasks and a group."""
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("early")

@@ -4,6 +4,7 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import jinja2
@@ -16,6 +17,9 @@ from vexport.evaluation.lm_eval_model import replaced
 from vexport.evaluation.tasks import reads_hub
 from vexport.files import write_text
 from vexport.types.time_limit import TEMPLATE_SECONDS, time_limit
+
+# More than any suite has: of each task some four.
+_MOST_TEMPLATES = 4096
 
 
 def engine_words() -> str:
@@ -92,4 +96,13 @@ def tasks_as_data() -> Iterator[None]:
     sandbox = _Sandbox(loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True)
     sandbox.filters |= utils.env.filters
     with replaced(utils, "env", sandbox), replaced(task, "get_metric", get_metric):
+        yield
+
+
+@contextmanager
+def templates_compiled_once() -> Iterator[None]:
+    """lm-eval compiles a task's templates again for each document (`apply_template` in lm_eval/utils.py)."""
+    from lm_eval import utils
+
+    with replaced(utils.env, "from_string", lru_cache(_MOST_TEMPLATES)(utils.env.from_string)):
         yield

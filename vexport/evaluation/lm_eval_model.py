@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from pydantic import JsonValue
@@ -186,11 +185,11 @@ def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None
 
 
 @contextmanager
-def replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    """Let `module.name` be `value` inside the block."""
-    original = getattr(module, name)
-    setattr(module, name, value)
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Let `owner.name` be `value` inside the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(owner, name, original)
