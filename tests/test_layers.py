@@ -41,7 +41,7 @@ LATE = {
     "formats": ("numpy", "vexport"),
     "engine": ("vllm", "vexport"),
     "reports": ("huggingface_hub",),
-    "evaluation": ("vllm", "lm_eval", "datasets", "msgspec"),
+    "evaluation": ("vllm", "lm_eval", "datasets", "msgspec", "torch"),
 }
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "scipy", "matplotlib", "compressed_tensors", "numpy")
 

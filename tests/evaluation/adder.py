@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from tests.evaluation.make import Runs
 from vexport.engine.worker import end_with_parent
-from vexport.evaluation.lm_eval_environment import templates_compiled_once
+from vexport.evaluation.lm_eval_environment import computed_once
 from vexport.evaluation.lm_eval_runner import outermost, until_decided
 from vexport.evaluation.stopping import Stopping, write_looks
 from vexport.files import from_json, to_json, write_text
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     manager = TaskManager(
         include_path=[str(group.parent) for group in groups] or None, include_defaults=False
     )
-    with tempfile.TemporaryDirectory() as cache, templates_compiled_once():
+    with tempfile.TemporaryDirectory() as cache, computed_once():
         datasets.config.HF_DATASETS_CACHE = Path(cache)
         for folder, wrong in request.wrong.items():
             tracker = EvaluationTracker(output_path=folder)

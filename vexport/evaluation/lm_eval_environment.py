@@ -4,7 +4,7 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import jinja2
@@ -100,9 +100,17 @@ def tasks_as_data() -> Iterator[None]:
 
 
 @contextmanager
-def templates_compiled_once() -> Iterator[None]:
-    """lm-eval compiles a task's templates again for each document (`apply_template` in lm_eval/utils.py)."""
+def computed_once() -> Iterator[None]:
+    """lm-eval compiles a task's templates again for each document (`apply_template` in lm_eval/utils.py), and
+    asks pip and the system what is installed in each pass (`add_env_info` in lm_eval/loggers/utils.py).
+    """
     from lm_eval import utils
+    from torch.utils import collect_env
 
-    with replaced(utils.env, "from_string", lru_cache(_MOST_TEMPLATES)(utils.env.from_string)):
+    compiled = lru_cache(_MOST_TEMPLATES)(utils.env.from_string)
+    installed = cache(collect_env.get_pretty_env_info)
+    with (
+        replaced(utils.env, "from_string", compiled),
+        replaced(collect_env, "get_pretty_env_info", installed),
+    ):
         yield

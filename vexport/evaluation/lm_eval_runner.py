@@ -21,10 +21,10 @@ from vexport.evaluation.fewshot import draw_by_document
 from vexport.evaluation.journal import FILE as JOURNAL
 from vexport.evaluation.journal import Journal
 from vexport.evaluation.lm_eval_environment import (
+    computed_once,
     dataset_cache,
     engine_words,
     tasks_as_data,
-    templates_compiled_once,
     vllm_distribution,
 )
 from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
@@ -66,7 +66,7 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
         stack.enter_context(dataset_cache(scratch / "datasets", request))
         if not request.trust_remote_code:
             stack.enter_context(tasks_as_data())
-        stack.enter_context(templates_compiled_once())
+        stack.enter_context(computed_once())
         arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
         arguments["pretrained"] = model_args["model"]
         settings = request.lm_eval
