@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from shutil import copyfile, copytree
+from shutil import copyfile, copytree, rmtree
 
 import pytest
 
@@ -285,3 +285,20 @@ def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> No
         os.mkfifo(index)
     code_, out, err = run()
     assert (code_, out, err.count("\n")) == (*first[:2], 1)
+
+
+@pytest.mark.fault("an output folder that vanishes while it is written: one line; nothing else is touched")
+def test_nothing_is_written_into_the_folder_that_another_call_began(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", hidden=256, layers=2)
+    work = tmp_path / ".out.partial"
+
+    def begin_again(source: Path) -> None:
+        rmtree(work)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_source(job(source, tmp_path / "out", interrupt_after=1))
+        begun.append(digests(work / "new"))
+
+    begun: list[object] = []
+    with pytest.raises(InputError, match="another folder than the one that was begun"):
+        quantize_source(job(source, tmp_path / "out", change=begin_again))
+    assert begun == [digests(work / "new")]

@@ -25,6 +25,8 @@ from vexport.types import Json
 from vexport.version import __version__
 
 RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
+# The folder of a checkpoint's named chat templates, the only one in it.
+TEMPLATES = "additional_chat_templates"
 
 
 def working_folder(path: Path) -> Path:
@@ -66,7 +68,8 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
         try:
             yield work / NEW
         except BaseException:
-            _remove_working_folder(work)
+            if _is_ours(record, work):
+                _remove_working_folder(work)
             raise
 
 
@@ -98,7 +101,8 @@ def resumable_directory(
         try:
             yield work / NEW
         except VexportError:
-            _remove_working_folder(work)
+            if _is_ours(record, work):
+                _remove_working_folder(work)
             raise
 
 
@@ -119,9 +123,12 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
             _settle(path, work)
             refuse_existing(path, overwrite=overwrite)
             yield work, record
+            _require_ours(record, work, path)
+            _require_files(work, path)
             _sign(work / NEW)
             _sync(work / NEW)
             refuse_existing(path, overwrite=overwrite)
+            _require_ours(record, work, path)
             _swap(path, work)
             _sync_entry(path.parent)
             shutil.rmtree(work / OLD, ignore_errors=True)
@@ -152,18 +159,38 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
     descriptor = os.open(work / RECORD, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace") as record:
         _lock(record, work, path)
-        for entry in (*(work / NEW).glob("*"), *(work / ASIDE).glob("*")):
-            _require_own(entry, path, stat.S_ISREG)
+        _require_files(work, path)
         yield record
+
+
+def _require_files(work: Path, path: Path) -> None:
+    """InputError unless a working folder has plain files of ours, and named chat templates in theirs."""
+    for folder in (work / NEW, work / NEW / TEMPLATES, work / ASIDE):
+        for entry in folder.glob("*"):
+            _require_own(entry, path, stat.S_ISDIR if entry == work / NEW / TEMPLATES else stat.S_ISREG)
+
+
+def _require_ours(record: TextIO, work: Path, path: Path) -> None:
+    """InputError where the working folder was removed, and perhaps made again by another process."""
+    if not _is_ours(record, work):
+        got, fix = "a hidden folder that was removed or replaced while it was written", "run again"
+        raise InputError(str(path), got=got, need=f"{work} for one process alone", fix=fix)
+
+
+def _is_ours(record: TextIO, work: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(record.fileno()), (work / RECORD).stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(record: TextIO, work: Path, path: Path) -> None:
     """Lock the record, or InputError where another process has it or has just removed it."""
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(record.fileno()), (work / RECORD).stat()):
+        if _is_ours(record, work):
             return
-    except (BlockingIOError, FileNotFoundError):
+    except BlockingIOError:
         pass
     fix = "wait for it, or choose another path"
     raise InputError(str(path), got="another process that writes it", need="one at a time", fix=fix)
@@ -236,7 +263,9 @@ def _empty(folder: Path, keep: str = "") -> None:
     """Make the folder, or remove its files but those that match `keep`."""
     folder.mkdir(exist_ok=True)
     for entry in folder.iterdir():
-        if not (keep and entry.match(keep)):
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif not (keep and entry.match(keep)):
             entry.unlink()
 
 

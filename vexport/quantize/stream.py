@@ -30,6 +30,7 @@ from vexport.checkpoint.writer import (
     WriteUnit,
     split_shards,
 )
+from vexport.errors import InputError
 from vexport.files import digest_bytes
 from vexport.formats.kv_cache import kv_scales
 from vexport.formats.packing.base import (
@@ -131,7 +132,14 @@ def write_shards(
             finished=finished or {},
             is_remote=is_remote,
         )
+        own = folder.stat()
         for shard in shards:
+            if not os.path.samestat(own, folder.stat()):
+                got, fix = (
+                    "another folder than the one that was begun",
+                    "run again when no other call writes it",
+                )
+                raise InputError(str(folder), got=got, need="the folder of this call alone", fix=fix)
             with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads, copies=not is_remote) as writer:
                 done += sum(unit.num_bytes for unit in shard.units[: writer.done])
                 units = shard.units[writer.done :]
