@@ -11,6 +11,12 @@ from safetensors.torch import load_file, save_file
 from tests.command import vexport
 from tests.models import dequantized, quantize, save_llama, write_calibration
 from tests.mutations.edits import Tensors, spoiled, tensors
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
+from vexport.checks.vllm.layers import layers_of
+from vexport.checks.vllm.view import CheckpointView
+from vexport.fidelity.dequantize import as_loaded, weight_of
+from vexport.fidelity.weights import compare_weight
 
 LAYER = "model.layers.{}.{}"
 ZERO = -0x77777778  # eight codes of 8, which is 0
@@ -54,6 +60,29 @@ def test_a_refit_is_like_its_source(
     sound: Callable[[str], Path], source: Path, text: Path, scheme: str, answers: bool
 ) -> None:
     assert check(sound(scheme), source, text if answers else None) == (0, {})
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_what_another_part_of_the_row_undoes_is_no_fault(
+    sound: Callable[[str], Path], corrected: bool
+) -> None:
+    """Two inputs outweigh all others: wrong weights of one are made up for by the other's, or are not."""
+    with Reader() as reader:
+        view = CheckpointView(read_index(sound("W4A16")), reader)
+        layer = layers_of(view)[LAYER.format(1, "mlp.down_proj")]
+        stored = as_loaded(view, layer)
+        assert layer.group is not None
+        assert stored is not None
+        weight = weight_of(layer.group, stored).to(torch.float32)
+        source = weight.clone()
+        source[:8, 3] -= 3 * weight[:8, 3]
+        if corrected:
+            source[:8, -3] += 3 * weight[:8, 3]
+        inputs = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(1))
+        inputs[:, [3, -3]] = 200.0
+        comparison = compare_weight(view, layer, (source,), inputs)
+    assert comparison is not None
+    assert bool(comparison.wrong_parts) is not corrected
 
 
 Edit = Callable[[Tensors, str], None]

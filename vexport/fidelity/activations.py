@@ -186,7 +186,7 @@ def _nothing_static() -> Finding:
         severity="info",
         where="checkpoint",
         expected="static scales of inputs or of the KV cache to compare with the text",
-        got="none: the calibration text has no effect on this check",
+        got="none: the text tells what layers answer, and nothing of ranges",
         fix="nothing",
     )
 
