@@ -29,6 +29,8 @@ FILLER = "filler"
 _BEGIN = re.compile(r"^(?P<stage>.+) \.\.\.$")
 _LONGEST_SECONDS = 560.0
 _POLL_SECONDS = 0.005
+# What a killed vexport has started sees that its owner is gone, after an import that it may be in.
+_ORPHANS_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,10 @@ class Place:
         ended = time.monotonic()
         struck = watched.struck or max((moment for _, moment in self.strikes), default=0.0)
         time.sleep(0.1)
+        if code == -signal.SIGKILL:
+            deadline = time.monotonic() + _ORPHANS_SECONDS
+            while processes().keys() - before and time.monotonic() < deadline:
+                time.sleep(0.1)
         left = [*leftover_processes(before), *leftover_files(TEMPORARY), *leftover_memory()]
         result = Ended(
             code=code,

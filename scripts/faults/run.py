@@ -240,13 +240,11 @@ class Laboratory:
         self.place.imports_anew, self.place.memory = False, None
         enough = ended.code == expected.code
         killed = ended.code == -signal.SIGKILL
-        wrong = (
-            []
-            if enough or killed
-            else list(self._wrong_error(replace(ended, struck=True), EngineRow(fault="", words="memory")))
-        )
-        if ended.left and not wrong:
-            wrong = [f"left {ended.left}"]
+        if enough or killed:  # who is killed leaves its folders, and no process
+            left = [name for name in ended.left if enough or name.startswith("process")]
+            wrong = [f"left {left}"] if left else []
+        else:
+            wrong = list(self._wrong_error(replace(ended, struck=True), EngineRow(fault="", words="memory")))
         cell = self._cell(
             title, ended, wrong, "enough" if enough else "killed by the kernel" if killed else "exit code 4"
         )
