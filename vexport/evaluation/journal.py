@@ -83,7 +83,7 @@ class Journal:
 
 
 @contextmanager
-def each_answer(llm: "LLM", keys: Sequence[str], keep: Callable[[bytes], None]) -> Iterator[None]:
+def each_answer(llm: "LLM", keys: Sequence[str], keep: Callable[[bytes], object]) -> Iterator[None]:
     """Give `keep` the line of each answer once it is whole, while `llm` answers the requests of `keys`."""
     engine, first = llm.llm_engine, llm.request_counter.counter
     step = engine.step

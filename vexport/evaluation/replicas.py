@@ -23,7 +23,7 @@ from vexport.scenario.serve import EngineArguments
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams, TokensPrompt
 
-Keep = Callable[[bytes], None]
+Keep = Callable[[bytes], object]
 """Takes the line of an answer (`vexport.evaluation.journal`)."""
 
 
@@ -181,12 +181,8 @@ def main(arguments: list[str]) -> int:
                 )
                 for key, tokens, params in json.loads(line)
             ]
-            ask_engine(llm, questions, lambda answer: _write(sink, answer))
+            ask_engine(llm, questions, sink.write)
     return 0
-
-
-def _write(sink: IO[bytes], line: bytes) -> None:
-    sink.write(line)
 
 
 if __name__ == "__main__":
