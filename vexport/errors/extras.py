@@ -22,6 +22,7 @@ T = TypeVar("T")
 # By the name that is imported. What none of these names is a dependency of the plain installation.
 EXTRAS: Mapping[str, str] = {
     "compressed_tensors": "quantize",
+    "greenlet": "quantize",
     "psutil": "quantize",
     "safetensors": "quantize",
     "torch": "quantize",

@@ -50,6 +50,11 @@ class QuantizedModel:
         self._weights = weights
         self._device = device
         self._roundings: dict[tuple[str, str], InputRounding] = {}
+        self._places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+
+    def place_of(self, module: str) -> int:
+        """Where a module stands in the order of the model."""
+        return self._places[module]
 
     def parameter_of(self, member: LinearPlan) -> str:
         """The name of the parameter that holds a layer's weight; empty where the model has none."""
@@ -106,12 +111,17 @@ class QuantizedModel:
     @contextmanager
     def applied(self, layers: Sequence[QuantizedLayer]) -> Iterator[None]:
         """Within the block the model has these weights and rounds these inputs."""
+        hooks = {layer.member: layer.round_inputs for layer in layers if layer.round_inputs is not None}
+        with self.having_weights(layers), self._rounding(hooks):
+            yield
+
+    @contextmanager
+    def having_weights(self, layers: Sequence[QuantizedLayer]) -> Iterator[None]:
+        """Within the block the model has these weights."""
         changed = self._weights.parameters_from(self._stored(layers))
         with ExitStack() as block:
             for name, value in changed.items():
                 block.enter_context(_replaced(self._model, name, value))
-            hooks = {layer.member: layer.round_inputs for layer in layers if layer.round_inputs is not None}
-            block.enter_context(self._rounding(hooks))
             yield
 
     @contextmanager

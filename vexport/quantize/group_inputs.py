@@ -8,6 +8,7 @@ makes of the tokens that are routed to it, and, where those are few, of what it 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,8 @@ class GroupInputs:
 
     def __init__(self, model: QuantizedModel, groups: Sequence[FusionGroup]) -> None:
         self._model = model
-        self._modules: dict[str, torch.nn.Module] = {}
+        # The modules that an input enters, all to be shown the same one.
+        self._modules: dict[str, list[torch.nn.Module]] = {}
         # What takes the tokens of an expert, by module and expert.
         self._firsts: dict[tuple[str, int], FusionGroup] = {}
         self.unreachable: dict[str, str] = {}
@@ -79,7 +81,7 @@ class GroupInputs:
         name = self._model.parameter_of(member).rpartition(".")[0]
         linears = [self._model.linear(one) for one in group.members]
         if linears[0] is not None and None not in linears:
-            self._modules[name] = linears[0]
+            self._modules[name] = [linear for linear in linears if linear is not None]
             return name, None
         found = self._model.expert(member)
         if found is None:
@@ -87,13 +89,36 @@ class GroupInputs:
         module, layer = found
         if arithmetic_of(module) is None:
             return f"the arithmetic of {type(module).__name__} is not known"
-        self._modules[name] = module
+        self._modules[name] = [module]
         if not layer.is_down:
             self._firsts[name, layer.expert] = group
         return name, layer.expert if layer.is_down else None
 
     def _is_experts(self, module: str) -> bool:
-        return arithmetic_of(self._modules[module]) is not None
+        return arithmetic_of(self._modules[module][0]) is not None
+
+    @property
+    def modules(self) -> list[str]:
+        """The names of the modules that inputs enter, in the model's order."""
+        return sorted(self._modules, key=self._model.place_of)
+
+    def only(self, module: str | None) -> "GroupInputs":
+        """Those of the groups whose input enters this module; None: of the groups that have none."""
+        part = copy(self)
+        part.sites = tuple(site for site in self.sites if site.module == module)
+        part.unreachable = {} if module else self.unreachable
+        return part
+
+    @contextmanager
+    def shown(self, show: Callable[[str, torch.Tensor | Entered], None]) -> Iterator[None]:
+        """Within the block `show` gets the names of modules and what enters them, before that is rounded."""
+        with ExitStack() as block:
+            for name, modules in self._modules.items():
+                for module in modules:
+                    hook = _showing(name, module, show)
+                    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                    block.callback(handle.remove)
+            yield
 
     @contextmanager
     def noted(self, *, only: bool = False) -> Iterator[dict[str, torch.Tensor | Entered]]:
@@ -102,24 +127,14 @@ class GroupInputs:
         With `only` the block ends where all are, its forward's answer being of no use.
         """
         seen: dict[str, torch.Tensor | Entered] = {}
-        with suppress(_AllNoted), ExitStack() as block:
-            for name, module in self._modules.items():
-                note = self._noting(name, module, seen, only=only)
-                handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-                block.callback(handle.remove)
-            yield seen
 
-    def _noting(
-        self, name: str, module: torch.nn.Module, seen: dict[str, torch.Tensor | Entered], *, only: bool
-    ) -> Callable[..., None]:
-        arithmetic = arithmetic_of(module)
-
-        def note(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, object]) -> None:
-            seen[name] = args[0] if arithmetic is None else arithmetic.enter(module, args, kwargs)
+        def note(name: str, value: torch.Tensor | Entered) -> None:
+            seen[name] = value
             if only and len(seen) == len(self._modules):
                 raise _AllNoted
 
-        return note
+        with suppress(_AllNoted), self.shown(note):
+            yield seen
 
     def add(self, site: Site, moments: Moments, quantized: Noted, source: Noted, *, text: int) -> None:
         """Take in one batch of both streams; `text` is how many tokens all batches have.
@@ -142,7 +157,7 @@ class GroupInputs:
         self, site: Site, moments: Moments, here: Entered, exact: torch.Tensor | None, text: int
     ) -> None:
         """An expert's own tokens, and all of the text, together as `SHARED_TOKENS_PER_COLUMN` a column."""
-        module, expert, group = self._modules[site.module], site.expert, site.groups[0]
+        (module,), expert, group = self._modules[site.module], site.expert, site.groups[0]
         arithmetic = arithmetic_of(module)
         assert arithmetic is not None
         assert expert is not None
@@ -157,3 +172,14 @@ class GroupInputs:
         moments.add(between[route], None if wanted is None else wanted[route])
         share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, text))
         moments.add(between, wanted, weight=share)
+
+
+def _showing(
+    name: str, module: torch.nn.Module, show: Callable[[str, torch.Tensor | Entered], None]
+) -> Callable[..., None]:
+    arithmetic = arithmetic_of(module)
+
+    def hook(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, object]) -> None:
+        show(name, args[0] if arithmetic is None else arithmetic.enter(module, args, kwargs))
+
+    return hook

@@ -24,12 +24,6 @@ from vexport.types import FusionGroup
 RecipeOf = Callable[[int, FusionGroup, Site], Recipe]
 
 
-def own_rows(rows: int) -> range:
-    """The rows that this rank runs."""
-    rank, size = rank_and_size()
-    return range(rank, rows, size)
-
-
 def owners(costs: Mapping[tuple[int, str], int]) -> Mapping[tuple[int, str], int]:
     """The rank of each, the largest first to the one with least to do; the same on all ranks."""
     loads = [0] * rank_and_size()[1]

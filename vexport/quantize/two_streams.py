@@ -5,30 +5,35 @@ the text; their weights are rounded for that, and the quantized layer, its input
 makes the next layer's input. Where several recipes are tried, each has its own stream.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from vexport.calibration.attention import CachedStates, watching_attention
 from vexport.calibration.capture import Captured, LayerCall, capture_layer_calls, replayed_layers
 from vexport.calibration.data import Samples
 from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
-from vexport.calibration.ranks import add_up, in_row_order, on_first, rank_and_size, require_same_weights
+from vexport.calibration.products import fast_products
+from vexport.calibration.ranks import in_row_order, on_first, rank_and_size, require_same_weights
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.numerics.metrics import divergence_of_logits
 from vexport.quantize.applied import QuantizedLayer, QuantizedModel
-from vexport.quantize.group_inputs import GroupInputs
-from vexport.quantize.ranked_sums import RankedSums, own_rows
+from vexport.quantize.group_inputs import GroupInputs, Noted
+from vexport.quantize.passage import Passage
+from vexport.quantize.ranked_sums import RankedSums
 from vexport.quantize.round_by_owners import recipe_of, round_by_owners
+from vexport.quantize.round_in_order import round_in_order
 from vexport.quantize.rounded_layers import RoundedLayers, Stored
-from vexport.rounding.settings import COMPARED_ROWS, Recipe
+from vexport.quantize.text_rows import TextRows
+from vexport.quantize.waiting_rows import WaitingRows
+from vexport.rounding.settings import COMPARED_ROWS, MOST_WAITING, Recipe, waiting_bytes
 from vexport.types import Calibration, FusionGroup, Plan
 from vexport.types.rounding import LayerRounding
 
@@ -83,21 +88,22 @@ class RoundingStream:
         Those are the last rows, which no Moments see; at least one row is left to these.
         """
         self.batches = make_batches(samples, 1)
-        self.fitted = max(1, len(self.batches) - held_out)
-        self.tokens = sum(batch.ids.numel() for batch in self.batches[: self.fitted])
         refits = any(branch.recipe.strength for branch in branches)
-        self.compared = len(self.batches) if refits or held_out else min(COMPARED_ROWS, len(self.batches))
+        self.rows = TextRows(
+            lengths=[batch.ids.numel() for batch in self.batches],
+            fitted=max(1, len(self.batches) - held_out),
+            compared=len(self.batches) if refits or held_out else min(COMPARED_ROWS, len(self.batches)),
+        )
         self.weights.load_around(self.name)
         tie_head(self.model)
         self._load(0)
-        self.rows = own_rows(len(self.batches))
-        ids = [self.batches[row].ids.to(self.device) for row in self.rows]
+        ids = [self.batches[row].ids.to(self.device) for row in self.rows.own]
         captured = capture_layer_calls(self.model, self.name, self.layers, ids, source)
         for branch in branches:
             for position in range(len(source)):
                 branch.hidden.append(source[position])
         # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), fast_products(self.model, self.device):
             for number, layer in enumerate(self.layers):
                 if number:
                     self._load(number)
@@ -117,7 +123,9 @@ class RoundingStream:
         layer, groups = self.layers[number], self._groups_of(number)
         inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
         found = on_first(lambda: [branch.done.get(number) for branch in branches])
-        sums = self._sums(inputs, branches, [place for place, done in enumerate(found) if done is None])
+        begun = [place for place, done in enumerate(found) if done is None]
+        in_order = self._fits(inputs, branches)
+        sums = self._sums(inputs, branches, () if in_order else begun)
 
         def follow(position: int) -> None:
             source[position] = calls[position].run(layer, source[position].to(self.device))
@@ -125,15 +133,55 @@ class RoundingStream:
         def run(position: int, states: torch.Tensor) -> None:
             calls[position].run(layer, states.to(self.device))
 
-        self._take_in(groups, inputs, sums, branches, follow, run, followed=self.compared)
+        if in_order:
+            exact = self._follow(inputs, [branches[place] for place in begun], follow)
+        else:
+            self._take_in(groups, inputs, sums, branches, follow, run)
+            for position, row in enumerate(self.rows.own):
+                if self.rows.fitted <= row < self.rows.compared:
+                    follow(position)
         for place, (branch, done) in enumerate(zip(branches, found, strict=True)):
+            passage = self._passage(number, calls, branch, source)
             if done is not None:
-                self._advance(number, calls, groups, done, branch, source)
+                self._pass(groups, done, passage)
+                continue
+            if in_order:
+                rows = WaitingRows([partial(passage.run, position) for position in range(len(calls))])
+                with self._watched(passage):
+                    stored, how = round_in_order(
+                        self.quantized,
+                        groups,
+                        inputs,
+                        rows,
+                        exact,
+                        partial(self._sums, branches=branches, places=[place]),
+                        place,
+                        branch.recipe,
+                    )
             else:
                 stored, how = round_by_owners(self.quantized, groups, inputs, sums, place, branch.recipe)
-                error, cached = self._advance(number, calls, groups, stored, branch, source)
-                ranges = {name: states.ranges() for name, states in cached.items()}
-                self._put(branch, number, stored, LayerRounding(groups=how, state_error=error, cached=ranges))
+                self._pass(groups, stored, passage)
+            error, ranges = passage.outcome()
+            self._put(branch, number, stored, LayerRounding(groups=how, state_error=error, cached=ranges))
+
+    def _fits(self, inputs: GroupInputs, branches: Sequence[Branch]) -> bool:
+        """Whether all rows, those of all ranks, can wait in a layer at once: its bytes depend on that."""
+        columns = [site.columns for site in inputs.sites if site.expert is None]
+        recipes = [branch.recipe for branch in branches]
+        return waiting_bytes(columns, sum(self.rows.lengths), recipes) <= MOST_WAITING
+
+    def _follow(
+        self, inputs: GroupInputs, branches: Sequence[Branch], follow: Callable[[int], None]
+    ) -> list[Noted | None]:
+        """Run this rank's rows in the source's stream: in each turn what entered, where a branch needs it."""
+        refits = any(branch.recipe.strength for branch in branches)
+        noted = dict[int, Noted]()
+        for position, row in enumerate(self.rows.own):
+            with inputs.noted() as exact:
+                if row < self.rows.compared:
+                    follow(position)
+            noted[position] = exact if refits and row < self.rows.fitted else {}
+        return [noted[position] if counts else None for position, _, counts in self.rows.turns()]
 
     def _take_in(
         self,
@@ -143,64 +191,50 @@ class RoundingStream:
         branches: Sequence[Branch],
         follow: Callable[[int], None],
         run: Callable[[int, torch.Tensor], None],
-        *,
-        followed: int,
     ) -> None:
-        """Run this rank's rows through layers before they are rounded: what enters is added up.
+        """Add up what enters layers before any of them is rounded.
 
-        `follow` runs a row, by its position among this rank's, in the source's stream, the first `followed`
-        of all rows; `run` runs it in a branch's.
+        `follow` runs a row, by its position among this rank's, in the source's stream, `run` in a branch's.
         """
-        rank, size = rank_and_size()
-        for first in range(0, len(self.batches), size):
-            position, row = first // size, first + rank
+        for position, row, counts in self.rows.turns():
             with inputs.noted() as exact:
-                if row < followed:
+                if counts and row < self.rows.compared:
                     follow(position)
-            if first >= self.fitted:
-                continue
-            sums.note_source(exact if row < self.fitted else None)
+            sums.note_source(exact if counts else None)
             for place in sums.own:
                 with self.quantized.rounding_inputs(groups), inputs.noted(only=True) as seen:
-                    if row < self.fitted:
+                    if counts:
                         run(position, branches[place].hidden[position])
-                sums.add(place, seen if row < self.fitted else None)
+                sums.add(place, seen if counts else None)
+
+    def _pass(self, groups: Sequence[FusionGroup], stored: Stored, passage: Passage) -> None:
+        """Run a branch's stream through a layer that is rounded."""
+        quantized = [one for group in groups for one in self.quantized.layers_of(group, stored)]
+        with self.quantized.applied(quantized), self._watched(passage):
+            for position in range(len(self.rows.own)):
+                passage.run(position)
+
+    def _passage(
+        self, number: int, calls: Sequence[LayerCall], branch: Branch, source: HiddenStates
+    ) -> Passage:
+        return Passage(
+            layer=self.layers[number],
+            name=f"{self.name}.{number}",
+            weights=self.weights,
+            calls=calls,
+            hidden=branch.hidden,
+            source=source,
+            rows=self.rows,
+            device=self.device,
+        )
+
+    def _watched(self, passage: Passage) -> AbstractContextManager[None]:
+        return passage.watching_cache() if self.watches_cache else nullcontext()
 
     def _put(self, branch: Branch, number: int, stored: Stored, how: LayerRounding) -> None:
         """Keep a finished layer: on the first rank, which alone has the folder."""
         if rank_and_size()[0] == 0:
             branch.done.put(number, stored, how)
-
-    def _advance(
-        self,
-        number: int,
-        calls: Sequence[LayerCall],
-        groups: Sequence[FusionGroup],
-        stored: Stored,
-        branch: Branch,
-        source: HiddenStates,
-    ) -> tuple[float, Mapping[str, CachedStates]]:
-        """Run a branch's stream through its quantized layer: |h~ - h|^2 / |h|^2 of what comes out, and what
-        it would cache."""
-        layer, cached = self.layers[number], dict[str, CachedStates]()
-        errors: list[tuple[int, tuple[float, float]]] = []
-        quantized = [one for group in groups for one in self.quantized.layers_of(group, stored)]
-        with ExitStack() as block:
-            block.enter_context(self.quantized.applied(quantized))
-            if self.watches_cache:
-                name = f"{self.name}.{number}"
-                block.enter_context(watching_attention(layer, name, self.weights.stored_name, cached))
-            for position, call in enumerate(calls):
-                branch.hidden[position] = call.run(layer, branch.hidden[position].to(self.device))
-                if self.rows[position] >= self.compared:
-                    continue
-                exact = source[position].to(torch.float32)
-                noise = (branch.hidden[position].to(torch.float32) - exact).square().sum()
-                errors.append((self.rows[position], (float(exact.square().sum()), float(noise))))
-        add_up(cached)
-        every = in_row_order(errors)
-        signal = sum(one for one, _ in every)
-        return sum(one for _, one in every) / signal if signal else 0.0, cached
 
     def _groups_of(self, number: int) -> list[FusionGroup]:
         """The groups of a decoder layer."""
@@ -224,8 +258,7 @@ class RoundingStream:
             self._logits(captured, position, states)
 
         if inputs.sites:
-            followed = min(self.compared, self.fitted)
-            self._take_in(groups, inputs, sums, branches, follow, run, followed=followed)
+            self._take_in(groups, inputs, sums, branches, follow, run)
         for place, (branch, stored) in enumerate(zip(branches, found, strict=True) if groups else ()):
             if stored is None:
                 stored, how = round_by_owners(self.quantized, groups, inputs, sums, place, branch.recipe)
@@ -245,15 +278,15 @@ class RoundingStream:
             inputs,
             places,
             lambda place, group, site: recipe_of(group, site, branches[place].recipe),
-            text=self.tokens,
+            text=self.rows.tokens,
             device=self.device,
         )
 
     def _judge(self, captured: Captured, branches: Sequence[Branch], source: HiddenStates) -> None:
         """The mean KL(source || branch), nats per token, over the rows that no Moments have seen."""
         own = list[tuple[int, tuple[int, list[float]]]]()
-        for position, row in enumerate(self.rows):
-            if row >= self.fitted:
+        for position, row in enumerate(self.rows.own):
+            if row >= self.rows.fitted:
                 divergences = self._divergences(captured, position, branches, source[position])
                 own.append((row, (self.batches[row].ids.numel(), divergences)))
         found = in_row_order(own)
@@ -274,7 +307,7 @@ class RoundingStream:
 
     def _logits(self, captured: Captured, position: int, states: torch.Tensor) -> torch.Tensor:
         """What the model makes of the hidden states of this rank's row behind the last decoder layer."""
-        ids = self.batches[self.rows[position]].ids.to(self.device)
+        ids = self.batches[self.rows.own[position]].ids.to(self.device)
         with replayed_layers(self.layers, states.to(self.device), captured.rest):
             logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 # Columns of H that are added up together, up to its diagonal: half the products of a whole matrix.
-BLOCK_COLUMNS = 384
+BLOCK_COLUMNS = 256
 
 
 @dataclass(slots=True, kw_only=True)

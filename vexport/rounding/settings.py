@@ -1,6 +1,7 @@
 """How weights are rounded, and the strengths of a refit that are tried."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -32,7 +33,12 @@ HELD_OUT_ONE_IN = 4
 # Of less text than that, one row in so many is held out; none where there are fewer rows.
 HELD_OUT_OF_LITTLE = 8
 # Rows of the source's stream that are followed where only the report asks for them.
-COMPARED_ROWS = 8
+COMPARED_ROWS = 4
+# Rows wait in a decoder layer until the weights in front of them are rounded, if they take no more than this:
+# then each runs through it once. Else all run through it twice, before and after all of it is rounded.
+MOST_WAITING = 4 * 2**30
+# Of what enters a layer's inputs, 16-bit values: as it comes, as it is rounded, and what it is added to.
+WAITING_VALUES, WAITING_BYTES = 3, 2
 
 
 def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:
@@ -40,6 +46,15 @@ def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:
     if not held_out:
         return (REFIT,)
     return (*CANDIDATES, *(FULL if layers <= FEW_LAYERS else ()))
+
+
+def waiting_bytes(columns: Sequence[int], tokens: int, recipes: Sequence[Recipe]) -> int:
+    """What rows of so many tokens in all take that wait in front of the widest of a layer's inputs.
+
+    `columns` are those of each input. A refit keeps what enters them in the source's stream, too.
+    """
+    kept = sum(columns) if any(recipe.strength for recipe in recipes) else 0
+    return tokens * (WAITING_VALUES * max(columns, default=0) + kept) * WAITING_BYTES
 
 
 def trial_rows(rows: int, tokens: int, columns: int, held_out: int | None) -> tuple[int, int]:

@@ -1,0 +1,59 @@
+"""A stream of text on its way through one decoder layer, and how far from the source's it comes out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from vexport.calibration.attention import CachedStates, watching_attention
+from vexport.calibration.capture import LayerCall
+from vexport.calibration.hidden import HiddenStates
+from vexport.calibration.ranks import add_up, in_row_order
+from vexport.calibration.weights import Weights
+from vexport.quantize.text_rows import TextRows
+from vexport.types import KeyValueRanges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """The layer, how it is called for each row of this rank, and the stream's states, which are replaced.
+
+    Rows that are compared are so with `source`, the states of the source's stream behind the layer.
+    """
+
+    layer: torch.nn.Module
+    name: str
+    weights: Weights
+    calls: Sequence[LayerCall]
+    hidden: HiddenStates
+    source: HiddenStates
+    rows: TextRows
+    device: str
+    _errors: list[tuple[int, tuple[float, float]]] = field(default_factory=list)
+    _cached: dict[str, CachedStates] = field(default_factory=dict)
+
+    def run(self, position: int) -> None:
+        """Run one row of this rank."""
+        states = self.hidden[position].to(self.device)
+        self.hidden[position] = self.calls[position].run(self.layer, states)
+        row = self.rows.own[position]
+        if row < self.rows.compared:
+            exact = self.source[position].to(torch.float32)
+            noise = (self.hidden[position].to(torch.float32) - exact).square().sum()
+            self._errors.append((row, (float(exact.square().sum()), float(noise))))
+
+    @contextmanager
+    def watching_cache(self) -> Iterator[None]:
+        """Within the block what rows would write to the KV cache is noted."""
+        with watching_attention(self.layer, self.name, self.weights.stored_name, self._cached):
+            yield
+
+    def outcome(self) -> tuple[float, Mapping[str, KeyValueRanges]]:
+        """|h~ - h|^2 / |h|^2 of the rows that are compared, and what was noted of the KV cache. All ranks
+        call."""
+        add_up(self._cached)
+        every = in_row_order(self._errors)
+        signal = sum(one for one, _ in every)
+        error = sum(one for _, one in every) / signal if signal else 0.0
+        return error, {name: states.ranges() for name, states in self._cached.items()}

@@ -1,0 +1,66 @@
+"""The groups of a decoder layer rounded one after another, in the order in which the text comes to them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from vexport.calibration.ranks import gather
+from vexport.formats.packing.base import Array
+from vexport.quantize.applied import QuantizedLayer, QuantizedModel
+from vexport.quantize.group_inputs import GroupInputs, Noted
+from vexport.quantize.ranked_sums import RankedSums
+from vexport.quantize.round_by_owners import round_by_owners
+from vexport.quantize.rounded_layers import Stored
+from vexport.quantize.waiting_rows import WaitingRows
+from vexport.rounding.settings import Recipe
+from vexport.types import FusionGroup
+from vexport.types.rounding import GroupRounding
+
+
+def round_in_order(
+    model: QuantizedModel,
+    groups: Sequence[FusionGroup],
+    inputs: GroupInputs,
+    rows: WaitingRows,
+    source: Sequence[Noted | None],
+    sums_of: Callable[[GroupInputs], RankedSums],
+    branch: int,
+    recipe: Recipe,
+) -> tuple[Stored, tuple[GroupRounding, ...]]:
+    """The bytes that replace the weights of the groups, and how each was rounded. All ranks call.
+
+    `source` has what enters the source's layer of each row of this rank that counts, None where only other
+    ranks have one more. In the end all `rows` have gone through the layer as it was rounded.
+    """
+    stored, how = dict[str, Array](), dict[str, GroupRounding]()
+    layers = list[QuantizedLayer]()
+    with ExitStack() as block:
+
+        def round_here(here: GroupInputs, own: Sequence[FusionGroup], sums: RankedSums) -> None:
+            part, told = round_by_owners(model, own, here, sums, branch, recipe)
+            stored.update(part)
+            how.update({one.name: one for one in told})
+            layers.extend(layer for group in own for layer in model.layers_of(group, part))
+            # One parameter can hold weights of several groups, not all rounded at once.
+            changed = {model.parameter_of(member) for group in own for member in group.members}
+            whole = [layer for layer in layers if model.parameter_of(layer.member) in changed]
+            block.enter_context(model.having_weights(whole))
+
+        block.enter_context(model.rounding_inputs(groups))
+        apart = inputs.only(None)
+        reached = {group.name for site in inputs.sites for group in site.groups}
+        round_here(apart, [group for group in groups if group.name not in reached], sums_of(apart))
+        block.enter_context(rows.stopping(inputs))
+        left = list(inputs.modules)
+        while left:
+            waiting = set[str]().union(*gather(rows.names))
+            name = next((name for name in left if name in waiting), left[0])
+            left.remove(name)
+            here = inputs.only(name)
+            sums = sums_of(here)
+            for position, exact in enumerate(source):
+                sums.note_source(exact)
+                sums.add(branch, None if exact is None else rows.noted(position, name))
+            round_here(here, [group for site in here.sites for group in site.groups], sums)
+            rows.let_through(name)
+    names = [*inputs.unreachable, *(group.name for site in inputs.sites for group in site.groups)]
+    return stored, tuple(how[name] for name in names)
