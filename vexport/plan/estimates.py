@@ -11,7 +11,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.formats.schemes import get_scheme
 from vexport.plan.linears import STACK
 from vexport.plan.needs import needs_rounding, needs_search, ranges_need, statistics_need
-from vexport.plan.rounding_memory import passes_of, rounding_bytes
+from vexport.plan.rounding_memory import passes_of, rounding_bytes, waits_in
 from vexport.plan.smoothing import ROWS as SMOOTHING_ROWS
 from vexport.types import Estimate, Plan
 
@@ -107,8 +107,8 @@ def _quantize(index: SourceIndex, plan: Plan) -> Estimate:
 
 
 def _rounded(index: SourceIndex, plan: Plan, samples: Samples, nearest: Estimate) -> Estimate:
-    """Quantizing with weights that are rounded by the samples: all layers run once for the source, and twice
-    for each recipe, before and after their weights are rounded."""
+    """Quantizing with weights that are rounded by the samples: all layers run once for the source and for
+    each recipe; twice for each, before and after they are rounded, where rows are too many to wait."""
     linears = [one for group in plan.groups if group.rounding != "nearest" for one in group.members]
     weights = sum(one.out_features * one.in_features for one in linears)
     sums = sum(one.in_features**2 for one in linears)
@@ -117,7 +117,8 @@ def _rounded(index: SourceIndex, plan: Plan, samples: Samples, nearest: Estimate
     for one in passes_of(plan, samples.number, samples.tokens):
         tokens, recipes = one.rows * samples.tokens, len(one.recipes)
         most = max(most, recipes)
-        operations += 2.0 * weights * tokens * (1 + 2 * recipes) + 2.0 * recipes * (sums * tokens + rounding)
+        runs = 1 + recipes * (1 if waits_in(plan, one, samples.tokens) else 2)
+        operations += 2.0 * weights * tokens * runs + 2.0 * recipes * (sums * tokens + rounding)
     memory = rounding_bytes(index, plan, rows=samples.number, tokens=samples.tokens)
     return Estimate(
         stage="quantize",

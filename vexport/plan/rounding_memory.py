@@ -1,19 +1,27 @@
 """How much memory rounding by calibration text takes: gptq and refit, layer by layer in two streams.
 
 What is in memory at once: the weights outside the decoder layers, one decoder layer as it is and as it is
-quantized, the hidden states of the source's stream and of each recipe's, for each input of the layer its
-second moments (in, in) in float32 for each recipe (and as many with the source's inputs where it refits), and
-what one group needs to be rounded.
+quantized, the hidden states of the source's stream and of each recipe's, what one group needs to be rounded,
+and second moments (in, in) in float32, as many again with the source's inputs for a refit. Where rows wait in
+the layer these are of one input and recipe, next to the rows; else of all inputs and recipes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.plan.linears import STACK
-from vexport.rounding.settings import GPTQ, REFIT, Recipe, refit_recipes, trial_rows
+from vexport.rounding.settings import (
+    GPTQ,
+    MOST_WAITING,
+    REFIT,
+    Recipe,
+    refit_recipes,
+    trial_rows,
+    waiting_bytes,
+)
 from vexport.types import FusionGroup, Plan
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -35,6 +43,19 @@ class Pass:
 
     recipes: tuple[Recipe, ...]
     rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """An input that groups of a decoder layer share; `is_refitted` says whether one of them is.
+
+    It enters `module`, all inputs of experts the same one, which shows all but those of down projections.
+    """
+
+    module: str
+    columns: int
+    is_refitted: bool
+    is_shown: bool
 
 
 def passes_of(plan: Plan, rows: int, tokens: int) -> tuple[Pass, ...]:
@@ -69,7 +90,7 @@ def _pass_bytes(index: SourceIndex, plan: Plan, one: Pass, tokens: int) -> int:
     rounded = [group for group in plan.groups if group.rounding != "nearest"]
     in_layer = round(
         (1 + QUANTIZED_COPIES) * layer
-        + max(_moments(rounded, one.recipes).values(), default=0)
+        + max((_sums(inputs, one, tokens) for inputs in _inputs(rounded).values()), default=0)
         + max((_group(group) for group in rounded), default=0)
     )
     judged = len(one.recipes) > 1
@@ -78,21 +99,52 @@ def _pass_bytes(index: SourceIndex, plan: Plan, one: Pass, tokens: int) -> int:
     return around + (1 + len(one.recipes)) * min(states, MOST_STATES) + in_layer + logits
 
 
-def _moments(groups: list[FusionGroup], recipes: tuple[Recipe, ...]) -> Mapping[str, int]:
-    """The second moments of each decoder layer's inputs; gate and up of all its experts share theirs."""
-    inputs: dict[tuple[str, str], int] = {}
-    with_cross = len(recipes) + sum(recipe.strength > 0 for recipe in recipes)
+def waits_in(plan: Plan, one: Pass, tokens: int) -> bool:
+    """Whether rows of at most `tokens` tokens each can wait in every decoder layer."""
+    layers = _inputs([group for group in plan.groups if group.rounding != "nearest"])
+    return all(_waiting(inputs, one, tokens) is not None for inputs in layers.values())
+
+
+def _waiting(inputs: Sequence[Input], one: Pass, tokens: int) -> int | None:
+    """What rows take that wait in a layer with these inputs; None where they are too many to wait."""
+    columns = [found.columns for found in inputs if found.is_shown]
+    waiting = waiting_bytes(columns, one.rows * tokens, one.recipes)
+    return waiting if waiting <= MOST_WAITING else None
+
+
+def _sums(inputs: Sequence[Input], one: Pass, tokens: int) -> int:
+    """The second moments of a decoder layer's inputs, and the rows that wait for them."""
+    refits = sum(recipe.strength > 0 for recipe in one.recipes)
+    sizes = [found.columns**2 * FLOAT32 for found in inputs]
+    waiting = _waiting(inputs, one, tokens)
+    if waiting is not None:
+        modules: dict[str, int] = {}
+        for found, size in zip(inputs, sizes, strict=True):
+            both = 2 * size if found.is_refitted and refits else size
+            modules[found.module] = modules.get(found.module, 0) + both
+        return waiting + max(modules.values(), default=0)
+    recipes = len(one.recipes)
+    matrices = [recipes + refits if found.is_refitted else recipes for found in inputs]
+    return sum(size * number for size, number in zip(sizes, matrices, strict=True))
+
+
+def _inputs(groups: Sequence[FusionGroup]) -> Mapping[str, Sequence[Input]]:
+    """The inputs of each decoder layer; gate and up of all its experts share theirs."""
+    inputs: dict[tuple[str, str], Input] = {}
     for group in groups:
         first = group.members[0]
         stack = STACK.search(first.name)
         experts = moe_layer(first.name)
-        shared = experts if experts and len(group.members) > 1 else group.name
-        matrices = len(recipes) if group.rounding == "gptq" else with_cross
-        size = first.in_features**2 * FLOAT32 * matrices
-        inputs[stack[0] if stack else "", shared] = size
-    layers: dict[str, int] = {}
-    for (layer, _), size in inputs.items():
-        layers[layer] = layers.get(layer, 0) + size
+        is_shown = not experts or len(group.members) > 1
+        inputs[stack[0] if stack else "", experts if experts and is_shown else group.name] = Input(
+            module=experts or group.name,
+            columns=first.in_features,
+            is_refitted=group.rounding != "gptq",
+            is_shown=is_shown,
+        )
+    layers: dict[str, list[Input]] = {}
+    for (layer, _), found in inputs.items():
+        layers.setdefault(layer, []).append(found)
     return layers
 
 

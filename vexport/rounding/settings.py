@@ -37,8 +37,8 @@ COMPARED_ROWS = 4
 # Rows wait in a decoder layer until the weights in front of them are rounded, if they take no more than this:
 # then each runs through it once. Else all run through it twice, before and after all of it is rounded.
 MOST_WAITING = 4 * 2**30
-# Of what enters a layer's inputs, 16-bit values: as it comes, as it is rounded, and what it is added to.
-WAITING_VALUES, WAITING_BYTES = 3, 2
+# Of what enters the widest input, 16-bit values: as it comes, and as it is rounded or what it is added to.
+WAITING_VALUES, WAITING_BYTES = 2, 2
 
 
 def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:

@@ -1,0 +1,83 @@
+"""Rows of text run once through a layer where they can wait in it, twice where they are too many."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from tests.calibration.make import samples
+from tests.calibration.models import configs, save
+from vexport.calibration import products
+from vexport.calibration.products import fast_products
+from vexport.plan import Settings
+from vexport.plan.source import plan_headers
+from vexport.quantize import two_streams
+from vexport.quantize.rounding import round_weights
+from vexport.rounding.settings import COMPARED_ROWS
+from vexport.scenario import Rule
+from vexport.types import Calibration, silent
+from vexport.types.rounding import RoundingReport
+
+ROWS, LAYERS = 12, 3
+TEXT = samples((32,) * ROWS)
+
+
+def gptq(folder: Path, out: Path) -> RoundingReport:
+    rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq", observer="memoryless_minmax")]
+    index, plan = plan_headers(str(folder), rules, Settings(), silent)
+    calibration = Calibration(rows=TEXT.rows, digest=TEXT.digest, tokens=ROWS * 32, ranges={})
+    _, report = round_weights(
+        index,
+        plan,
+        calibration,
+        TEXT,
+        out,
+        on_progress=silent,
+        trust_remote_code=False,
+        device="cpu",
+        held_out=0,
+    )
+    return report
+
+
+@pytest.mark.parametrize(("most", "passes"), [(2**30, 1), (0, 2)])
+def test_each_row_runs_as_often_as_it_must(
+    most: int, passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compared runs through the source's layers, too; the first row shows what a layer returns."""
+    monkeypatch.setattr(two_streams, "MOST_WAITING", most)
+    folder = save(configs()["llama"], tmp_path / "llama")
+    begun, forward = list[int](), LlamaMLP.forward
+
+    def counted(self: LlamaMLP, value: torch.Tensor) -> torch.Tensor:
+        begun.append(1)
+        answer: torch.Tensor = forward(self, value)
+        return answer
+
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    report = gptq(folder, tmp_path / "rounded")
+    assert len(begun) == 1 + LAYERS * (COMPARED_ROWS + passes * ROWS)
+    assert len(report.layers) == LAYERS
+    assert len(report.groups) == 4 * LAYERS
+    assert all(group.rounding == "gptq" for group in report.groups)
+    assert all(group.tokens == ROWS * 32 for group in report.groups)
+    assert all(group.error < group.nearest_error for group in report.groups)
+    assert all(layer.state_error > 0 for layer in report.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_are_sums_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as numbers of the layer's dtype can tell; where its own are fast they stay."""
+    model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 32, bias=False)).to(dtype)
+    value = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.no_grad():
+        plain = model(value)
+        for is_widened in (True, False):
+            monkeypatch.setattr(products, "widens", lambda device, found=is_widened: found)
+            with fast_products(model, "cpu"):
+                found = model(value)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found, plain, rtol=2 * torch.finfo(dtype).eps, atol=0.01)
+    assert "forward" not in model[0].__dict__
