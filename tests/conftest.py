@@ -36,6 +36,12 @@ def _engine(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("vllm_imported_once")
 
 
+@pytest.fixture
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models compute as torch does in their own dtype: for what a whole model must equal to the last bit."""
+    monkeypatch.setattr("vexport.calibration.products.widens", lambda device: False)
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A micro Llama checkpoint; read it, never write to it."""

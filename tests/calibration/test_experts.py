@@ -20,6 +20,8 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.types import Calibration, InputRange, LinearPlan, Plan, WeightPart
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 EXPERTS = 8
 LENGTHS = (12, 20, 33, 7, 20, 41)
 # The names of gate, up and down where a checkpoint has them otherwise.

@@ -11,6 +11,8 @@ from vexport.calibration import calibrate
 from vexport.calibration.forward import make_batches
 from vexport.types import InputRange, Plan
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 
 @pytest.fixture(scope="module", params=configs())
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -17,6 +17,8 @@ from vexport.quantize.stream import quantize
 from vexport.quantize.weight_scales import search_scales
 from vexport.types import Calibration
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -13,6 +13,8 @@ from vexport.calibration import calibrate
 from vexport.errors import InputError
 from vexport.types import HeadRanges
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 # Sliding layers cut the cache to their window, so samples here are shorter.
 LENGTHS = (5, 7, 3)
 # Where the attention layers are in the checkpoint.

@@ -14,6 +14,8 @@ from tests.calibration.models import LLAMA_LIKE
 from vexport.calibration import calibrate
 from vexport.types import InputRange
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 TEXT: Mapping[str, object] = {**LLAMA_LIKE, "num_hidden_layers": 2, "head_dim": 16, "dtype": None}
 TOWER = {
     "hidden_size": 32,

@@ -152,6 +152,7 @@ def test_answers_of_experts_are_closer_to_the_sources(tmp_path: Path) -> None:
     assert better >= 22
 
 
+@pytest.mark.usefixtures("own_products")
 def test_the_cache_is_calibrated_in_the_quantized_stream(tmp_path: Path) -> None:
     """Ranges are those of a plain model with the dequantized weights; the source's are others."""
     folder = save(configs()["llama"], tmp_path / "llama")

@@ -132,6 +132,7 @@ def test_layers_of_a_group_have_estimates_of_their_own(measured: Sensitivity) ->
             assert all(layer.estimate >= 0 for layer in one.layers)
 
 
+@pytest.mark.usefixtures("own_products")
 @pytest.mark.parametrize("rounding", ["gptq", "refit"])
 def test_a_loss_is_that_of_the_rounding_that_is_written(rounding: Rounding, tmp_path: Path) -> None:
     """With nothing quantized in front of it a refit of weights alone is GPTQ. Losses that another rounding

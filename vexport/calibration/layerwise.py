@@ -10,6 +10,7 @@ from vexport.calibration.capture import LayerCall, Rest, base_of, capture_layer_
 from vexport.calibration.finite import NotFinite, first_not_finite, is_finite
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.model import build_on_meta, decoder_layers, unload
+from vexport.calibration.products import fast_products
 from vexport.calibration.ranks import rank_and_size
 from vexport.calibration.watch import Watched
 from vexport.calibration.weights import Weights
@@ -65,14 +66,15 @@ class LayerByLayer:
         ids = [batch.ids.to(self.device) for batch in self.batches]
         captured = capture_layer_calls(self.model, self.name, self.layers, ids, self.hidden)
         failure = self._before_layers(captured.rest)
-        for number, layer in enumerate(self.layers):
-            if failure:
-                return failure
-            if number:
-                self._load(number)
-            failure = self._layer(number, captured.calls[number])
-            unload(layer)
-            on_layer(number + 1, len(self.layers))
+        with fast_products(self.layers, self.device):
+            for number, layer in enumerate(self.layers):
+                if failure:
+                    return failure
+                if number:
+                    self._load(number)
+                failure = self._layer(number, captured.calls[number])
+                unload(layer)
+                on_layer(number + 1, len(self.layers))
         return failure or self._after_layers(captured.rest)
 
     def _load(self, number: int) -> None:

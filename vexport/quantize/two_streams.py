@@ -103,7 +103,7 @@ class RoundingStream:
             for position in range(len(source)):
                 branch.hidden.append(source[position])
         # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
-        with torch.compiler.set_stance("force_eager"), fast_products(self.model, self.device):
+        with torch.compiler.set_stance("force_eager"), fast_products(self.layers, self.device):
             for number, layer in enumerate(self.layers):
                 if number:
                     self._load(number)

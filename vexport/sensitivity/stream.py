@@ -15,6 +15,7 @@ from vexport.calibration.capture import LayerCall, Rest, capture_layer_calls, re
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import Batch
 from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
+from vexport.calibration.products import fast_products
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
@@ -106,7 +107,7 @@ class TrialStream:
             captured = capture_layer_calls(self.model, self.name, self.layers, self.ids, first)
             states = [first[position].clone() for position in range(len(self.ids))]
         # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), fast_products(self.layers, self.device):
             for number, layer in enumerate(self.layers):
                 if number:
                     self._load(number)
