@@ -39,10 +39,12 @@ QUANTIZED_COPIES = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Rows of text that run through all layers, in the source's stream and in one of each recipe."""
+    """Rows of text, of so many in `all_rows`, that run through all layers, in the source's stream and in one
+    of each recipe."""
 
     recipes: tuple[Recipe, ...]
     rows: int
+    all_rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +64,12 @@ def passes_of(plan: Plan, rows: int, tokens: int) -> tuple[Pass, ...]:
     """What runs one after another: strengths are tried on a part of much text, then all of it is used."""
     groups = [group for group in plan.groups if group.rounding != "nearest"]
     if all(group.rounding == "gptq" for group in groups):
-        return (Pass(recipes=(GPTQ,), rows=rows),)
+        return (Pass(recipes=(GPTQ,), rows=rows, all_rows=rows),)
     columns = max(group.members[0].in_features for group in groups)
     tried, held_out = trial_rows(rows, rows * tokens, columns, None)
     layers = {stack[1] for group in plan.groups if (stack := STACK.search(group.members[0].name))}
-    recipes, whole = refit_recipes(len(layers), held_out), Pass(recipes=(REFIT,), rows=rows)
-    return (Pass(recipes=recipes, rows=tried), whole) if len(recipes) > 1 else (whole,)
+    recipes, whole = refit_recipes(len(layers), held_out), Pass(recipes=(REFIT,), rows=rows, all_rows=rows)
+    return (Pass(recipes=recipes, rows=tried, all_rows=rows), whole) if len(recipes) > 1 else (whole,)
 
 
 def rounding_bytes(index: SourceIndex, plan: Plan, *, rows: int, tokens: int) -> int:
@@ -108,8 +110,10 @@ def waits_in(plan: Plan, one: Pass, tokens: int) -> bool:
 def _waiting(inputs: Sequence[Input], one: Pass, tokens: int) -> int | None:
     """What rows take that wait in a layer with these inputs; None where they are too many to wait."""
     columns = [found.columns for found in inputs if found.is_shown]
-    waiting = waiting_bytes(columns, one.rows * tokens, one.recipes)
-    return waiting if waiting <= MOST_WAITING else None
+    refits = any(recipe.strength for recipe in one.recipes)
+    if waiting_bytes(columns, one.all_rows * tokens, refits=refits) > MOST_WAITING:
+        return None
+    return waiting_bytes(columns, one.rows * tokens, refits=refits)
 
 
 def _sums(inputs: Sequence[Input], one: Pass, tokens: int) -> int:

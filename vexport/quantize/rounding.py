@@ -49,7 +49,13 @@ def round_weights(
     if not on_first((folder / CHOICE).is_file):
         with reader_of(calibration.smoothing) as reader:
             stream = RoundingStream(
-                index, plan, calibration, reader, trust_remote_code=trust_remote_code, device=device
+                index,
+                plan,
+                calibration,
+                reader,
+                tokens=sum(len(ids) for ids in samples.token_ids),
+                trust_remote_code=trust_remote_code,
+                device=device,
             )
             report = _rounded(stream, samples, folder, held_out, on_progress)
         if rank_and_size()[0] == 0:

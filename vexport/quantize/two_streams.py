@@ -53,7 +53,7 @@ class Branch:
 
 
 class RoundingStream:
-    """Rounds the groups of a plan, decoder layer by decoder layer."""
+    """Rounds the groups of a plan, decoder layer by decoder layer; its texts have at most so many tokens."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class RoundingStream:
         calibration: Calibration,
         reader: Reader,
         *,
+        tokens: int,
         trust_remote_code: bool,
         device: str,
     ) -> None:
@@ -70,6 +71,7 @@ class RoundingStream:
         self.weights = Weights(index, reader, self.model, device)
         self.quantized = QuantizedModel(index, calibration, reader, self.model, self.weights, device=device)
         self.groups = plan.groups
+        self.tokens = tokens
         self.watches_cache = bool(plan.attention)
         self.device = device
 
@@ -124,7 +126,7 @@ class RoundingStream:
         inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
         found = on_first(lambda: [branch.done.get(number) for branch in branches])
         begun = [place for place, done in enumerate(found) if done is None]
-        in_order = self._fits(inputs, branches)
+        in_order = self._fits(inputs)
         sums = self._sums(inputs, branches, () if in_order else begun)
 
         def follow(position: int) -> None:
@@ -164,11 +166,11 @@ class RoundingStream:
             error, ranges = passage.outcome()
             self._put(branch, number, stored, LayerRounding(groups=how, state_error=error, cached=ranges))
 
-    def _fits(self, inputs: GroupInputs, branches: Sequence[Branch]) -> bool:
-        """Whether all rows, those of all ranks, can wait in a layer at once: its bytes depend on that."""
+    def _fits(self, inputs: GroupInputs) -> bool:
+        """Whether all rows of the text, those of all ranks, can wait in a layer at once."""
         columns = [site.columns for site in inputs.sites if site.expert is None]
-        recipes = [branch.recipe for branch in branches]
-        return waiting_bytes(columns, sum(self.rows.lengths), recipes) <= MOST_WAITING
+        refits = any(group.rounding not in ("nearest", "gptq") for group in self.groups)
+        return waiting_bytes(columns, self.tokens, refits=refits) <= MOST_WAITING
 
     def _follow(
         self, inputs: GroupInputs, branches: Sequence[Branch], follow: Callable[[int], None]

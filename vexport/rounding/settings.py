@@ -34,8 +34,9 @@ HELD_OUT_ONE_IN = 4
 HELD_OUT_OF_LITTLE = 8
 # Rows of the source's stream that are followed where only the report asks for them.
 COMPARED_ROWS = 4
-# Rows wait in a decoder layer until the weights in front of them are rounded, if they take no more than this:
-# then each runs through it once. Else all run through it twice, before and after all of it is rounded.
+# Rows wait in a decoder layer until the weights in front of them are rounded, if all of the text takes no
+# more than this: then each runs through it once. Else all run through it twice, before and after it is
+# rounded; those that strengths are tried on, too, since which one is best depends on it.
 MOST_WAITING = 4 * 2**30
 # Of what enters the widest input, 16-bit values: as it comes, and as it is rounded or what it is added to.
 WAITING_VALUES, WAITING_BYTES = 2, 2
@@ -48,12 +49,12 @@ def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:
     return (*CANDIDATES, *(FULL if layers <= FEW_LAYERS else ()))
 
 
-def waiting_bytes(columns: Sequence[int], tokens: int, recipes: Sequence[Recipe]) -> int:
+def waiting_bytes(columns: Sequence[int], tokens: int, *, refits: bool) -> int:
     """What rows of so many tokens in all take that wait in front of the widest of a layer's inputs.
 
     `columns` are those of each input. A refit keeps what enters them in the source's stream, too.
     """
-    kept = sum(columns) if any(recipe.strength for recipe in recipes) else 0
+    kept = sum(columns) if refits else 0
     return tokens * (WAITING_VALUES * max(columns, default=0) + kept) * WAITING_BYTES
 
 
