@@ -1,4 +1,4 @@
-"""A stream of text on its way through one decoder layer, and how far from the source's it comes out."""
+"""Streams of text, and their way through one decoder layer: how far from the source's they come out."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,8 +11,25 @@ from vexport.calibration.capture import LayerCall
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.ranks import add_up, in_row_order
 from vexport.calibration.weights import Weights
+from vexport.quantize.applied import QuantizedLayer
+from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.text_rows import TextRows
+from vexport.rounding.settings import Recipe
 from vexport.types import KeyValueRanges
+
+
+@dataclass(slots=True, kw_only=True)
+class Branch:
+    """A recipe, its stream's hidden states between two layers, and what it rounded.
+
+    `outside` are the quantized layers behind the decoder layers.
+    """
+
+    recipe: Recipe
+    hidden: HiddenStates
+    done: RoundedLayers
+    outside: list[QuantizedLayer] = field(default_factory=list)
+    divergence: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

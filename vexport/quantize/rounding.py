@@ -14,8 +14,9 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import reader_of
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
+from vexport.quantize.passage import Branch
 from vexport.quantize.rounded_layers import RoundedLayers
-from vexport.quantize.two_streams import Branch, RoundingStream
+from vexport.quantize.two_streams import RoundingStream
 from vexport.rounding.methods import method_of
 from vexport.rounding.settings import Recipe, trial_rows
 from vexport.types import Calibration, FusionGroup, OnProgress, Plan

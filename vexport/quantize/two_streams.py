@@ -7,49 +7,38 @@ makes the next layer's input. Where several recipes are tried, each has its own 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from vexport.calibration.capture import Captured, LayerCall, capture_layer_calls, replayed_layers
+from vexport.calibration.capture import LayerCall, capture_layer_calls
 from vexport.calibration.data import Samples
 from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
 from vexport.calibration.products import fast_products
-from vexport.calibration.ranks import in_row_order, on_first, rank_and_size, require_same_weights
+from vexport.calibration.ranks import on_first, rank_and_size, require_same_weights
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.numerics.metrics import divergence_of_logits
-from vexport.quantize.applied import QuantizedLayer, QuantizedModel
+from vexport.quantize.applied import QuantizedModel
 from vexport.quantize.group_inputs import GroupInputs, Noted
-from vexport.quantize.passage import Passage
+from vexport.quantize.judge import Head, judge
+from vexport.quantize.passage import Branch, Passage
 from vexport.quantize.ranked_sums import RankedSums
 from vexport.quantize.round_by_owners import recipe_of, round_by_owners
 from vexport.quantize.round_in_order import round_in_order
-from vexport.quantize.rounded_layers import RoundedLayers, Stored
+from vexport.quantize.rounded_layers import Stored
 from vexport.quantize.text_rows import TextRows
 from vexport.quantize.waiting_rows import WaitingRows
-from vexport.rounding.settings import COMPARED_ROWS, MOST_WAITING, Recipe, waiting_bytes
+from vexport.rounding.settings import COMPARED_ROWS, MOST_WAITING, waiting_bytes
 from vexport.types import Calibration, FusionGroup, Plan
-from vexport.types.rounding import LayerRounding
+from vexport.types.rounding import GroupRounding, LayerRounding
 
-
-@dataclass(slots=True, kw_only=True)
-class Branch:
-    """A recipe, its stream's hidden states between two layers, and what it rounded.
-
-    `outside` are the quantized layers behind the decoder layers.
-    """
-
-    recipe: Recipe
-    hidden: HiddenStates
-    done: RoundedLayers
-    outside: list[QuantizedLayer] = field(default_factory=list)
-    divergence: float | None = None
+Rounded = tuple[Stored, tuple[GroupRounding, ...]]
+# Rounds a layer in the branch of this number, whose stream goes through it.
+RoundLayer = Callable[[int, Passage], Rounded]
 
 
 class RoundingStream:
@@ -112,8 +101,9 @@ class RoundingStream:
                 self._layer(number, captured.calls[number], branches, source)
                 unload(layer)
                 on_layer(number + 1, len(self.layers))
-            self._outside(captured, branches, source)
-            self._judge(captured, branches, source)
+            head = Head(self.model, self.layers, captured.rest, ids, self.device)
+            self._outside(head, branches, source)
+            judge(head, self.quantized, self.rows, branches, source)
 
     def _load(self, number: int) -> None:
         self.weights.load(self.layers[number], f"{self.name}.{number}")
@@ -126,8 +116,6 @@ class RoundingStream:
         inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
         found = on_first(lambda: [branch.done.get(number) for branch in branches])
         begun = [place for place, done in enumerate(found) if done is None]
-        in_order = self._fits(inputs)
-        sums = self._sums(inputs, branches, () if in_order else begun)
 
         def follow(position: int) -> None:
             source[position] = calls[position].run(layer, source[position].to(self.device))
@@ -135,36 +123,62 @@ class RoundingStream:
         def run(position: int, states: torch.Tensor) -> None:
             calls[position].run(layer, states.to(self.device))
 
-        if in_order:
-            exact = self._follow(inputs, [branches[place] for place in begun], follow)
+        if self._fits(inputs):
+            round_layer = self._in_order(groups, inputs, branches, begun, follow)
         else:
-            self._take_in(groups, inputs, sums, branches, follow, run)
-            for position, row in enumerate(self.rows.own):
-                if self.rows.fitted <= row < self.rows.compared:
-                    follow(position)
+            round_layer = self._at_once(groups, inputs, branches, begun, follow, run)
         for place, (branch, done) in enumerate(zip(branches, found, strict=True)):
             passage = self._passage(number, calls, branch, source)
             if done is not None:
                 self._pass(groups, done, passage)
                 continue
-            if in_order:
-                rows = WaitingRows([partial(passage.run, position) for position in range(len(calls))])
-                with self._watched(passage):
-                    stored, how = round_in_order(
-                        self.quantized,
-                        groups,
-                        inputs,
-                        rows,
-                        exact,
-                        partial(self._sums, branches=branches, places=[place]),
-                        place,
-                        branch.recipe,
-                    )
-            else:
-                stored, how = round_by_owners(self.quantized, groups, inputs, sums, place, branch.recipe)
-                self._pass(groups, stored, passage)
+            stored, how = round_layer(place, passage)
             error, ranges = passage.outcome()
             self._put(branch, number, stored, LayerRounding(groups=how, state_error=error, cached=ranges))
+
+    def _in_order(
+        self,
+        groups: Sequence[FusionGroup],
+        inputs: GroupInputs,
+        branches: Sequence[Branch],
+        begun: Sequence[int],
+        follow: Callable[[int], None],
+    ) -> RoundLayer:
+        """Each row runs once, and waits in front of what is not rounded yet."""
+        exact = self._follow(inputs, [branches[place] for place in begun], follow)
+
+        def round_layer(place: int, passage: Passage) -> Rounded:
+            rows = WaitingRows([partial(passage.run, position) for position in range(len(self.rows.own))])
+            sums_of = partial(self._sums, branches=branches, places=[place])
+            recipe = branches[place].recipe
+            with self._watched(passage):
+                return round_in_order(self.quantized, groups, inputs, rows, exact, sums_of, place, recipe)
+
+        return round_layer
+
+    def _at_once(
+        self,
+        groups: Sequence[FusionGroup],
+        inputs: GroupInputs,
+        branches: Sequence[Branch],
+        begun: Sequence[int],
+        follow: Callable[[int], None],
+        run: Callable[[int, torch.Tensor], None],
+    ) -> RoundLayer:
+        """Each row runs before and after all of the layer is rounded."""
+        sums = self._sums(inputs, branches, begun)
+        self._take_in(groups, inputs, sums, branches, follow, run)
+        for position, row in enumerate(self.rows.own):
+            if self.rows.fitted <= row < self.rows.compared:
+                follow(position)
+
+        def round_layer(place: int, passage: Passage) -> Rounded:
+            recipe = branches[place].recipe
+            stored, how = round_by_owners(self.quantized, groups, inputs, sums, place, recipe)
+            self._pass(groups, stored, passage)
+            return stored, how
+
+        return round_layer
 
     def _fits(self, inputs: GroupInputs) -> bool:
         """Whether all rows of the text, those of all ranks, can wait in a layer at once."""
@@ -245,7 +259,7 @@ class RoundingStream:
             group for group in self.groups if self.quantized.parameter_of(group.members[0]).startswith(inside)
         ]
 
-    def _outside(self, captured: Captured, branches: Sequence[Branch], source: HiddenStates) -> None:
+    def _outside(self, head: Head, branches: Sequence[Branch], source: HiddenStates) -> None:
         """Round what is not in a decoder layer, an output head say, in every branch."""
         number, inside = len(self.layers), {group.name for group in self._inside()}
         groups = [group for group in self.groups if group.name not in inside]
@@ -254,10 +268,10 @@ class RoundingStream:
         sums = self._sums(inputs, branches, [place for place, done in enumerate(found) if done is None])
 
         def follow(position: int) -> None:
-            self._logits(captured, position, source[position])
+            head.logits(position, source[position])
 
         def run(position: int, states: torch.Tensor) -> None:
-            self._logits(captured, position, states)
+            head.logits(position, states)
 
         if inputs.sites:
             self._take_in(groups, inputs, sums, branches, follow, run)
@@ -283,33 +297,3 @@ class RoundingStream:
             text=self.rows.tokens,
             device=self.device,
         )
-
-    def _judge(self, captured: Captured, branches: Sequence[Branch], source: HiddenStates) -> None:
-        """The mean KL(source || branch), nats per token, over the rows that no Moments have seen."""
-        own = list[tuple[int, tuple[int, list[float]]]]()
-        for position, row in enumerate(self.rows.own):
-            if row >= self.rows.fitted:
-                divergences = self._divergences(captured, position, branches, source[position])
-                own.append((row, (self.batches[row].ids.numel(), divergences)))
-        found = in_row_order(own)
-        tokens = sum(number for number, _ in found)
-        for place, branch in enumerate(branches):
-            branch.divergence = sum(each[place] for _, each in found) / tokens if tokens else None
-
-    def _divergences(
-        self, captured: Captured, position: int, branches: Sequence[Branch], states: torch.Tensor
-    ) -> list[float]:
-        """The sums of KL of each branch over the tokens of a row; `states` are the source's."""
-        found, expected = [], self._logits(captured, position, states)
-        for branch in branches:
-            with self.quantized.applied(branch.outside):
-                measured = self._logits(captured, position, branch.hidden[position])
-            found.append(divergence_of_logits(expected, measured))
-        return found
-
-    def _logits(self, captured: Captured, position: int, states: torch.Tensor) -> torch.Tensor:
-        """What the model makes of the hidden states of this rank's row behind the last decoder layer."""
-        ids = self.batches[self.rows.own[position]].ids.to(self.device)
-        with replayed_layers(self.layers, states.to(self.device), captured.rest):
-            logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return logits
