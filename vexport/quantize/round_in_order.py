@@ -3,10 +3,13 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import torch
+
+from vexport.calibration.experts.run import Entered
 from vexport.calibration.ranks import gather
 from vexport.formats.packing.base import Array
 from vexport.quantize.applied import QuantizedLayer, QuantizedModel
-from vexport.quantize.group_inputs import GroupInputs, Noted
+from vexport.quantize.group_inputs import GroupInputs
 from vexport.quantize.ranked_sums import RankedSums
 from vexport.quantize.round_by_owners import round_by_owners
 from vexport.quantize.rounded_layers import Stored
@@ -21,7 +24,7 @@ def round_in_order(
     groups: Sequence[FusionGroup],
     inputs: GroupInputs,
     rows: WaitingRows,
-    source: Sequence[Noted | None],
+    source: Sequence[dict[str, torch.Tensor | Entered] | None],
     sums_of: Callable[[GroupInputs], RankedSums],
     branch: int,
     recipe: Recipe,
@@ -29,7 +32,8 @@ def round_in_order(
     """The bytes that replace the weights of the groups, and how each was rounded. All ranks call.
 
     `source` has what enters the source's layer of each row of this rank that counts, None where only other
-    ranks have one more. In the end all `rows` have gone through the layer as it was rounded.
+    ranks have one more; what was used is taken out. In the end all `rows` have gone through the layer as it
+    was rounded.
     """
     stored, how = dict[str, Array](), dict[str, GroupRounding]()
     layers = list[QuantizedLayer]()
@@ -61,6 +65,9 @@ def round_in_order(
                 sums.note_source(exact)
                 sums.add(branch, None if exact is None else rows.noted(position, name))
             round_here(here, [group for site in here.sites for group in site.groups], sums)
+            for exact in source:
+                if exact is not None:
+                    exact.pop(name, None)
             rows.let_through(name)
     names = [*inputs.unreachable, *(group.name for site in inputs.sites for group in site.groups)]
     return stored, tuple(how[name] for name in names)

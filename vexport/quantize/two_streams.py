@@ -13,6 +13,7 @@ import torch
 
 from vexport.calibration.capture import LayerCall, capture_layer_calls
 from vexport.calibration.data import Samples
+from vexport.calibration.experts.run import Entered
 from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.layerwise import OnLayer
@@ -23,7 +24,7 @@ from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.quantize.applied import QuantizedModel
-from vexport.quantize.group_inputs import GroupInputs, Noted
+from vexport.quantize.group_inputs import GroupInputs
 from vexport.quantize.judge import Head, judge
 from vexport.quantize.passage import Branch, Passage
 from vexport.quantize.ranked_sums import RankedSums
@@ -148,11 +149,13 @@ class RoundingStream:
         exact = self._follow(inputs, [branches[place] for place in begun], follow)
 
         def round_layer(place: int, passage: Passage) -> Rounded:
+            # The last branch lets go of what it has used.
+            used = exact if place == begun[-1] else [None if row is None else dict(row) for row in exact]
             rows = WaitingRows([partial(passage.run, position) for position in range(len(self.rows.own))])
             sums_of = partial(self._sums, branches=branches, places=[place])
             recipe = branches[place].recipe
             with self._watched(passage):
-                return round_in_order(self.quantized, groups, inputs, rows, exact, sums_of, place, recipe)
+                return round_in_order(self.quantized, groups, inputs, rows, used, sums_of, place, recipe)
 
         return round_layer
 
@@ -188,10 +191,10 @@ class RoundingStream:
 
     def _follow(
         self, inputs: GroupInputs, branches: Sequence[Branch], follow: Callable[[int], None]
-    ) -> list[Noted | None]:
+    ) -> list[dict[str, torch.Tensor | Entered] | None]:
         """Run this rank's rows in the source's stream: in each turn what entered, where a branch needs it."""
         refits = any(branch.recipe.strength for branch in branches)
-        noted = dict[int, Noted]()
+        noted = dict[int, dict[str, torch.Tensor | Entered]]()
         for position, row in enumerate(self.rows.own):
             with inputs.noted() as exact:
                 if row < self.rows.compared:
