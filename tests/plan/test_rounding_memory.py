@@ -54,7 +54,7 @@ def test_rows_wait_for_the_widest_input(tmp_path: Path) -> None:
 
 def test_the_estimate_has_it(tmp_path: Path) -> None:
     """All rows run in two streams, of the source and of the strength that was chosen on a few of them, and
-    wait with what enters 3 inputs of 256 columns and one of 512, twice as much of that."""
+    wait with what enters 3 inputs of 256 columns and one of 512, four times that of the last."""
     folder = save_llama(tmp_path / "llama")
     memory = [
         estimate.memory_bytes
@@ -63,7 +63,7 @@ def test_the_estimate_has_it(tmp_path: Path) -> None:
         if estimate.stage == "quantize"
     ]
     states = 4096 * 256 * 2
-    waiting = 4096 * (3 * 256 + 512 + 2 * 512) * 2
+    waiting = 4096 * (3 * 256 + 512 + 3 * 512) * 2
     assert memory[1] - memory[0] == 32 * (2 * states + waiting)
     index, plan = plan_of(folder, "nearest")
     assert [one.stage for one in estimates(index, plan, Samples(number=64, tokens=512))] == [

@@ -39,7 +39,7 @@ COMPARED_ROWS = 4
 # Rows wait in a decoder layer until the weights in front of them are rounded, if all of the text takes no
 # more than this: then each runs through it once. Else all run through it twice, before and after it is
 # rounded; those that strengths are tried on, too, since which one is best depends on it.
-MOST_WAITING = 16 * 2**30
+MOST_WAITING = 20 * 2**30
 WAITING_BYTES = 2
 
 
@@ -53,11 +53,12 @@ def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:
 def waiting_bytes(columns: Sequence[int], tokens: int, *, refits: bool) -> int:
     """What rows of so many tokens in all take that wait in front of the widest of a layer's inputs, 16-bit.
 
-    `columns` are those of each input. A row has what enters the widest and that as it is rounded, and of the
-    others about as much as they take; a refit keeps what enters the widest in the source's stream, too.
+    `columns` are those of each input. A row has what enters the widest and that as it is rounded, of the
+    others about as much as they take, and as much again is lost between; a refit keeps what enters the
+    widest in the source's stream, too.
     """
     widest = max(columns, default=0)
-    return tokens * (sum(columns) + (2 * widest if refits else widest)) * WAITING_BYTES
+    return tokens * (sum(columns) + (3 if refits else 2) * widest) * WAITING_BYTES
 
 
 def trial_rows(rows: int, tokens: int, columns: int, held_out: int | None) -> tuple[int, int]:
