@@ -47,9 +47,9 @@ FORWARD_FLOPS = 1.8e11
 # tokens, one thread of a CPU with bf16 matrix units: gptq 105 s (2.9e11 a second), refit 252 s (1.9e11).
 ROUNDING_FLOPS = 2e11
 CALIBRATION_START_SECONDS, CALIBRATION_MEMORY = 12.0, 650_000_000
-# With the kernels that round. SmolLM2-135M on 64 rows of 512 tokens took 1491 MB by gptq in W4A16_G64 and
-# 1584 in NVFP4 (656 of the estimate are what `rounding_bytes` counts), refitted 1654 and 1920 (766); on 16 rows
-# 1164 and 1406 in W4A16_G64.
+# With the kernels that round. SmolLM2-135M on 64 rows of 512 tokens took 1491 MB by gptq in W4A16_G64, 1584
+# in NVFP4 (656 of the estimate are what `rounding_bytes` counts), refitted 1654 and 1920 (766 are). On 16
+# rows it took 1164 and 1406 in W4A16_G64.
 ROUNDING_MEMORY = 980_000_000
 
 
