@@ -10,6 +10,8 @@ from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.plan import build_plan, rounding_memory
 from vexport.plan.estimates import Samples, estimates
 from vexport.plan.rounding_memory import rounding_bytes
+from vexport.rounding import settings
+from vexport.rounding.settings import most_waiting
 from vexport.scenario import Rule
 from vexport.types import Plan
 from vexport.types.rounding import Rounding
@@ -17,7 +19,19 @@ from vexport.types.rounding import Rounding
 
 @pytest.fixture
 def no_row_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding_memory, "MOST_WAITING", 0)
+    monkeypatch.setattr(rounding_memory, "most_waiting", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [("max\n", 2**20), ("1048576\n", 2**19), ("99999999999999\n", 2**20)]
+)
+def test_no_more_wait_than_half_of_what_the_control_group_has(
+    limit: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr(settings, "MOST_WAITING", 2**20)
+    monkeypatch.setattr(settings, "CGROUP_MEMORY", tmp_path / "memory.max")
+    assert most_waiting() == most
 
 
 def plan_of(folder: Path, rounding: Rounding) -> tuple[SourceIndex, Plan]:

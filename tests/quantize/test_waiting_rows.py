@@ -47,7 +47,7 @@ def test_each_row_runs_as_often_as_it_must(
     most: int, passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is compared runs through the source's layers, too; the first row shows what a layer returns."""
-    monkeypatch.setattr(two_streams, "MOST_WAITING", most)
+    monkeypatch.setattr(two_streams, "most_waiting", lambda: most)
     folder = save(configs()["llama"], tmp_path / "llama")
     begun, forward = list[int](), LlamaMLP.forward
 

@@ -15,9 +15,9 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.plan.linears import STACK
 from vexport.rounding.settings import (
     GPTQ,
-    MOST_WAITING,
     REFIT,
     Recipe,
+    most_waiting,
     refit_recipes,
     trial_rows,
     waiting_bytes,
@@ -111,7 +111,7 @@ def _waiting(inputs: Sequence[Input], one: Pass, tokens: int) -> int | None:
     """What rows take that wait in a layer with these inputs; None where they are too many to wait."""
     columns = [found.columns for found in inputs if found.is_shown]
     refits = any(recipe.strength for recipe in one.recipes)
-    if waiting_bytes(columns, one.all_rows * tokens, refits=refits) > MOST_WAITING:
+    if waiting_bytes(columns, one.all_rows * tokens, refits=refits) > most_waiting():
         return None
     return waiting_bytes(columns, one.rows * tokens, refits=refits)
 

@@ -33,7 +33,7 @@ from vexport.quantize.round_in_order import round_in_order
 from vexport.quantize.rounded_layers import Stored
 from vexport.quantize.text_rows import TextRows
 from vexport.quantize.waiting_rows import WaitingRows
-from vexport.rounding.settings import COMPARED_ROWS, MOST_WAITING, waiting_bytes
+from vexport.rounding.settings import COMPARED_ROWS, most_waiting, waiting_bytes
 from vexport.types import Calibration, FusionGroup, Plan
 from vexport.types.rounding import GroupRounding, LayerRounding
 
@@ -62,6 +62,7 @@ class RoundingStream:
         self.quantized = QuantizedModel(index, calibration, reader, self.model, self.weights, device=device)
         self.groups = plan.groups
         self.tokens = tokens
+        self.most_waiting = on_first(most_waiting)
         self.watches_cache = bool(plan.attention)
         self.device = device
 
@@ -187,7 +188,7 @@ class RoundingStream:
         """Whether all rows of the text, those of all ranks, can wait in a layer at once."""
         columns = [site.columns for site in inputs.sites if site.expert is None]
         refits = any(group.rounding not in ("nearest", "gptq") for group in self.groups)
-        return waiting_bytes(columns, self.tokens, refits=refits) <= MOST_WAITING
+        return waiting_bytes(columns, self.tokens, refits=refits) <= self.most_waiting
 
     def _follow(
         self, inputs: GroupInputs, branches: Sequence[Branch], follow: Callable[[int], None]

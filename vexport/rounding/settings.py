@@ -1,8 +1,11 @@
 """How weights are rounded, and the strengths of a refit that are tried."""
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +40,12 @@ HELD_OUT_OF_LITTLE = 8
 # Rows of the source's stream that are followed where only the report asks for them.
 COMPARED_ROWS = 4
 # Rows wait in a decoder layer until the weights in front of them are rounded, if all of the text takes no
-# more than this: then each runs through it once. Else all run through it twice, before and after it is
-# rounded; those that strengths are tried on, too, since which one is best depends on it.
+# more than this, nor more than half of the machine's memory: then each runs through it once. Else all run
+# through it twice, before and after it is rounded; those that strengths are tried on, too, since which one is
+# best depends on it.
 MOST_WAITING = 20 * 2**30
 WAITING_BYTES = 2
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
 def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:
@@ -48,6 +53,14 @@ def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:
     if not held_out:
         return (REFIT,)
     return (*CANDIDATES, *(FULL if layers <= FEW_LAYERS else DAMPED))
+
+
+def most_waiting() -> int:
+    """How many bytes rows may take that wait in a layer on this machine."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such group, or one without a limit
+        memory = min(memory, int(CGROUP_MEMORY.read_text(encoding="ascii")))
+    return min(MOST_WAITING, memory // 2)
 
 
 def waiting_bytes(columns: Sequence[int], tokens: int, *, refits: bool) -> int:
