@@ -40,7 +40,7 @@ def plan_of(folder: Path, rounding: Rounding) -> tuple[SourceIndex, Plan]:
 
 
 def added_by_refit(folder: Path) -> int:
-    """With too few rows to hold one out a refit is one recipe, as GPTQ is; too many wait in no layer."""
+    """With too few rows to hold one out a refit is one recipe, as GPTQ is."""
     refit, gptq = (
         rounding_bytes(*plan_of(folder, rounding), rows=7, tokens=32) for rounding in ("refit", "gptq")
     )

@@ -81,3 +81,10 @@ def test_products_are_sums_rounded_once(dtype: torch.dtype, monkeypatch: pytest.
             assert found.dtype == dtype
             torch.testing.assert_close(found, plain, rtol=2 * torch.finfo(dtype).eps, atol=0.01)
     assert "forward" not in model[0].__dict__
+
+
+def test_an_older_torch_that_does_not_know_its_cpu_multiplies_as_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not products.widens("cpu")

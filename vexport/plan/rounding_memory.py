@@ -62,7 +62,7 @@ class Input:
 
 def passes_of(plan: Plan, rows: int, tokens: int) -> tuple[Pass, ...]:
     """What runs one after another: strengths are tried on a part of much text, then all of it is used."""
-    groups = [group for group in plan.groups if group.rounding != "nearest"]
+    groups = _rounded(plan)
     if all(group.rounding == "gptq" for group in groups):
         return (Pass(recipes=(GPTQ,), rows=rows, all_rows=rows),)
     columns = max(group.members[0].in_features for group in groups)
@@ -89,7 +89,7 @@ def _pass_bytes(index: SourceIndex, plan: Plan, one: Pass, tokens: int) -> int:
     hidden = text_config(index.config).get("hidden_size")
     states = one.rows * tokens * (hidden if isinstance(hidden, int) else 0) * BFLOAT16
     layer = max(stored.values(), default=0)
-    rounded = [group for group in plan.groups if group.rounding != "nearest"]
+    rounded = _rounded(plan)
     in_layer = round(
         (1 + QUANTIZED_COPIES) * layer
         + max((_sums(inputs, one, tokens) for inputs in _inputs(rounded).values()), default=0)
@@ -103,7 +103,7 @@ def _pass_bytes(index: SourceIndex, plan: Plan, one: Pass, tokens: int) -> int:
 
 def waits_in(plan: Plan, one: Pass, tokens: int) -> bool:
     """Whether rows of at most `tokens` tokens each can wait in every decoder layer."""
-    layers = _inputs([group for group in plan.groups if group.rounding != "nearest"])
+    layers = _inputs(_rounded(plan))
     return all(_waiting(inputs, one, tokens) is not None for inputs in layers.values())
 
 
@@ -130,6 +130,11 @@ def _sums(inputs: Sequence[Input], one: Pass, tokens: int) -> int:
     recipes = len(one.recipes)
     matrices = [recipes + refits if found.is_refitted else recipes for found in inputs]
     return sum(size * number for size, number in zip(sizes, matrices, strict=True))
+
+
+def _rounded(plan: Plan) -> list[FusionGroup]:
+    """The groups that are rounded by text."""
+    return [group for group in plan.groups if group.rounding != "nearest"]
 
 
 def _inputs(groups: Sequence[FusionGroup]) -> Mapping[str, Sequence[Input]]:

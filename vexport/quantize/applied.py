@@ -112,11 +112,11 @@ class QuantizedModel:
     def applied(self, layers: Sequence[QuantizedLayer]) -> Iterator[None]:
         """Within the block the model has these weights and rounds these inputs."""
         hooks = {layer.member: layer.round_inputs for layer in layers if layer.round_inputs is not None}
-        with self.having_weights(layers), self._rounding(hooks):
+        with self.with_weights(layers), self._rounding(hooks):
             yield
 
     @contextmanager
-    def having_weights(self, layers: Sequence[QuantizedLayer]) -> Iterator[None]:
+    def with_weights(self, layers: Sequence[QuantizedLayer]) -> Iterator[None]:
         """Within the block the model has these weights."""
         changed = self._weights.parameters_from(self._stored(layers))
         with ExitStack() as block:

@@ -20,8 +20,10 @@ from vexport.quantize.applied import QuantizedModel
 from vexport.rounding.moments import Moments
 from vexport.types import FusionGroup
 
-# What entered a module, by the module's name in the model: of experts what their forward was called with.
-Noted = Mapping[str, torch.Tensor | Entered]
+# What enters a module: of experts what their forward is called with.
+Value = torch.Tensor | Entered
+# That by the module's name in the model.
+Noted = Mapping[str, Value]
 # Of the tokens of the text so many a column count as one that is routed to an expert, together.
 SHARED_TOKENS_PER_COLUMN = 1.0
 
@@ -110,7 +112,7 @@ class GroupInputs:
         return part
 
     @contextmanager
-    def shown(self, show: Callable[[str, torch.Tensor | Entered], None]) -> Iterator[None]:
+    def shown(self, show: Callable[[str, Value], None]) -> Iterator[None]:
         """Within the block `show` gets the names of modules and what enters them, before that is rounded."""
         with ExitStack() as block:
             for name, modules in self._modules.items():
@@ -121,14 +123,14 @@ class GroupInputs:
             yield
 
     @contextmanager
-    def noted(self, *, only: bool = False) -> Iterator[dict[str, torch.Tensor | Entered]]:
+    def noted(self, *, only: bool = False) -> Iterator[dict[str, Value]]:
         """Within the block the inputs of a forward are noted, before anything rounds them.
 
         With `only` the block ends where all are, its forward's answer being of no use.
         """
-        seen: dict[str, torch.Tensor | Entered] = {}
+        seen: dict[str, Value] = {}
 
-        def note(name: str, value: torch.Tensor | Entered) -> None:
+        def note(name: str, value: Value) -> None:
             seen[name] = value
             if only and len(seen) == len(self._modules):
                 raise _AllNoted
@@ -174,9 +176,7 @@ class GroupInputs:
         moments.add(between, wanted, weight=share)
 
 
-def _showing(
-    name: str, module: torch.nn.Module, show: Callable[[str, torch.Tensor | Entered], None]
-) -> Callable[..., None]:
+def _showing(name: str, module: torch.nn.Module, show: Callable[[str, Value], None]) -> Callable[..., None]:
     arithmetic = arithmetic_of(module)
 
     def hook(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, object]) -> None:

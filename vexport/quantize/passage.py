@@ -36,7 +36,7 @@ class Branch:
 class Passage:
     """The layer, how it is called for each row of this rank, and the stream's states, which are replaced.
 
-    Rows that are compared are so with `source`, the states of the source's stream behind the layer.
+    The first `rows.compared` rows are compared with `source`, the source's states behind the layer.
     """
 
     layer: torch.nn.Module
@@ -67,8 +67,7 @@ class Passage:
             yield
 
     def outcome(self) -> tuple[float, Mapping[str, KeyValueRanges]]:
-        """|h~ - h|^2 / |h|^2 of the rows that are compared, and what was noted of the KV cache. All ranks
-        call."""
+        """|h~ - h|^2 / |h|^2 of the compared rows, and what was noted of the KV cache. All ranks call."""
         add_up(self._cached)
         every = in_row_order(self._errors)
         signal = sum(one for one, _ in every)

@@ -3,13 +3,10 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-import torch
-
-from vexport.calibration.experts.run import Entered
 from vexport.calibration.ranks import gather
 from vexport.formats.packing.base import Array
 from vexport.quantize.applied import QuantizedLayer, QuantizedModel
-from vexport.quantize.group_inputs import GroupInputs
+from vexport.quantize.group_inputs import GroupInputs, Value
 from vexport.quantize.ranked_sums import RankedSums
 from vexport.quantize.round_by_owners import round_by_owners
 from vexport.quantize.rounded_layers import Stored
@@ -24,7 +21,7 @@ def round_in_order(
     groups: Sequence[FusionGroup],
     inputs: GroupInputs,
     rows: WaitingRows,
-    source: Sequence[dict[str, torch.Tensor | Entered] | None],
+    source: Sequence[dict[str, Value] | None],
     sums_of: Callable[[GroupInputs], RankedSums],
     branch: int,
     recipe: Recipe,
@@ -47,7 +44,7 @@ def round_in_order(
             # One parameter can hold weights of several groups, not all rounded at once.
             changed = {model.parameter_of(member) for group in own for member in group.members}
             whole = [layer for layer in layers if model.parameter_of(layer.member) in changed]
-            block.enter_context(model.having_weights(whole))
+            block.enter_context(model.with_weights(whole))
 
         block.enter_context(model.rounding_inputs(groups))
         apart = inputs.only(None)

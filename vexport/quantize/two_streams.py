@@ -5,15 +5,15 @@ the text; their weights are rounded for that, and the quantized layer, its input
 makes the next layer's input. Where several recipes are tried, each has its own stream.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from vexport.calibration.capture import LayerCall, capture_layer_calls
 from vexport.calibration.data import Samples
-from vexport.calibration.experts.run import Entered
 from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.layerwise import OnLayer
@@ -24,7 +24,7 @@ from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.quantize.applied import QuantizedModel
-from vexport.quantize.group_inputs import GroupInputs
+from vexport.quantize.group_inputs import GroupInputs, Value
 from vexport.quantize.judge import Head, judge
 from vexport.quantize.passage import Branch, Passage
 from vexport.quantize.ranked_sums import RankedSums
@@ -40,6 +40,20 @@ from vexport.types.rounding import GroupRounding, LayerRounding
 Rounded = tuple[Stored, tuple[GroupRounding, ...]]
 # Rounds a layer in the branch of this number, whose stream goes through it.
 RoundLayer = Callable[[int, Passage], Rounded]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Groups of one layer, their inputs, and by number the branches in which they are not rounded yet.
+
+    `follow` runs a row, by its position among this rank's, in the source's stream, `run` in a branch's.
+    """
+
+    groups: Sequence[FusionGroup]
+    inputs: GroupInputs
+    branches: Mapping[int, Branch]
+    follow: Callable[[int], None]
+    run: Callable[[int, torch.Tensor], None]
 
 
 class RoundingStream:
@@ -117,7 +131,6 @@ class RoundingStream:
         layer, groups = self.layers[number], self._groups_of(number)
         inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
         found = on_first(lambda: [branch.done.get(number) for branch in branches])
-        begun = [place for place, done in enumerate(found) if done is None]
 
         def follow(position: int) -> None:
             source[position] = calls[position].run(layer, source[position].to(self.device))
@@ -125,10 +138,9 @@ class RoundingStream:
         def run(position: int, states: torch.Tensor) -> None:
             calls[position].run(layer, states.to(self.device))
 
-        if self._fits(inputs):
-            round_layer = self._in_order(groups, inputs, branches, begun, follow)
-        else:
-            round_layer = self._at_once(groups, inputs, branches, begun, follow, run)
+        begun = {place: branches[place] for place, done in enumerate(found) if done is None}
+        pending = Pending(groups=groups, inputs=inputs, branches=begun, follow=follow, run=run)
+        round_layer = self._in_order(pending) if self._fits(inputs) else self._at_once(pending)
         for place, (branch, done) in enumerate(zip(branches, found, strict=True)):
             passage = self._passage(number, calls, branch, source)
             if done is not None:
@@ -138,48 +150,36 @@ class RoundingStream:
             error, ranges = passage.outcome()
             self._put(branch, number, stored, LayerRounding(groups=how, state_error=error, cached=ranges))
 
-    def _in_order(
-        self,
-        groups: Sequence[FusionGroup],
-        inputs: GroupInputs,
-        branches: Sequence[Branch],
-        begun: Sequence[int],
-        follow: Callable[[int], None],
-    ) -> RoundLayer:
+    def _in_order(self, pending: Pending) -> RoundLayer:
         """Each row runs once, and waits in front of what is not rounded yet."""
-        exact = self._follow(inputs, [branches[place] for place in begun], follow)
+        exact = self._follow(pending)
 
         def round_layer(place: int, passage: Passage) -> Rounded:
             # The last branch lets go of what it has used.
-            used = exact if place == begun[-1] else [None if row is None else dict(row) for row in exact]
+            is_last = place == max(pending.branches)
+            used = exact if is_last else [None if row is None else dict(row) for row in exact]
             rows = WaitingRows([partial(passage.run, position) for position in range(len(self.rows.own))])
-            sums_of = partial(self._sums, branches=branches, places=[place])
-            recipe = branches[place].recipe
+            sums_of = partial(self._sums, branches={place: pending.branches[place]})
+            recipe = pending.branches[place].recipe
             with self._watched(passage):
-                return round_in_order(self.quantized, groups, inputs, rows, used, sums_of, place, recipe)
+                return round_in_order(
+                    self.quantized, pending.groups, pending.inputs, rows, used, sums_of, place, recipe
+                )
 
         return round_layer
 
-    def _at_once(
-        self,
-        groups: Sequence[FusionGroup],
-        inputs: GroupInputs,
-        branches: Sequence[Branch],
-        begun: Sequence[int],
-        follow: Callable[[int], None],
-        run: Callable[[int, torch.Tensor], None],
-    ) -> RoundLayer:
+    def _at_once(self, pending: Pending) -> RoundLayer:
         """Each row runs before and after all of the layer is rounded."""
-        sums = self._sums(inputs, branches, begun)
-        self._take_in(groups, inputs, sums, branches, follow, run)
+        sums = self._sums(pending.inputs, pending.branches)
+        self._take_in(pending, sums)
         for position, row in enumerate(self.rows.own):
             if self.rows.fitted <= row < self.rows.compared:
-                follow(position)
+                pending.follow(position)
 
         def round_layer(place: int, passage: Passage) -> Rounded:
-            recipe = branches[place].recipe
-            stored, how = round_by_owners(self.quantized, groups, inputs, sums, place, recipe)
-            self._pass(groups, stored, passage)
+            recipe = pending.branches[place].recipe
+            stored, how = round_by_owners(self.quantized, pending.groups, pending.inputs, sums, place, recipe)
+            self._pass(pending.groups, stored, passage)
             return stored, how
 
         return round_layer
@@ -190,41 +190,28 @@ class RoundingStream:
         refits = any(group.rounding not in ("nearest", "gptq") for group in self.groups)
         return waiting_bytes(columns, self.tokens, refits=refits) <= self.most_waiting
 
-    def _follow(
-        self, inputs: GroupInputs, branches: Sequence[Branch], follow: Callable[[int], None]
-    ) -> list[dict[str, torch.Tensor | Entered] | None]:
+    def _follow(self, pending: Pending) -> list[dict[str, Value] | None]:
         """Run this rank's rows in the source's stream: in each turn what entered, where a branch needs it."""
-        refits = any(branch.recipe.strength for branch in branches)
-        noted = dict[int, dict[str, torch.Tensor | Entered]]()
+        refits = any(branch.recipe.strength for branch in pending.branches.values())
+        noted = dict[int, dict[str, Value]]()
         for position, row in enumerate(self.rows.own):
-            with inputs.noted() as exact:
+            with pending.inputs.noted() as exact:
                 if row < self.rows.compared:
-                    follow(position)
+                    pending.follow(position)
             noted[position] = exact if refits and row < self.rows.fitted else {}
         return [noted[position] if counts else None for position, _, counts in self.rows.turns()]
 
-    def _take_in(
-        self,
-        groups: Sequence[FusionGroup],
-        inputs: GroupInputs,
-        sums: RankedSums,
-        branches: Sequence[Branch],
-        follow: Callable[[int], None],
-        run: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """Add up what enters layers before any of them is rounded.
-
-        `follow` runs a row, by its position among this rank's, in the source's stream, `run` in a branch's.
-        """
+    def _take_in(self, pending: Pending, sums: RankedSums) -> None:
+        """Add up what enters layers before any of them is rounded."""
         for position, row, counts in self.rows.turns():
-            with inputs.noted() as exact:
+            with pending.inputs.noted() as exact:
                 if counts and row < self.rows.compared:
-                    follow(position)
+                    pending.follow(position)
             sums.note_source(exact if counts else None)
-            for place in sums.own:
-                with self.quantized.rounding_inputs(groups), inputs.noted(only=True) as seen:
+            for place, branch in pending.branches.items():
+                with self.quantized.rounding_inputs(pending.groups), pending.inputs.noted(only=True) as seen:
                     if counts:
-                        run(position, branches[place].hidden[position])
+                        pending.run(position, branch.hidden[position])
                 sums.add(place, seen if counts else None)
 
     def _pass(self, groups: Sequence[FusionGroup], stored: Stored, passage: Passage) -> None:
@@ -269,7 +256,6 @@ class RoundingStream:
         groups = [group for group in self.groups if group.name not in inside]
         inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
         found = on_first(lambda: [branch.done.get(number) for branch in branches])
-        sums = self._sums(inputs, branches, [place for place, done in enumerate(found) if done is None])
 
         def follow(position: int) -> None:
             head.logits(position, source[position])
@@ -277,8 +263,11 @@ class RoundingStream:
         def run(position: int, states: torch.Tensor) -> None:
             head.logits(position, states)
 
+        begun = {place: branches[place] for place, done in enumerate(found) if done is None}
+        sums = self._sums(inputs, begun)
         if inputs.sites:
-            self._take_in(groups, inputs, sums, branches, follow, run)
+            pending = Pending(groups=groups, inputs=inputs, branches=begun, follow=follow, run=run)
+            self._take_in(pending, sums)
         for place, (branch, stored) in enumerate(zip(branches, found, strict=True) if groups else ()):
             if stored is None:
                 stored, how = round_by_owners(self.quantized, groups, inputs, sums, place, branch.recipe)
@@ -293,10 +282,10 @@ class RoundingStream:
     def _inside(self) -> list[FusionGroup]:
         return [group for number in range(len(self.layers)) for group in self._groups_of(number)]
 
-    def _sums(self, inputs: GroupInputs, branches: Sequence[Branch], places: Sequence[int]) -> RankedSums:
+    def _sums(self, inputs: GroupInputs, branches: Mapping[int, Branch]) -> RankedSums:
         return RankedSums(
             inputs,
-            places,
+            list(branches),
             lambda place, group, site: recipe_of(group, site, branches[place].recipe),
             text=self.rows.tokens,
             device=self.device,

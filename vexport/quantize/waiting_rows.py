@@ -7,14 +7,12 @@ not rounded yet. All rows run in one thread, one at a time.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from greenlet import getcurrent, greenlet
 
-from vexport.calibration.experts.run import Entered
-from vexport.quantize.group_inputs import GroupInputs, Noted
+from vexport.quantize.group_inputs import GroupInputs, Noted, Value
 
 # The name of the module that a row waits in front of, and what enters it.
-Stop = tuple[str, torch.Tensor | Entered]
+Stop = tuple[str, Value]
 
 
 class WaitingRows:
@@ -33,7 +31,7 @@ class WaitingRows:
                 self._go_on(position)
             yield
 
-    def _stop(self, name: str, value: torch.Tensor | Entered) -> None:
+    def _stop(self, name: str, value: Value) -> None:
         row = getcurrent()
         if name not in self._passed:
             assert row.parent is not None
