@@ -12,8 +12,8 @@ what is there is not done again, so that a run can be stopped anywhere and cells
 transformers with the weights dequantized by compressed-tensors and inputs rounded as the scheme says; after
 the KL stands the standard error of the mean over rows.
 
-Ours are whole commands, from start to the written checkpoint; of the peer's only `oneshot` counts
-(calibration and rounding), not its imports, reading and writing. On a busy machine compare the seconds of
+Imports count on neither side. Of ours the whole command counts, from the source's files to the written
+checkpoint; of the peer's `oneshot` alone (calibration and rounding). On a busy machine compare the seconds of
 processor time. Memory is the largest resident set of the process. Linux only.
 """
 
@@ -87,14 +87,13 @@ def make(bench: Bench, scheme: str, method: str, out: Path) -> Made:
     """Quantize with one method."""
     data = bench.text / "calibration.jsonl"
     if method in THEIRS:
-        words = [bench.model, out, scheme, method.removeprefix("peer-"), data, bench.rows]
-        ran = timed([PEER, HERE / "rounding_peer.py", *words])
-        span = json.loads(ran.text.splitlines()[-1])
-        return Made(seconds=span["seconds"], cpu=span["cpu"], megabytes=ran.megabytes)
-    command = [sys.executable, "-m", "vexport", "quantize", bench.model, out, "--scheme", scheme, "--quiet"]
-    calibration = ["--calibration", data, "--samples", bench.rows, "--seq-len", SEQ_LEN]
-    ran = timed([*command, "--rounding", method, *calibration])
-    return Made(seconds=ran.seconds, cpu=ran.cpu, megabytes=ran.megabytes)
+        own = method.removeprefix("peer-")
+        ran = timed([PEER, HERE / "rounding_peer.py", bench.model, out, scheme, own, data, bench.rows])
+    else:
+        words = [bench.model, out, scheme, method, data, bench.rows, SEQ_LEN]
+        ran = timed([sys.executable, HERE / "rounding_own.py", *words])
+    span = json.loads(ran.text.splitlines()[-1])
+    return Made(seconds=span["seconds"], cpu=span["cpu"], megabytes=ran.megabytes)
 
 
 def make_cell(bench: Bench, scheme: str, method: str) -> None:

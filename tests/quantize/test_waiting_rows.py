@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.calibration.make import samples
 from tests.calibration.models import configs, save
-from vexport.calibration import products
-from vexport.calibration.products import fast_products
 from vexport.plan import Settings
 from vexport.plan.source import plan_headers
 from vexport.quantize import two_streams
@@ -65,26 +62,3 @@ def test_each_row_runs_as_often_as_it_must(
     assert all(group.tokens == ROWS * 32 for group in report.groups)
     assert all(group.error < group.nearest_error for group in report.groups)
     assert all(layer.state_error > 0 for layer in report.layers)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_products_are_sums_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as numbers of the layer's dtype can tell; where its own are fast they stay."""
-    model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 32, bias=False)).to(dtype)
-    value = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
-    with torch.no_grad():
-        plain = model(value)
-        for is_widened in (True, False):
-            monkeypatch.setattr(products, "widens", lambda device, found=is_widened: found)
-            with fast_products(model, "cpu"):
-                found = model(value)
-            assert found.dtype == dtype
-            torch.testing.assert_close(found, plain, rtol=2 * torch.finfo(dtype).eps, atol=0.01)
-    assert "forward" not in model[0].__dict__
-
-
-def test_an_older_torch_that_does_not_know_its_cpu_multiplies_as_it_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not products.widens("cpu")

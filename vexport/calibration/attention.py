@@ -16,7 +16,8 @@ from vexport.calibration.extremes import channel_extremes
 from vexport.calibration.model import joined
 from vexport.types import HeadRanges, KeyValueRanges
 
-Attend = Callable[..., object]
+# An attention function of transformers: its outputs, and its probabilities or None.
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(slots=True)
@@ -60,12 +61,12 @@ def watching_attention(
         name = stored_name(names[id(attention)])
         seen[name] = seen[name] + found if name in seen else found
 
-    with _replaced_attention(observe):
+    with _observed_attention(observe):
         yield
 
 
 @contextmanager
-def _replaced_attention(
+def _observed_attention(
     observe: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], None],
 ) -> Iterator[None]:
     """Within the block every attention of transformers shows its keys and values first."""
@@ -80,20 +81,30 @@ def _replaced_attention(
             value: torch.Tensor,
             *args: object,
             **kwargs: object,
-        ) -> object:
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
             observe(module, key, value)
-            function = attend or sys.modules[type(module).__module__].eager_attention_forward
+            function: Attend = attend or sys.modules[type(module).__module__].eager_attention_forward
             return function(module, query, key, value, *args, **kwargs)
 
         return run
 
-    for name, attend in own.items():
-        ALL_ATTENTION_FUNCTIONS[name] = observing(attend)
+    with replaced_attention({name: observing(attend) for name, attend in own.items()}):
+        yield
+
+
+@contextmanager
+def replaced_attention(functions: Mapping[str, Attend]) -> Iterator[None]:
+    """Within the block transformers calls these attention functions under these names."""
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    for name, attend in functions.items():
+        ALL_ATTENTION_FUNCTIONS[name] = attend
     try:
         yield
     finally:
-        for name in own:
+        for name in functions:
             del ALL_ATTENTION_FUNCTIONS[name]
+            if name in before and ALL_ATTENTION_FUNCTIONS[name] is not before[name]:
+                ALL_ATTENTION_FUNCTIONS[name] = before[name]
 
 
 def _union(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
