@@ -57,8 +57,11 @@ def run(
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Sensitivity:
+    """Computed as the reference does: what NVFP4 makes of inputs depends on their last bits."""
     folder = tmp_path_factory.mktemp("measured")
-    return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16", method="measure")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vexport.calibration.products.widens", lambda device: False)
+        return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16", method="measure")
 
 
 def losses(found: Sensitivity) -> dict[tuple[str, str], SchemeLoss]:
