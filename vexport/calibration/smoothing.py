@@ -2,9 +2,11 @@
 
 An input that is rounded loses what is small next to the largest values of its block or token. Where a norm,
 or a linear layer with nothing but products behind it, makes that input, its channels can be scaled there and
-back in the weights that read it (SmoothQuant, arXiv 2211.10438, equation 4): a_j^s / w_j^(1 - s), with the
-sizes of channel j in the inputs and in the weights and the strength s. Sizes are root mean squares, not the
-largest magnitudes that the paper takes: the KL that is left is a quarter to a third less (docs/rounding.md).
+back in the weights that read it, as SmoothQuant does (arXiv 2211.10438): by a_j^s / g_j^(1 - s), with the
+root mean squares of channel j and of its gradient, and the strength s. (The paper takes the largest
+magnitudes of inputs and of weights, which leaves more of the KL divergence: docs/rounding.md.) With s = 1/2
+the errors of a block that has one step for all its channels weigh least.
+
 Scales are powers of two, so that a folded layer computes the same bits; each fold is tried on a row of text
 and kept where it does.
 """
@@ -20,9 +22,10 @@ from vexport.architectures.fusion import moe_layer
 from vexport.calibration.capture import LayerCall
 from vexport.calibration.data import Samples
 from vexport.calibration.device import require_device
+from vexport.calibration.fisher import UpAndBack
 from vexport.calibration.forward import make_batches, raise_first
 from vexport.calibration.hidden import hidden_states
-from vexport.calibration.layerwise import Failure, LayerByLayer, OnLayer
+from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import joined
 from vexport.calibration.ranks import on_first, process_group
 from vexport.calibration.watch import Watched
@@ -31,8 +34,10 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import MOST, encode
 from vexport.types import FusionGroup, Smoothing
 
-# Rows of text whose inputs are looked at, spread over all: their sizes hardly change with more.
-ROWS = 32
+# Rows of text that are looked at, spread over all.
+ROWS = 16
+# What enters all layers is kept until the way back: so many bytes in memory, the rest on disk.
+ENTERED_BYTES = 2**28
 # A channel that is never used counts as this share of the largest.
 LEAST = 1e-5
 
@@ -57,12 +62,17 @@ def find_smoothing(
     nothing = Watched(inputs={}, importance={}, layers={})
 
     def find() -> Mapping[str, Smoothing]:
-        with torch.no_grad(), Reader() as reader, hidden_states() as hidden:
+        with (
+            torch.no_grad(),
+            Reader() as reader,
+            hidden_states() as hidden,
+            hidden_states(ENTERED_BYTES) as entered,
+        ):
             model = _Smoothed(
                 index, reader, batches, hidden, nothing, trust_remote_code=trust_remote_code, device=device
             )
             model.prepare(groups, strength)
-            failure = model.run(on_layer)
+            failure = model.run_and_back(entered, on_layer)
         raise_first([failure] if failure else [])
         return model.found
 
@@ -95,10 +105,11 @@ class _Trace:
 
 
 class _Sizes:
-    """The root mean square of each channel of the inputs of modules, by their names."""
+    """The root mean square of each channel of modules' inputs and of their gradients, by module."""
 
     def __init__(self) -> None:
         self._squares: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @contextmanager
@@ -116,19 +127,41 @@ class _Sizes:
 
     def of(self, weights: Iterable[str]) -> torch.Tensor:
         """The largest among their inputs, (channels,) float32, but for a factor that all share."""
-        names = (name.removesuffix(".weight") for name in weights)
-        return torch.stack([self._squares[name] for name in names if name in self._squares]).amax(0).sqrt()
+        return _largest(self._squares, weights)
+
+    def of_gradients(self, weights: Iterable[str]) -> torch.Tensor | None:
+        """The same of their inputs' gradients; None where the model could not be differentiated."""
+        weights = [name for name in weights if name.removesuffix(".weight") in self._gradients]
+        return _largest(self._gradients, weights) if weights else None
 
     def _see(self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if self._last is None or self._last[0] is not inputs[0]:
-            flat = inputs[0].reshape(-1, inputs[0].shape[-1]).to(torch.float32)
-            self._last = inputs[0], flat.square().sum(0)
-        squares = self._last[1]
-        self._squares[name] = self._squares[name] + squares if name in self._squares else squares
+        value = inputs[0]
+        if self._last is None or self._last[0] is not value:
+            self._last = value, _squared(value.detach())
+        _add(self._squares, name, self._last[1])
+        if value.requires_grad:
+            see = partial(self._see_gradient, name)
+            value.register_hook(see)  # type: ignore[no-untyped-call]
+
+    def _see_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        _add(self._gradients, name, _squared(gradient))
 
 
-class _Smoothed(LayerByLayer):
-    """Runs the source layer by layer; every layer is folded when its inputs have been seen."""
+def _largest(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> torch.Tensor:
+    names = (name.removesuffix(".weight") for name in weights)
+    return torch.stack([squares[name] for name in names if name in squares]).amax(0).sqrt()
+
+
+def _squared(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1, values.shape[-1]).to(torch.float32).square().sum(0)
+
+
+def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+    sums[name] = sums[name] + value if name in sums else value
+
+
+class _Smoothed(UpAndBack):
+    """Runs the source; every layer is folded when its inputs and their gradients have been seen."""
 
     def prepare(self, groups: Sequence[FusionGroup], strength: float) -> None:
         """Which layers' inputs matter, by the parameters of their weights."""
@@ -141,22 +174,20 @@ class _Smoothed(LayerByLayer):
         }
         self.strength = strength
 
-    def _layer(self, number: int, calls: Sequence[LayerCall]) -> Failure | None:
+    def visit(self, number: int, calls: Sequence[LayerCall], flow: Callable[[], None]) -> None:
+        """Fold what can be folded, one pair after another."""
         layer, name = self.layers[number], f"{self.name}.{number}"
-        first = self._states(0).clone()
         sizes = _Sizes()
         with sizes.watching(self._wanted(layer, name)):
-            failure = super()._layer(number, calls)
-        if failure is None:
+            flow()
 
-            def run() -> torch.Tensor:
-                return calls[0].run(layer, first.clone())
+        def run() -> torch.Tensor:
+            return calls[0].run(layer, self.before(number, 0))
 
-            expected = run()
-            for fold in self._folds(layer, name, run):
-                if sizes.knows(fold.columns):
-                    self._try(layer, name, fold, sizes, lambda: torch.equal(run(), expected))
-        return failure
+        expected = run()
+        for fold in self._folds(layer, name, run):
+            if sizes.knows(fold.columns):
+                self._try(layer, name, fold, sizes, lambda: torch.equal(run(), expected))
 
     def _wanted(self, layer: torch.nn.Module, prefix: str) -> dict[str, torch.nn.Module]:
         """The modules whose inputs matter, by their names in the layer."""
@@ -238,10 +269,11 @@ class _Smoothed(LayerByLayer):
         sizes: _Sizes,
     ) -> torch.Tensor:
         """By which rows are divided and columns multiplied, as whole numbers in float32."""
-        inputs = sizes.of(fold.columns)
-        squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
-        weights = torch.stack(squares).amax(0).sqrt()
-        scale = self.strength * _log2(inputs) - (1 - self.strength) * _log2(weights)
+        inputs, gradients = sizes.of(fold.columns), sizes.of_gradients(fold.columns)
+        if gradients is None:
+            squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
+            gradients = torch.stack(squares).amax(0).sqrt()
+        scale = self.strength * _log2(inputs) - (1 - self.strength) * _log2(gradients)
         return (scale - scale.mean()).round().clamp(-MOST, MOST)
 
 

@@ -12,6 +12,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.plan.linears import STACK
 from vexport.plan.needs import needs_rounding, needs_search, ranges_need, statistics_need
 from vexport.plan.rounding_memory import passes_of, rounding_bytes, waits_in
+from vexport.plan.smoothing import PASSES as SMOOTHING_PASSES
 from vexport.plan.smoothing import ROWS as SMOOTHING_ROWS
 from vexport.types import Estimate, Plan
 
@@ -157,7 +158,7 @@ def _calibrate(index: SourceIndex, plan: Plan, samples: Samples) -> Estimate:
     hidden = text_config(index.config).get("hidden_size")
     states = 2 * 2 * samples.all_tokens * (hidden if isinstance(hidden, int) else 0)
     rows = samples.number if ranges_need(plan) else 0
-    rows += min(SMOOTHING_ROWS, samples.number) if plan.smoothing else 0
+    rows += SMOOTHING_PASSES * min(SMOOTHING_ROWS, samples.number) if plan.smoothing else 0
     return Estimate(
         stage="calibrate",
         seconds=CALIBRATION_START_SECONDS + 2.0 * in_layers * rows * samples.tokens / FORWARD_FLOPS,
