@@ -79,9 +79,13 @@ def test_the_estimate_knows_how_many_rows() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_smoothed_model_computes_the_same_bits(tmp_path: Path, family: str) -> None:
+def test_the_smoothed_model_computes_the_same_bits(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = with_large_channels(save(FAMILIES[family], tmp_path / family))
-    index, smoothing = found_in(folder)
+    with caplog.at_level("DEBUG", "vexport.calibration.fisher"):
+        index, smoothing = found_in(folder)
+    assert not [record for record in caplog.records if record.name == "vexport.calibration.fisher"]
     with reader_of(smoothing) as reader:
         tensors = {name: read_tensor(reader, tensor).clone() for name, tensor in index.tensors.items()}
     before = load_file(folder / "model.safetensors")

@@ -94,14 +94,15 @@ class UpAndBack(LayerByLayer):
     def _back(
         self, number: int, position: int, call: LayerCall, behind: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The gradient in front of a layer; the batch runs through it without one, too."""
+        """The gradient in front of a layer; without one the batch runs through it all the same."""
         layer = self.layers[number]
-        if behind is None:
+        found = None
+        if behind is not None:
+            states = self.before(number, position)
+            found = _gradient(states, lambda states: call.run(layer, states), lambda _: behind)
+        if found is None:
             call.run(layer, self.before(number, position))
-            return None
-        return _gradient(
-            self.before(number, position), lambda states: call.run(layer, states), lambda _: behind
-        )
+        return found
 
 
 def _gradient(
