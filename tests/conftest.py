@@ -42,6 +42,14 @@ def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vexport.calibration.products.widens", lambda device: False)
 
 
+@pytest.fixture(scope="module")
+def own_products_in_module() -> Iterator[None]:
+    """The same for what a module's tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vexport.calibration.products.widens", lambda device: False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A micro Llama checkpoint; read it, never write to it."""

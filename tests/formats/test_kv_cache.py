@@ -35,7 +35,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[KvCache, Path]:
+def written(
+    source: Path, tmp_path_factory: pytest.TempPathFactory, own_products_in_module: None
+) -> dict[KvCache, Path]:
     """A checkpoint with each kind of cache; read it, never write to it."""
     root = tmp_path_factory.mktemp("written")
     samples = Calibration(data=write_calibration(root / "samples.jsonl"))

@@ -75,6 +75,7 @@ def test_global_scale_is_the_divisor_of_the_largest_member(
     assert tensors[f"{names[0]}.weight_global_scale"].item() == pytest.approx(448 * 6 / largest, rel=1e-6)
 
 
+@pytest.mark.usefixtures("own_products")
 def test_input_scale_is_what_a_whole_model_run_sees(llama: Path, tmp_path: Path, calibration: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -56,12 +56,10 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Sensitivity:
+def measured(tmp_path_factory: pytest.TempPathFactory, own_products_in_module: None) -> Sensitivity:
     """Computed as the reference does: what NVFP4 makes of inputs depends on their last bits."""
     folder = tmp_path_factory.mktemp("measured")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vexport.calibration.products.widens", lambda device: False)
-        return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16", method="measure")
+    return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16", method="measure")
 
 
 def losses(found: Sensitivity) -> dict[tuple[str, str], SchemeLoss]:
