@@ -87,8 +87,8 @@ def make(bench: Bench, scheme: str, method: str, out: Path) -> Made:
     """Quantize with one method."""
     data = bench.text / "calibration.jsonl"
     if method in THEIRS:
-        own = method.removeprefix("peer-")
-        ran = timed([PEER, HERE / "rounding_peer.py", bench.model, out, scheme, own, data, bench.rows])
+        recipe = method.removeprefix("peer-")
+        ran = timed([PEER, HERE / "rounding_peer.py", bench.model, out, scheme, recipe, data, bench.rows])
     else:
         words = [bench.model, out, scheme, method, data, bench.rows, SEQ_LEN]
         ran = timed([sys.executable, HERE / "rounding_own.py", *words])

@@ -6,19 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.calibration.make import plan_for, samples
+from tests.calibration.make import samples
 from tests.calibration.models import configs, save
 from vexport.calibration.capture import LayerCall
 from vexport.calibration.fisher import UpAndBack
 from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import hidden_states
-from vexport.calibration.smoothing import find_smoothing
 from vexport.calibration.watch import Watched
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
-from vexport.types import Smoothing
 
 TEXT = samples((16,) * 4)
 
@@ -80,36 +77,3 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
     # What is drawn without us: at each token one of the model's own answers.
     last = torch.softmax(model(input_ids=torch.tensor([TEXT.token_ids[-1]])).logits, -1) - seen.drawn
     torch.testing.assert_close(last, torch.nn.functional.one_hot(last.argmax(-1), last.shape[-1]).float())
-
-
-def test_a_model_without_gradients_is_smoothed_by_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = save(configs()["llama"], tmp_path / "llama")
-    index, planned = plan_for(folder, scheme="W8A8")
-
-    def found() -> dict[str, Smoothing]:
-        return dict(
-            find_smoothing(
-                index,
-                planned.groups,
-                0.5,
-                TEXT,
-                on_layer=lambda done, total: None,
-                trust_remote_code=False,
-                device="cpu",
-            )
-        )
-
-    by_gradients, forward = found(), LlamaMLP.forward
-
-    def refusing(self: LlamaMLP, value: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("no gradient of this operation")
-        made: torch.Tensor = forward(self, value)
-        return made
-
-    monkeypatch.setattr(LlamaMLP, "forward", refusing)
-    by_weights = found()
-    assert by_weights.keys() == by_gradients.keys()
-    assert by_weights != by_gradients

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.calibration.make import plan_for, samples
 from tests.calibration.models import configs, expert_configs, save
@@ -96,6 +97,24 @@ def test_the_smoothed_model_computes_the_same_bits(
     expected = logits(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits(folder), expected)
+
+
+def test_a_model_without_gradients_is_smoothed_by_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(FAMILIES["llama"], tmp_path / "llama")
+    (_, by_gradients), forward = found_in(folder), LlamaMLP.forward
+
+    def refusing(self: LlamaMLP, value: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("no gradient of this operation")
+        made: torch.Tensor = forward(self, value)
+        return made
+
+    monkeypatch.setattr(LlamaMLP, "forward", refusing)
+    _, by_weights = found_in(folder)
+    assert by_weights.keys() == by_gradients.keys()
+    assert by_weights != by_gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

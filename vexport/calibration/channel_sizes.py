@@ -8,7 +8,10 @@ import torch
 
 
 class ChannelSizes:
-    """The root mean square of each channel of modules' inputs and of their gradients, by module."""
+    """The root mean square of each channel of modules' inputs and of their gradients, by module.
+
+    A gradient goes by the first module that reads the input.
+    """
 
     def __init__(self) -> None:
         self._squares: dict[str, torch.Tensor] = {}
@@ -17,7 +20,7 @@ class ChannelSizes:
 
     @contextmanager
     def watching(self, modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-        """Within the block the modules' inputs are added up; one that several read is squared once."""
+        """Within the block modules' inputs and gradients are added up; one that several read, once."""
         with ExitStack() as block:
             for name, module in modules.items():
                 block.callback(module.register_forward_pre_hook(partial(self._see, name)).remove)
@@ -41,10 +44,10 @@ class ChannelSizes:
         value = inputs[0]
         if self._last is None or self._last[0] is not value:
             self._last = value, _squared(value.detach())
+            if value.requires_grad:
+                see = partial(self._see_gradient, name)
+                value.register_hook(see)  # type: ignore[no-untyped-call]
         _add(self._squares, name, self._last[1])
-        if value.requires_grad:
-            see = partial(self._see_gradient, name)
-            value.register_hook(see)  # type: ignore[no-untyped-call]
 
     def _see_gradient(self, name: str, gradient: torch.Tensor) -> None:
         _add(self._gradients, name, _squared(gradient))
