@@ -91,7 +91,7 @@ def test_all_text_rounds_and_a_broken_call_goes_on_to_the_same_bytes(folder: Pat
             stages.append(stage)
             raise Broken
 
-    for number in range(2):
+    for number in range(3):
         with pytest.raises(Broken):
             run(folder, out, end_after_a_layer)
         assert len(stages) == number + 1

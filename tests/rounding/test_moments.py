@@ -14,7 +14,7 @@ def test_moments_are_the_products_of_all_tokens(columns: int, dtype: torch.dtype
     moments = Moments.zeros(columns, cross=True)
     for row in rows:
         moments.add(row, row.flip(0))
-    moments.add(rows[0], rows[0], weight=0.5)
+    moments.add(rows[0], rows[0], share=0.5)
     moments.complete()
     own = torch.cat(rows).reshape(-1, columns).double()
     first = rows[0].reshape(-1, columns).double()
@@ -27,4 +27,23 @@ def test_moments_are_the_products_of_all_tokens(columns: int, dtype: torch.dtype
     assert moments.cross is not None
     torch.testing.assert_close(
         moments.cross.double(), own.T @ source + first.T @ first / 2, rtol=1e-4, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tokens_count_by_their_weights(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    quantized, source = (torch.randn(1, 16, 8, generator=generator).to(dtype) for _ in range(2))
+    weights = torch.exp2(torch.arange(16) - 8.0)
+    moments = Moments.zeros(8, cross=True)
+    moments.add(quantized, source, weights=weights)
+    moments.complete()
+    own, exact = quantized[0].double(), source[0].double()
+    assert moments.tokens == 16
+    assert moments.cross is not None
+    torch.testing.assert_close(
+        moments.hessian.double(), own.T @ torch.diag(weights.double()) @ own, rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        moments.cross.double(), own.T @ torch.diag(weights.double()) @ exact, rtol=1e-5, atol=1e-5
     )

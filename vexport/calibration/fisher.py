@@ -16,7 +16,7 @@ from vexport.calibration.model import tie_head, unload
 from vexport.calibration.products import fast_products
 
 # Probabilities that are held at once.
-RUN_ELEMENTS = 1 << 24
+RUN_ELEMENTS = 1 << 22
 
 
 class UpAndBack(LayerByLayer):

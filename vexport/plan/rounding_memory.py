@@ -23,6 +23,7 @@ from vexport.rounding.settings import (
     waiting_bytes,
 )
 from vexport.types import FusionGroup, Plan
+from vexport.types.rounding import is_refit
 
 FLOAT32, BFLOAT16 = 4, 2
 # Hidden states of one stream beyond this go to disk (calibration/hidden.py, which loads torch).
@@ -63,7 +64,7 @@ class Input:
 def passes_of(plan: Plan, rows: int, tokens: int) -> tuple[Pass, ...]:
     """What runs one after another: strengths are tried on a part of much text, then all of it is used."""
     groups = _rounded(plan)
-    if all(group.rounding == "gptq" for group in groups):
+    if not any(is_refit(group.rounding) for group in groups):
         return (Pass(recipes=(GPTQ,), rows=rows, all_rows=rows),)
     columns = max(group.members[0].in_features for group in groups)
     tried, held_out = trial_rows(rows, rows * tokens, columns, None)
@@ -148,7 +149,7 @@ def _inputs(groups: Sequence[FusionGroup]) -> Mapping[str, Sequence[Input]]:
         inputs[stack[0] if stack else "", experts if experts and is_shown else group.name] = Input(
             module=experts or group.name,
             columns=first.in_features,
-            is_refitted=group.rounding != "gptq",
+            is_refitted=is_refit(group.rounding),
             is_shown=is_shown,
         )
     layers: dict[str, list[Input]] = {}

@@ -16,9 +16,11 @@ import torch
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.experts.kinds import arithmetic_of
 from vexport.calibration.experts.run import Entered
+from vexport.calibration.token_weights import EQUAL, TokenWeights
 from vexport.quantize.applied import QuantizedModel
 from vexport.rounding.moments import Moments
 from vexport.types import FusionGroup
+from vexport.types.rounding import is_refit
 
 # What enters a module: of experts what their forward is called with.
 Value = torch.Tensor | Entered
@@ -51,8 +53,14 @@ class Site:
 class GroupInputs:
     """The inputs of groups in a model, and why some groups have none that can be noted."""
 
-    def __init__(self, model: QuantizedModel, groups: Sequence[FusionGroup]) -> None:
+    def __init__(
+        self,
+        model: QuantizedModel,
+        groups: Sequence[FusionGroup],
+        token_weights: TokenWeights = EQUAL,
+    ) -> None:
         self._model = model
+        self._token_weights = token_weights
         # The modules that an input enters, all to be shown the same one.
         self._modules: dict[str, list[torch.nn.Module]] = {}
         # What takes the tokens of an expert, by module and expert.
@@ -148,12 +156,23 @@ class GroupInputs:
             assert exact is None or isinstance(exact, Entered)
             wanted = None if exact is None else exact.tokens
             if site.expert is None:
-                moments.add(self._model.rounded_input(site.groups[0], here.tokens), wanted)
+                rounded = self._model.rounded_input(site.groups[0], here.tokens)
+                moments.add(rounded, wanted, weights=self._weights(site, here.tokens))
             else:
                 self._add_down(site, moments, here, wanted, text)
         elif here is not None:
             assert not isinstance(exact, Entered)
-            moments.add(self._model.rounded_input(site.groups[0], here), exact)
+            rounded = self._model.rounded_input(site.groups[0], here)
+            moments.add(rounded, exact, weights=self._weights(site, here))
+
+    def _weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
+        """By how much each of a row's tokens counts; None where all do the same: in GPTQ as it is known."""
+        if not site.is_aligned or not all(is_refit(group.rounding) for group in site.groups):
+            return None
+        members = [member for group in site.groups for member in group.members]
+        modules = {self._model.parameter_of(member).rpartition(".")[0] for member in members}
+        found = self._token_weights.of(sorted(modules), tokens.numel() // tokens.shape[-1])
+        return None if found is None else found.to(tokens.device)
 
     def _add_down(
         self, site: Site, moments: Moments, here: Entered, exact: torch.Tensor | None, text: int
@@ -170,10 +189,14 @@ class GroupInputs:
         if moments.cross is not None:
             assert exact is not None
             wanted = arithmetic.between(module, expert, exact)
-        route = here.routes[expert]
-        moments.add(between[route], None if wanted is None else wanted[route])
+        route, weights = here.routes[expert], self._weights(site, here.tokens)
+        moments.add(
+            between[route],
+            None if wanted is None else wanted[route],
+            weights=None if weights is None else weights[route],
+        )
         share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, text))
-        moments.add(between, wanted, weight=share)
+        moments.add(between, wanted, weights=weights, share=share)
 
 
 def _showing(name: str, module: torch.nn.Module, show: Callable[[str, Value], None]) -> Callable[..., None]:

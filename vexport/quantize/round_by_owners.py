@@ -15,12 +15,12 @@ from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
 from vexport.rounding.settings import GPTQ, Recipe
 from vexport.types import FusionGroup
-from vexport.types.rounding import GroupRounding
+from vexport.types.rounding import GroupRounding, is_refit
 
 
 def recipe_of(group: FusionGroup, site: Site, recipe: Recipe) -> Recipe:
     """The recipe of a branch, but for plain GPTQ and for groups that get other tokens in either stream."""
-    return recipe if group.rounding != "gptq" and site.is_aligned else GPTQ
+    return recipe if is_refit(group.rounding) and site.is_aligned else GPTQ
 
 
 def round_by_owners(

@@ -1,6 +1,6 @@
 """The weights of a plan rounded by what calibration text shows, with the strength that answers best."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -10,6 +10,7 @@ from vexport.calibration.data import Samples
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.ranks import on_first, rank_and_size
+from vexport.calibration.token_weights import EQUAL, TokenWeights, find_token_weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import reader_of
 from vexport.files import from_json, to_json, write_text
@@ -18,13 +19,14 @@ from vexport.quantize.passage import Branch
 from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.two_streams import RoundingStream
 from vexport.rounding.methods import method_of
-from vexport.rounding.settings import Recipe, trial_rows
+from vexport.rounding.settings import WEIGHING_ROWS, Recipe, trial_rows
 from vexport.types import Calibration, FusionGroup, OnProgress, Plan
-from vexport.types.rounding import RoundingReport, Strength, knows_most
+from vexport.types.rounding import RoundingReport, Strength, is_refit, knows_most
 
 CHOICE = "rounding.json"
 # What was found by trying strengths on a part of the text, and how names of the layers that took begin.
 TRIAL, TRIAL_LAYERS = "trial.json", "trial-"
+TOKEN_WEIGHTS = "token-weights.json"
 
 
 def round_weights(
@@ -49,12 +51,22 @@ def round_weights(
     """
     if not on_first((folder / CHOICE).is_file):
         with reader_of(calibration.smoothing) as reader:
+            weigh = partial(
+                find_token_weights,
+                index,
+                reader,
+                weighing_text(samples),
+                on_layer=partial(on_progress, "weigh tokens (layers)"),
+                trust_remote_code=trust_remote_code,
+                device=device,
+            )
             stream = RoundingStream(
                 index,
                 plan,
                 calibration,
                 reader,
                 tokens=sum(len(ids) for ids in samples.token_ids),
+                token_weights=_token_weights(plan, folder, weigh),
                 trust_remote_code=trust_remote_code,
                 device=device,
             )
@@ -63,6 +75,18 @@ def round_weights(
             write_text(folder / CHOICE, to_json(report))
     report = on_first(lambda: from_json(RoundingReport, folder / CHOICE))
     return _layers(folder, report.chosen).tensors(), report
+
+
+def _token_weights(plan: Plan, folder: Path, weigh: Callable[[], TokenWeights]) -> TokenWeights:
+    """How much each token counts, found once for the folder; GPTQ as it is known takes all for equal."""
+    if not any(is_refit(group.rounding) for group in plan.groups):
+        return EQUAL
+    file = folder / TOKEN_WEIGHTS
+    if not on_first(file.is_file):
+        found = weigh()
+        if rank_and_size()[0] == 0:
+            write_text(file, to_json(found))
+    return on_first(lambda: from_json(TokenWeights, file))
 
 
 def _rounded(
@@ -84,6 +108,12 @@ def _rounded(
     found = on_first(lambda: from_json(RoundingReport, folder / TRIAL))
     chosen = Recipe(strength=found.chosen.strength, ridge=found.chosen.ridge)
     return replace(found, layers=_run(stream, samples, (chosen,), 0, folder, on_layer).layers)
+
+
+def weighing_text(samples: Samples) -> Samples:
+    """A few rows, evenly spread over all."""
+    chosen = [number * len(samples.rows) // WEIGHING_ROWS for number in range(WEIGHING_ROWS)]
+    return samples.taken(list(dict.fromkeys(chosen)))
 
 
 def trial_text(samples: Samples, groups: Sequence[FusionGroup], held_out: int | None) -> tuple[Samples, int]:

@@ -20,6 +20,7 @@ from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
 from vexport.calibration.products import fast_products
 from vexport.calibration.ranks import on_first, rank_and_size, require_same_weights
+from vexport.calibration.token_weights import TokenWeights
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
@@ -35,7 +36,7 @@ from vexport.quantize.text_rows import TextRows
 from vexport.quantize.waiting_rows import WaitingRows
 from vexport.rounding.settings import COMPARED_ROWS, most_waiting, waiting_bytes
 from vexport.types import Calibration, FusionGroup, Plan
-from vexport.types.rounding import GroupRounding, LayerRounding
+from vexport.types.rounding import GroupRounding, LayerRounding, is_refit
 
 Rounded = tuple[Stored, tuple[GroupRounding, ...]]
 # Rounds a layer in the branch of this number, whose stream goes through it.
@@ -67,6 +68,7 @@ class RoundingStream:
         reader: Reader,
         *,
         tokens: int,
+        token_weights: TokenWeights,
         trust_remote_code: bool,
         device: str,
     ) -> None:
@@ -76,6 +78,7 @@ class RoundingStream:
         self.quantized = QuantizedModel(index, calibration, reader, self.model, self.weights, device=device)
         self.groups = plan.groups
         self.tokens = tokens
+        self.token_weights = token_weights
         self.most_waiting = on_first(most_waiting)
         self.watches_cache = bool(plan.attention)
         self.device = device
@@ -129,7 +132,7 @@ class RoundingStream:
         self, number: int, calls: Sequence[LayerCall], branches: Sequence[Branch], source: HiddenStates
     ) -> None:
         layer, groups = self.layers[number], self._groups_of(number)
-        inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
+        inputs = self._inputs(groups)
         found = on_first(lambda: [branch.done.get(number) for branch in branches])
 
         def follow(position: int) -> None:
@@ -187,7 +190,7 @@ class RoundingStream:
     def _fits(self, inputs: GroupInputs) -> bool:
         """Whether all rows of the text, those of all ranks, can wait in a layer at once."""
         columns = [site.columns for site in inputs.sites if site.expert is None]
-        refits = any(group.rounding not in ("nearest", "gptq") for group in self.groups)
+        refits = any(is_refit(group.rounding) for group in self.groups)
         return waiting_bytes(columns, self.tokens, refits=refits) <= self.most_waiting
 
     def _follow(self, pending: Pending) -> list[dict[str, Value] | None]:
@@ -254,7 +257,7 @@ class RoundingStream:
         """Round what is not in a decoder layer, an output head say, in every branch."""
         number, inside = len(self.layers), {group.name for group in self._inside()}
         groups = [group for group in self.groups if group.name not in inside]
-        inputs = GroupInputs(self.quantized, [group for group in groups if group.rounding != "nearest"])
+        inputs = self._inputs(groups)
         found = on_first(lambda: [branch.done.get(number) for branch in branches])
 
         def follow(position: int) -> None:
@@ -278,6 +281,11 @@ class RoundingStream:
                 if all(self.quantized.linear(member) is not None for member in group.members)
                 for one in self.quantized.layers_of(group, stored)
             ]
+
+    def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
+        """What enters those of the groups that are rounded by text."""
+        rounded = [group for group in groups if group.rounding != "nearest"]
+        return GroupInputs(self.quantized, rounded, self.token_weights)
 
     def _inside(self) -> list[FusionGroup]:
         return [group for number in range(len(self.layers)) for group in self._groups_of(number)]

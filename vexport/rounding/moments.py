@@ -13,10 +13,11 @@ BLOCK_COLUMNS = 256
 
 @dataclass(slots=True, kw_only=True)
 class Moments:
-    """Sums over tokens, float32 (in, in): `hessian` X~^T X~ and `cross` X~^T X.
+    """Sums over tokens, float32 (in, in): `hessian` X~^T V X~ and `cross` X~^T V X.
 
     X~ (tokens, in) is the input in the quantized stream after the layer's own input rounding, X the one that
-    the source's layer gets for the same token. `cross` is None where the source's stream is not followed.
+    the source's layer gets for the same token, V how much each token counts: 1, or its weight. `cross` is
+    None where the source's stream is not followed.
     Tokens are added to the lower triangle of `hessian`; `complete` makes it symmetric.
     """
 
@@ -31,21 +32,31 @@ class Moments:
         return cls(hessian=zero, cross=zero.clone() if cross else None)
 
     def add(
-        self, quantized: torch.Tensor, source: torch.Tensor | None, *, weight: float | None = None
+        self,
+        quantized: torch.Tensor,
+        source: torch.Tensor | None,
+        *,
+        weights: torch.Tensor | None = None,
+        share: float | None = None,
     ) -> None:
-        """Take in the same tokens of both streams, (..., in) each; with a weight they are not counted."""
+        """Take in the same tokens of both streams, (..., in) each.
+
+        `weights` (tokens,) float32 are powers of two, by which each counts; with a `share` for all of them
+        they are not counted as tokens.
+        """
         found = quantized.reshape(-1, quantized.shape[-1])
-        alpha = 1.0 if weight is None else weight
+        alpha = 1.0 if share is None else share
         with exact_products(found.dtype):
             wide = found.to(torch.float32)
+            weighed = wide if weights is None else wide * weights[:, None]
             for first, last in _blocks(self.hessian):
                 block = self.hessian[first:last, :last]
-                block.addmm_(wide[:, first:last].T, wide[:, :last], alpha=alpha)
+                block.addmm_(weighed[:, first:last].T, wide[:, :last], alpha=alpha)
             if self.cross is not None:
                 assert source is not None
                 exact = source.reshape(found.shape).to(torch.float32)
-                self.cross.addmm_(wide.T, exact, alpha=alpha)
-        if weight is None:
+                self.cross.addmm_(weighed.T, exact, alpha=alpha)
+        if share is None:
             self.tokens += len(found)
 
     def complete(self) -> "Moments":

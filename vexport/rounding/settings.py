@@ -37,6 +37,9 @@ TRIAL_TOKENS, TRIAL_TOKENS_PER_COLUMN = 6144, 3
 HELD_OUT_ONE_IN = 4
 # Of less text than that, one row in so many is held out; none where there are fewer rows.
 HELD_OUT_OF_LITTLE = 8
+# Rows, spread over the text, that show how much tokens count, and how many times the work of one row each is:
+# twice forward, and back.
+WEIGHING_ROWS, WEIGHING_PASSES = 4, 3
 # Rows of the source's stream that are followed where only the report asks for them.
 COMPARED_ROWS = 4
 # Rows wait in a decoder layer until the weights in front of them are rounded, if all of the text takes no

@@ -20,6 +20,11 @@ def knows_most(names: Iterable[Rounding]) -> Rounding:
     return max(names, key=lambda name: ROUNDINGS.index(name) if name in ROUNDINGS else len(ROUNDINGS))
 
 
+def is_refit(name: Rounding) -> bool:
+    """Whether a way of rounding knows more than GPTQ: the source's stream, and how much each token counts."""
+    return name not in ("nearest", "gptq")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRounding:
     """How the weights of a fusion group were rounded.

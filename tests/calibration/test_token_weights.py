@@ -1,0 +1,104 @@
+"""How much tokens count goes by the whole model's gradients, and by the place in the text."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.calibration.make import samples
+from tests.calibration.models import configs, save
+from vexport.calibration.fisher import UpAndBack
+from vexport.calibration.token_weights import EQUAL, TokenWeights, find_token_weights
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
+
+TEXT = samples((16, 11, 16, 16))
+# Of rows of 16 tokens: 0, 1, 2-3, 4-7, 8-15.
+OCTAVES = 5
+
+
+def always_the_last(self: UpAndBack, logits: torch.Tensor) -> torch.Tensor:
+    """The gradient where the last token of the vocabulary is drawn everywhere."""
+    errors = torch.softmax(logits, -1)
+    errors[..., -1] -= 1
+    return errors
+
+
+def find(folder: Path) -> TokenWeights:
+    with Reader() as reader:
+        return find_token_weights(
+            read_index(folder),
+            reader,
+            TEXT,
+            on_layer=lambda done, total: None,
+            trust_remote_code=False,
+            device="cpu",
+        )
+
+
+def gradients_of_whole_model(folder: Path) -> Mapping[str, torch.Tensor]:
+    """The mean square of the gradient behind each linear layer, by octaves of the place."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    squares, counts = dict[str, torch.Tensor](), torch.zeros(OCTAVES)
+
+    def see(name: str) -> None:
+        def keep(gradient: torch.Tensor) -> None:
+            found = squares.setdefault(name, torch.zeros(OCTAVES))
+            for place, one in enumerate(gradient[0]):
+                found[place.bit_length()] += one.square().sum()
+
+        def hook(module: torch.nn.Module, inputs: object, made: torch.Tensor) -> None:
+            made.register_hook(keep)  # type: ignore[no-untyped-call]
+
+        model.get_submodule(name).register_forward_hook(hook)
+
+    for name, module in model.model.layers.named_modules(prefix="model.layers"):
+        if isinstance(module, torch.nn.Linear):
+            see(name)
+    for ids in TEXT.token_ids:
+        logits = model(input_ids=torch.tensor([ids])).logits
+        (-torch.log_softmax(logits, -1)[..., -1].sum()).backward()  # type: ignore[no-untyped-call]
+        for place in range(len(ids)):
+            counts[place.bit_length()] += 1
+    return {name: found / counts for name, found in squares.items()}
+
+
+@pytest.mark.usefixtures("own_products")
+def test_weights_go_by_the_gradients_of_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(configs()["llama"], tmp_path / "llama")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    monkeypatch.setattr(UpAndBack, "_errors", always_the_last)
+    found, expected = find(folder), gradients_of_whole_model(folder)
+    assert found.modules.keys() == expected.keys()
+    for name, squares in expected.items():
+        torch.testing.assert_close(torch.tensor(found.modules[name]), squares, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_without_gradients_takes_all_tokens_for_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(configs()["llama"], tmp_path / "llama")
+
+    def overflow(self: UpAndBack, logits: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(logits, torch.inf)
+
+    monkeypatch.setattr(UpAndBack, "_errors", overflow)
+    assert find(folder) == EQUAL
+
+
+def test_weights_are_powers_of_two_around_one() -> None:
+    known = TokenWeights(modules={"q": (300.0, 1.0, 1.0, 1.0), "k": (100.0, 0.0, 0.0, 0.0)})
+    found = known.of(["q", "k", "elsewhere"], 8)
+    # Roots: 20 at the first token, 1 at the seven others, 27/8 in the mean.
+    assert found is not None
+    assert found.tolist() == [8.0] + [0.25] * 7
+    # Tokens behind all that were looked at count as the last of them.
+    longer = known.of(["q"], 64)
+    assert longer is not None
+    assert longer[1:].unique().numel() == 1
+    assert known.of(["elsewhere"], 8) is None
+    assert TokenWeights(modules={"q": (0.0, 0.0)}).of(["q"], 2) is None
