@@ -16,7 +16,6 @@ from vexport.plan.smoothing import PASSES as SMOOTHING_PASSES
 from vexport.plan.smoothing import ROWS as SMOOTHING_ROWS
 from vexport.rounding.settings import WEIGHING_PASSES, WEIGHING_ROWS
 from vexport.types import Estimate, Plan
-from vexport.types.rounding import is_refit
 
 # Start of a command, and nanoseconds a parameter by bits of a quantized weight: 1.1 B parameters, in memory,
 # in 0.9 to 1.0 s (FP8, INT4) and 1.3 s (NVFP4, whose codes take arithmetic).
@@ -111,16 +110,17 @@ def _quantize(index: SourceIndex, plan: Plan) -> Estimate:
 
 def _rounded(index: SourceIndex, plan: Plan, samples: Samples, nearest: Estimate) -> Estimate:
     """Quantizing with weights that are rounded by the samples: all layers run once for the source and for
-    each recipe; twice for each, before and after they are rounded, where rows are too many to wait. A refit
-    goes through some rows before, up and back."""
+    each recipe; twice for each, before and after they are rounded, where rows are too many to wait. To weigh
+    tokens some rows go up and back before."""
     linears = [one for group in plan.groups if group.rounding != "nearest" for one in group.members]
     weights = sum(one.out_features * one.in_features for one in linears)
     sums = sum(one.in_features**2 for one in linears)
     rounding = sum(one.out_features * one.in_features**2 for one in linears)
-    weighs = any(is_refit(group.rounding) for group in plan.groups)
+    passes = passes_of(plan, samples.number, samples.tokens)
+    weighs = any(recipe.weighs_tokens for one in passes for recipe in one.recipes)
     weighing = WEIGHING_PASSES * min(WEIGHING_ROWS, samples.number) if weighs else 0
     operations, most = 2.0 * weights * samples.tokens * weighing, 0
-    for one in passes_of(plan, samples.number, samples.tokens):
+    for one in passes:
         tokens, recipes = one.rows * samples.tokens, len(one.recipes)
         most = max(most, recipes)
         runs = 1 + recipes * (1 if waits_in(plan, one, samples.tokens) else 2)

@@ -20,7 +20,6 @@ from vexport.calibration.token_weights import EQUAL, TokenWeights
 from vexport.quantize.applied import QuantizedModel
 from vexport.rounding.moments import Moments
 from vexport.types import FusionGroup
-from vexport.types.rounding import is_refit
 
 # What enters a module: of experts what their forward is called with.
 Value = torch.Tensor | Entered
@@ -146,36 +145,52 @@ class GroupInputs:
         with suppress(_AllNoted), self.shown(note):
             yield seen
 
-    def add(self, site: Site, moments: Moments, quantized: Noted, source: Noted, *, text: int) -> None:
+    def add(
+        self,
+        site: Site,
+        moments: Moments,
+        quantized: Noted,
+        source: Noted,
+        *,
+        text: int,
+        weighs_tokens: bool = False,
+    ) -> None:
         """Take in one batch of both streams; `text` is how many tokens all batches have.
 
-        What does not reach the module of a site changes nothing. The model's weights must be the source's.
+        With `weighs_tokens` they count by what is known of them. What does not reach the module of a site
+        changes nothing. The model's weights must be the source's.
         """
         here, exact = quantized.get(site.module), source.get(site.module)
+        if here is None:
+            return
+        tokens = here.tokens if isinstance(here, Entered) else here
+        weights = self._weights(site, tokens) if weighs_tokens else None
         if isinstance(here, Entered):
             assert exact is None or isinstance(exact, Entered)
             wanted = None if exact is None else exact.tokens
             if site.expert is None:
-                rounded = self._model.rounded_input(site.groups[0], here.tokens)
-                moments.add(rounded, wanted, weights=self._weights(site, here.tokens))
+                moments.add(self._model.rounded_input(site.groups[0], tokens), wanted, weights=weights)
             else:
-                self._add_down(site, moments, here, wanted, text)
-        elif here is not None:
+                self._add_down(site, moments, here, wanted, weights, text)
+        else:
             assert not isinstance(exact, Entered)
-            rounded = self._model.rounded_input(site.groups[0], here)
-            moments.add(rounded, exact, weights=self._weights(site, here))
+            moments.add(self._model.rounded_input(site.groups[0], tokens), exact, weights=weights)
 
     def _weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
-        """By how much each of a row's tokens counts; None where all do the same: in GPTQ as it is known."""
-        if not site.is_aligned or not all(is_refit(group.rounding) for group in site.groups):
-            return None
+        """By how much each of a row's tokens counts; None where nothing is known of it."""
         members = [member for group in site.groups for member in group.members]
         modules = {self._model.parameter_of(member).rpartition(".")[0] for member in members}
         found = self._token_weights.of(sorted(modules), tokens.numel() // tokens.shape[-1])
         return None if found is None else found.to(tokens.device)
 
     def _add_down(
-        self, site: Site, moments: Moments, here: Entered, exact: torch.Tensor | None, text: int
+        self,
+        site: Site,
+        moments: Moments,
+        here: Entered,
+        exact: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        text: int,
     ) -> None:
         """An expert's own tokens, and all of the text, together as `SHARED_TOKENS_PER_COLUMN` a column."""
         (module,), expert, group = self._modules[site.module], site.expert, site.groups[0]
@@ -189,7 +204,7 @@ class GroupInputs:
         if moments.cross is not None:
             assert exact is not None
             wanted = arithmetic.between(module, expert, exact)
-        route, weights = here.routes[expert], self._weights(site, here.tokens)
+        route = here.routes[expert]
         moments.add(
             between[route],
             None if wanted is None else wanted[route],

@@ -78,7 +78,9 @@ class RankedSums:
         for seen, exact in zip(self._dealt(noted, wanted), self._exact, strict=True):
             for site in self._sites(branch, rank) if seen is not None else ():
                 assert seen is not None
-                self._inputs.add(site, self.own[branch][site.name], seen, exact or {}, text=self._text)
+                weighs = all(self._recipe_of(branch, group, site).weighs_tokens for group in site.groups)
+                sums = self.own[branch][site.name]
+                self._inputs.add(site, sums, seen, exact or {}, text=self._text, weighs_tokens=weighs)
 
     def _dealt(self, noted: Noted | None, wanted: Sequence[Set[str]]) -> list[Noted | None]:
         """What each rank noted of the modules that this rank wants, in the order of the ranks."""

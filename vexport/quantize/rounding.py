@@ -21,7 +21,7 @@ from vexport.quantize.two_streams import RoundingStream
 from vexport.rounding.methods import method_of
 from vexport.rounding.settings import WEIGHING_ROWS, Recipe, trial_rows
 from vexport.types import Calibration, FusionGroup, OnProgress, Plan
-from vexport.types.rounding import RoundingReport, Strength, is_refit, knows_most
+from vexport.types.rounding import RoundingReport, Strength, knows_most
 
 CHOICE = "rounding.json"
 # What was found by trying strengths on a part of the text, and how names of the layers that took begin.
@@ -51,6 +51,15 @@ def round_weights(
     """
     if not on_first((folder / CHOICE).is_file):
         with reader_of(calibration.smoothing) as reader:
+            stream = RoundingStream(
+                index,
+                plan,
+                calibration,
+                reader,
+                tokens=sum(len(ids) for ids in samples.token_ids),
+                trust_remote_code=trust_remote_code,
+                device=device,
+            )
             weigh = partial(
                 find_token_weights,
                 index,
@@ -60,26 +69,18 @@ def round_weights(
                 trust_remote_code=trust_remote_code,
                 device=device,
             )
-            stream = RoundingStream(
-                index,
-                plan,
-                calibration,
-                reader,
-                tokens=sum(len(ids) for ids in samples.token_ids),
-                token_weights=_token_weights(plan, folder, weigh),
-                trust_remote_code=trust_remote_code,
-                device=device,
-            )
-            report = _rounded(stream, samples, folder, held_out, on_progress)
+            report = _rounded(stream, samples, folder, held_out, on_progress, weigh)
         if rank_and_size()[0] == 0:
             write_text(folder / CHOICE, to_json(report))
     report = on_first(lambda: from_json(RoundingReport, folder / CHOICE))
     return _layers(folder, report.chosen).tensors(), report
 
 
-def _token_weights(plan: Plan, folder: Path, weigh: Callable[[], TokenWeights]) -> TokenWeights:
-    """How much each token counts, found once for the folder; GPTQ as it is known takes all for equal."""
-    if not any(is_refit(group.rounding) for group in plan.groups):
+def _token_weights(
+    recipes: Sequence[Recipe], folder: Path, weigh: Callable[[], TokenWeights]
+) -> TokenWeights:
+    """How much each token counts, where a recipe asks for it; found once for the folder."""
+    if not any(recipe.weighs_tokens for recipe in recipes):
         return EQUAL
     file = folder / TOKEN_WEIGHTS
     if not on_first(file.is_file):
@@ -90,24 +91,31 @@ def _token_weights(plan: Plan, folder: Path, weigh: Callable[[], TokenWeights]) 
 
 
 def _rounded(
-    stream: RoundingStream, samples: Samples, folder: Path, held_out: int | None, on_progress: OnProgress
+    stream: RoundingStream,
+    samples: Samples,
+    folder: Path,
+    held_out: int | None,
+    on_progress: OnProgress,
+    weigh: Callable[[], TokenWeights],
 ) -> RoundingReport:
     method = method_of(knows_most(group.rounding for group in stream.groups))
     text, held_out = trial_text(samples, stream.groups, held_out)
     recipes = method.recipes(layers=len(stream.layers), held_out=held_out)
+    token_weights = _token_weights(recipes, folder, weigh)
+    run = partial(_run, stream, folder=folder, token_weights=token_weights)
     on_layer = partial(on_progress, "round weights (layers)")
     if len(recipes) == 1:
-        return _run(stream, samples, recipes, 0, folder, on_layer)
+        return run(samples, recipes, on_layer=on_layer)
     if not on_first((folder / TRIAL).is_file):
         on_trial = partial(on_progress, "try strengths (layers)")
-        trial = _run(stream, text, recipes, held_out, folder, on_trial, TRIAL_LAYERS)
+        trial = run(text, recipes, held_out=held_out, on_layer=on_trial, prefix=TRIAL_LAYERS)
         if rank_and_size()[0] == 0:
             write_text(folder / TRIAL, to_json(replace(trial, layers=())))
     for file in folder.glob(f"{TRIAL_LAYERS}*") if rank_and_size()[0] == 0 else ():
         file.unlink()
     found = on_first(lambda: from_json(RoundingReport, folder / TRIAL))
-    chosen = Recipe(strength=found.chosen.strength, ridge=found.chosen.ridge)
-    return replace(found, layers=_run(stream, samples, (chosen,), 0, folder, on_layer).layers)
+    chosen = next(recipe for recipe in recipes if _name(recipe) == _name(found.chosen))
+    return replace(found, layers=run(samples, (chosen,), on_layer=on_layer).layers)
 
 
 def weighing_text(samples: Samples) -> Samples:
@@ -130,9 +138,11 @@ def _run(
     stream: RoundingStream,
     samples: Samples,
     recipes: Sequence[Recipe],
-    held_out: int,
+    *,
     folder: Path,
+    token_weights: TokenWeights,
     on_layer: OnLayer,
+    held_out: int = 0,
     prefix: str = "",
 ) -> RoundingReport:
     """The branch with the least KL; of equal ones the first, which is the one nearer to GPTQ."""
@@ -146,7 +156,7 @@ def _run(
             for recipe in recipes
         ]
         source = block.enter_context(hidden_states())
-        stream.run(samples, branches, source, on_layer, held_out=held_out)
+        stream.run(samples, branches, source, on_layer, held_out=held_out, token_weights=token_weights)
     tried = {
         Strength(**asdict(branch.recipe), divergence=branch.divergence): branch.done for branch in branches
     }
@@ -157,4 +167,9 @@ def _run(
 
 
 def _layers(folder: Path, recipe: Recipe | Strength, prefix: str = "") -> RoundedLayers:
-    return RoundedLayers(folder, f"{prefix}strength-{recipe.strength:g}-ridge-{recipe.ridge:g}")
+    return RoundedLayers(folder, f"{prefix}{_name(recipe)}")
+
+
+def _name(recipe: Recipe | Strength) -> str:
+    weights = "-weighed" if recipe.weighs_tokens else ""
+    return f"strength-{recipe.strength:g}-ridge-{recipe.ridge:g}{weights}"

@@ -20,7 +20,7 @@ from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
 from vexport.calibration.products import fast_products
 from vexport.calibration.ranks import on_first, rank_and_size, require_same_weights
-from vexport.calibration.token_weights import TokenWeights
+from vexport.calibration.token_weights import EQUAL, TokenWeights
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
@@ -68,7 +68,6 @@ class RoundingStream:
         reader: Reader,
         *,
         tokens: int,
-        token_weights: TokenWeights,
         trust_remote_code: bool,
         device: str,
     ) -> None:
@@ -78,7 +77,6 @@ class RoundingStream:
         self.quantized = QuantizedModel(index, calibration, reader, self.model, self.weights, device=device)
         self.groups = plan.groups
         self.tokens = tokens
-        self.token_weights = token_weights
         self.most_waiting = on_first(most_waiting)
         self.watches_cache = bool(plan.attention)
         self.device = device
@@ -92,12 +90,13 @@ class RoundingStream:
         on_layer: OnLayer,
         *,
         held_out: int = 0,
+        token_weights: TokenWeights = EQUAL,
     ) -> None:
         """Round layer after layer in every branch; each ends with its KL over the rows held out.
 
         Those are the last rows, which no Moments see; at least one row is left to these.
         """
-        self.batches = make_batches(samples, 1)
+        self.batches, self.token_weights = make_batches(samples, 1), token_weights
         refits = any(branch.recipe.strength for branch in branches)
         self.rows = TextRows(
             lengths=[batch.ids.numel() for batch in self.batches],

@@ -51,7 +51,8 @@ def _measured(strength: Strength) -> str:
     """A strength and its KL."""
     what = f"{strength.strength:g} of the refit" if strength.strength else "no refit"
     held_out = "" if strength.divergence is None else f" (KL {strength.divergence:.4g} on rows held out)"
-    return f"{what}, ridge {strength.ridge:g}{held_out}"
+    weights = ", tokens weighed" if strength.weighs_tokens else ""
+    return f"{what}, ridge {strength.ridge:g}{weights}{held_out}"
 
 
 def fallback_lines(rounding: RoundingReport | None) -> tuple[str, ...]:

@@ -10,10 +10,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One way to round: `strength` 0 is GPTQ. `ridge` is added to H as a share of its diagonal's mean."""
+    """One way to round: `strength` 0 is GPTQ. `ridge` is added to H as a share of its diagonal's mean.
+
+    `weighs_tokens` says whether tokens count by the gradient behind them, or all the same.
+    """
 
     strength: float
     ridge: float
+    weighs_tokens: bool = False
 
 
 # llm-compressor's damping.
@@ -21,8 +25,12 @@ GPTQ = Recipe(strength=0.0, ridge=0.01)
 # A quarter of the refit: better than GPTQ in every scheme on SmolLM2-135M.
 REFIT = Recipe(strength=0.25, ridge=0.1)
 # What is tried where there is text to choose by. The first keeps a refit from losing to GPTQ.
-CANDIDATES = (GPTQ, REFIT, Recipe(strength=0.5, ridge=0.1))
-# What a deep model is tried with in addition: best for NVFP4 on SmolLM2-135M.
+CANDIDATES = (
+    GPTQ,
+    Recipe(strength=0.25, ridge=0.1, weighs_tokens=True),
+    Recipe(strength=0.5, ridge=0.1, weighs_tokens=True),
+)
+# What a deep model is tried with in addition: best for NVFP4 on SmolLM2-135M, which weights of tokens harm.
 DAMPED = (Recipe(strength=0.5, ridge=0.3),)
 # What a model of few layers is tried with in addition: errors of the correction add up layer after layer.
 FULL = (

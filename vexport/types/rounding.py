@@ -62,11 +62,15 @@ class LayerRounding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strength:
-    """How much of the refit was taken, and the KL over rows held out, nats per token, where some were."""
+    """How much of the refit was taken, and the KL over rows held out, nats per token, where some were.
+
+    `weighs_tokens` says whether tokens counted by the gradient behind them.
+    """
 
     strength: float
     ridge: float
     divergence: float | None
+    weighs_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
