@@ -10,7 +10,7 @@ from tests.calibration.models import configs, save
 from vexport.checkpoint.index import SourceIndex
 from vexport.plan import Settings
 from vexport.plan.source import plan_headers
-from vexport.quantize.rounding import TRIAL_LAYERS, round_weights, trial_text
+from vexport.quantize.rounding import TOKEN_WEIGHTS, TRIAL_LAYERS, round_weights, trial_text
 from vexport.rounding import settings
 from vexport.rounding.settings import CANDIDATES, trial_rows
 from vexport.scenario import Rule
@@ -95,6 +95,7 @@ def test_all_text_rounds_and_a_broken_call_goes_on_to_the_same_bytes(folder: Pat
         with pytest.raises(Broken):
             run(folder, out, end_after_a_layer)
         assert len(stages) == number + 1
+        assert (out / TOKEN_WEIGHTS).is_file() == bool(number)
     found, again = run(folder, out, end_after_a_layer)
     assert found == expected
     assert again == report

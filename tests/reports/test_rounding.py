@@ -32,6 +32,8 @@ def test_lines_say_what_was_chosen_by_what_and_what_it_gained() -> None:
         "0.25 of the refit, ridge 0.1 (KL 0.125 on rows held out); "
         "also tried: no refit, ridge 0.01 (KL 0.25 on rows held out)"
     )
+    weighed = replace(ROUNDING, chosen=replace(REFIT, weighs_tokens=True))
+    assert "0.25 of the refit, ridge 0.1, tokens weighed (KL 0.125" in rounding_lines(weighed)[1]
     assert gain == "output error 1.00% of the signal, 4.00% to nearest (median)"
     assert rounding_lines(None) == ()
 

@@ -123,6 +123,7 @@ class _Weighed(UpAndBack):
             modules={
                 name: tuple((squares / counts.clamp_min(1)).tolist())
                 for name, (squares, counts) in self._sums.items()
+                if bool(torch.isfinite(squares).all())
             }
         )
 
