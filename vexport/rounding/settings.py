@@ -24,14 +24,11 @@ class Recipe:
 GPTQ = Recipe(strength=0.0, ridge=0.01)
 # A quarter of the refit: better than GPTQ in every scheme on SmolLM2-135M.
 REFIT = Recipe(strength=0.25, ridge=0.1)
-# What is tried where there is text to choose by. The first keeps a refit from losing to GPTQ.
-CANDIDATES = (GPTQ, REFIT)
-# What a deep model is tried with in addition: best for weights alone on SmolLM2-135M. Weights of tokens harm a
-# refit for 4-bit inputs.
-WEIGHED = (
-    Recipe(strength=0.25, ridge=0.1, weighs_tokens=True),
-    Recipe(strength=0.5, ridge=0.1, weighs_tokens=True),
-)
+# What is tried where there is text to choose by. The first keeps a refit from losing to GPTQ; weights of tokens
+# are best for weights alone on SmolLM2-135M, and harm a refit where inputs have 4 bits.
+CANDIDATES = (GPTQ, REFIT, Recipe(strength=0.5, ridge=0.1, weighs_tokens=True))
+# What a deep model is tried with in addition.
+DEEP = (Recipe(strength=0.25, ridge=0.1, weighs_tokens=True),)
 # What a model of few layers is tried with in addition: errors of the correction add up layer after layer.
 FULL = (
     Recipe(strength=0.5, ridge=0.03),
@@ -60,13 +57,10 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
 def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:
-    """Strengths from none on; for few layers larger ones, for many also with weights of tokens.
-
-    A quarter where there is nothing to choose by.
-    """
+    """Strengths from none on, more of it for few layers; a quarter where there is nothing to choose by."""
     if not held_out:
         return (REFIT,)
-    return (*CANDIDATES, *(FULL if layers <= FEW_LAYERS else WEIGHED))
+    return (*CANDIDATES, *(FULL if layers <= FEW_LAYERS else DEEP))
 
 
 def most_waiting() -> int:
