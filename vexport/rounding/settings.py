@@ -24,8 +24,8 @@ class Recipe:
 GPTQ = Recipe(strength=0.0, ridge=0.01)
 # A quarter of the refit: better than GPTQ in every scheme on SmolLM2-135M.
 REFIT = Recipe(strength=0.25, ridge=0.1)
-# What is tried where there is text to choose by. The first keeps a refit from losing to GPTQ; weights of tokens
-# are best for weights alone on SmolLM2-135M, and harm a refit where inputs have 4 bits.
+# What is tried where there is text to choose by. The first keeps a refit from losing to GPTQ; weights of
+# tokens are best for weights alone on SmolLM2-135M, and harm a refit where inputs have 4 bits.
 CANDIDATES = (GPTQ, REFIT, Recipe(strength=0.5, ridge=0.1, weighs_tokens=True))
 # What a deep model is tried with in addition.
 DEEP = (Recipe(strength=0.25, ridge=0.1, weighs_tokens=True),)
