@@ -57,6 +57,10 @@ class Samples:
             rows=tuple(self.rows[position] for position in positions),
         )
 
+    def spread(self, number: int) -> "Samples":
+        """So many samples at most, evenly spread over all."""
+        return self.taken(list(dict.fromkeys(one * len(self.rows) // number for one in range(number))))
+
 
 def read_samples(
     data: CalibrationData, checkpoint: Path, *, vocab_size: int, trust_remote_code: bool = False

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vexport.calibration.capture import LayerCall, Rest, replayed_layers
-from vexport.calibration.hidden import HiddenStates
+from vexport.calibration.forward import raise_first
+from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import Failure, LayerByLayer, OnLayer
 from vexport.calibration.model import tie_head, unload
 from vexport.calibration.products import fast_products
 
+# What enters all layers is kept until the way back: so many bytes in memory, the rest on disk.
+ENTERED_BYTES = 2**28
 # Probabilities that are held at once.
 RUN_ELEMENTS = 1 << 22
 
@@ -26,13 +29,14 @@ class UpAndBack(LayerByLayer):
     second moments are the Fisher information, by which a small error of an input moves the KL divergence.
     """
 
-    def run_and_back(self, entered: HiddenStates, on_layer: OnLayer) -> Failure | None:
-        """Run everything; `entered` takes what enters each layer. What is not finite ends it, as in `run`."""
-        self._entered = entered
+    def run_and_back(self, on_layer: OnLayer, *, entered_bytes: int = ENTERED_BYTES) -> None:
+        """Run everything, and go back. Raises what `vexport.calibration.forward.watch` raises."""
         self._calls = list[Sequence[LayerCall]]()
         self._on_layer = on_layer
         self._generator = torch.Generator(self.device).manual_seed(0)
-        return self.run(lambda done, total: on_layer(done, 2 * total))
+        with hidden_states(entered_bytes) as self._entered:
+            failure = self.run(lambda done, total: on_layer(done, 2 * total))
+        raise_first([failure] if failure else [])
 
     def visit(self, number: int, calls: Sequence[LayerCall], flow: Callable[[], None]) -> None:
         """See a layer that has its weights; `flow` runs all batches through it and their gradients back."""

@@ -24,7 +24,7 @@ from vexport.calibration.channel_sizes import ChannelSizes
 from vexport.calibration.data import Samples
 from vexport.calibration.device import require_device
 from vexport.calibration.fisher import UpAndBack
-from vexport.calibration.forward import make_batches, raise_first
+from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import joined
@@ -37,8 +37,6 @@ from vexport.types import FusionGroup, Smoothing
 
 # Rows of text that are looked at, spread over all.
 ROWS = 16
-# What enters all layers is kept until the way back: so many bytes in memory, the rest on disk.
-ENTERED_BYTES = 2**28
 # A channel that is never used counts as this share of the largest.
 LEAST = 1e-5
 
@@ -58,23 +56,16 @@ def find_smoothing(
     Raises what `vexport.calibration.forward.watch` raises.
     """
     require_device(device)
-    chosen = [number * len(samples.rows) // ROWS for number in range(ROWS)]
-    batches = make_batches(samples.taken(list(dict.fromkeys(chosen))), 1)
+    batches = make_batches(samples.spread(ROWS), 1)
     nothing = Watched(inputs={}, importance={}, layers={})
 
     def find() -> Mapping[str, Smoothing]:
-        with (
-            torch.no_grad(),
-            Reader() as reader,
-            hidden_states() as hidden,
-            hidden_states(ENTERED_BYTES) as entered,
-        ):
+        with torch.no_grad(), Reader() as reader, hidden_states() as hidden:
             model = _Smoothed(
                 index, reader, batches, hidden, nothing, trust_remote_code=trust_remote_code, device=device
             )
             model.prepare(groups, strength)
-            failure = model.run_and_back(entered, on_layer)
-        raise_first([failure] if failure else [])
+            model.run_and_back(on_layer)
         return model.found
 
     with process_group():

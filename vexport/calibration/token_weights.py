@@ -18,7 +18,7 @@ from vexport.calibration.capture import LayerCall
 from vexport.calibration.data import Samples
 from vexport.calibration.experts.kinds import arithmetic_of
 from vexport.calibration.fisher import UpAndBack
-from vexport.calibration.forward import make_batches, raise_first
+from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import joined
@@ -27,8 +27,6 @@ from vexport.calibration.watch import Watched
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 
-# What enters all layers is kept until the way back: so many bytes in memory, the rest on disk.
-ENTERED_BYTES = 2**28
 # A token counts at most so many octaves more or less than the mean.
 MOST = 10
 
@@ -65,7 +63,8 @@ EQUAL = TokenWeights(modules={})
 
 def octaves(tokens: int) -> torch.Tensor:
     """The octave of each place in a row of so many tokens, (tokens,)."""
-    return torch.tensor([place.bit_length() for place in range(tokens)])
+    places = torch.arange(tokens, dtype=torch.float64)
+    return torch.frexp(places).exponent.to(torch.int64)
 
 
 def find_token_weights(
@@ -87,14 +86,13 @@ def find_token_weights(
     nothing = Watched(inputs={}, importance={}, layers={})
 
     def find() -> TokenWeights:
-        with torch.no_grad(), hidden_states() as hidden, hidden_states(ENTERED_BYTES) as entered:
+        with torch.no_grad(), hidden_states() as hidden:
             model = _Weighed(
                 index, reader, batches, hidden, nothing, trust_remote_code=trust_remote_code, device=device
             )
             model.prepare()
-            failure = model.run_and_back(entered, on_layer)
-            raise_first([failure] if failure else [])
-            return model.found()
+            model.run_and_back(on_layer)
+        return model.found()
 
     return on_first(find)
 

@@ -19,7 +19,7 @@ from vexport.calibration.experts.run import Entered
 from vexport.calibration.token_weights import EQUAL, TokenWeights
 from vexport.quantize.applied import QuantizedModel
 from vexport.rounding.moments import Moments
-from vexport.types import FusionGroup
+from vexport.types import FusionGroup, LinearPlan
 
 # What enters a module: of experts what their forward is called with.
 Value = torch.Tensor | Entered
@@ -62,6 +62,8 @@ class GroupInputs:
         self._token_weights = token_weights
         # The modules that an input enters, all to be shown the same one.
         self._modules: dict[str, list[torch.nn.Module]] = {}
+        # The names of all that a module's input enters, those of token weights.
+        self._names: dict[str, set[str]] = {}
         # What takes the tokens of an expert, by module and expert.
         self._firsts: dict[tuple[str, int], FusionGroup] = {}
         self.unreachable: dict[str, str] = {}
@@ -72,6 +74,8 @@ class GroupInputs:
                 self.unreachable[group.name] = place
             else:
                 found.setdefault((*place, group.members[0].in_features), []).append(group)
+                names = {self._module_of(member) for member in group.members}
+                self._names.setdefault(place[0], set()).update(names)
         self.sites = tuple(
             Site(
                 name=shared[0].name,
@@ -87,7 +91,7 @@ class GroupInputs:
     def _place(self, group: FusionGroup) -> tuple[str, int | None] | str:
         """The module and expert that a group's input belongs to, or why it cannot be noted."""
         member = group.members[0]
-        name = self._model.parameter_of(member).rpartition(".")[0]
+        name = self._module_of(member)
         linears = [self._model.linear(one) for one in group.members]
         if linears[0] is not None and None not in linears:
             self._modules[name] = [linear for linear in linears if linear is not None]
@@ -102,6 +106,10 @@ class GroupInputs:
         if not layer.is_down:
             self._firsts[name, layer.expert] = group
         return name, layer.expert if layer.is_down else None
+
+    def _module_of(self, member: LinearPlan) -> str:
+        """The name of the module that has a member's weight."""
+        return self._model.parameter_of(member).rpartition(".")[0]
 
     def _is_experts(self, module: str) -> bool:
         return arithmetic_of(self._modules[module][0]) is not None
@@ -178,9 +186,8 @@ class GroupInputs:
 
     def _weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
         """By how much each of a row's tokens counts; None where nothing is known of it."""
-        members = [member for group in site.groups for member in group.members]
-        modules = {self._model.parameter_of(member).rpartition(".")[0] for member in members}
-        found = self._token_weights.of(sorted(modules), tokens.numel() // tokens.shape[-1])
+        names = sorted(self._names[site.module])
+        found = self._token_weights.of(names, tokens.numel() // tokens.shape[-1])
         return None if found is None else found.to(tokens.device)
 
     def _add_down(

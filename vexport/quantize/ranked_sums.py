@@ -48,6 +48,12 @@ class RankedSums:
                 for site in inputs.sites
             }
         )
+        self._weighed = {
+            (branch, site.name)
+            for branch in branches
+            for site in inputs.sites
+            if all(recipe_of(branch, group, site).weighs_tokens for group in site.groups)
+        }
         rank, _ = rank_and_size()
         self.own = {
             branch: zero_moments(self._sites(branch, rank), partial(recipe_of, branch), device)
@@ -78,7 +84,7 @@ class RankedSums:
         for seen, exact in zip(self._dealt(noted, wanted), self._exact, strict=True):
             for site in self._sites(branch, rank) if seen is not None else ():
                 assert seen is not None
-                weighs = all(self._recipe_of(branch, group, site).weighs_tokens for group in site.groups)
+                weighs = (branch, site.name) in self._weighed
                 sums = self.own[branch][site.name]
                 self._inputs.add(site, sums, seen, exact or {}, text=self._text, weighs_tokens=weighs)
 

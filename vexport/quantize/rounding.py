@@ -64,7 +64,7 @@ def round_weights(
                 find_token_weights,
                 index,
                 reader,
-                weighing_text(samples),
+                samples.spread(WEIGHING_ROWS),
                 on_layer=partial(on_progress, "weigh tokens (layers)"),
                 trust_remote_code=trust_remote_code,
                 device=device,
@@ -114,14 +114,9 @@ def _rounded(
     for file in folder.glob(f"{TRIAL_LAYERS}*") if rank_and_size()[0] == 0 else ():
         file.unlink()
     found = on_first(lambda: from_json(RoundingReport, folder / TRIAL))
-    chosen = next(recipe for recipe in recipes if _name(recipe) == _name(found.chosen))
+    best = found.chosen
+    chosen = Recipe(strength=best.strength, ridge=best.ridge, weighs_tokens=best.weighs_tokens)
     return replace(found, layers=run(samples, (chosen,), on_layer=on_layer).layers)
-
-
-def weighing_text(samples: Samples) -> Samples:
-    """A few rows, evenly spread over all."""
-    chosen = [number * len(samples.rows) // WEIGHING_ROWS for number in range(WEIGHING_ROWS)]
-    return samples.taken(list(dict.fromkeys(chosen)))
 
 
 def trial_text(samples: Samples, groups: Sequence[FusionGroup], held_out: int | None) -> tuple[Samples, int]:
