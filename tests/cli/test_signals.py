@@ -129,6 +129,25 @@ def test_an_exception_that_is_lost_comes_again(code: str) -> None:
 
 
 @SWALLOWED
+def test_a_module_that_is_being_made_is_not_broken_off() -> None:
+    """C++ that makes a module aborts the process where an exception meets it: it comes after the module."""
+    module = (
+        "import os, time\n"
+        "print('ready', flush=True)\n"
+        "end = time.monotonic() + 0.5\n"
+        "try:\n"
+        "    while time.monotonic() < end:\n"
+        "        pass\n"
+        "except BaseException:\n"
+        "    os._exit(9)\n"
+    )
+    assert _with_handlers(f"import time\nexec({module!r})\ntime.sleep(60)", signal.SIGTERM) == (
+        143,
+        INTERRUPTED,
+    )
+
+
+@SWALLOWED
 def test_what_hears_nothing_ends_all_the_same() -> None:
     """Python code waits for what runs in C, or cleans up without an end: the process is ended."""
     ran = _with_handlers(
@@ -194,7 +213,7 @@ def test_a_signal_while_vllm_is_imported(arguments: Sequence[object], tmp_path: 
     number = moments.choice(list(CODES))
     struck = strike(arguments, number, moments.uniform(1, 4), folder=tmp_path)
     assert_interrupted(struck, number, arguments[0])
-    assert struck.errors == [line_of(arguments[0])]
+    assert struck.errors == [line_of(arguments[0])], struck
 
 
 @pytest.mark.vllm

@@ -30,7 +30,8 @@ class Interrupts:
     """The handlers while a command runs: the first signal raises KeyboardInterrupt, further ones nothing.
 
     Python ignores exceptions in callbacks and destructors, and imports may catch all of them: where the
-    exception is lost, it is raised again.
+    exception is lost, it is raised again. While a module is imported that may be written in C++, which an
+    exception would abort, it waits.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,8 @@ class Interrupts:
             self.code = self.code or CODES[signal.Signals(number)]
         elif self.code is None or self._again:
             self.code, self._again = self.code or CODES[signal.Signals(number)], False
-            raise KeyboardInterrupt
+            if not _imports(frame):
+                raise KeyboardInterrupt
 
     def _ignored(self, problem: "sys.UnraisableHookArgs") -> None:
         """Python's report of an exception that it ignores, but not of ours: it comes again."""
@@ -100,6 +102,14 @@ def _interrupted() -> str:
     """What is said of a command that a signal ended."""
     name = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
     return f"{INTERRUPTED} to resume" if name in RESUMING else INTERRUPTED
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a module is being made: what its own lines call, `torch._C._c10d_init`, may be C++."""
+    code = frame.f_code if frame else None
+    return code is not None and (
+        code.co_name == "<module>" or code.co_filename.startswith("<frozen importlib")
+    )
 
 
 def _interrupt_travels() -> bool:
