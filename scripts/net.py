@@ -1,176 +1,152 @@
 #!/usr/bin/env python3
-"""A net below a refactoring: what vexport writes and says, as digests, recorded before and compared after.
+"""A net below a refactoring: what vexport writes and says, recorded before and compared after.
 
     .venv/bin/python scripts/net.py record before.json
     .venv/bin/python scripts/net.py compare before.json
 
-Every scheme on every micro family, with other observers, calibrated, with a KV cache: the digest of what is
-written. `check` of the recorded spoiled checkpoints and the dry load: findings without the prose. Calibrated
-scales depend on the processor: a record is good on the machine that made it.
+Every scheme on every micro family, data-free; `gptq`, `refit` and calibrated scales on three families; the
+findings of `check` on spoiled checkpoints; a run's report. Weights, config.json and its `ignore` are lines of
+their own. Floats depend on the processor: a record is good on the machine that made it.
 """
 
-import hashlib
-import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from shutil import copytree, rmtree
-from tempfile import TemporaryDirectory
+import os
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+import hashlib  # noqa: E402
+import json  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Iterator, Mapping  # noqa: E402
+from difflib import unified_diff  # noqa: E402
+from pathlib import Path  # noqa: E402
+from shutil import copytree, rmtree  # noqa: E402
+from tempfile import TemporaryDirectory  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
 
 from tests.architectures.families import FAMILIES, save_family  # noqa: E402
 from tests.command import vexport  # noqa: E402
-from tests.models import save_llama, write_calibration  # noqa: E402
+from tests.models import write_calibration  # noqa: E402
 from tests.mutations.good import GOOD, write_good  # noqa: E402
 from tests.mutations.recorded import read_records  # noqa: E402
 from tests.mutations.table import mutations  # noqa: E402
+from vexport.formats.schemes import scheme_names  # noqa: E402
 
-Record = dict[str, str]
-SCHEMES = (
-    *(
-        "NVFP4A16",
-        "MXFP4",
-        "MXFP4A16",
-        "MXFP8",
-        "MXFP8A16",
-        "FP8_DYNAMIC",
-        "FP8_BLOCK",
-        "W8A8",
-        "W4A8",
-        "W4AFP8",
-    ),
-    *("W4A16", "W4A16_ASYM", "W8A16", "W2A16", "W3A16", "W5A16", "W6A16", "W7A16"),
-)
-CALIBRATED = ("NVFP4", "FP8", "W4A16")
-OBSERVERS = ("memoryless_mse", "nvfp4_expanded_mse", "imatrix_mse")
-CALIBRATED_FAMILIES = ("llama", "qwen3-moe", "deepseek-v3", "qwen3-next", "gemma3-vision")
-SPOILED_ONE_IN = 4
-MIXED = """name: mixed
-source: {source}
+Lines = Iterator[tuple[str, str]]
+ROUNDED_FAMILIES = ("llama", "qwen3-moe", "deepseek-v3")
+ROUNDED = (*((scheme, how) for scheme in ("NVFP4", "W4A16") for how in ("gptq", "refit")), ("FP8", "nearest"))
+SPOILED_ONE_IN = 7
+# Lines of a report that no two runs have in common.
+TIMED = ("time ", "report:", "rounding ")
+RUN = """name: net
+source: {demo}/model
 rules:
-  - {{match: "re:.*layers[.]0[.].*", scheme: keep}}
-  - {{match: down_proj, scheme: FP8_DYNAMIC}}
-  - {{match: "re:.*mlp.*", scheme: W4A16}}
-  - {{match: lm_head, scheme: W8A16}}
-  - {{match: Linear, scheme: NVFP4A16, observer: memoryless_mse}}
+  - {{match: lm_head, scheme: keep}}
+  - {{match: Linear, scheme: FP8_DYNAMIC}}
+serve: {{dry_tensor_parallel: [1, 2], compute: [cpu, sm90]}}
+evaluate: {{tasks: ["{demo}/tasks/facts_choice.yaml"], margin: 0.2, limit: 100}}
 """
 
 
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over the weights, the index and config.json of a folder, shortened to 16 digits."""
-    whole = hashlib.sha256()
-    for file in sorted(folder.glob("*")):
-        if file.suffix == ".safetensors" or file.name in ("config.json", "model.safetensors.index.json"):
-            whole.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return whole.hexdigest()[:16]
+def digest(data: bytes) -> str:
+    """The beginning of the SHA-256."""
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
-def quantized(source: Path, *options: object) -> str:
-    """The digest of what `quantize` writes, or its exit code."""
+def quantized(what: str, source: Path, *options: object) -> Lines:
+    """Digests of what `quantize` writes, or its exit code."""
     out = source.parent / "out"
-    ran = vexport("quantize", source, out, "--quiet", *options)
-    told = folder_digest(out) if ran.code == 0 else f"exit {ran.code}"
-    rmtree(out, ignore_errors=True)
-    return told
+    ran = vexport("quantize", source, out, "--quiet", *unproved(), *options)
+    if ran.code:
+        yield f"{what}: weights", f"exit {ran.code}"
+        return
+    weights = [digest(file.read_bytes()) for file in sorted(out.glob("*.safetensors*"))]
+    config = json.loads((out / "config.json").read_text())
+    ignored = config["quantization_config"].pop("ignore")
+    yield f"{what}: weights", " ".join(weights)
+    yield f"{what}: config", digest(json.dumps(config).encode())
+    yield f"{what}: ignore", "\n".join(ignored)
+    rmtree(out)
 
 
-def written(root: Path) -> Iterator[tuple[str, str]]:
-    """(what, digest) of every checkpoint that is written."""
+def unproved() -> tuple[str, ...]:
+    """What leaves out the dry load of the output, which takes seconds."""
+    return ("--no-verify",) if "--no-verify" in vexport("quantize", "--help").stdout else ()
+
+
+def written(root: Path) -> Lines:
+    """Every scheme on every family, without data."""
+    for family in FAMILIES:
+        source = save_family(family, root / family)
+        for scheme in scheme_names():
+            yield from quantized(f"quantize {family} {scheme}", source, "--scheme", scheme)
+        rmtree(source)
+
+
+def rounded(root: Path) -> Lines:
+    """What is calibrated, with and without rounding."""
     text = write_calibration(root / "text.jsonl")
-    for family in FAMILIES:
+    for family in ROUNDED_FAMILIES:
         source = save_family(family, root / family)
-        for scheme in SCHEMES:
-            yield f"quantize {family} {scheme}", quantized(source, "--scheme", scheme)
-        if family in CALIBRATED_FAMILIES:
-            given = ("--calibration", text, "--samples", 4)
-            for scheme in CALIBRATED:
-                told = quantized(source, "--scheme", scheme, *given, "--kv-cache", "fp8")
-                yield f"quantize {family} {scheme} kv", told
-            for observer in OBSERVERS:
-                told = quantized(source, "--scheme", "NVFP4A16", "--observer", observer, *given)
-                yield f"quantize {family} NVFP4A16 {observer}", told
-            told = quantized(source, "--scheme", "W4A16", "--observer", "imatrix_mse", *given)
-            yield f"quantize {family} W4A16 imatrix_mse", told
-        rmtree(source)
+        for scheme, how in ROUNDED:
+            options = ("--scheme", scheme, "--rounding", how, "--calibration", text, "--samples", 4)
+            yield from quantized(f"quantize {family} {scheme} {how}", source, *options)
 
 
-def planned(root: Path) -> Iterator[tuple[str, str]]:
-    """(what, digest) of plans, of one scheme and of mixed rules."""
-    for family in FAMILIES:
-        source = save_family(family, root / family)
-        scenario = root / "mixed.yaml"
-        scenario.write_text(MIXED.format(source=source))
-        for what, call in (("W4A16", (source, "--scheme", "W4A16")), ("mixed", (scenario,))):
-            ran = vexport("plan", *call, "--format", "json")
-            told = ran.stdout.replace(str(root), "ROOT")
-            yield f"plan {family} {what}", f"{ran.code} {hashlib.sha256(told.encode()).hexdigest()[:16]}"
-        rmtree(source)
-
-
-def findings(stdout: str) -> str:
-    """The findings of a report without their prose."""
-    reports = json.loads(stdout)
-    told = [
-        [item["check"], item["severity"], item["where"]] for report in reports for item in report["findings"]
-    ]
-    return json.dumps(sorted(told))
-
-
-def checked(root: Path) -> Iterator[tuple[str, str]]:
-    """(what, findings) of spoiled checkpoints."""
-    write_good(root / "good")
-    for record in read_records()[::SPOILED_ONE_IN]:
-        folder = root / "spoiled"
-        copytree(root / "good" / record.good, folder)
-        mutations(record.good)[record.name](folder)
+def checked(root: Path) -> Lines:
+    """What is found in spoiled checkpoints, without the prose, and in sound ones."""
+    write_good(root)
+    records = read_records()[::SPOILED_ONE_IN]
+    spoiled = [(record.good, record.name) for record in records if record.name in mutations(record.good)]
+    for good, name in [*((good, "nothing") for good in GOOD), *spoiled]:
+        folder = copytree(root / good, root / "spoiled")
+        if name in mutations(good):
+            mutations(good)[name](folder)
         ran = vexport("check", folder, "--tp", "1,2", "--sm", "80,90,100", "--format", "json")
-        told = findings(ran.stdout) if ran.stdout.startswith("[") else ran.stdout
-        yield f"check {record.good}: {record.name}", f"{ran.code} {told}".replace(str(root), "ROOT")
+        found = [item for report in json.loads(ran.stdout) for item in report["findings"]]
+        told = sorted(f"{item['severity']} {item['check']} {item['where']}" for item in found)
+        yield f"check {good}: {name}", "\n".join([f"exit {ran.code}", *told]).replace(str(root), "ROOT")
         rmtree(folder)
 
 
-def dry(root: Path) -> Iterator[tuple[str, str]]:
-    """(what, findings) of dry loads of all sound checkpoints."""
-    write_good(root / "good")
-    for name in GOOD:
-        call = ("load", "--dry", root / "good" / name, "--tp", "1,2", "--sm", "75,80,89,90,100")
-        ran = vexport(*call, "--format", "json", "--quiet")
-        yield f"dry {name}", f"{ran.code} {findings(ran.stdout)}".replace(str(root), "ROOT")
+def start_run(root: Path) -> subprocess.Popen[str]:
+    """Start a run of the demo's model, next to what this process does."""
+    scenario = root / "net.yaml"
+    scenario.write_text(RUN.format(demo=REPOSITORY / "scenarios" / "demo"))
+    call = [sys.executable, "-m", "vexport", "run", str(scenario), "--run-dir", str(root / "run"), "--quiet"]
+    return subprocess.Popen(call, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
 
 
-def mixed(root: Path) -> Iterator[tuple[str, str]]:
-    """(what, digest) of a scenario's checkpoint with several schemes, a shard a tensor or so."""
-    source = save_llama(root / "llama")
-    for size in ("100KB", "5GB"):
-        yield f"shards {size}", quantized(source, "--scheme", "NVFP4A16", "--max-shard-size", size)
-
-
-def record() -> Record:
-    """Everything."""
-    made: Record = {}
+def record() -> Mapping[str, str]:
+    """Everything, by what it is of."""
+    made: dict[str, str] = {}
     with TemporaryDirectory(prefix="vexport-net-") as folder:
-        for part in (written, planned, checked, mixed, dry):
+        run = start_run(Path(folder))
+        for part in (written, rounded, checked):
             root = Path(folder) / part.__name__
             root.mkdir()
-            for name, told in part(root):
-                made[name] = told
+            made |= part(root)
             print(f"{part.__name__}: {len(made)} in all", file=sys.stderr, flush=True)
-            rmtree(root)
-    return made
+        report, _ = run.communicate()
+    lines = [line for line in report.splitlines() if not line.startswith(TIMED)]
+    return made | {"run": "\n".join([f"exit {run.returncode}", *lines])}
 
 
 def main(action: str, file: str) -> int:
-    """Record, or compare and print what differs; 1 if anything does."""
+    """Record, or compare and print what differs; 1 if anything does that is still made."""
     made = record()
     if action == "record":
         Path(file).write_text(json.dumps(made, indent=1) + "\n")
         return 0
-    before: Record = json.loads(Path(file).read_text())
-    changed = [name for name in before | made if before.get(name) != made.get(name)]
+    before: dict[str, str] = json.loads(Path(file).read_text())
+    changed = [name for name in before if name in made and before[name] != made[name]]
     for name in changed:
-        print(f"{name}\n  before {before.get(name, 'nothing')}\n  after  {made.get(name, 'nothing')}")
-    print(f"{len(changed)} of {len(before)} differ")
+        old, new = before[name].splitlines(), made[name].splitlines()
+        print(name, *(f"  {line}" for line in list(unified_diff(old, new, lineterm="", n=0))[3:]), sep="\n")
+    gone, added = len(before.keys() - made.keys()), len(made.keys() - before.keys())
+    print(f"{len(changed)} of {len(before)} differ, {gone} are gone, {added} are new")
     return 1 if changed else 0
 
 
