@@ -1,9 +1,11 @@
 """Micro models of every family of architectures, stored under the names of real hub checkpoints."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,7 +44,13 @@ LINEAR_ATTENTION: Values = {
     "shared_expert_intermediate_size": 128,
 }
 VISION: Values = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_heads": 4}
+PATCHES: Values = {"image_size": 56, "patch_size": 14}
+QWEN_VISION: Values = {**VISION, "depth": 1, "out_hidden_size": 256}
+MAMBA: Values = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 32}
 
+
+STACKED = frozenset({"mlp.experts.gate_up_proj", "mlp.experts.down_proj"})
+SINGLE_GATE = re.compile(r"mlp\.experts\.\d+\.gate_proj\.weight")
 
 # transformers 5 does not turn these experts back to the (experts, in, out) of the hub.
 SAVED_OTHERWISE = ("qwen3_vl_moe",)
@@ -54,7 +62,8 @@ RENAMED = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
 class Family:
     """A model type of transformers with micro sizes; `towers` are the nested configs of a multimodal one.
 
-    `without` are the usual values that this type does not take.
+    `without` are the usual values that this type does not take. `draft` adds a draft layer of Qwen's names
+    (`mtp.layers.0.`), whose experts are each in their own tensors ("single") or all in one ("stacked").
     """
 
     model_type: str
@@ -62,6 +71,7 @@ class Family:
     towers: Mapping[str, Values] | None = None
     values: Values | None = None
     without: tuple[str, ...] = ()
+    draft: Literal["single", "stacked"] | None = None
 
     def config(self, **changes: object) -> PretrainedConfig:
         """The micro configuration; `changes` go to the language model."""
@@ -73,6 +83,12 @@ class Family:
         return AutoConfig.for_model(self.model_type, dtype="bfloat16", **nested, **(self.values or {}))
 
 
+QWEN_NEXT = Family(model_type="qwen3_next", text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4})
+QWEN35_MOE = Family(
+    model_type="qwen3_5_moe",
+    text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4},
+    towers={"vision_config": QWEN_VISION},
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(model_type="llama", text={}),
     "qwen2": Family(model_type="qwen2", text={}),
@@ -132,24 +148,49 @@ FAMILIES: Mapping[str, Family] = {
         model_type="gpt_oss",
         text={"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "qwen3-next": Family(model_type="qwen3_next", text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4}),
-    "qwen3.5-moe": Family(
-        model_type="qwen3_5_moe",
-        text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4},
-        towers={"vision_config": {**VISION, "depth": 1, "out_hidden_size": 256}},
+    "qwen3-next": QWEN_NEXT,
+    "qwen3-next-mtp": replace(QWEN_NEXT, draft="single"),
+    "qwen3-next-mtp-stacked": replace(QWEN_NEXT, draft="stacked"),
+    "qwen3.5-moe": QWEN35_MOE,
+    "qwen3.5-moe-mtp": replace(QWEN35_MOE, draft="stacked"),
+    "qwen3.5-moe-mtp-single": replace(QWEN35_MOE, draft="single"),
+    "nemotron-h": Family(
+        model_type="nemotron_h",
+        text={
+            **EXPERTS,
+            "hybrid_override_pattern": "M-*E",
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 128,
+        },
     ),
+    "granite-hybrid": Family(
+        model_type="granitemoehybrid",
+        text={
+            **MAMBA,
+            "intermediate_size": 128,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 256,
+        },
+    ),
+    "smollm3": Family(model_type="smollm3", text={"tie_word_embeddings": True}),
+    "olmo2": Family(model_type="olmo2", text={}),
     "qwen3-vl-moe": Family(
         model_type="qwen3_vl_moe",
         text={**EXPERTS, "num_experts": 4, "norm_topk_prob": True, "tie_word_embeddings": False},
         values={"tie_word_embeddings": False},
-        towers={
-            "vision_config": {**VISION, "depth": 1, "out_hidden_size": 256, "deepstack_visual_indexes": [0]}
-        },
+        towers={"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]}},
     ),
     "qwen2.5-vl": Family(
         model_type="qwen2_5_vl",
         text={"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}},
-        towers={"vision_config": {**VISION, "depth": 1, "out_hidden_size": 256}},
+        towers={"vision_config": QWEN_VISION},
     ),
     "gemma3-vision": Family(
         model_type="gemma3",
@@ -157,9 +198,8 @@ FAMILIES: Mapping[str, Family] = {
         towers={
             "vision_config": {
                 **VISION,
+                **PATCHES,
                 "num_hidden_layers": 1,
-                "image_size": 56,
-                "patch_size": 14,
                 "vision_use_head": False,
             }
         },
@@ -173,13 +213,74 @@ FAMILIES: Mapping[str, Family] = {
                 **VISION,
                 "model_type": "pixtral",
                 "num_hidden_layers": 1,
-                "image_size": 56,
-                "patch_size": 14,
+                **PATCHES,
                 "head_dim": 32,
             }
         },
     ),
+    "gemma4-vision": Family(
+        model_type="gemma4",
+        text={
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        },
+        towers={
+            "vision_config": {
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "num_hidden_layers": 1,
+                "use_clipped_linears": True,
+            }
+        },
+    ),
+    "glm4.5v": Family(
+        model_type="glm4v_moe",
+        text={
+            **EXPERTS,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [4, 6, 6],
+            },
+        },
+        towers={"vision_config": {**QWEN_VISION, **PATCHES}},
+    ),
+    "idefics3": Family(
+        model_type="idefics3",
+        text={"model_type": "llama"},
+        towers={"vision_config": {**VISION, **PATCHES, "num_hidden_layers": 1}},
+        values={"scale_factor": 2, "image_token_id": 300, "pad_token_id": 0},
+    ),
 }
+# What the plan, the export or vLLM's loader do not take yet: empty this list.
+UNFINISHED = (
+    "qwen3-next-mtp",
+    "qwen3-next-mtp-stacked",
+    "qwen3.5-moe-mtp",
+    "qwen3.5-moe-mtp-single",
+    "nemotron-h",
+    "granite-hybrid",
+    "smollm3",
+    "olmo2",
+    "gemma4-vision",
+    "glm4.5v",
+    "idefics3",
+)
+# The families that every test of this folder goes through.
+FINISHED = tuple(name for name in FAMILIES if name not in UNFINISHED)
 
 
 def hub_tensors(config: PretrainedConfig, device: str = "cpu") -> tuple[str, dict[str, torch.Tensor]]:
@@ -199,12 +300,57 @@ def hub_tensors(config: PretrainedConfig, device: str = "cpu") -> tuple[str, dic
     return type(model).__name__, tensors
 
 
+def draft_layer(
+    tensors: Mapping[str, torch.Tensor], kind: Literal["single", "stacked"]
+) -> dict[str, torch.Tensor]:
+    """A draft layer as Qwen's checkpoints have it: another decoder layer with attention, and `mtp.fc`."""
+    last = next(name for name in tensors if name.endswith("self_attn.o_proj.weight"))
+    prefix = last.removesuffix("self_attn.o_proj.weight")
+    layer = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    named = single_experts(layer) if kind == "single" else stacked_experts(layer)
+    hidden = layer["input_layernorm.weight"].numel()
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    return {
+        **{f"mtp.layers.0.{name}": value for name, value in named.items()},
+        **{f"mtp.{norm}.weight": layer["input_layernorm.weight"] for norm in norms},
+        "mtp.fc.weight": 0.02 * torch.randn(hidden, 2 * hidden, dtype=torch.bfloat16),
+    }
+
+
+def single_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer's tensors with the experts' projections one by one."""
+    found = {name: value for name, value in layer.items() if name not in STACKED}
+    for name in STACKED & layer.keys():
+        leaves = ("down_proj",) if "down_proj" in name else ("gate_proj", "up_proj")
+        for expert, weight in enumerate(layer[name]):
+            for leaf, part in zip(leaves, weight.chunk(len(leaves)), strict=True):
+                found[f"mlp.experts.{expert}.{leaf}.weight"] = part
+    return found
+
+
+def stacked_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer's tensors with the experts' gate and up projections in one and their downs in another."""
+    experts = [name.removesuffix("gate_proj.weight") for name in layer if SINGLE_GATE.fullmatch(name)]
+    if not experts:
+        return dict(layer)
+    parts = {
+        leaf: torch.stack([layer[f"{expert}{leaf}.weight"] for expert in experts])
+        for leaf in ("gate_proj", "up_proj", "down_proj")
+    }
+    found = {name: value for name, value in layer.items() if not name.startswith("mlp.experts.")}
+    gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
+    return {**found, "mlp.experts.gate_up_proj": gate_up, "mlp.experts.down_proj": parts["down_proj"]}
+
+
 def save_family(
     name: str, folder: Path, *, add: Callable[[], Mapping[str, torch.Tensor]] = dict, **changes: object
 ) -> Path:
     """A micro model of a family as a checkpoint of one file; `add` gives tensors that transformers drops."""
-    config = FAMILIES[name].config(**changes)
+    family = FAMILIES[name]
+    config = family.config(**changes)
     architecture, tensors = hub_tensors(config)
+    if family.draft:
+        tensors = {**tensors, **draft_layer(tensors, family.draft)}
     folder.mkdir(parents=True, exist_ok=True)
     contents = {**{key: value.contiguous().clone() for key, value in tensors.items()}, **add()}
     save_file(contents, folder / "model.safetensors", metadata={"format": "pt"})
