@@ -22,7 +22,6 @@ TASK = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition
         ("load", "MODEL"),
         ("load", "MODEL", "--dry"),
         ("repair", "MODEL", "OUT"),
-        ("diff", "GOOD", "MODEL"),
         ("check", "GOOD", "--source", "MODEL"),
         ("eval", "MODEL", "--baseline", "GOOD", "--task", str(TASK), "--output-dir", "OUT"),
         ("eval", "GOOD", "--baseline", "MODEL", "--task", str(TASK), "--output-dir", "OUT"),

@@ -22,6 +22,7 @@ import torch
 from record import MOST_MESSAGE, Engine, Job, make_folders
 from record import record as run
 
+from tests.checks.formulas import own_weight
 from tests.checks.quant_methods import CHECKPOINTS
 from tests.mutations.methods import (
     HARMLESS,
@@ -38,7 +39,6 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods import MethodGroup
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters
-from vexport.fidelity.quant_methods import own_weight
 
 
 def main() -> None:

@@ -23,13 +23,11 @@ COMMANDS = {
     "quantize",
     "merge",
     "check",
-    "convert",
     "repair",
     "load",
     "eval",
     "verdict",
     "report",
-    "diff",
     "list",
     "explain",
 }
@@ -115,7 +113,6 @@ def test_bad_input_is_one_line_and_code_2(
     ("words", "missing"),
     [
         (("verdict", "A", "B"), ("A", "B")),
-        (("diff", "A", "B"), ("A", "B")),
         (("bench", "--results", "A", "--results", "B"), ("A", "B")),
         (("load", "--dry", "A", "B"), ("A", "B")),
         (("report", "A", "B"), ("A", "B")),

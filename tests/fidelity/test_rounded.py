@@ -11,12 +11,6 @@ from safetensors.torch import load_file, save_file
 from tests.command import vexport
 from tests.models import dequantized, quantize, save_llama, write_calibration
 from tests.mutations.edits import Tensors, spoiled, tensors
-from vexport.checkpoint.index import read_index
-from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.layers import layers_of
-from vexport.checks.vllm.view import CheckpointView
-from vexport.fidelity.dequantize import as_loaded, weight_of
-from vexport.fidelity.weights import compare_weight
 
 LAYER = "model.layers.{}.{}"
 ZERO = -0x77777778  # eight codes of 8, which is 0
@@ -44,45 +38,18 @@ def sound(source: Path, text: Path) -> Callable[[str], Path]:
     return make
 
 
-def check(checkpoint: Path, source: Path, text: Path | None) -> tuple[int, dict[str, str]]:
+def check(checkpoint: Path, source: Path) -> tuple[int, dict[str, str]]:
     """Exit code, and what is said of each layer that is not like the source."""
-    given = ("--calibration", text) if text else ()
-    ran = vexport("check", checkpoint, "--source", source, *given, "--format", "json", "--quiet")
+    ran = vexport("check", checkpoint, "--source", source, "--format", "json", "--quiet")
     assert ran.stdout, ran.stderr
     (report,) = json.loads(ran.stdout)
     wrong = [one for one in report["findings"] if one["severity"] != "info"]
     return ran.code, {one["where"]: one["got"] for one in wrong if one["check"] == "source"}
 
 
-@pytest.mark.parametrize("answers", [False, True])
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
-def test_a_refit_is_like_its_source(
-    sound: Callable[[str], Path], source: Path, text: Path, scheme: str, answers: bool
-) -> None:
-    assert check(sound(scheme), source, text if answers else None) == (0, {})
-
-
-@pytest.mark.parametrize("corrected", [True, False])
-def test_what_another_part_of_the_row_undoes_is_no_fault(
-    sound: Callable[[str], Path], corrected: bool
-) -> None:
-    """Two inputs outweigh all others: wrong weights of one are made up for by the other's, or are not."""
-    with Reader() as reader:
-        view = CheckpointView(read_index(sound("W4A16")), reader)
-        layer = layers_of(view)[LAYER.format(1, "mlp.down_proj")]
-        stored = as_loaded(view, layer)
-        assert layer.group is not None
-        assert stored is not None
-        weight = weight_of(layer.group, stored).to(torch.float32)
-        source = weight.clone()
-        source[:8, 3] -= 3 * weight[:8, 3]
-        if corrected:
-            source[:8, -3] += 3 * weight[:8, 3]
-        inputs = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(1))
-        inputs[:, [3, -3]] = 200.0
-        comparison = compare_weight(view, layer, (source,), inputs)
-    assert comparison is not None
-    assert bool(comparison.wrong_parts) is not corrected
+def test_a_refit_is_like_its_source(sound: Callable[[str], Path], source: Path, scheme: str) -> None:
+    assert check(sound(scheme), source) == (0, {})
 
 
 Edit = Callable[[Tensors, str], None]
@@ -128,16 +95,15 @@ SPOILED: Mapping[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("answers", [False, True])
 def test_each_of_these_is_found_and_nothing_else(
-    sound: Callable[[str], Path], source: Path, text: Path, tmp_path: Path, answers: bool
+    sound: Callable[[str], Path], source: Path, tmp_path: Path
 ) -> None:
     def spoil(values: Tensors) -> None:
         for layer, edit in SPOILED.items():
             edit(values, layer)
 
     wrong = spoiled(sound("W4A16"), tmp_path / "wrong", tensors(spoil))
-    code, found = check(wrong, source, text if answers else None)
+    code, found = check(wrong, source)
     assert code == 1
     assert found.keys() == SPOILED.keys(), found
 
@@ -177,8 +143,7 @@ def test_a_row_that_gptq_drives_far_is_no_fault(hard: tuple[Path, Path], tmp_pat
     exact = load_file(source / "model.safetensors")[f"{HARD}.weight"][FAR_ROW].float()
     error = dequantized(made, HARD)[FAR_ROW].float() - exact
     assert error.square().sum() > 4 * exact.square().sum()
-    assert check(made, source, None) == (0, {})
-    assert check(made, source, text) == (0, {})
+    assert check(made, source) == (0, {})
 
     def of_another_row(words: torch.Tensor) -> torch.Tensor:
         words[100] = words[101].flip(0)
@@ -187,7 +152,7 @@ def test_a_row_that_gptq_drives_far_is_no_fault(hard: tuple[Path, Path], tmp_pat
     wrong = spoiled(
         made, tmp_path / "wrong", tensors(lambda all_: change("packed", of_another_row)(all_, HARD))
     )
-    code, found = check(wrong, source, None)
+    code, found = check(wrong, source)
     assert code == 1
     assert list(found) == [HARD]
     assert "from row 100" in found[HARD]

@@ -12,12 +12,11 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from shutil import copytree, rmtree
 
 from tests.mutations.edits import Change
-from tests.mutations.good import GOOD, calibration_of, source_of, write_good
+from tests.mutations.good import GOOD, source_of, write_good
 from tests.mutations.limits import is_as_good, is_counted
 from tests.mutations.methods import (
     METHOD_RECORDS,
@@ -29,14 +28,9 @@ from tests.mutations.methods import (
 )
 from tests.mutations.recorded import OLDEST_RECORDS, PINNED_RECORDS, Record, read_records
 from tests.mutations.table import mutations
-from vexport.calibration import read_samples
-from vexport.checkpoint.index import read_index
 from vexport.checks import Against, check_checkpoint
 from vexport.checks.vllm.target import ANY, Target
-from vexport.fidelity.activations import Observed, observe
 from vexport.fidelity.compare import against
-from vexport.quantize.samples import vocab_size
-from vexport.types import CalibrationData
 
 OLDEST = Target(vllm=(0, 20))
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -113,22 +107,10 @@ def is_compressed_tensors(record: Record) -> bool:
 
 
 def with_source(root: Path, name: str) -> Against:
-    """The comparison with the source, and where scales are static with what that computes."""
+    """The comparison with the source."""
     if (root / SOURCE).exists():
         return against(root / SOURCE, on_layer=lambda done, total: None)
-    text = calibration_of(root, name)
-    source = source_of(root, name)
-    observe = (lambda smoothing: _observed(source, text)) if text.exists() else None
-    return against(source, on_layer=lambda done, total: None, observe=observe)
-
-
-@cache
-def _observed(source: Path, text: Path) -> Observed:
-    index = read_index(source)
-    samples = read_samples(
-        CalibrationData(name=str(text), samples=128, seq_len=512), source, vocab_size=vocab_size(index)
-    )
-    return observe(index, samples)
+    return against(source_of(root, name), on_layer=lambda done, total: None)
 
 
 def _finds_an_error(folder: Path, compare: Against | None, target: Target) -> bool:

@@ -165,7 +165,6 @@ def test_a_loop_of_links_is_bad_input(home: Path) -> None:
         ("check", "model", "-o", "model/config.json"),
         ("check", "hub/snapshots/main", "link", "-o", "other/model.safetensors"),
         ("plan", "model", "--scheme", "FP8_DYNAMIC", "-o", "link/config.json"),
-        ("diff", "model", "link", "-o", "model/config.json"),
         ("verdict", "data/accepted.json", "data/accepted.json", "-o", "up/data/accepted.json"),
     ],
     ids=" ".join,

@@ -8,9 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from tests.command import Ran, vexport
 from tests.packaging.environment import ROOT, linked, run
@@ -55,7 +53,6 @@ CALLS: Mapping[str, Sequence[Call]] = {
         ((QUANTIZED, "--source", PLAIN), "quantize"),
         ((QUANTIZED, "--source", PLAIN, "--calibration", DEMO / "calibration.jsonl"), "quantize"),
     ],
-    "convert": [((QUANTIZED, "converted"), "quantize")],
     "repair": [
         (("damaged-config", "repaired"), WORKS),
         (("damaged-values", "unrepaired"), "quantize"),
@@ -67,7 +64,6 @@ CALLS: Mapping[str, Sequence[Call]] = {
     "eval": [((QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"), "vllm")],
     "verdict": [(("results", "results"), WORKS)],
     "report": [(("finished",), WORKS), (("finished", "--format", "html"), WORKS)],
-    "diff": [((QUANTIZED, QUANTIZED), WORKS)],
     "list": [
         (("schemes",), WORKS),
         (("observers",), WORKS),
@@ -138,26 +134,6 @@ def test_what_the_plain_installation_quantizes_is_sound(plain: Path, tmp_path: P
     assert ran.code == 0, ran.stderr
     ran = run(plain, "check", tmp_path / "out", folder=tmp_path)
     assert ran.stdout.startswith("PASS")
-
-
-def test_differences_are_told_without_torch(plain: Path, folder: Path) -> None:
-    weight = np.arange(64, dtype=np.float32).reshape(8, 8)
-    copies = {name: shutil.copytree(PLAIN, folder / name) for name in ("a", "b")}
-    for number, copy in enumerate(copies.values()):
-        (copy / "model.safetensors").unlink()
-        save_file(
-            {"lm_head.weight": weight + number * np.eye(8, dtype=np.float32)}, copy / "model.safetensors"
-        )
-    ran = run(plain, "diff", "a", "b", "--format", "json", folder=folder)
-    report = json.loads(ran.stdout)
-    assert ran.code == 1, ran.stderr
-    assert (report["same"], report["dequantized"], report["weights"]) == (False, False, [])
-    (value,) = report["values"]
-    assert (value["name"], value["changed"]) == ("lm_head.weight", 8 / 64)
-    assert value["snr_db"] == round(10 * np.log10(np.square(weight).sum() / 8), 3)
-    ran = run(plain, "diff", QUANTIZED, PLAIN, folder=folder)
-    assert ran.code == 1
-    assert "not compared, which needs torch; run `pip install 'vexport[quantize]'`" in ran.stdout
 
 
 @pytest.mark.parametrize(("name", "call"), [(name, call) for name, calls in CALLS.items() for call in calls])

@@ -172,7 +172,7 @@ def test_a_recipe_disturbs_nobody(llama: Path, tmp_path: Path) -> None:
     for folder in (out, other):
         assert vexport("quantize", llama, folder, "--scheme", "W8A8", "--quiet").code == 0
     assert (out / "vexport.json").read_bytes() != (other / "vexport.json").read_bytes()
-    assert vexport("diff", out, other).code == 0
+    assert len({(folder / "model.safetensors").read_bytes() for folder in (out, other)}) == 1
     assert vexport("check", out).code == 0
     assert vexport("repair", out, tmp_path / "repaired", "--quiet").code == 0
     ours, theirs = (json.loads((one / "vexport.json").read_text()) for one in (out, tmp_path / "repaired"))

@@ -98,12 +98,3 @@ def test_what_is_spoiled_is_found(name: str, tmp_path: Path) -> None:
     right, *wrong = (report["ok"] for report in json.loads(ran.stdout))
     passed = [what for what, ok in zip(changes(sound), wrong, strict=True) if ok]
     assert (ran.code, right, passed) == (1, True, [])
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("autoround-moe-W4A16-auto_round",)])
-def test_they_are_converted_without_a_loss(name: str, tmp_path: Path) -> None:
-    ran = vexport("convert", CHECKPOINTS / name, tmp_path / "out", "--format", "json", "--quiet")
-    report = json.loads(ran.stdout)
-    assert (ran.code, report["ok"]) == (0, True), report["findings"]
-    # Of NVFP4 a number without an exact reciprocal moves by its last bit.
-    assert report["exact"] == report["layers"] or "MIXED" in name or "NVFP4" in name

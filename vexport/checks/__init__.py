@@ -29,8 +29,6 @@ INTERNAL = "internal"
 SOURCE = "source"
 COMPARED = "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
 # The family that runs text through the source; likewise.
-ACTIVATIONS = "activations"
-OBSERVED = "static scales fit what the source computes on a text (--source and --calibration)"
 # What is looked at whatever the method of quantization.
 OF_ANY_METHOD = ("shards", "config")
 # What looks at numbers: of other methods in compressed-tensors' terms.

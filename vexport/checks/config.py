@@ -75,7 +75,7 @@ def _other_method(view: CheckpointView, method: QuantMethod) -> Iterator[Finding
     for name, refusal in dict.fromkeys((group.name, group.refusal) for group in used if group is not None):
         if refusal is not None:
             expected = f"arguments that vLLM runs ({method.source})"
-            fix = "`vexport convert` to compressed-tensors, or quantize again"
+            fix = "quantize the source again (`vexport quantize`)"
             yield _finding(view, "", expected, f"{name}: {refusal}", fix)
 
 

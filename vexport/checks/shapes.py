@@ -110,7 +110,7 @@ def _dtype(
             tensor.name,
             expected=wanted,
             got=f"{tensor.dtype}, whose values vLLM casts {loss}",
-            fix="export it again, or `vexport repair`",
+            fix="export it again",
         )
         return
     yield error(

@@ -25,12 +25,9 @@ def note(text: str) -> None:
 
 
 def command(
-    name: str | None = None, *, no_args_is_help: bool = False, takes_options: bool = False
+    name: str | None = None, *, no_args_is_help: bool = False
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """A command named `name`, or like its function, with --quiet and --debug.
-
-    With `takes_options` options of other commands are arguments of it.
-    """
+    """A command named `name`, or like its function, with --quiet and --debug."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         decorated = click.command(
@@ -38,7 +35,6 @@ def command(
             cls=SectionedCommand,
             epilog=EXIT_CODES,
             no_args_is_help=no_args_is_help,
-            context_settings={"ignore_unknown_options": takes_options},
         )(function)
         decorated.params += [
             click.Option(["-q", "--quiet"], is_flag=True, help="No progress on stderr."),

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +15,6 @@ from vexport.types import CheckReport, Part
 if TYPE_CHECKING:
     from vexport.checks import Against
     from vexport.checks.vllm.target import Target
-    from vexport.fidelity.compare import Observe
     from vexport.types import OnProgress
 
 
@@ -28,12 +26,6 @@ if TYPE_CHECKING:
     help="The unquantized checkpoint (folder or hub id) that each CHECKPOINT was made from: every weight is "
     "dequantized and compared with it, all else must be the same.",
 )
-@click.option(
-    "--calibration",
-    metavar="DATA",
-    help="With --source: run this text, named as for `vexport quantize`, through SOURCE and compare what its "
-    "layers compute with the static scales of inputs and KV cache.",
-)
 @part_option("Look at this share of the layers alone, e.g. 3/8; all parts pass where the whole does.")
 @device_options
 @vllm_option
@@ -42,7 +34,6 @@ if TYPE_CHECKING:
 def check(
     checkpoints: tuple[str, ...],
     source: str | None,
-    calibration: str | None,
     part: Part | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
@@ -68,11 +59,9 @@ def check(
     from vexport.cli.terminal import progress_display
     from vexport.reports import render_checks, summarize_checks
 
-    if calibration and source is None:
-        raise click.UsageError("--calibration needs --source, the model that the text is to run through.")
     target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
     with progress_display(quiet=answer.quiet) as on_progress:
-        against = _against(source, calibration, on_progress)
+        against = _against(source, on_progress)
         reports, problems = _checked(checkpoints, target, against, part, on_progress)
     if answer.format_ != "text" or len(problems) < len(reports):
         print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
@@ -110,7 +99,7 @@ def _checked(
     return reports, problems
 
 
-def _against(source: str | None, calibration: str | None, on_progress: "OnProgress") -> "Against | None":
+def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":
     """The comparison with a source, which alone needs torch."""
     if source is None:
         return None
@@ -121,17 +110,4 @@ def _against(source: str | None, calibration: str | None, on_progress: "OnProgre
     from vexport.fidelity.compare import against
 
     root = readable_source(source, on_progress)
-    observe = _observation(root, calibration, on_progress) if calibration else None
-    return against(root, on_layer=partial(on_progress, "compare (layers)"), observe=observe)
-
-
-def _observation(root: Path, calibration: str, on_progress: "OnProgress") -> "Observe":
-    """What runs the text through the source, smoothed as a checkpoint was; the text is read at once."""
-    from vexport.checkpoint.index import read_index
-    from vexport.fidelity.activations import observe
-    from vexport.quantize.samples import calibration_samples
-    from vexport.scenario import Calibration
-
-    index, settings = read_index(root), Calibration(data=calibration)
-    samples = calibration_samples(index, settings, settings.samples, trust_remote_code=False)
-    return partial(observe, index, samples, on_layer=partial(on_progress, "observe (layers)"))
+    return against(root, on_layer=partial(on_progress, "compare (layers)"))

@@ -6,14 +6,13 @@ from vexport.cli.bench import bench
 from vexport.cli.catalog import explain_command, list_command
 from vexport.cli.check import check
 from vexport.cli.compare import compare
-from vexport.cli.convert import convert
 from vexport.cli.demo import demo
 from vexport.cli.evaluate import evaluate
 from vexport.cli.load import load
 from vexport.cli.plan import plan
 from vexport.cli.quantize import merge, quantize
 from vexport.cli.recommend import recommend
-from vexport.cli.repair import diff_command, repair
+from vexport.cli.repair import repair
 from vexport.cli.scenario import report, run
 from vexport.cli.verdict import verdict_command
 
@@ -31,9 +30,7 @@ COMMANDS: tuple[click.Command, ...] = (
     compare,
     report,
     verdict_command,
-    convert,
     repair,
-    diff_command,
     list_command,
     explain_command,
 )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from vexport.cli.base import command, conclude, print_text
-from vexport.cli.completion import complete_task
 from vexport.cli.effects import note_unused
 from vexport.cli.engine import (
     Interpreter,
@@ -102,7 +101,6 @@ class Results:
     "tasks",
     multiple=True,
     metavar="NAME_OR_YAML",
-    shell_complete=complete_task,
     help="lm-eval task; repeatable.",
 )
 @click.option(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from vexport.cli.base import note
-from vexport.cli.completion import complete_observer, complete_scheme
 from vexport.cli.effects import given_options
 from vexport.cli.help import RenamedOption
 from vexport.cli.options import PATH, POSITIVE, Count, Real, stacked, tp_option
@@ -81,7 +80,7 @@ class CalibrationOptions:
 
 
 scheme_option = stacked(
-    click.option("--scheme", metavar="S", shell_complete=complete_scheme, help=SCHEME_HELP),
+    click.option("--scheme", metavar="S", help=SCHEME_HELP),
     click.option(
         "--recipe",
         type=PATH,
@@ -169,7 +168,6 @@ plan_options = stacked(
     click.option(
         "--observer",
         metavar="O",
-        shell_complete=complete_observer,
         help="How weight ranges are found [default: memoryless_minmax; with gptq and refit, below 8 bits, "
         "imatrix_mse, for NVFP4 nvfp4_expanded_imatrix].",
     ),

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's smoothing is believed, by which `check`, `diff` and `repair` read its source."""
+"""Whether a checkpoint's smoothing is believed, by which `check` and `repair` read its source."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

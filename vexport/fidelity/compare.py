@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.quantization import find_quantization
@@ -14,7 +13,6 @@ from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.fidelity import files, tensors
-from vexport.fidelity.activations import Observed, mismatches
 from vexport.fidelity.believed import judged_smoothing
 from vexport.fidelity.smoothing import Factors
 from vexport.fidelity.source import Source
@@ -22,45 +20,27 @@ from vexport.fidelity.source_tensors import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
 from vexport.formats.schemes import named_scheme
-from vexport.types import Finding, Smoothing
-
-if TYPE_CHECKING:
-    import torch
+from vexport.types import Finding
 
 OnLayer = Callable[[int, int], None]
-Observe = Callable[[Mapping[str, Smoothing]], Observed]
 
 
-def against(root: Path, *, on_layer: OnLayer, observe: Observe | None = None) -> Against:
+def against(root: Path, *, on_layer: OnLayer) -> Against:
     """The comparison with the unquantized checkpoint `root`; InputError where that is none.
 
     Every quantized weight is dequantized by compressed-tensors' own code, some rows at a time; all other
-    tensors must be the same bytes, and the files next to the weights say the same. Where `observe` runs a
-    text through the source, what layers answer to it is compared instead of their weights, and static scales
-    with it. Of a smoothed checkpoint the source is smoothed alike.
+    tensors must be the same bytes, and the files next to the weights say the same. Of a smoothed checkpoint
+    the source is smoothed alike.
     """
     with Reader() as reader:
         _require_plain(Source(root, reader))
-
-    known: list[tuple[Mapping[str, Smoothing], Observed]] = []
-
-    def observed_as(smoothing: Mapping[str, Smoothing]) -> Observed | None:
-        if observe is None:
-            return None
-        if all(smoothing != other for other, _ in known):
-            known.append((smoothing, observe(smoothing)))
-        return next(observed for other, observed in known if other == smoothing)
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
         smoothing, objections = judged_smoothing(view.index.root, read_index(root))
         if _has_first_part(view):
             yield from objections
-        observed = observed_as(smoothing)
         with reader_of(smoothing) as reader:
-            inputs = observed.samples if observed is not None else {}
-            yield from _compared(view, Source(root, reader), reader, on_layer, inputs)
-        if observed is not None:
-            yield from mismatches(view, observed)
+            yield from _compared(view, Source(root, reader), reader, on_layer)
 
     return compare
 
@@ -70,27 +50,21 @@ def _has_first_part(view: CheckpointView) -> bool:
     return view.part is None or view.part.number == 1
 
 
-def _compared(
-    view: CheckpointView,
-    source: Source,
-    reader: Reader,
-    on_layer: OnLayer,
-    inputs: Mapping[str, "torch.Tensor"],
-) -> Iterator[Finding]:
+def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: OnLayer) -> Iterator[Finding]:
     origins = SourceTensors(view, source, reader)
     quantized = [layer for layer in layers_of(view).values() if layer.is_quantized]
     ratios: dict[str, float] = {}
     smoothing = Factors(view, origins, reader)
     for number, layer in enumerate(quantized):
-        comparison = _compare(view, origins, layer, inputs)
-        if isinstance(comparison, WeightComparison) and comparison.is_doubtful and not inputs:
+        comparison = _compare(view, origins, layer)
+        if isinstance(comparison, WeightComparison) and comparison.is_doubtful:
             others = (comparison, _smoothed(view, origins, layer, smoothing))
             comparison = max(filter(None, others), key=lambda each: (not each.faults, each.snr_db))
         if isinstance(comparison, Finding):
             yield comparison
         else:
             ratios[layer.name] = comparison.snr_db
-            yield from _judged(layer, comparison, answers=bool(inputs))
+            yield from _judged(layer, comparison)
         origins.release()
         on_layer(number + 1, len(quantized))
     yield from _factors(smoothing)
@@ -98,18 +72,15 @@ def _compared(
     yield from tensors.changed(view, reader, origins, names, smoothing.norms)
     if _has_first_part(view):
         yield from files.changed(view.index, source.index)
-    yield from _summary(view, ratios, answers=bool(inputs))
+    yield from _summary(view, ratios)
 
 
-def _compare(
-    view: CheckpointView, origins: SourceTensors, layer: Layer, inputs: Mapping[str, "torch.Tensor"]
-) -> WeightComparison | Finding:
+def _compare(view: CheckpointView, origins: SourceTensors, layer: Layer) -> WeightComparison | Finding:
     pieces = origins.weight(layer)
     if not pieces:
         fix = "give the checkpoint that this one was made from"
         return _incomparable(view, layer, "no weight of this layer", fix)
-    seen = inputs.get(origins.name_of(layer) or "")
-    comparison = compare_weight(view, layer, pieces, seen) if layer.group else None
+    comparison = compare_weight(view, layer, pieces) if layer.group else None
     if comparison is None:
         sizes = f"a source of {[sum(len(piece) for piece in pieces), pieces[0].shape[1]]}"
         return _incomparable(view, layer, f"tensors that do not fit {sizes}", "export the checkpoint again")
@@ -139,19 +110,19 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
         )
 
 
-def _judged(layer: Layer, comparison: WeightComparison, *, answers: bool) -> Iterator[Finding]:
+def _judged(layer: Layer, comparison: WeightComparison) -> Iterator[Finding]:
     if comparison.faults:
         yield error(
             SOURCE,
             layer.name,
-            expected=f"the source's {'answers' if answers else 'weight'}, about as rounding to "
+            expected="the source's weight, about as rounding to "
             f"{_stored_as(layer)} leaves it ({comparison.rounding_db:.1f} dB)",
             got="; ".join(comparison.faults),
             fix="export it again; for weights that were smoothed or rotated, name the source after that",
         )
 
 
-def _summary(view: CheckpointView, ratios: Mapping[str, float], *, answers: bool) -> Iterator[Finding]:
+def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:
     """What was measured, in one line for each kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
@@ -163,9 +134,9 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float], *, answers: bool
             check=SOURCE,
             severity="info",
             where=f"{kind} ({len(names)} in {stored})",
-            expected=f"the source's {'answers to the text' if answers else 'weight'} but for rounding",
+            expected="the source's weight but for rounding",
             got=f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in {names[0]}",
-            fix="nothing; `vexport diff` has every layer",
+            fix="nothing",
         )
 
 

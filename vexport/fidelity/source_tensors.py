@@ -36,13 +36,6 @@ class SourceTensors:
             return (self._read(linear),)
         return self._sliced(layer) or self._joined(layer) or self._stacked(layer)
 
-    def name_of(self, layer: Layer) -> str | None:
-        """The source's layer with the same input; None where it has none."""
-        prefix, dot, projection = layer.name.rpartition(".")
-        parts = [f"{prefix}{dot}{part}" for part in self._view.fused_modules.get(projection, ())]
-        found = (self._linear(name) for name in (layer.name, layer.fused.name, *parts))
-        return next((linear.name for linear in found if linear), None)
-
     def tensor(self, name: str) -> TensorInfo | None:
         """The source's tensor for one that the checkpoint holds unquantized."""
         stored = joined_name(*name.rpartition(".")[::2])

@@ -1,4 +1,4 @@
-"""Is each dequantized weight its source's but for rounding, in every part: in itself, or in what it answers?
+"""Is each dequantized weight its source's but for rounding, in every part?
 
 Rounding that knows the inputs (GPTQ, refit) moves a weight far from its source's where inputs forgive it.
 What it leaves has no direction: a fault of scale goes along the weight,
@@ -42,9 +42,6 @@ WRONG_PART_FACTOR = 50.0
 OWN_ROUNDING_FACTOR = 2.0
 MOST_COARSE_NOISE = 0.75
 WRONG_PART_GAIN = 0.35
-# Of answers: what other parts of the row undo is no fault of a part. Corrections do so next to an input that
-# outweighs all others (SmolLM2-135M: to a fifth); else the row's error is no smaller than the part's.
-MOST_LEFT_OF_CORRECTED = 0.5
 PART_COLUMNS = 128
 # The factors by which parts are larger differ by what rounding leaves in them, if scales are the parts' own;
 # the same scales in another order make them differ more. GPTQ was seen 1.3 to 2.5 times above plain rounding.
@@ -59,7 +56,7 @@ LEAST_SCALE_SHARE, LEAST_SHIFT_SHARE = 0.2, 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightComparison:
-    """How a stored weight, or what it answers to given inputs, compares with its source's.
+    """How a stored weight compares with its source's.
 
     `snr_db` is its signal-to-noise, `rounding_db` that of the source's weight rounded to nearest in the same
     scheme; `gain` the factor by which the stored weight is larger, `spread` the standard deviation of the
@@ -113,9 +110,7 @@ class WeightComparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     """Powers by part of some rows, each (rows, parts of a row): source, error, error of rounding, of the
-    error what shifts the part; product of source and stored, of source and rounded. `whole` are the first
-    three and the product of whole rows, (4,): of answers they are not the sums of their parts. `left` is the
-    power of the error of each whole row, (rows,)."""
+    error what shifts the part; product of source and stored, of source and rounded."""
 
     signal: torch.Tensor
     noise: torch.Tensor
@@ -123,17 +118,10 @@ class _Part:
     shift: torch.Tensor
     product: torch.Tensor
     plain_product: torch.Tensor
-    whole: torch.Tensor
-    left: torch.Tensor
 
 
-def compare_weight(
-    view: CheckpointView, layer: Layer, pieces: Pieces, inputs: torch.Tensor | None = None
-) -> WeightComparison | None:
-    """Compare a quantized layer with its source's weight, some rows at a time; None where shapes differ.
-
-    With `inputs` (tokens, in) what both answer to them is compared.
-    """
+def compare_weight(view: CheckpointView, layer: Layer, pieces: Pieces) -> WeightComparison | None:
+    """Compare a quantized layer with its source's weight, some rows at a time; None where shapes differ."""
     group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
     if group is None or stored is None or view.linear_shape(group, layer.name, layer.parameters) != shape:
@@ -153,7 +141,7 @@ def compare_weight(
 
     try:
         nearest = _Nearest(args, pieces)
-        parts = [_compare(source, weight, nearest, rows, inputs) for rows, source, weight in chunks()]
+        parts = [_compare(source, weight, nearest, rows) for rows, source, weight in chunks()]
         comparison = _judged(parts, errors_of, shape[1])
     except ValueError:  # arguments or shapes that compressed-tensors refuses
         return None
@@ -199,42 +187,20 @@ def _rows(pieces: Pieces, rows: slice) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _compare(
-    source: torch.Tensor,
-    stored: torch.Tensor,
-    nearest: _Nearest,
-    rows: slice,
-    inputs: torch.Tensor | None,
-) -> _Part:
-    width = _part_width(nearest.args, source.shape[1])
-    error = stored.to(torch.float32) - source
-    rounding = nearest.of(source, rows) - source
-    shift = error.reshape(len(error), -1, width).mean(dim=2)
-    exact, off, plain = (_answers(values, width, inputs) for values in (source, error, rounding))
-    product = (exact * (exact + off)).sum(dim=2)
-    whole = (
-        [values.sum(dim=1) for values in (exact, off, plain)] if inputs is not None else [exact, off, plain]
-    )
-    powers = [float(values.square().sum(dtype=torch.float64)) for values in whole]
-    along = float((whole[0] * (whole[0] + whole[1])).sum(dtype=torch.float64))
+def _compare(source: torch.Tensor, stored: torch.Tensor, nearest: _Nearest, rows: slice) -> _Part:
+    parts = (len(source), -1, _part_width(nearest.args, source.shape[1]))
+    exact = source.reshape(parts)
+    off = (stored.to(torch.float32) - source).reshape(parts)
+    plain = (nearest.of(source, rows) - source).reshape(parts)
+    noise = off.square().sum(dim=2)
     return _Part(
         signal=exact.square().sum(dim=2),
-        noise=off.square().sum(dim=2),
+        noise=noise,
         rounding=plain.square().sum(dim=2),
-        shift=shift.square() * width / error.square().reshape(*shift.shape, -1).sum(dim=2).clamp_min(TINY),
-        product=product,
+        shift=off.mean(dim=2).square() * off.shape[2] / noise.clamp_min(TINY),
+        product=(exact * (exact + off)).sum(dim=2),
         plain_product=(exact * (exact + plain)).sum(dim=2),
-        whole=torch.tensor([*powers, along], dtype=torch.float64),
-        left=whole[1].square().flatten(1).sum(dim=1),
     )
-
-
-def _answers(values: torch.Tensor, width: int, inputs: torch.Tensor | None) -> torch.Tensor:
-    """Rows by part: (rows, parts, elements), or (rows, parts, tokens) of what they make of inputs."""
-    parts = values.reshape(values.shape[0], -1, width)
-    if inputs is None:
-        return parts
-    return torch.einsum("rpw,tpw->rpt", parts, inputs.to(torch.float32).reshape(len(inputs), -1, width))
 
 
 def _part_width(args: QuantArgs, columns: int) -> int:
@@ -250,12 +216,12 @@ def _judged(parts: Sequence[_Part], errors_of: ErrorsOf, columns: int) -> Weight
     rounding = torch.cat([part.rounding for part in parts])
     product = torch.cat([part.product for part in parts])
     shift = torch.cat([part.shift for part in parts])
-    power, error, plain, along = torch.stack([part.whole for part in parts]).sum(dim=0).tolist()
+    power, error, plain, along = (
+        float(values.sum(dtype=torch.float64)) for values in (signal, noise, rounding, product)
+    )
     gain = product / signal.clamp_min(TINY)
     wrong = ~(noise <= WRONG_PART_NOISE * signal) & ~(noise <= _most_noise(signal, noise, rounding))
     wrong &= ~((gain - 1).abs() <= WRONG_PART_GAIN)
-    left = torch.cat([part.left for part in parts])
-    wrong &= ~(left[:, None] <= MOST_LEFT_OF_CORRECTED * noise)
     wrong &= unlike_the_others(wrong.any(dim=1), errors_of, columns)[:, None]
     rows = wrong.any(dim=1).nonzero()
     return WeightComparison(

@@ -21,7 +21,7 @@ from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
 from vexport.fidelity.believed import disagreements, proven_smoothing
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
-from vexport.repair import config, files, targets
+from vexport.repair import config, targets
 from vexport.repair.changes import Changes, Repair, RepairReport
 from vexport.repair.overlay import apply
 from vexport.repair.write import write_repaired
@@ -43,7 +43,7 @@ def repair_checkpoint(
 
     Nothing is written where an error remains that no repair removes, a file that cannot be read among them.
     Raises InputError for folders that are no checkpoints, and where `out` may not be written. Without torch
-    only config.json and the index are repaired: MissingPackage where that is not enough.
+    only config.json is repaired: MissingPackage where that is not enough.
     """
     return sure(partial(_repair, checkpoint, out, source, overwrite=overwrite, on_progress=on_progress))
 
@@ -70,8 +70,7 @@ def _repair(
         read_from = unchanged(prepare(origin.index)) if origin else nullcontext()
         repairs: tuple[Repair, ...] = ()
         try:
-            index, repairs = files.open_checkpoint(checkpoint)
-            view = CheckpointView(prepare(index), reader)
+            view = CheckpointView(prepare(read_index(checkpoint)), reader)
             families = _families() if other_method(view) is None else ()
             for number, family in enumerate(families):
                 on_progress("repair (families)", number, len(families))

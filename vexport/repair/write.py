@@ -11,8 +11,7 @@ from vexport.checkpoint.identity import unchanged
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex
 from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
-from vexport.files import write_text
-from vexport.repair.files import has_index, index_text
+from vexport.files import read_json_object, write_text
 from vexport.repair.overlay import Overlay
 from vexport.types import OnProgress, TensorInfo, TensorSpec
 
@@ -41,12 +40,21 @@ def _write_files(view: CheckpointView, folder: Path, on_progress: OnProgress) ->
             _write(view, tensors, folder / file.name)
         done += sum(tensor.num_bytes for tensor in tensors)
         on_progress("write", done, index.num_bytes)
-    if has_index(index):
-        write_text(folder / INDEX_NAME, index_text(index))
+    if (index.root / INDEX_NAME).is_file():
+        write_text(folder / INDEX_NAME, _index_text(index))
     for path in index.side_files:
         shutil.copyfile(path, folder / path.name)
     copy_named_templates(index.root, folder)
     _write_config(index, folder)
+
+
+def _index_text(index: SourceIndex) -> str:
+    """The index of what is written; other metadata of the old one stays."""
+    metadata = read_json_object(index.root / INDEX_NAME).get("metadata")
+    kept = metadata if isinstance(metadata, dict) else {}
+    weight_map = {name: tensor.file.name for name, tensor in sorted(index.tensors.items())}
+    content = {"metadata": {**kept, "total_size": index.num_bytes}, "weight_map": weight_map}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _is_untouched(view: CheckpointView, file: Path, tensors: list[TensorInfo]) -> bool:

@@ -8,28 +8,27 @@ METHOD = "compressed-tensors"
 # What a config of another method may have and one of compressed-tensors never has.
 FOREIGN_KEYS = ("quant_algo", "quantization", "packing_format", "global_quant_config", "producer")
 MODELOPT = "NVIDIA ModelOpt"
-_CONVERT = "`vexport convert` writes it in compressed-tensors"
 FROM_SOURCE = "quantize from the source (`vexport quantize`)"
 # The methods by their names in configs: who writes them, and how a checkpoint in compressed-tensors is had.
 PRODUCERS: Mapping[str, tuple[str, str]] = {
-    "auto-round": ("AutoRound", _CONVERT),
-    "auto_awq": ("AutoAWQ", _CONVERT),
-    "auto_gptq": ("AutoGPTQ", _CONVERT),
-    "awq": ("AutoAWQ, AutoRound or GPTQModel", _CONVERT),
+    "auto-round": ("AutoRound", FROM_SOURCE),
+    "auto_awq": ("AutoAWQ", FROM_SOURCE),
+    "auto_gptq": ("AutoGPTQ", FROM_SOURCE),
+    "awq": ("AutoAWQ, AutoRound or GPTQModel", FROM_SOURCE),
     "bitsandbytes": ("bitsandbytes", FROM_SOURCE),
     "fbgemm_fp8": ("FBGEMM", FROM_SOURCE),
-    "fp8": ("a model that is published in FP8, such as DeepSeek's", _CONVERT),
+    "fp8": ("a model that is published in FP8, such as DeepSeek's", FROM_SOURCE),
     "fp_quant": ("FP-Quant", FROM_SOURCE),
     "gguf": ("llama.cpp", FROM_SOURCE),
-    "gptq": ("GPTQModel, AutoGPTQ or AutoRound", _CONVERT),
-    "inc": ("AutoRound", _CONVERT),
-    "modelopt": (MODELOPT, _CONVERT),
-    "modelopt_fp4": (MODELOPT, _CONVERT),
-    "modelopt_mixed": (MODELOPT, _CONVERT),
-    "modelopt_mxfp8": (MODELOPT, _CONVERT),
+    "gptq": ("GPTQModel, AutoGPTQ or AutoRound", FROM_SOURCE),
+    "inc": ("AutoRound", FROM_SOURCE),
+    "modelopt": (MODELOPT, FROM_SOURCE),
+    "modelopt_fp4": (MODELOPT, FROM_SOURCE),
+    "modelopt_mixed": (MODELOPT, FROM_SOURCE),
+    "modelopt_mxfp8": (MODELOPT, FROM_SOURCE),
     "mxfp4": ("OpenAI's gpt-oss", FROM_SOURCE),
     "mxfp8": ("a model that is published in MXFP8", FROM_SOURCE),
-    "quark": ("AMD Quark", _CONVERT),
+    "quark": ("AMD Quark", FROM_SOURCE),
     "torchao": ("TorchAO", FROM_SOURCE),
 }
 # Names in configs that vLLM takes for its own (`override_quantization_method` of its classes).

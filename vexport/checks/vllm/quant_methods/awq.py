@@ -127,7 +127,7 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")
     if config.required("zero_point") is False:
         expected = "true: without zero points vLLM takes slower kernels on GPUs, and others on CPUs"
-        fix = "quantize with zero points, or `vexport convert`"
+        fix = "quantize with zero points"
         config.wrong("zero_point", expected, "false", fix, severity="warning")
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):

@@ -144,7 +144,7 @@ class Gptq(MethodFormat, PackedIntegers):
                 where="qzeros",
                 expected=f"{middle - self.zero_offset} in all zero points, as sym true says",
                 got=f"{least} to {most}, which vLLM does not read: it takes {middle} for all",
-                fix="quantize with sym, or `vexport convert` the checkpoint with its own zero points",
+                fix="quantize with sym",
             )
 
     def _overflow(self, most: int, bits: int) -> Iterator[Problem]:

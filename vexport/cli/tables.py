@@ -1,7 +1,4 @@
-"""What vexport knows, as tables: schemes, observers, checks, architectures.
-
-Checks and architectures are imported when asked for: `vexport explain` answers at once without them.
-"""
+"""What vexport knows, as tables: schemes, observers, roundings, calibration data, checks, architectures."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +10,7 @@ from rich.table import Table
 from vexport.checkpoint.data_name import DEFAULT
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import GpuSupport
-from vexport.formats.schemes import Scheme, all_schemes
+from vexport.formats.schemes import all_schemes
 from vexport.plugins import CALIBRATION, package_of, plugins
 from vexport.plugins import OBSERVERS as PLUGIN_OBSERVERS
 from vexport.plugins import ROUNDINGS as PLUGIN_ROUNDINGS
@@ -29,17 +26,17 @@ def render_catalog(what: str, format_: str) -> str:
     rows = CATALOGS[what]()
     if format_ == "json":
         return json.dumps(list(rows), indent=2) + "\n"
-    return table_text(list(rows[0]), [list(row.values()) for row in rows])
+    return _table(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
-    """Rows under their columns, cells wrapped to `width`."""
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under their columns, cells wrapped."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column)
     for row in rows:
         table.add_row(*row)
-    console = Console(width=width, file=StringIO())
+    console = Console(width=WIDTH, file=StringIO())
     with console.capture() as capture:
         console.print(table, markup=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
@@ -47,20 +44,18 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
 
 def schemes() -> Rows:
     """Bits, formats and where each scheme runs."""
-    return [scheme_facts(scheme) for scheme in all_schemes()]
-
-
-def scheme_facts(scheme: Scheme) -> Mapping[str, str]:
-    """The row of a scheme, which need be no preset."""
-    return {
-        "scheme": scheme.name,
-        "weights": _args(scheme.args.weights),
-        "inputs": _args(scheme.args.input_activations),
-        "calibration": "needed" if scheme.args.calibrated else "none",
-        "format": scheme.format.name,
-        **_gpus(scheme.format.gpu_support(scheme.args)),
-        "vLLM on CPU": scheme.format.cpu(scheme.args),
-    }
+    return [
+        {
+            "scheme": scheme.name,
+            "weights": _args(scheme.args.weights),
+            "inputs": _args(scheme.args.input_activations),
+            "calibration": "needed" if scheme.args.calibrated else "none",
+            "format": scheme.format.name,
+            **_gpus(scheme.format.gpu_support(scheme.args)),
+            "vLLM on CPU": scheme.format.cpu(scheme.args),
+        }
+        for scheme in all_schemes()
+    ]
 
 
 def observers() -> Rows:
@@ -93,7 +88,7 @@ def calibration() -> Rows:
 
 def checks() -> Rows:
     """Names and what each looks at."""
-    from vexport.checks import ACTIVATIONS, CHECKS, COMPARED, FILES, OBSERVED, SOURCE
+    from vexport.checks import CHECKS, COMPARED, FILES, SOURCE
 
     files = {
         "check": FILES,
@@ -103,7 +98,6 @@ def checks() -> Rows:
         files,
         *({"check": name, "what is looked at": check.description} for name, check in CHECKS.items()),
         {"check": SOURCE, "what is looked at": COMPARED},
-        {"check": ACTIVATIONS, "what is looked at": OBSERVED},
     ]
 
 
