@@ -9,7 +9,7 @@ from vexport.types import Json
 
 # What says when, how long, how fast and where, and so differs from run to run.
 _TIMES = re.compile(
-    r"^command$|seconds|duration|started|finished|created|date|elapsed|^time|_at$|timings|log_tail|tokens_per_second"
+    r"^command$|seconds|duration|started|finished|created|date|elapsed|^time|_at$|timings|log_tail"
     r"|ttft|itl|^runs$|^mad$|rates|host|available"
 )
 

@@ -23,7 +23,7 @@ from vexport.cli import tables
 from vexport.cli.entry import cli
 from vexport.cli.tables import checks
 from vexport.formats.schemes import all_schemes
-from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity, Speed
+from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
 from vexport.scenario.serve import Serve
 
 ROOT = Path(__file__).parent.parent
@@ -204,7 +204,6 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "sensitivity": Sensitivity,
     "serve": Serve,
     "evaluate": Evaluate,
-    "speed": Speed,
 }
 
 

@@ -149,14 +149,6 @@ COMMANDS = {
         result=printed,
         prepare=quantized,
     ),
-    "bench": Command(
-        arguments=lambda folder: (
-            *("bench", folder / "w8a8", "--baseline", DEMO / "model", "--format", "json", "--timeout", "600"),
-            *("--concurrency", "1,8", "--input-len", "32", "--output-len", "64"),
-        ),
-        result=printed,
-        prepare=quantized,
-    ),
 }
 
 

@@ -61,9 +61,6 @@ ENGINES = {
         fault="SIGSEGV", words=f"{CRASH}.*SIGSEGV", command="load", phases=PHASES[:3]
     ),
     "`load`: hangs when it has answered": EngineRow(fault="end", command="load"),
-    "`bench`: dies: SIGKILL": EngineRow(
-        fault="SIGKILL", words=MEMORY, command="bench", phases=("start", "evaluation")
-    ),
     "`compare`: dies: SIGSEGV": EngineRow(fault="SIGSEGV", words=f"{CRASH}.*SIGSEGV", command="compare"),
 }
 # Gigabytes that a command has, and the commands that get no more: `plan` imports no torch, the others do.

@@ -126,7 +126,7 @@ class Laboratory:
         named = [name for name in ended.left if name in told]
         if left := [name for name in ended.left if name not in named]:
             yield f"left {left}"
-        for name in named:  # logs of `load` and `bench`, which the error or the answer names
+        for name in named:  # logs of `load`, which the error or the answer names
             shutil.rmtree(TEMPORARY / name, ignore_errors=True)
 
     def _wrong_end(self, name: str, folder: Path, ended: Ended, expected: Undisturbed) -> Iterator[str]:

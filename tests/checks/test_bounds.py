@@ -100,7 +100,7 @@ def test_numbers_beyond_the_tensors_are_one_error(
     assert "1e+09 in a checkpoint of" in ran.stdout
 
 
-@pytest.mark.parametrize("command", [("load", "--dry"), ("load",), ("bench",), ("eval", "--baseline")])
+@pytest.mark.parametrize("command", [("load", "--dry"), ("load",), ("eval", "--baseline")])
 def test_no_vllm_is_started_for_them(command: tuple[str, ...], llama: Path, tmp_path: Path) -> None:
     """It would build layer after layer until its time is over."""
     folder = copytree(llama, tmp_path / "huge")

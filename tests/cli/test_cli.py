@@ -17,8 +17,6 @@ COMMANDS = {
     "demo",
     "run",
     "plan",
-    "recommend",
-    "bench",
     "compare",
     "quantize",
     "merge",
@@ -46,6 +44,19 @@ def test_help_teaches_and_tells_exit_codes(command: str) -> None:
     assert options
     assert all(option.help for option in options)
     assert "Exit codes" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (("bench", "OUT"), "No such command 'bench': time it with `vllm bench serve`."),
+        (("plan", "MODEL", "--gpu", "L40S"), "No such option '--gpu': ask vLLM's own code: `vexport load"),
+    ],
+)
+def test_what_is_gone_names_what_to_do_instead(words: tuple[str, ...], instead: str) -> None:
+    ran = vexport(*words)
+    assert ran.code == 2
+    assert instead in ran.errors[-1]
 
 
 def test_help_answers_at_once() -> None:
@@ -113,7 +124,6 @@ def test_bad_input_is_one_line_and_code_2(
     ("words", "missing"),
     [
         (("verdict", "A", "B"), ("A", "B")),
-        (("bench", "--results", "A", "--results", "B"), ("A", "B")),
         (("load", "--dry", "A", "B"), ("A", "B")),
         (("report", "A", "B"), ("A", "B")),
     ],
@@ -130,14 +140,10 @@ def test_every_input_that_is_missing_is_named(
 
 
 @pytest.mark.vllm
-def test_eval_and_bench_name_every_input_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_names_every_input_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = vexport("eval", "A", "--baseline", "B", "--task", "C.yaml")
     assert (ran.code, [line.split(":")[1] for line in ran.errors]) == (2, [" C.yaml", " B", " A"])
-    ran = vexport("bench", "A", "--baseline", "B")
-    assert (ran.code, [line.split(":")[1] for line in ran.errors]) == (2, [" B", " A"])
 
 
 def test_every_broken_calibration_line_is_reported(llama: Path, tmp_path: Path) -> None:

@@ -142,17 +142,15 @@ def test_layers_that_stay_16_bit_must_fit_the_ranks_too(tmp_path: Path) -> None:
     assert "321 is not a multiple of 2 ranks" in ran.stdout
 
 
-def test_a_shape_that_does_not_fit_names_the_schemes_that_do(tmp_path: Path) -> None:
+def test_a_shape_that_does_not_fit_names_what_to_do(tmp_path: Path) -> None:
     """Columns of 48: no whole groups of any size that vLLM runs."""
     source = save_llama(tmp_path / "model", intermediate_size=48, num_hidden_layers=1)
     planned = vexport("plan", source, "--scheme", "W4A16").stdout
     (line,) = (line for line in planned.splitlines() if "refused" in line)
-    assert "use --scheme NVFP4A16, FP8_DYNAMIC or W8A8, which fit" in line
+    assert "or another scheme (`vexport plan MODEL` shows which fit)" in line
     assert "--on-unsupported-shape keep" in line
     assert "--ignore down_proj" in line
     assert "rule" not in line
-    for scheme in ("NVFP4A16", "FP8_DYNAMIC", "W8A8"):
-        assert vexport("plan", source, "--scheme", scheme).code == 0
     in_yaml = scenario(tmp_path, source, rules="[{match: Linear, scheme: W4A16}]")
     planned = vexport("plan", in_yaml).stdout
     (line,) = (line for line in planned.splitlines() if "refused" in line)

@@ -27,7 +27,7 @@ def examples() -> Iterator[list[str]]:
 
 EXAMPLES = list(examples())
 # In this order: what a command makes is there for those that follow.
-HERE = ("plan", "recommend", "quantize", "check", "repair", "list", "explain", "demo")
+HERE = ("plan", "quantize", "check", "repair", "list", "explain", "demo")
 # Not into /tmp, and no second calibration in the tests.
 RUN = [
     words

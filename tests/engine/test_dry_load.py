@@ -9,10 +9,7 @@ import pytest
 from tests.command import vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, Tensor, sketch
 from tests.models import quantize, save_llama
-from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import dry_loads
-from vexport.formats.gpus import CARDS
-from vexport.plan.recommend import Target, recommend
 from vexport.types import DryLoadReport, Finding, MatrixCell
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -303,7 +300,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert rooms[0]["kv_bytes"] == int(0.92 * 81_559 * 2**20) - one["weight_bytes"]
     assert rooms[0]["sequences"] == rooms[0]["kv_bytes"] // one["sequences"][0]["kv_bytes"]
     for rank in reports[2]["memory"]:
-        target = Target(card=CARDS["H100"], tp=rank["tp"], context=256)
-        predicted = recommend(read_index(plain), target)
-        assert rank["sequences"] == [{"tokens": 256, "kv_bytes": predicted.kv_bytes}]
-        assert 1 < rank["weight_bytes"] / predicted.source_row.weight_bytes < 1.02  # that table
+        stored = sum(file.stat().st_size for file in plain.glob("*.safetensors"))
+        assert rank["sequences"][0]["kv_bytes"] == 2 * 2 * 8 * 32 * 2 * 256 // rank["tp"]
+        assert stored / 2 < rank["weight_bytes"] * rank["tp"] < 1.5 * stored

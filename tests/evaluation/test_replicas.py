@@ -56,8 +56,7 @@ def test_each_replica_has_its_own_devices(number: int, arguments: dict[str, int]
     assert devices_of(number, list("abcdefgh"), arguments) == devices
 
 
-@pytest.mark.parametrize("command", [("load",), ("bench",)])
-def test_what_has_no_documents_to_share_is_refused(command: tuple[str, ...]) -> None:
-    ran = vexport(*command, "model", "--engine-arg", "data_parallel_size=2")
+def test_what_has_no_documents_to_share_is_refused() -> None:
+    ran = vexport("load", "model", "--engine-arg", "data_parallel_size=2")
     assert ran.code == 2
     assert "replicas share the documents of an evaluation" in ran.stderr

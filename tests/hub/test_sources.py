@@ -135,17 +135,6 @@ def test_the_files_of_an_index_are_read(machine: Machine, hub: Hub, tmp_path: Pa
         assert sorted(read) == names
 
 
-def test_a_recommendation_reads_headers_only(machine: Machine, hub: Hub) -> None:
-    weights = hub.repositories[MODEL].folder / "model.safetensors"
-    ran = machine.run("recommend", MODEL, "--gpu", "L40S")
-    assert ran.code == 0, ran.stderr
-    name = f"{MODEL}@{hub.repositories[MODEL].commit}"
-    assert ran.stdout.startswith(f"{name}: LlamaForCausalLM")
-    assert f"vexport quantize {name} {MODEL.rpartition('/')[2]}-FP8_DYNAMIC --scheme" in ran.stdout
-    (read,) = [one for one in hub.requests if one.path.endswith("/model.safetensors")]
-    assert read.sent <= 100_000 < weights.stat().st_size
-
-
 def test_a_long_header_takes_a_second_request(machine: Machine, hub: Hub, tmp_path: Path) -> None:
     entries = {
         f"model.layers.{at}.weight": {"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]}

@@ -18,7 +18,6 @@ from vexport.files import to_json
 
 DEMO = ROOT / "scenarios" / "demo"
 PEER = ROOT / "tests" / "peer"
-SERVED = ROOT / "tests" / "run" / "results" / "vllm-bench-serve.json"
 PLAIN, QUANTIZED = PEER / "llama", PEER / "llama-W4A16"
 WORKS = ""
 Call = tuple[Sequence[object], str]
@@ -27,7 +26,6 @@ CALLS: Mapping[str, Sequence[Call]] = {
     "demo": [((), WORKS), (("here",), WORKS)],
     "run": [((ROOT / "scenarios" / "demo-nvfp4.yaml", "--run-dir", "run"), "vllm")],
     "plan": [((PLAIN, "--scheme", "NVFP4A16"), WORKS), ((ROOT / "scenarios" / "demo-nvfp4.yaml",), WORKS)],
-    "recommend": [((PLAIN, "--gpu", "L40S"), WORKS)],
     "quantize": [
         ((PLAIN, "nvfp4a16", "--scheme", "NVFP4A16"), WORKS),
         ((PLAIN, "fp8-dynamic", "--scheme", "FP8_DYNAMIC"), WORKS),
@@ -60,7 +58,6 @@ CALLS: Mapping[str, Sequence[Call]] = {
     ],
     "load": [((QUANTIZED,), "vllm"), ((QUANTIZED, "--dry"), "vllm")],
     "compare": [((PLAIN, "--schemes", "W4A16"), "vllm")],
-    "bench": [((QUANTIZED,), "vllm"), (("--results", SERVED), WORKS)],
     "eval": [((QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"), "vllm")],
     "verdict": [(("results", "results"), WORKS)],
     "report": [(("finished",), WORKS), (("finished", "--format", "html"), WORKS)],

@@ -241,6 +241,19 @@ def test_memory_of_quantize_is_predicted_from_70_billion_to_a_trillion(name: str
     assert predicted == pytest.approx(MEMORY[name], rel=0.15)
 
 
+def test_rounding_by_text_takes_more_memory_and_time(tmp_path: Path) -> None:
+    index = read_index(save_family("llama", tmp_path / "model"))
+    samples = Samples(number=64, tokens=512)
+    nearest, refit = (
+        estimates(
+            index, build_plan(index, [Rule(match="Linear", scheme="W4A16", rounding=rounding)]), samples
+        )[0]
+        for rounding in ("nearest", "refit")
+    )
+    assert refit.memory_bytes > nearest.memory_bytes
+    assert refit.seconds > nearest.seconds
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_real_sizes_are_planned_in_seconds(name: str, tmp_path: Path) -> None:
     """Processor time of the whole command, start included: a busy machine must not fail this."""

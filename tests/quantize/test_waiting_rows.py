@@ -12,7 +12,8 @@ from vexport.plan import Settings
 from vexport.plan.source import plan_headers
 from vexport.quantize import two_streams
 from vexport.quantize.rounding import round_weights
-from vexport.rounding.settings import COMPARED_ROWS
+from vexport.rounding import settings
+from vexport.rounding.settings import COMPARED_ROWS, most_waiting
 from vexport.scenario import Rule
 from vexport.types import Calibration, silent
 from vexport.types.rounding import RoundingReport
@@ -37,6 +38,18 @@ def gptq(folder: Path, out: Path) -> RoundingReport:
         held_out=0,
     )
     return report
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [("max\n", 2**20), ("1048576\n", 2**19), ("99999999999999\n", 2**20)]
+)
+def test_no_more_wait_than_half_of_what_the_control_group_has(
+    limit: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr(settings, "MOST_WAITING", 2**20)
+    monkeypatch.setattr(settings, "CGROUP_MEMORY", tmp_path / "memory.max")
+    assert most_waiting() == most
 
 
 @pytest.mark.parametrize(("most", "passes"), [(2**30, 1), (0, 2)])

@@ -1,13 +1,9 @@
 """The parts of a sample report that not every run has: signals, sensitivity, other devices."""
 
-from vexport.evaluation.pareto import decide, marked
 from vexport.types import (
     Attempt,
     Attribution,
-    Candidate,
     Choice,
-    ComparedScheme,
-    DecodeBound,
     Distance,
     Drift,
     DryLoadReport,
@@ -16,15 +12,11 @@ from vexport.types import (
     MatrixCell,
     MatrixRow,
     MixedScheme,
-    Outcome,
     Promotion,
     PromptDrift,
-    SchemeComparison,
     SchemeLoss,
     Sensitivity,
-    SpeedBound,
     TokenDrift,
-    Tradeoff,
 )
 
 DEVICES = tuple((tp, sm) for tp in (1, 2) for sm in (90, 100))
@@ -117,10 +109,6 @@ def sensitivity(layers: int = 3) -> Sensitivity:
 
 def mixed() -> MixedScheme:
     """FP8 where it hurts most."""
-    frontier = tuple(
-        Tradeoff(output_bytes=700_000 + 100_000 * step, loss=0.08 / 3**step if step < 5 else 0.0)
-        for step in range(6)
-    )
     choices = tuple(
         Choice(
             name=group.name,
@@ -137,7 +125,6 @@ def mixed() -> MixedScheme:
         output_bytes=900_000,
         loss=0.0089,
         choices=choices,
-        frontier=frontier,
     )
 
 
@@ -189,66 +176,4 @@ def dry_load(name: str = "model.layers.*.mlp.down_proj") -> DryLoadReport:
         cells=whole,
         rows=(MatrixRow(name=name, count=3, scheme="NVFP4", stored="W4A4", cells=cells),),
         blind_spots=("no kernel ran",),
-    )
-
-
-def comparison() -> SchemeComparison:
-    """Six schemes of which one is dominated, one emulated here and one not made, with bounds on a GPU."""
-    bound = DecodeBound(batch=1, low=370_077.0, high=666_139.0)
-    on_gpu = Candidate(
-        scheme="W4A16",
-        runs="weights only",
-        weight_bytes=1_313_024,
-        kv_tokens=51_222_549,
-        sequences=100_044,
-        speed=SpeedBound(
-            decode=(bound, DecodeBound(batch=64, low=1.9e6, high=3.5e6)), prefill_low=1.0, prefill_high=2.0
-        ),
-    )
-
-    def row(
-        name: str, kilobytes: int, kl: float, outcome: Outcome, rates: tuple[float, float]
-    ) -> ComparedScheme:
-        return ComparedScheme(
-            scheme=name,
-            folder=f"schemes/{name}",
-            outcome=outcome,
-            reason="addition lost 1.5 points (-3.2 to +0.2), within the margin of 5",
-            num_bytes=1000 * kilobytes,
-            bits_per_weight=8000 * kilobytes / 1_967_872,
-            mean_kl=kl,
-            task="addition",
-            recovery=0.985,
-            recovery_low=0.965,
-            recovery_high=0.995,
-            unmeasured="its kernels are emulated" if name.startswith("NVFP4") else "",
-            on_gpu=on_gpu,
-            rates=tuple(zip((1, 64), rates, strict=True)),
-        )
-
-    schemes = marked(
-        (
-            row("FP8_DYNAMIC", 2190, 0.0008, "PASS", (1.08e6, 3.6e6)),
-            row("W8A8", 2190, 0.0012, "PASS", (1.08e6, 3.6e6)),
-            row("W4A16", 1310, 0.02, "PASS", (1.58e6, 3.7e6)),
-            row("NVFP4A16", 1340, 0.01, "PASS", (1.52e6, 3.7e6)),
-            row("W2A16", 890, 0.9, "FAIL", (2.2e6, 3.8e6)),
-            ComparedScheme(scheme="W4A8", reason="in_features 576 is not a multiple of group size 128"),
-        )
-    )
-    decision = decide(schemes, None, "by the bound on H100")
-    return SchemeComparison(
-        name="demo",
-        source="scenarios/demo/model",
-        created="2026-01-01T12:00:00+00:00",
-        vexport="0",
-        device="CPU",
-        gpu="H100",
-        tp=1,
-        context=512,
-        speed_kind="bound",
-        baseline=ComparedScheme(scheme="unquantized", num_bytes=3_940_000, on_gpu=on_gpu),
-        schemes=schemes,
-        recommended=decision.scheme,
-        reasons=decision.reasons,
     )

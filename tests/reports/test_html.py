@@ -14,11 +14,12 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.reports import parts, sample
-from vexport.reports import document, render, render_comparison, render_history
+from tests.reports import sample
+from vexport.reports import document, render, render_comparison
 from vexport.reports.charts.bars import size_bars
 from vexport.reports.charts.forest import forests
 from vexport.reports.charts.layers import LEAST_SPAN_DB, MAX_DOTS, layer_chart, layer_kind
+from vexport.reports.comparison import compared_run, marked
 from vexport.types import KindSize, LayerError, Report
 
 CHROMIUM = shutil.which("chromium")
@@ -203,23 +204,10 @@ def test_on_paper_nothing_is_cut_and_nothing_asks_for_a_click(tmp_path: Path) ->
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
 @pytest.mark.parametrize("width", [400, 1280])
-def test_a_history_of_many_runs_fits_the_width(width: int, tmp_path: Path) -> None:
-    runs = [
-        replace(sample.full(), name=f"nightly-{number}", created=f"2025-03-{number:02}T00:00:00Z")
-        for number in range(10, 22)
-    ]
-    done = _browse(_framed(render_history(runs, "html"), width, MEASURE), tmp_path)
-    assert _title(done.stdout) == f"{width} {width}"
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
-@pytest.mark.parametrize("width", [400, 1280])
-def test_a_comparison_of_schemes_fits_the_width(width: int, tmp_path: Path) -> None:
-    page = render_comparison(parts.comparison(), "html")
-    assert page.count('class="point dominated"') == 3  # W8A8, in three charts
-    done = _browse(_framed(page, width, MEASURE), tmp_path)
+def test_a_table_of_many_runs_fits_the_width(width: int, tmp_path: Path) -> None:
+    reports = [replace(sample.full(), name=f"nightly-{number}") for number in range(12)]
+    runs = marked([compared_run(report, f"runs/{report.name}") for report in reports])
+    done = _browse(_framed(render_comparison(runs, "html"), width, MEASURE), tmp_path)
     assert _title(done.stdout) == f"{width} {width}"
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
 

@@ -7,8 +7,6 @@ import pytest
 
 from vexport.errors import InputError
 from vexport.outputs import written_alone
-from vexport.run.comparing import KIND as COMPARISON
-from vexport.run.comparing import compare_schemes
 from vexport.run.directory import KIND as RUN
 from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoint
 from vexport.run.scenario import run_scenario
@@ -23,11 +21,11 @@ CHECKED = Output("check", CheckReport, "check.json")
 PLAN = Output("plan", Plan, "plan.json")
 
 
-@pytest.mark.fault("two calls of `run`, `eval` or `compare` that write one folder: the second is refused")
-@pytest.mark.parametrize("name", ["run", "eval", "compare"])
+@pytest.mark.fault("two calls of `run` or `eval` that write one folder: the second is refused")
+@pytest.mark.parametrize("name", ["run", "eval"])
 def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) -> None:
     """Before it has touched what the first one writes."""
-    scenario, kind = read_scenario(SCENARIO), {"run": RUN, "eval": RESULTS, "compare": COMPARISON}[name]
+    scenario, kind = read_scenario(SCENARIO), {"run": RUN, "eval": RESULTS}[name]
     scenario = scenario.model_copy(update={"serve": Serve()})
     options = EngineOptions(
         serve=scenario.serve, vllm_python=None, trust_remote_code=False, on_progress=silent
@@ -41,7 +39,6 @@ def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) 
         "eval": lambda: evaluate_checkpoint(
             EvalJob(checkpoint=scenario.source, settings=settings, folder=folder, options=options)
         ),
-        "compare": lambda: compare_schemes("x", {"W8A8": scenario}, folder, options, None, overwrite=True),
     }
     with (
         written_alone(folder, "--run-dir"),

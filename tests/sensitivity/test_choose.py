@@ -6,20 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from tests.command import vexport
-from tests.models import save_llama
-from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
-from vexport.formats.gpus import CARDS
 from vexport.formats.schemes import KEEP
-from vexport.plan import Settings
-from vexport.plan.recommend import Target, recommend
-from vexport.scenario import Auto, Rule
+from vexport.scenario import Auto
 from vexport.sensitivity.choose import best_mixtures, mixed_scheme
-from vexport.sensitivity.layer_groups import find_layer_groups
-from vexport.sensitivity.step_time import StepTimes, step_times
 from vexport.types import Choice, GroupSensitivity, MixedScheme, SchemeLoss
 
 CANDIDATES = ("NVFP4", "FP8_DYNAMIC", KEEP)
@@ -54,13 +46,11 @@ def every_mixture(made: Sequence[GroupSensitivity]) -> Iterator[tuple[int, float
         yield REST + sum(size for size, _ in picked), sum(loss for _, loss in picked)
 
 
-def choose(made: Sequence[GroupSensitivity], auto: Auto, times: StepTimes | None = None) -> MixedScheme:
+def choose(made: Sequence[GroupSensitivity], auto: Auto) -> MixedScheme:
     source = REST + sum(group.source_bytes for group in made)
     allowed = {group.name: CANDIDATES for group in made}
     parameters = source // 2
-    return mixed_scheme(
-        made, allowed, auto, rest_bytes=REST, source_bytes=source, parameters=parameters, times=times
-    )
+    return mixed_scheme(made, allowed, auto, rest_bytes=REST, source_bytes=source, parameters=parameters)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -96,74 +86,6 @@ def test_other_budgets_are_the_same_size_said_otherwise() -> None:
     by_share = choose(made, Auto(candidates=CANDIDATES, share=0.5))
     assert choose(made, Auto(candidates=CANDIDATES, bytes=source // 2)).choices == by_share.choices
     assert choose(made, Auto(candidates=CANDIDATES, bits=8.0)).choices == by_share.choices
-
-
-def every_time(made: Sequence[GroupSensitivity]) -> StepTimes:
-    """Times that do not go with the bytes: now and then eight bits are faster than four."""
-    chance = random.Random(1)
-    times = {(group.name, scheme): chance.uniform(1e-5, 9e-5) for group in made for scheme in CANDIDATES}
-    return StepTimes(rest=1e-4, groups=times)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("step_ms", [0.3, 0.4, 0.6])
-def test_no_mixture_within_the_time_loses_less(seed: int, step_ms: float) -> None:
-    made = groups(seed, 7)
-    times = every_time(made)
-    options = [
-        [
-            *((times.groups[group.name, one.scheme], one.loss) for one in group.schemes),
-            (times.groups[group.name, KEEP], 0.0),
-        ]
-        for group in made
-    ]
-    every = [
-        (times.rest + sum(seconds for seconds, _ in picked), sum(loss for _, loss in picked))
-        for picked in itertools.product(*options)
-    ]
-    best = min((loss for seconds, loss in every if 1000 * seconds <= step_ms), default=None)
-    for budget in ({"step_ms": step_ms}, {"tokens_per_second": 1000 / step_ms}):
-        auto = Auto.model_validate({"candidates": CANDIDATES, "gpu": "L40S", **budget})
-        if best is None:
-            with pytest.raises(InputError, match="what the candidates can reach"):
-                choose(made, auto, times)
-            continue
-        found = choose(made, auto, times)
-        assert found.loss == pytest.approx(best, abs=1e-12)
-        assert found.step_ms is not None
-        assert found.step_ms <= step_ms + 1e-9
-        assert found.output_bytes == REST + sum(one.num_bytes for one in found.choices)
-
-
-def test_the_time_of_a_mixture_is_that_of_the_bound(tmp_path: Path) -> None:
-    index = read_index(save_llama(tmp_path / "model"))
-    auto = Auto(candidates=("W4A16", "FP8_DYNAMIC"), step_ms=1.0, gpu="L40S")
-    rules = (Rule(match="Linear", scheme="auto"),)
-    layer_groups = find_layer_groups(index, rules, auto, Settings())
-    times = step_times(index, layer_groups, auto, 1)
-    assert times is not None
-    rows = {row.scheme: row for row in recommend(index, Target(card=CARDS["L40S"])).schemes}
-    for scheme in auto.candidates:
-        speed = rows[scheme].speed
-        assert speed is not None
-        seconds = times.rest + sum(times.groups[one.name, scheme] for one in layer_groups)
-        assert 1 / seconds == pytest.approx(speed.decode[0].low, rel=1e-9)
-
-
-@pytest.mark.parametrize("wrong", [{"step_ms": 4.0}, {"bits": 4.0, "gpu": "L40S"}, {"gpu": "L40S"}])
-def test_a_gpu_goes_with_a_budget_of_speed(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="one budget|gpu with tokens_per_second or step_ms"):
-        Auto.model_validate({"candidates": CANDIDATES, **wrong})
-
-
-def test_tradeoffs_run_from_the_smallest_to_no_loss() -> None:
-    made = groups(5, 7)
-    tradeoffs = choose(made, Auto(candidates=CANDIDATES, share=0.9)).frontier
-    sizes, losses = ([getattr(one, key) for one in tradeoffs] for key in ("output_bytes", "loss"))
-    assert sizes == sorted(sizes)
-    assert losses == sorted(losses, reverse=True)
-    assert sizes[0] == min(size for size, _ in every_mixture(made))
-    assert losses[-1] == 0
 
 
 def test_thinning_costs_little() -> None:

@@ -107,8 +107,6 @@ def test_a_plan_without_losses_shows_the_smallest(llama: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("budget", "error"),
     [
-        ("step_ms: 1e-6, gpu: L40S", "auto.step_ms: got 1e-06, need at least"),
-        ("tokens_per_second: 1e9, gpu: L40S", "auto.tokens_per_second: got 1e+09, need at most"),
         ("bits: 0.1", "auto.bits: got 0.1, need at least"),
     ],
 )

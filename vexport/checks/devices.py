@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 
 from vexport.architectures.text_config import text_config
 from vexport.checks.kv_cache import cache_scales
+from vexport.checks.vllm.kernels import KernelUse, Served, kernels_on
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, error, warning
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import Scheme
-from vexport.plan.kernels import KernelUse, Served, kernels_on
 from vexport.plan.linears import Names, names_of
 from vexport.plan.ranks import heads_of
 from vexport.plan.shapes import unsupported_on

@@ -12,7 +12,7 @@ from vexport.cli.colour import coloured, wants_colour
 from vexport.cli.help import SectionedCommand
 from vexport.cli.options import answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
-from vexport.types import ENGINE_CHECK, CheckReport, DryLoadReport, Finding, LoadReport, Plan, SpeedReport
+from vexport.types import ENGINE_CHECK, CheckReport, DryLoadReport, Finding, LoadReport, Plan
 
 EXIT_CODES = "Exit codes: see `vexport --help`."
 # Formats in which a person has read what was found before the last line on stderr.
@@ -128,7 +128,7 @@ def require_plan(source: str, plan: Plan) -> None:
     require_accepted(plan)
 
 
-def require_loaded(reports: Sequence[LoadReport | DryLoadReport | SpeedReport]) -> None:
+def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
     """Exit with 1 where a checkpoint fails, else with 4 where an engine died before it could tell."""
     for report in reports:
         own = [finding for finding in report.findings if finding.check != ENGINE_CHECK]

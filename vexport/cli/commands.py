@@ -2,7 +2,6 @@
 
 import click
 
-from vexport.cli.bench import bench
 from vexport.cli.catalog import explain_command, list_command
 from vexport.cli.check import check
 from vexport.cli.compare import compare
@@ -11,7 +10,6 @@ from vexport.cli.evaluate import evaluate
 from vexport.cli.load import load
 from vexport.cli.plan import plan
 from vexport.cli.quantize import merge, quantize
-from vexport.cli.recommend import recommend
 from vexport.cli.repair import repair
 from vexport.cli.scenario import report, run
 from vexport.cli.verdict import verdict_command
@@ -19,12 +17,10 @@ from vexport.cli.verdict import verdict_command
 COMMANDS: tuple[click.Command, ...] = (
     demo,
     plan,
-    recommend,
     quantize,
     merge,
     check,
     load,
-    bench,
     evaluate,
     run,
     compare,

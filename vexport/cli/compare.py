@@ -1,4 +1,4 @@
-"""Several schemes of one model on one page."""
+"""Several schemes of one model in one table."""
 
 import re
 from pathlib import Path
@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import command, is_read, print_text
+from vexport.cli.base import command, conclude, print_text
 from vexport.cli.effects import with_default_text
 from vexport.cli.engine import Interpreter, interpreter_option
-from vexport.cli.options import PATH, Answer, format_option, server_options
-from vexport.errors import CheckpointFailed, Inconclusive
+from vexport.cli.options import PATH, Answer, format_option
 from vexport.errors.extras import raise_problems
 
 if TYPE_CHECKING:
-    from vexport.formats.gpus import Card
     from vexport.scenario import Scenario
-    from vexport.types import SchemeComparison
 
 
 def _schemes(text: str) -> tuple[str, ...]:
@@ -39,8 +36,7 @@ def _schemes(text: str) -> tuple[str, ...]:
     metavar="FILE",
     help="Its rules, with each scheme in turn, its calibration, tasks and settings.",
 )
-@server_options(required=False)
-@click.option("--run-dir", type=PATH, help="Where everything goes [default: runs/compare-NAME].")
+@click.option("--run-dir", type=PATH, help="Folder of a run for each scheme [default: runs/compare-NAME].")
 @click.option("--overwrite", is_flag=True, help="Start again in a run directory that exists.")
 @interpreter_option
 @format_option(("text", "json", "html", "markdown"))
@@ -48,24 +44,19 @@ def compare(
     source: str,
     schemes: tuple[str, ...],
     scenario_file: Path | None,
-    card: "Card | None",
-    tp: int,
-    context: int,
     run_dir: Path | None,
     overwrite: bool,
     interpreter: Interpreter,
     answer: Answer,
 ) -> None:
-    """Quantize SOURCE to each scheme, evaluate and time it, and say which to take.
+    """Run SOURCE in each scheme with one baseline, and show one table.
 
-    Every scheme is a run of its own in the run directory, with the baseline served once; a second call
-    resumes. Without --scenario the text that ships with vexport decides, and no task. Speed is measured where
-    the kernels are native; with --gpu there is a bound for that GPU next to it. Exit code 0: one is
-    recommended; 3: the data does not decide; 1: all fail.
+    The baseline is served once; a second call resumes. Without --scenario the text that ships with vexport
+    decides, and no task. Exit code 0: a scheme passes; 1: all fail; 3: anything else.
 
     \b
     Examples:
-      vexport compare MODEL --schemes FP8_DYNAMIC,W4A16,NVFP4A16 --gpu H100
+      vexport compare MODEL --schemes FP8_DYNAMIC,W4A16,NVFP4A16
       vexport compare MODEL --schemes FP8_DYNAMIC,W8A8 --scenario qwen3.yaml
     """
     from vexport.cli.terminal import progress_display
@@ -76,32 +67,25 @@ def compare(
         raise click.UsageError("--schemes: name at least one scheme.")
     base = _base(source, schemes[0], scenario_file)
     require_engine((interpreter.vllm_python,))
-    from vexport.plan.recommend import Target
     from vexport.run.comparing import compare_schemes, with_scheme
 
     scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes])
-    target = Target(card=card, tp=tp, context=context) if card else None
     folder = run_dir or Path("runs") / f"compare-{base.name}"
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(base.serve, on_progress)
-        found = compare_schemes(
-            base.name,
-            dict(zip(schemes, scenarios, strict=True)),
-            folder,
-            options,
-            target,
-            overwrite=overwrite,
-        )
-    print_text(render_comparison(found.comparison, answer.format_))
-    click.echo(f"page: {folder / 'compare.html'}", err=answer.format_ != "text")
-    raise_problems(found.faults)
-    _conclude(found.comparison)
+        by_scheme = dict(zip(schemes, scenarios, strict=True))
+        runs, faults = compare_schemes(by_scheme, folder, options, overwrite=overwrite)
+    print_text(render_comparison(runs, answer.format_))
+    raise_problems(faults)
+    passed = any(run.outcome == "PASS" for run in runs)
+    outcome = "PASS" if passed else "FAIL" if all(run.outcome == "FAIL" for run in runs) else "INCONCLUSIVE"
+    conclude(outcome, base.name, "; ".join(f"{run.schemes}: {run.reason}" for run in runs))
 
 
 def _base(source: str, scheme: str, file: Path | None) -> "Scenario":
-    """What all schemes have in common: the scenario of a file, or text and speed with all defaults."""
+    """What all schemes have in common: the scenario of a file, or text with all defaults."""
     from vexport.checkpoint.data_name import DEFAULT
-    from vexport.scenario import Evaluate, Rule, Scenario, Speed, read_scenario
+    from vexport.scenario import Evaluate, Rule, Scenario, read_scenario
 
     if file is not None:
         return read_scenario(file).model_copy(update={"source": source})
@@ -112,16 +96,4 @@ def _base(source: str, scheme: str, file: Path | None) -> "Scenario":
         source=source,
         rules=(Rule(match="Linear", scheme=scheme),),
         evaluate=Evaluate(text=DEFAULT),
-        speed=Speed(),
     )
-
-
-def _conclude(comparison: "SchemeComparison") -> None:
-    if comparison.recommended:
-        return
-    got = "no scheme that is recommended" if is_read() else "; ".join(comparison.reasons)
-    if all(one.outcome == "FAIL" for one in comparison.schemes):
-        fix = "choose schemes with more bits"
-        raise CheckpointFailed(comparison.name, got=got, need="a scheme that passes", fix=fix)
-    fix = "choose by what the table shows, or measure more"
-    raise Inconclusive(comparison.name, got=got, need="one scheme that is ahead", fix=fix)

@@ -14,6 +14,7 @@ from vexport.cli.help import WIDEST, OrderedGroup
 from vexport.errors import EnvironmentFaults, InputErrors, ToldElsewhere, VexportError, file_problem
 from vexport.errors.escaping import clip, visible
 from vexport.errors.extras import unforeseen
+from vexport.errors.removed import instead_of
 from vexport.version import __version__
 
 # Bounds of what goes to stderr: names and values come from files and may be of any size.
@@ -59,6 +60,8 @@ def _failed(error: BaseException) -> int:
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "vexport"
         message = " ".join(error.format_message().split())
+        if isinstance(error, click.NoSuchOption) and (instead := instead_of(error.option_name)):
+            message = f"No such option {error.option_name!r}: {instead}"
         message = message if message.endswith((".", "?")) else f"{message}."
         return _say([f"{command}: {message} See `{command} --help`."], error.exit_code)
     if isinstance(error, ToldElsewhere):

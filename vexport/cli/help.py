@@ -8,6 +8,8 @@ from dataclasses import fields, is_dataclass
 
 import click
 
+from vexport.errors.removed import instead_of
+
 WIDEST = 100
 NARROWEST = 24
 # Below this many columns a description stands under its option.
@@ -40,7 +42,6 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "enable_thinking",
     ),
     "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit"),
-    "Workload": ("concurrency", "input_len", "output_len"),
     "Target": ("tp", "dp", "sm", "vllm"),
     "vLLM": ("dry", "mode", "vllm_python", "engine_args", "max_model_len", "timeout", "trust_remote_code"),
     OTHERS: (),
@@ -127,6 +128,14 @@ class OrderedGroup(click.Group):
     """A group whose commands are listed in the order in which they were added, each with a whole sentence."""
 
     context_class = HelpContext
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that is called; of one that is gone a UsageError says what to do instead."""
+        if args[0] not in self.commands and (instead := instead_of(args[0])):
+            raise click.UsageError(f"No such command {args[0]!r}: {instead}.", ctx)
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names in the order of work."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from vexport.types import DEFAULT_CONTEXT, Part
+from vexport.types import Part
 from vexport.types.counts import MOST_COUNT
 from vexport.version import short_version
 
@@ -139,11 +139,6 @@ def numbers(text: str, of: str = "GPUs") -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def concurrencies(text: str) -> tuple[int, ...]:
-    """Numbers of requests separated by commas, each once: `1,8,64`. A type for click."""
-    return numbers(text, "requests")
-
-
 def capabilities(text: str) -> tuple[int, ...]:
     """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for click."""
     from vexport.formats.gpus import GENERATIONS, parse_capability
@@ -170,44 +165,6 @@ def gpus(text: str) -> tuple["Card", ...]:
         if part not in names:
             raise click.BadParameter(f"{part!r} is not a known GPU. Known: {', '.join(CARDS)}.")
     return tuple(names[part] for part in parts)
-
-
-def one_gpu(text: str) -> "Card":
-    """The name of one GPU. A type for click."""
-    cards = gpus(text)
-    if len(cards) > 1:
-        raise click.BadParameter("several GPUs; name one, and call it again for another.")
-    return cards[0]
-
-
-def server_options(*, required: bool) -> Decorator:
-    """--gpu, --tp and --context: on what a model is to be served, as one GPU or several that share it."""
-    return stacked(
-        click.option(
-            "--gpu",
-            "card",
-            type=one_gpu,
-            metavar="NAME",
-            required=required,
-            help="GPU to serve on, e.g. L40S.",
-        ),
-        click.option(
-            "--tp",
-            type=POSITIVE,
-            metavar="N",
-            default=1,
-            show_default=True,
-            help="GPUs that share the model.",
-        ),
-        click.option(
-            "--context",
-            type=POSITIVE,
-            metavar="N",
-            default=DEFAULT_CONTEXT,
-            show_default=True,
-            help="Tokens of a sequence: of its prompt, and in its KV cache.",
-        ),
-    )
 
 
 def is_scenario(source: str) -> bool:
@@ -313,20 +270,12 @@ def device_options(function: Function) -> Function:
     return tp_option(function)
 
 
-def _dry_gpus(text: str) -> tuple["Card", ...]:
-    """GPUs that a dry load can be asked about. A type for click."""
-    cards = gpus(text)
-    if others := [card.name for card in cards if not card.sm]:
-        raise click.BadParameter(f"a dry load asks vLLM's CUDA build; {others[0]}: see `vexport recommend`.")
-    return cards
-
-
 def gpu_option(function: Function) -> Function:
     """On which GPUs it is to fit."""
     return click.option(
         "--gpu",
         "cards",
-        type=_dry_gpus,
+        type=gpus,
         metavar="NAME,...",
         help="GPUs whose memory to compare with, e.g. H100,L40S; without --sm also which capabilities.",
     )(function)

@@ -1,8 +1,6 @@
 """A plan from headers: of one scheme, of a scenario, or what every scheme would give."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,14 +8,13 @@ import click
 
 from vexport.cli.base import command, note, print_text, require_plan
 from vexport.cli.effects import PLAN_OPTIONS, given_values, note_unused, require_scenario_alone
-from vexport.cli.options import PATH, Answer, format_option, gpus, is_scenario, revision_option
+from vexport.cli.options import PATH, Answer, format_option, is_scenario, revision_option
 from vexport.cli.planning import PlanOptions, plan_options, requested_rules, scheme_option
 from vexport.errors import InputError
 from vexport.types import Outlook, Plan
 
 if TYPE_CHECKING:
     from vexport.checkpoint.index import SourceIndex
-    from vexport.formats.gpus import Card
     from vexport.scenario import Calibration, Rule, Scenario
 
 
@@ -30,13 +27,6 @@ if TYPE_CHECKING:
     type=PATH,
     help="Run directory with the losses that `scheme: auto` chooses by [default: runs/NAME].",
 )
-@click.option(
-    "--gpu",
-    "cards",
-    type=gpus,
-    metavar="NAME,...",
-    help="GPUs to show the memory of a rank on, e.g. H100; with --scheme or a scenario.",
-)
 @plan_options
 @format_option(("text", "json"))
 def plan(
@@ -45,7 +35,6 @@ def plan(
     scheme: str | None,
     recipe: Path | None,
     run_dir: Path | None,
-    cards: "tuple[Card, ...] | None",
     options: PlanOptions,
     answer: Answer,
 ) -> None:
@@ -58,27 +47,23 @@ def plan(
     Examples:
       vexport plan MODEL
       vexport plan MODEL --scheme FP8_DYNAMIC
-      vexport plan MODEL --scheme W4A16 --tp 2 --gpu L40S
+      vexport plan MODEL --scheme W4A16 --tp 2
       vexport plan SCENARIO.yaml
     """
     from vexport.checkpoint.source import with_revision
 
     if run_dir and not is_scenario(source):
         raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")
-    if cards and not (scheme or recipe or is_scenario(source)):
-        raise click.UsageError("--gpu needs --scheme; `vexport recommend` shows all schemes on a GPU.")
     if is_scenario(source):
-        _plan_scenario(source, revision, run_dir, cards or (), answer)
+        _plan_scenario(source, revision, run_dir, answer)
     elif scheme or recipe:
         rules, options = requested_rules(scheme, recipe, options)
-        _plan_rules(source, with_revision(source, revision), rules, options, cards or (), answer)
+        _plan_rules(source, with_revision(source, revision), rules, options, answer)
     else:
         _compare_schemes(with_revision(source, revision), options, answer)
 
 
-def _plan_scenario(
-    source: str, revision: str | None, run_dir: Path | None, cards: "Sequence[Card]", answer: Answer
-) -> None:
+def _plan_scenario(source: str, revision: str | None, run_dir: Path | None, answer: Answer) -> None:
     """The plan of a scenario, and how many documents its evaluation takes."""
     from vexport.cli.terminal import progress_display
     from vexport.scenario import read_scenario
@@ -95,7 +80,6 @@ def _plan_scenario(
     trust = ("--trust-remote-code",) if scenario.evaluate and scenario.evaluate.suite == "code" else ()
     then = shlex.join(["vexport", "run", source, *given_values("run_dir"), *trust])
     outlook = _outlook(index, plan, scenario.calibration, then)
-    outlook = _with_rooms(outlook, index, plan, cards, scenario.serve.planned_ranks)
     _note_missing_data(scenario)
     _print(source, plan, outlook, answer, scenario)
 
@@ -120,7 +104,6 @@ def _plan_rules(
     name: str,
     rules: "tuple[Rule, ...]",
     options: PlanOptions,
-    cards: "Sequence[Card]",
     answer: Answer,
 ) -> None:
     """The plan of rules for a model; `name` is the source with its revision."""
@@ -130,15 +113,7 @@ def _plan_rules(
     with progress_display(quiet=answer.quiet) as on_progress:
         index, plan = plan_headers(name, rules, options.settings, on_progress)
     outlook = _outlook(index, plan, None, _quantize_command(source, plan))
-    _print(source, plan, _with_rooms(outlook, index, plan, cards, options.tp or (1,)), answer)
-
-
-def _with_rooms(
-    outlook: Outlook, index: "SourceIndex", plan: Plan, cards: "Sequence[Card]", sizes: Sequence[int]
-) -> Outlook:
-    from vexport.plan.room import rank_rooms
-
-    return replace(outlook, rooms=tuple(rank_rooms(index, plan, cards, sizes)))
+    _print(source, plan, outlook, answer)
 
 
 def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:

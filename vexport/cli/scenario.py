@@ -81,37 +81,34 @@ def run(
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=PATH)
 @format_option(REPORT_FORMATS)
 def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
-    """Show a run's report again, or the history of several runs.
+    """Show a run's report again, or several runs in one table.
 
-    The outcome of the run, of the newest of several, is the exit code. Of several runs the report shows the
-    trend of scores, size and speed, and what each scheme loses. `--format card` is a model card for the
-    checkpoint's README.md.
+    The outcome of the run, of the newest of several, is the exit code. Of several runs the smallest that
+    passes is marked. `--format card` is a model card for the checkpoint's README.md.
 
     \b
     Examples:
       vexport report runs/nightly
       vexport report runs/nightly --format card -o README.md
-      vexport report runs/monday runs/tuesday -o history.html
+      vexport report runs/monday runs/tuesday -o runs.html
     """
     from vexport.errors import VexportError
     from vexport.errors.extras import attempt, raise_problems
-    from vexport.reports import render, render_history
+    from vexport.reports import render, render_comparison
+    from vexport.reports.comparison import compared_run, marked
     from vexport.run.directory import read_report
 
-    outcomes = [attempt(partial(read_report, folder), str(folder)) for folder in run_dirs]
-    problems = [outcome for outcome in outcomes if isinstance(outcome, VexportError)]
-    reports = [outcome for outcome in outcomes if not isinstance(outcome, VexportError)]
-    folders = [
-        folder
-        for folder, outcome in zip(run_dirs, outcomes, strict=True)
-        if not isinstance(outcome, VexportError)
-    ]
-    file = answer_file(click.get_current_context())
-    page = file.parent if file else Path()
+    outcomes = [(folder, attempt(partial(read_report, folder), str(folder))) for folder in run_dirs]
+    problems = [found for _, found in outcomes if isinstance(found, VexportError)]
+    reports = [(folder, found) for folder, found in outcomes if not isinstance(found, VexportError)]
+    reports.sort(key=lambda one: one[1].created)
     if len(reports) == 1:
-        print_text(render(reports[0], answer.format_, folder=folders[0], page=page))
+        (folder, only), file = reports[0], answer_file(click.get_current_context())
+        page = file.parent if file else Path()
+        print_text(render(only, answer.format_, folder=folder, page=page))
     elif reports:
-        print_text(render_history(reports, answer.format_, folders=folders, page=page))
+        rows = marked([compared_run(found, str(folder)) for folder, found in reports])
+        print_text(render_comparison(rows, answer.format_))
     raise_problems(problems)
-    newest = max(reports, key=lambda one: one.created)
+    _, newest = reports[-1]
     conclude(newest.outcome, newest.name, newest.reason)

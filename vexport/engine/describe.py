@@ -44,16 +44,6 @@ class DescribeKernels:
             and "Embedding" not in type(layer.quant_method).__name__
         ]
 
-    def vexport_weight_bytes(self) -> int:
-        """Bytes of the rank's weights and buffers as its kernels hold them, each storage once."""
-        model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
-        storages = {
-            storage.data_ptr(): storage.nbytes()
-            for tensor in (*model.parameters(), *model.buffers())
-            for storage in (tensor.untyped_storage(),)
-        }
-        return sum(storages.values())
-
 
 def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str]:
     """Scheme, kernel and blind spot of one layer of vLLM's model; the classes' own names."""

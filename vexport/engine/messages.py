@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from vexport.scenario.serve import EngineArguments
-from vexport.types import Canary, EngineInfo, LmEvalSettings, Throughput, Workload
+from vexport.types import Canary, EngineInfo, LmEvalSettings
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
 CANARY_TOKENS = 200
@@ -62,7 +62,6 @@ class SessionRequest:
     repeat: bool = False
     output: Path | None = None
     identity: str | None = None
-    workload: Workload | None = None
     seed: int = 0
 
 
@@ -117,7 +116,6 @@ class SessionResult:
     canaries: tuple[Canary, ...] = ()
     logprobs_file: Path | None = None
     text_file: Path | None = None
-    throughput: Throughput | None = None
     tasks: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     failure: EngineFailure | None = None

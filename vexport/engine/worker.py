@@ -158,10 +158,6 @@ def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnP
 
     start = result.seconds["load"]
     result = replace(result, engine=describe(llm, request.arguments, start_seconds=start))
-    if request.workload is not None and result.engine is not None and not result.engine.emulated:
-        from vexport.engine.throughput import measure_throughput
-
-        result = replace(result, throughput=measure_throughput(llm, request.workload, report))
     kept = KeptParts(request, result)
     if request.canaries:
         if not kept.canaries:

@@ -10,9 +10,8 @@ from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import find_quantization
 from vexport.errors import InputError
-from vexport.plan.advice import Origin, advice_on
 from vexport.plan.blocks import output_bytes
-from vexport.plan.group_sizes import layers_alone, with_smaller_groups
+from vexport.plan.group_sizes import Origin, advice_on, fitting_sizes, layers_alone, with_smaller_groups
 from vexport.plan.ignore import ignored, ignored_head
 from vexport.plan.known_bad import known_bad_notes
 from vexport.plan.kv_cache import attention_layers, refused_caches
@@ -202,8 +201,10 @@ def _shape_findings(
     text = text_config(index.config)
     reasons = unsupported(groups, names, settings.ranks, text)
     refused = [group for group in groups if group.name in reasons]
-    advice = {
-        scheme: advice_on(scheme, groups, names, settings.ranks, text)
+    sizes = {
+        scheme: fitting_sizes(
+            [group for group in groups if group.scheme == scheme], names, settings.ranks, text
+        )
         for scheme in dict.fromkeys(group.scheme for group in refused)
     }
     return {
@@ -212,7 +213,7 @@ def _shape_findings(
             reasons[group.name],
             OTHER_RANKS
             if is_uneven(group, names, settings.ranks, text)
-            else advice[group.scheme].on(group, settings.origin),
+            else advice_on(group, sizes[group.scheme], settings.origin),
         )
         for group in refused
     }

@@ -1,6 +1,6 @@
 """About how long the stages of a plan take and how much memory: from measured rates, all of which stand here.
 
-They hold for two CPU cores and an idle machine (docs/speed.md; the sources of single numbers are with them).
+They hold for two CPU cores and an idle machine.
 Of reading only the processor's part is counted: a slow disk comes on top. A GPU is not considered.
 """
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.schemes import get_scheme
-from vexport.plan.linears import STACK
+from vexport.plan.linears import NUMBER, STACK
 from vexport.plan.needs import needs_rounding, needs_search, ranges_need, statistics_need
-from vexport.plan.rounding_memory import passes_of, rounding_bytes, waits_in
 from vexport.plan.smoothing import PASSES as SMOOTHING_PASSES
 from vexport.plan.smoothing import ROWS as SMOOTHING_ROWS
-from vexport.rounding.settings import WEIGHING_PASSES, WEIGHING_ROWS
+from vexport.rounding.settings import most_waiting, waiting_bytes
 from vexport.types import Estimate, Plan
+from vexport.types.rounding import is_refit
 
 # Start of a command, and nanoseconds a parameter by bits of a quantized weight: 1.1 B parameters, in memory,
 # in 0.9 to 1.0 s (FP8, INT4) and 1.3 s (NVFP4, whose codes take arithmetic).
@@ -46,13 +46,17 @@ CHECK_MEMORY, CHECK_MEMORY_PER_TENSOR = 260_000_000, 4_000
 # several times as long. torch and transformers are loaded first.
 FORWARD_FLOPS = 1.8e11
 # The same of rounding by text, of which much is large products: SmolLM2-135M in W4A16_G64, 64 rows of 512
-# tokens, one thread of a CPU with bf16 matrix units: gptq 105 s (2.9e11 a second), refit 252 s (1.9e11).
+# tokens, one thread of a CPU with bf16 matrix units: gptq 105 s (2.9e11 a second), refit 252 s (1.9e11). All
+# layers run for the source and twice for the quantized model; a refit tries its strengths on a part before.
 ROUNDING_FLOPS = 2e11
+RUNS, RUNS_OF_REFIT = 3, 6
 CALIBRATION_START_SECONDS, CALIBRATION_MEMORY = 12.0, 650_000_000
-# With the kernels that round. SmolLM2-135M on 64 rows of 512 tokens took 1491 MB by gptq in W4A16_G64, 1584
-# in NVFP4 (656 of the estimate are what `rounding_bytes` counts), refitted 1654 and 1920 (766 are). On 16
-# rows it took 1164 and 1406 in W4A16_G64.
+# With the kernels that round.
 ROUNDING_MEMORY = 980_000_000
+# A decoder layer as stored, dequantized and in the model; matrices (in, in) in float32 that a group takes.
+LAYER_COPIES, MATRICES, FLOAT32, BFLOAT16 = 3, 12, 4, 2
+# Hidden states of one stream beyond this go to disk (calibration/hidden.py, which loads torch).
+MOST_STATES = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,29 +113,44 @@ def _quantize(index: SourceIndex, plan: Plan) -> Estimate:
 
 
 def _rounded(index: SourceIndex, plan: Plan, samples: Samples, nearest: Estimate) -> Estimate:
-    """Quantizing with weights that are rounded by the samples: all layers run once for the source and for
-    each recipe; twice for each, before and after they are rounded, where rows are too many to wait. To weigh
-    tokens some rows go up and back before."""
-    linears = [one for group in plan.groups if group.rounding != "nearest" for one in group.members]
+    """Quantizing with weights that are rounded by the samples, a decoder layer at a time."""
+    groups = [group for group in plan.groups if group.rounding != "nearest"]
+    linears = [one for group in groups for one in group.members]
     weights = sum(one.out_features * one.in_features for one in linears)
-    sums = sum(one.in_features**2 for one in linears)
-    rounding = sum(one.out_features * one.in_features**2 for one in linears)
-    passes = passes_of(plan, samples.number, samples.tokens)
-    weighs = any(recipe.weighs_tokens for one in passes for recipe in one.recipes)
-    weighing = WEIGHING_PASSES * min(WEIGHING_ROWS, samples.number) if weighs else 0
-    operations, most = 2.0 * weights * samples.tokens * weighing, 0
-    for one in passes:
-        tokens, recipes = one.rows * samples.tokens, len(one.recipes)
-        most = max(most, recipes)
-        runs = 1 + recipes * (1 if waits_in(plan, one, samples.tokens) else 2)
-        operations += 2.0 * weights * tokens * runs + 2.0 * recipes * (sums * tokens + rounding)
-    memory = rounding_bytes(index, plan, rows=samples.number, tokens=samples.tokens)
+    rounding = sum((one.out_features + samples.all_tokens) * one.in_features**2 for one in linears)
+    refits = any(is_refit(group.rounding) for group in groups)
+    runs = RUNS_OF_REFIT if refits else RUNS
+    operations = 2.0 * (weights * samples.all_tokens * runs + rounding)
+    inputs = {NUMBER.sub("*", group.name): group.members[0].in_features for group in groups}
+    waiting = waiting_bytes(list(inputs.values()), samples.all_tokens, refits=refits)
+    around, layer = _stored(index)
+    memory = around + LAYER_COPIES * layer + 2 * min(_states(index, samples), MOST_STATES)
+    memory += waiting if waiting <= most_waiting() else 0
+    memory += MATRICES * max(inputs.values()) ** 2 * FLOAT32
     return Estimate(
         stage="quantize",
         seconds=nearest.seconds + CALIBRATION_START_SECONDS + operations / ROUNDING_FLOPS,
         memory_bytes=max(nearest.memory_bytes, ROUNDING_MEMORY + memory),
-        basis=f"{nearest.basis}, {most} recipes of rounding in {samples.number:,} samples",
+        basis=f"{nearest.basis}, rounded by {samples.number:,} samples",
     )
+
+
+def _stored(index: SourceIndex) -> tuple[int, int]:
+    """Bytes outside of the decoder layers, and of the largest layer."""
+    layers: dict[str, int] = {}
+    around = 0
+    for tensor in index.tensors.values():
+        if stack := STACK.search(tensor.name):
+            layers[stack[0]] = layers.get(stack[0], 0) + tensor.num_bytes
+        else:
+            around += tensor.num_bytes
+    return around, max(layers.values(), default=0)
+
+
+def _states(index: SourceIndex, samples: Samples) -> int:
+    """Bytes of the hidden states of all samples in one stream."""
+    hidden = text_config(index.config).get("hidden_size")
+    return BFLOAT16 * samples.all_tokens * (hidden if isinstance(hidden, int) else 0)
 
 
 def _check(index: SourceIndex, plan: Plan) -> Estimate:
@@ -153,20 +172,12 @@ def _check(index: SourceIndex, plan: Plan) -> Estimate:
 
 def _calibrate(index: SourceIndex, plan: Plan, samples: Samples) -> Estimate:
     """Two operations a parameter and token; one decoder layer and the hidden states are in memory."""
-    layers: dict[str, int] = {}
-    in_layers = 0
-    for tensor in index.tensors.values():
-        stack = STACK.search(tensor.name)
-        if stack:
-            layers[stack[0]] = layers.get(stack[0], 0) + tensor.num_bytes
-            in_layers += tensor.num_elements
-    hidden = text_config(index.config).get("hidden_size")
-    states = 2 * 2 * samples.all_tokens * (hidden if isinstance(hidden, int) else 0)
+    in_layers = sum(one.num_elements for one in index.tensors.values() if STACK.search(one.name))
     rows = samples.number if ranges_need(plan) else 0
     rows += SMOOTHING_PASSES * min(SMOOTHING_ROWS, samples.number) if plan.smoothing else 0
     return Estimate(
         stage="calibrate",
         seconds=CALIBRATION_START_SECONDS + 2.0 * in_layers * rows * samples.tokens / FORWARD_FLOPS,
-        memory_bytes=CALIBRATION_MEMORY + max(layers.values(), default=0) + states,
+        memory_bytes=CALIBRATION_MEMORY + _stored(index)[1] + 2 * _states(index, samples),
         basis=f"{samples.number:,} samples of {samples.tokens:,} tokens at most",
     )

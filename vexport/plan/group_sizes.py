@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from vexport.architectures.fusion import moe_layer
 from vexport.formats.schemes import get_scheme, group_sizes, regrouped
 from vexport.plan.linears import Names
 from vexport.plan.shapes import kept_instead, kind_of_group, refusal, unsupported
 from vexport.types import Finding, FusionGroup, Json
+
+# Where a plan's rules come from, and where they are to be changed.
+Origin = Literal["options", "scenario"]
 
 
 def fitting_sizes(
@@ -19,6 +23,22 @@ def fitting_sizes(
         for size in _smaller(groups[0].scheme if groups else "")
         if not unsupported(_regrouped(groups, size), names, ranks, text)
     )
+
+
+def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
+    """What to do about a group of unsupported shape, in words of options or a scenario; `sizes` fit."""
+    names_in_layer = [member.name.rpartition(".")[2] for member in group.members]
+    if origin == "options":
+        size, shape = "--group-size", "--on-unsupported-shape"
+        rule = " ".join(f"--ignore {name}" for name in names_in_layer)
+    else:
+        size, shape = "group_size:", "on_unsupported_shape:"
+        rule = f"a rule with scheme: keep for {' and '.join(names_in_layer)}"
+    keep = f"{shape} keep, or {rule}"
+    if not sizes:
+        return f"use {keep}, or another scheme (`vexport plan MODEL` shows which fit)"
+    fitting = f"{size} {' or '.join(map(str, sizes))}"
+    return f"use {fitting}; {shape} smaller-group for these layers alone; or {keep}"
 
 
 def with_smaller_groups(

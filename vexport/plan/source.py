@@ -18,12 +18,11 @@ from vexport.formats.schemes import (
     with_group_size,
 )
 from vexport.plan.build import Settings, build_plan, hidden_rule_notes
-from vexport.plan.recommend import Target, recommend
 from vexport.plan.table import scheme_table
 from vexport.plugins import OBSERVERS as PLUGIN_OBSERVERS
 from vexport.plugins import plugins
 from vexport.scenario import GroupSize, Rule, Scenario, parse_group_size
-from vexport.types import OnProgress, Plan, Recommendation, SchemeTable, silent
+from vexport.types import OnProgress, Plan, SchemeTable, silent
 from vexport.types.observer_names import OBSERVERS
 from vexport.types.rounding import Rounding
 
@@ -110,15 +109,6 @@ def table_of_schemes(
     with source_headers(source, on_progress) as root:
         table = scheme_table(read_index(root), kept, settings, names)
         return replace(table, source=pinned_source(source, root))
-
-
-def recommendation_of(
-    source: str, target: Target, on_progress: OnProgress, others: Sequence[str] = ()
-) -> Recommendation:
-    """Which scheme to start with for a model, from its headers; see `vexport.plan.recommend`."""
-    with source_headers(source, on_progress) as root:
-        found = recommend(read_index(root), target, others)
-        return replace(found, source=pinned_source(source, root))
 
 
 def require_observers(names: Collection[str]) -> None:

@@ -18,17 +18,14 @@ from vexport.reports.checkpoints import (
     load_documents,
 )
 from vexport.reports.comparison import comparison_document
-from vexport.reports.files import page_link, run_files
-from vexport.reports.history import Run, by_time, history_document
+from vexport.reports.files import run_files
 from vexport.reports.run import run_document
-from vexport.reports.speed import speed_document
 from vexport.types import (
     CheckReport,
+    ComparedRun,
     DryLoadReport,
     LoadReport,
     Report,
-    SchemeComparison,
-    SpeedReport,
     Verdict,
 )
 
@@ -61,23 +58,11 @@ DRY_LOAD_FORMATS: dict[str, Callable[[Sequence[DryLoadReport]], str]] = {
     "junit": junit.dry_loads,
     "github": partial(github.checkpoints, "load"),
 }
-HISTORY_FORMATS: dict[str, Callable[[Sequence[Run]], str]] = {
-    "text": lambda runs: text.render([history_document(runs)]),
-    "json": lambda runs: json.dumps(list[Report], [run.report for run in by_time(runs)]),
-    "html": lambda runs: html.render(history_document(runs)),
-    "markdown": lambda runs: markdown.render(history_document(runs)),
-}
-SPEED_FORMATS: dict[str, Callable[[Sequence[SpeedReport]], str]] = {
-    "text": lambda reports: text.render([speed_document(reports)]),
-    "json": lambda reports: json.dumps(list[SpeedReport], list(reports)),
-    "html": lambda reports: html.render(speed_document(reports)),
-    "markdown": lambda reports: markdown.render(speed_document(reports)),
-}
-COMPARISON_FORMATS: dict[str, Callable[[SchemeComparison], str]] = {
-    "text": lambda comparison: text.render([comparison_document(comparison)]),
-    "json": lambda comparison: json.dumps(SchemeComparison, comparison),
-    "html": lambda comparison: html.render(comparison_document(comparison)),
-    "markdown": lambda comparison: markdown.render(comparison_document(comparison)),
+COMPARISON_FORMATS: dict[str, Callable[[Sequence[ComparedRun]], str]] = {
+    "text": lambda runs: text.render([comparison_document(runs)]),
+    "json": lambda runs: json.dumps(list[ComparedRun], list(runs)),
+    "html": lambda runs: html.render(comparison_document(runs)),
+    "markdown": lambda runs: markdown.render(comparison_document(runs)),
 }
 VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
     "text": lambda verdict: text.render([verdict_document(verdict)]),
@@ -137,29 +122,9 @@ def render_dry_loads(reports: Sequence[DryLoadReport], format: str) -> str:
     return _renderer(DRY_LOAD_FORMATS, format)(reports)
 
 
-def render_history(
-    reports: Sequence[Report], format: str, *, folders: Sequence[Path] = (), page: Path | None = None
-) -> str:
-    """Several runs in one of HISTORY_FORMATS, the oldest first.
-
-    `folders` are their run directories in the same order; a page that is to lie in the folder `page` links to
-    the page of each run that has one.
-    """
-    runs = [
-        Run(report=report, folder=folder.name, href=page_link(folder, page) if page is not None else "")
-        for report, folder in zip(reports, folders or [Path()] * len(reports), strict=True)
-    ]
-    return _renderer(HISTORY_FORMATS, format)(runs)
-
-
-def render_speeds(reports: Sequence[SpeedReport], format: str) -> str:
-    """Measured speeds in one of SPEED_FORMATS, in order; JSON is always a list."""
-    return _renderer(SPEED_FORMATS, format)(reports)
-
-
-def render_comparison(comparison: SchemeComparison, format: str) -> str:
-    """Several schemes in one of COMPARISON_FORMATS."""
-    return _renderer(COMPARISON_FORMATS, format)(comparison)
+def render_comparison(runs: Sequence[ComparedRun], format: str) -> str:
+    """Several runs in one of COMPARISON_FORMATS, in order."""
+    return _renderer(COMPARISON_FORMATS, format)(runs)
 
 
 def render_verdict(verdict: Verdict, format: str) -> str:

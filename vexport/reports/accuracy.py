@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from vexport.evaluation.reason import about
 from vexport.reports import document as doc
 from vexport.reports.charts.forest import forests
-from vexport.reports.charts.plane import looks_charts
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
 from vexport.reports.formatting import count, p_value, percent, percent_interval
 from vexport.reports.gates import verdict_gates
@@ -61,7 +60,6 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
         forests(verdict),
         task_table(verdict) if verdict.tasks else None,
         _beside(shown_comparisons(verdict)),
-        looks_charts(verdict),
         [doc.Paragraph(warning, "warning") for warning in verdict.warnings],
         _reading(verdict),
     )

@@ -11,7 +11,6 @@ from typing import Literal
 from vexport.reports.charts.bars import Bars
 from vexport.reports.charts.forest import Forest
 from vexport.reports.charts.layers import LayerChart
-from vexport.reports.charts.plane import Plane
 from vexport.reports.gates import Gate, Status
 from vexport.types import Finding
 
@@ -26,7 +25,7 @@ class Cell:
     """A value with a remark on it (its interval).
 
     `tone` is the CSS class of a status or severity, `badge` draws the text as a label in that tone; `mono` is
-    for names of tensors and layers, `href` a link relative to the page; `grey` is drawn back.
+    for names of tensors and layers, `href` a link relative to the page.
     """
 
     text: str
@@ -35,7 +34,6 @@ class Cell:
     badge: bool = False
     mono: bool = False
     href: str = ""
-    grey: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,7 @@ class Section:
     forms: tuple[Form, ...] = FORMS
 
 
-Chart = Bars | Forest | LayerChart | Plane
+Chart = Bars | Forest | LayerChart
 Part = (
     Section | Table | Paragraph | Listing | Facts | Code | Details | FindingList | Exchange | Filter | Tokens
 ) | Chart

@@ -34,12 +34,6 @@ class RunFile:
     about: str
 
 
-def page_link(folder: Path, start: Path) -> str:
-    """The link from a page in the folder `start` to that of the run directory `folder`; empty without one."""
-    page = folder / "report.html"
-    return _relative(page, start) if page.is_file() else ""
-
-
 def _relative(path: Path, start: Path) -> str:
     """A relative link; a colon in its first part is no scheme, since that part is escaped."""
     return quote(os.path.relpath(path, start).replace(os.sep, "/"))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from vexport.reports import document as doc
 from vexport.reports.charts.bars import chosen_schemes, loss_bars, size_bars
 from vexport.reports.charts.layers import layer_chart
-from vexport.reports.charts.plane import tradeoff_chart
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
 from vexport.reports.folding import folded_places
 from vexport.reports.formatting import bits_per_weight, count, decibels, percent, size, small
@@ -115,7 +114,7 @@ def _mixed(mixed: MixedScheme) -> doc.Section:
         f"Chosen from {', '.join(mixed.candidates)} within {budget_of(mixed)}: {size(mixed.output_bytes)}, a "
         f"predicted loss of {small(mixed.loss)} nats per token."
     )
-    return doc.Section("Mixed scheme", parts(tradeoff_chart(mixed)), lead=lead, forms=PAGE)
+    return doc.Section("Mixed scheme", (), lead=lead, forms=PAGE)
 
 
 def _attempts(attempts: Sequence[Attempt]) -> doc.Section:

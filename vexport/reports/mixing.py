@@ -13,8 +13,6 @@ def budget_of(mixed: MixedScheme) -> str:
         "bytes": size(round(mixed.limit)),
         "share": f"{percent(mixed.limit, 0)} of the source's bytes",
         "loss": f"{small(mixed.limit)} nats per token",
-        "tokens_per_second": f"{mixed.limit:g} tokens/s on {mixed.gpu}, by a bound",
-        "step_ms": f"{mixed.limit:g} ms a token on {mixed.gpu}, by a bound",
     }
     return limits[mixed.budget]
 

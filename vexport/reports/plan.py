@@ -19,7 +19,7 @@ from vexport.reports.document import columns, facts, row
 from vexport.reports.formatting import count, duration, percent, plural, ratio, size
 from vexport.scenario import Evaluate
 from vexport.scenario.suites import SUITES
-from vexport.types import Finding, FusionGroup, Outlook, Plan, RankRoom, SchemeTable
+from vexport.types import Finding, FusionGroup, Outlook, Plan, SchemeTable
 
 # Lines of text; a plan as JSON has everything.
 MOST_KINDS = 16
@@ -114,7 +114,6 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("needs", f"the package {outlook.package} next to vLLM") if outlook.package else None,
         ("estimates", f"about {_stages(outlook)}; {size(outlook.disk_bytes)} of disk"),
         ("", f"(on two idle CPU cores, with a disk that keeps up{faster})"),
-        *(line for room in outlook.rooms for line in _labelled(f"{room.tp} x {room.gpu}", _room_lines(room))),
         *(("note", note) for note in _findings(plan.notes)),
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
         ("documents", documents_needed(evaluate))
@@ -124,19 +123,6 @@ def _document(plan: Plan, outlook: Outlook, evaluate: Evaluate | None) -> doc.Do
         ("next", outlook.next_command) if outlook.next_command else None,
     )
     return doc.Document(title=plan.source, parts=(doc.Paragraph(title), rows), wide=True)
-
-
-def _room_lines(room: RankRoom) -> list[str]:
-    """Weights and KV tokens of a rank, next to those of the unquantized model; and the kernels."""
-    own = _held(room.weight_bytes, room.kv_tokens)
-    held = f"weights {own} on each; unquantized {_held(room.source_weight_bytes, room.source_kv_tokens)}"
-    return [held, *(f"  {kernel}: {', '.join(kinds)}" for kernel, kinds in room.kernels.items())]
-
-
-def _held(weight_bytes: int, kv_tokens: int | None) -> str:
-    if kv_tokens == 0:
-        return f"{size(weight_bytes)} leave no room for a KV cache"
-    return f"{size(weight_bytes)} and a KV cache of {count(kv_tokens)} tokens"
 
 
 def suite_lines(settings: Evaluate | None, parameters: int) -> list[str]:

@@ -22,7 +22,6 @@ from vexport.reports.sentences import (
     signal_lines,
     size_change,
 )
-from vexport.reports.speed import speed_lines, speed_parts
 from vexport.types import Canary, EngineInfo, LoadReport, LogprobAgreement, Report
 
 _NOT_RUN = "an earlier gate failed"
@@ -51,7 +50,6 @@ def run_document(report: Report, files: Sequence[RunFile] = ()) -> doc.Document:
             rounding_section(report.rounding),
             sensitivity_sections(report),
             _load_section(report),
-            _speed(report),
             _devices(report),
             _findings(report),
             answers_section(report.verdict),
@@ -77,7 +75,6 @@ def _summary(report: Report) -> doc.Facts:
         *(("rounding", line) for line in rounding_lines(report.rounding)),
         *load_facts(report.load).rows,
         *signal_lines(report),
-        *speed_lines(report.speeds),
         ("time", _total(report)),
     )
 
@@ -184,11 +181,6 @@ def _devices(report: Report) -> doc.Section | None:
     )
     content = device_parts(report.dry_load)
     return doc.Section("Other devices", content, anchor="devices", lead=lead, forms=PAGE)
-
-
-def _speed(report: Report) -> doc.Section | None:
-    content = speed_parts(report.speeds)
-    return doc.Section("Speed", content, anchor="speed", forms=PAGE) if report.speeds else None
 
 
 def _findings(report: Report) -> doc.Section:

@@ -8,17 +8,15 @@ from pathlib import Path
 from vexport.files import json_schema, write_text
 from vexport.types import (
     CheckReport,
+    ComparedRun,
     DryLoadReport,
     Json,
     LoadReport,
     Outlook,
     Plan,
     Quantized,
-    Recommendation,
     Report,
-    SchemeComparison,
     SchemeTable,
-    SpeedReport,
 )
 
 FOLDER = Path(__file__).parent
@@ -39,11 +37,9 @@ def schemas() -> Mapping[str, str]:
         "check.schema.json": _titled("vexport check --format json", json_schema(list[CheckReport])),
         "plan.schema.json": _titled("vexport plan --format json", json_schema(PlanAnswer)),
         "plan-schemes.schema.json": _titled("vexport plan SOURCE --format json", json_schema(SchemeTable)),
-        "recommend.schema.json": _titled("vexport recommend --format json", json_schema(Recommendation)),
         "quantize.schema.json": _titled("vexport quantize --format json", json_schema(Quantized)),
         "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),
-        "bench.schema.json": _titled("vexport bench --format json", json_schema(list[SpeedReport])),
-        "compare.schema.json": _titled("vexport compare --format json", json_schema(SchemeComparison)),
+        "compare.schema.json": _titled("vexport compare --format json", json_schema(list[ComparedRun])),
         "dry-load.schema.json": _titled("vexport load --dry --format json", json_schema(list[DryLoadReport])),
     }
 

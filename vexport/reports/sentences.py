@@ -123,11 +123,6 @@ def scale_of_comparison(one: Comparison) -> Scale:
     return Scale(max(one.baseline, one.candidate) <= 1)
 
 
-def looks_scale(verdict: Verdict, task: str) -> Scale:
-    """The scale of the task that was looked at while it was read; shares where no task has that name."""
-    return next((scale_of(one) for one in verdict.tasks if one.task == task), Scale(True))
-
-
 def drift_line(drift: Drift) -> str:
     """How far the quantized model's log-probabilities are from the baseline's, against the limits."""
     rise = drift.candidate_nll - drift.baseline_nll

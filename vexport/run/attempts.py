@@ -13,7 +13,7 @@ from vexport.types import Attempt, Promotion
 ATTEMPTS = "attempts"
 FILE = "attempts.json"
 # What is known of the baseline, whatever is compared with it.
-BASELINE_STAGES = (f"serve {BASELINE}", f"load {BASELINE}", f"time {BASELINE}")
+BASELINE_STAGES = (f"serve {BASELINE}", f"load {BASELINE}")
 # What the next round starts from as well.
 SHARED_STAGES = ("calibrate", "sensitivity", *BASELINE_STAGES)
 SHARED_FILES = (

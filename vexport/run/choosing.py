@@ -16,7 +16,6 @@ from vexport.sensitivity import measure as losses
 from vexport.sensitivity.auto import require_in_reach
 from vexport.sensitivity.choose import mixed_scheme
 from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
-from vexport.sensitivity.step_time import step_times
 from vexport.types import Calibration, FusionGroup, MixedScheme, Plan, Sensitivity
 from vexport.version import __version__
 
@@ -34,7 +33,7 @@ def plan_candidates(run: Run) -> Plan:
     if is_mixed(run):
         plain = build_plan(run.index, rules_with((), {}, run.scenario.rules), run.planning)
         if run.scenario.auto is not None:
-            require_in_reach(run.index, run.units, plain, run.scenario.auto, run.scenario.serve.ranks)
+            require_in_reach(run.index, run.units, plain, run.scenario.auto)
         asked = run.planning
         smoothing = smoothing_strength(_candidates(run), asked.smoothing, has_text=asked.has_text)
         return replace(probe_plan(plain, run.units), smoothing=smoothing)
@@ -103,7 +102,6 @@ def choose(run: Run) -> MixedScheme:
         rest_bytes=rest_bytes(run.index, run.units, run.result(CANDIDATES)),
         source_bytes=run.index.num_bytes,
         parameters=run.index.num_parameters,
-        times=step_times(run.index, run.units, run.scenario.auto, run.scenario.serve.ranks),
     )
 
 

@@ -38,7 +38,6 @@ KIND = FolderKind(
             "load.json",
             "dry-load.json",
             "sensitivity.json",
-            "speed.json",
         )
         + ("mixed.json", "attempts.json", "report.*", "junit.xml", "model-card.md")
     ),

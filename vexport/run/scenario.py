@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vexport.checkpoint.data_name import require_data
-from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import engines_share_imports, require_vllm
@@ -17,7 +16,6 @@ from vexport.run.promoting import may_promote, promote, require_promotable
 from vexport.run.serving import BASELINE, EngineOptions, require_tasks, task_files
 from vexport.run.stages import MEASURE, do, finish
 from vexport.run.state import SENSITIVITY, Run
-from vexport.run.timing import require_length
 from vexport.scenario import Scenario
 from vexport.types import Report
 
@@ -54,14 +52,10 @@ def run_scenario(
 
 def _finished(run: Run, *, until_pass: bool, file: Path | None, baseline_of: Path | None) -> Report:
     """The report of a run whose directory has begun."""
-    scenario, options = run.scenario, run.options
     if baseline_of is not None:
         run.directory.adopt(RunDirectory(baseline_of), BASELINE_STAGES, f"eval/{BASELINE}")
     if file is not None:
         _keep_scenario(file, run.folder)
-    if scenario.speed is not None:
-        require_checkpoint(run.baseline)
-        require_length(run.baseline, scenario.speed.workload, options)
     report = finish(run)
     while until_pass and may_promote(report, run):
         if run.get(SENSITIVITY) is None:

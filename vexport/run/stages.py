@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from vexport.run import choosing, concluding, making, proving, timing
+from vexport.run import choosing, concluding, making, proving
 from vexport.run.directory import Digests
 from vexport.run.state import (
     ATTRIBUTION,
@@ -24,8 +24,6 @@ from vexport.run.state import (
     SENSITIVITY,
     SERVED_BASELINE,
     SERVED_CANDIDATE,
-    SPEED,
-    SPEED_BASELINE,
     VERDICT,
     WRITTEN,
     Output,
@@ -94,10 +92,6 @@ STAGES: tuple[Stage[object], ...] = (
           digest=proving.baseline_sessions, make=proving.load_baseline, output=LOADED_BASELINE),
     Stage(name="load", when=proving.is_served, reads=(SERVED_BASELINE, SERVED_CANDIDATE),
           digest=proving.candidate_sessions, make=proving.load_candidate, output=LOADED),
-    Stage(name="time baseline", when=timing.is_timed, reads=(LOADED,),
-          digest=timing.baseline_inputs, make=timing.time_baseline, output=SPEED_BASELINE),
-    Stage(name="time", when=timing.is_timed, reads=(LOADED,),
-          digest=timing.candidate_inputs, make=timing.time_candidate, output=SPEED),
     Stage(name="drift", when=proving.is_served, reads=(SERVED_BASELINE, SERVED_CANDIDATE),
           make=concluding.measure_drift, output=DRIFT),
     Stage(name="judge", when=concluding.is_evaluated,
@@ -109,7 +103,7 @@ STAGES: tuple[Stage[object], ...] = (
           make=concluding.attribute_loss, output=ATTRIBUTION),
     Stage(name="report",
           reads=(PLAN, CALIBRATION, SENSITIVITY, MIXED, WRITTEN, CHECKED, DRY_LOADED, LOADED_BASELINE, LOADED,
-                 SPEED_BASELINE, SPEED, DRIFT, VERDICT, CONCLUSION, ATTRIBUTION),
+                 DRIFT, VERDICT, CONCLUSION, ATTRIBUTION),
           make=concluding.report, output=REPORT),
 )
 # fmt: on

@@ -29,7 +29,6 @@ from vexport.types import (
     Plan,
     Report,
     Sensitivity,
-    SpeedReport,
     Verdict,
 )
 
@@ -70,8 +69,6 @@ SERVED_BASELINE = Output("baseline session", Served, "eval/baseline/session.json
 SERVED_CANDIDATE = Output("candidate session", Served, "eval/candidate/session.json")
 LOADED_BASELINE = Output("baseline load", LoadReport, "eval/baseline/load.json")
 LOADED = Output("load", LoadReport, "load.json")
-SPEED_BASELINE = Output("baseline speed", SpeedReport, "eval/baseline/speed.json")
-SPEED = Output("speed", SpeedReport, "speed.json")
 DRIFT = Output("drift", Drift)
 VERDICT = Output("verdict", Verdict)
 CONCLUSION = Output("conclusion", Conclusion)

@@ -23,7 +23,6 @@ from vexport.scenario.reading import read_scenario
 from vexport.scenario.rules import AUTO, Auto, IgnoredLayers, Rule
 from vexport.scenario.scheme_keys import GroupSize, parse_group_size
 from vexport.scenario.serve import Serve
-from vexport.scenario.speed import Speed
 
 __all__ = [
     "AUTO",
@@ -45,7 +44,6 @@ __all__ = [
     "Scenario",
     "Sensitivity",
     "Serve",
-    "Speed",
     "default_calibration",
     "parse_group_size",
     "problems_at",

@@ -10,7 +10,6 @@ from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.rules import AUTO, Auto, Rule
 from vexport.scenario.section import Section
 from vexport.scenario.serve import Serve
-from vexport.scenario.speed import Speed
 from vexport.types import KvCache, OnUnsupportedShape
 
 # Names that keys of a scenario had before.
@@ -24,8 +23,7 @@ class Scenario(Section):
     `on_unsupported_shape` says what becomes of layers whose shapes vLLM could not run; `kv_cache` how keys
     and values are stored, in the model's dtype where it is not given; `smoothing` how far inputs are
     smoothed, as far as the schemes need where it is not given. With `sensitivity` the report says what
-    quantizing each group of layers costs; a rule with scheme `auto` needs `auto` and implies it. With
-    `speed` both models are timed.
+    quantizing each group of layers costs; a rule with scheme `auto` needs `auto` and implies it.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -40,7 +38,6 @@ class Scenario(Section):
     sensitivity: Sensitivity | None = None
     serve: Serve = Serve()
     evaluate: Evaluate | None = None
-    speed: Speed | None = None
 
     @model_validator(mode="before")
     @classmethod

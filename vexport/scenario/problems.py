@@ -8,6 +8,7 @@ from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors, nearest
 from vexport.errors.escaping import clip
+from vexport.errors.removed import instead_of
 from vexport.scenario.calibration import Calibration, Sensitivity
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.model import Scenario
@@ -86,6 +87,8 @@ def _known_keys(location: Sequence[int | str]) -> list[str]:
 
 def _where_to(key: str, known: Sequence[str]) -> str:
     """What to do about an unknown key: where it belongs, or what it may have been meant to be."""
+    if instead := instead_of(key):
+        return f"remove it: {instead}"
     if key in _OTHER_NAMES:
         return f"write {_OTHER_NAMES[key]}"
     if homes := [name for name, model in _sections().items() if key in model.model_fields]:

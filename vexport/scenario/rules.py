@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Self, get_args
 from annotated_types import Gt, Lt
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from vexport.formats.gpus import CARDS
 from vexport.formats.schemes import KEEP, is_scheme, scheme_name, scheme_names
 from vexport.plugins import ROUNDINGS as PLUGIN_ROUNDINGS
 from vexport.plugins import plugins
@@ -18,8 +17,6 @@ from vexport.types.rounding import ROUNDINGS, Rounding
 
 # The scheme of a rule that leaves the choice to measured losses and a budget.
 AUTO = "auto"
-# Budgets that are of a GPU.
-SPEEDS: tuple[BudgetKind, ...] = ("tokens_per_second", "step_ms")
 
 
 class Rule(Section):
@@ -75,8 +72,7 @@ class Auto(Section):
     """What `scheme: auto` chooses from, and its one budget for the whole checkpoint.
 
     `bits` are bits per weight, `bytes` the size, `share` the part of the source's size (0.4), `loss` the sum
-    over all quantized layers of KL(source || quantized) in nats per token. `tokens_per_second` of one
-    sequence, or `step_ms` for each of its tokens, are those of `gpu` by a bound (`vexport recommend`).
+    over all quantized layers of KL(source || quantized) in nats per token.
     """
 
     candidates: Annotated[tuple[str, ...], Field(min_length=2)]
@@ -84,14 +80,6 @@ class Auto(Section):
     bytes: Annotated[int, Gt(0)] | None = None
     share: Annotated[float, Gt(0), Lt(1)] | None = None
     loss: Annotated[float, Gt(0)] | None = None
-    tokens_per_second: Annotated[float, Gt(0)] | None = None
-    step_ms: Annotated[float, Gt(0)] | None = None
-    gpu: str | None = None
-
-    @field_validator("gpu")
-    @classmethod
-    def _known_gpu(cls, value: str | None) -> str | None:
-        return None if value is None else known_name(value, tuple(CARDS))
 
     @field_validator("candidates", mode="before")
     @classmethod
@@ -115,8 +103,6 @@ class Auto(Section):
     def _one_budget(self) -> Self:
         if len(self._budgets()) != 1:
             raise ValueError(f"one budget: {', '.join(get_args(BudgetKind))}")
-        if (self.gpu is None) == (self.budget[0] in SPEEDS):
-            raise ValueError(f"gpu with {' or '.join(SPEEDS)}, and with no other budget")
         return self
 
     def _budgets(self) -> list[tuple[BudgetKind, float]]:
@@ -125,8 +111,6 @@ class Auto(Section):
             "bytes": self.bytes,
             "share": self.share,
             "loss": self.loss,
-            "tokens_per_second": self.tokens_per_second,
-            "step_ms": self.step_ms,
         }
         return [(kind, limit) for kind, limit in kinds.items() if limit is not None]
 

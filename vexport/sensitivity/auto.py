@@ -9,9 +9,8 @@ from vexport.files import from_json
 from vexport.plan import Settings, build_plan
 from vexport.plan.source import plan_headers, settings_of, source_index
 from vexport.scenario import Auto, Rule, Scenario
-from vexport.sensitivity.choose import mixed_scheme, require_size_in_reach, require_speed_in_reach
+from vexport.sensitivity.choose import mixed_scheme, require_size_in_reach
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
-from vexport.sensitivity.step_time import step_times
 from vexport.types import Finding, OnProgress, Plan, Sensitivity, silent
 
 FILE = "sensitivity.json"
@@ -41,7 +40,7 @@ def plan_mixed(
     known = _measured(run_dir, layer_groups)
     if known is None:
         plan = build_plan(index, rules_with(layer_groups, smallest(layer_groups), rules), settings)
-        require_in_reach(index, layer_groups, plain, auto, max(settings.ranks))
+        require_in_reach(index, layer_groups, plain, auto)
         return replace(plan, notes=(*plan.notes, *_refused(layer_groups), _not_measured(auto, run_dir)))
     mixed = mixed_scheme(
         known.groups,
@@ -50,22 +49,14 @@ def plan_mixed(
         rest_bytes=rest_bytes(index, layer_groups, plain),
         source_bytes=index.num_bytes,
         parameters=index.num_parameters,
-        times=step_times(index, layer_groups, auto, max(settings.ranks)),
     )
     chosen = {one.name: one.scheme for one in mixed.choices}
     plan = build_plan(index, rules_with(layer_groups, chosen, rules), settings)
     return replace(plan, notes=(*plan.notes, *_refused(layer_groups)))
 
 
-def require_in_reach(
-    index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto, tp: int
-) -> None:
-    """Raise InputError where the smallest candidates are beyond a budget of size, the fastest beyond one of
-    speed; `plan` has the rest."""
-    times = step_times(index, layer_groups, auto, tp)
-    if times is not None:
-        require_speed_in_reach(auto, times, {group.name: group.allowed for group in layer_groups})
-        return
+def require_in_reach(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto) -> None:
+    """Raise InputError where the smallest candidates are beyond a budget of size; `plan` has the rest."""
     schemes = smallest(layer_groups)
     least = sum(layer_group.bytes_in(schemes[layer_group.name]) for layer_group in layer_groups)
     require_size_in_reach(

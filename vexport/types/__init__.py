@@ -23,7 +23,7 @@ from vexport.types.calibration import (
     Smoothing,
 )
 from vexport.types.calibration_data import CalibrationData
-from vexport.types.comparison import ComparedScheme, SchemeComparison, SpeedKind
+from vexport.types.comparison import ComparedRun
 from vexport.types.findings import CheckReport, Finding, Severity
 from vexport.types.loading import (
     ENGINE_CHECK,
@@ -41,19 +41,11 @@ from vexport.types.loading import (
     SequenceMemory,
     device_words,
 )
-from vexport.types.outlook import Estimate, KeptShare, Outlook, RankRoom, SchemeOutlook, SchemeTable
+from vexport.types.outlook import Estimate, KeptShare, Outlook, SchemeOutlook, SchemeTable
 from vexport.types.parts import Merged, Part, WrittenPart
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
 from vexport.types.quantized import Quantized
-from vexport.types.recommendation import (
-    DEFAULT_CONTEXT,
-    Candidate,
-    DecodeBound,
-    Recommendation,
-    Runs,
-    SpeedBound,
-)
 from vexport.types.report import KindSize, LayerError, LayerErrors, Report
 from vexport.types.sensitivity import (
     Attempt,
@@ -66,16 +58,13 @@ from vexport.types.sensitivity import (
     Promotion,
     SchemeLoss,
     Sensitivity,
-    Tradeoff,
 )
-from vexport.types.signals import Attribution, Cause, Distance, Drift, PromptDrift, SchemePoint, TokenDrift
-from vexport.types.speed import NOT_MEASURED_HERE, SpeedPoint, SpeedReport, SpeedTool, Throughput, Workload
+from vexport.types.signals import Attribution, Cause, Distance, Drift, PromptDrift, TokenDrift
 from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
 from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, silent
 
 __all__ = [
     "Smoothing",
-    "DEFAULT_CONTEXT",
     "Estimate",
     "KeptShare",
     "Outlook",
@@ -83,7 +72,6 @@ __all__ = [
     "SchemeTable",
     "ENGINE_CHECK",
     "GENERATION_KEYS",
-    "NOT_MEASURED_HERE",
     "PROGRESS_DETAIL",
     "Attempt",
     "AttentionLayer",
@@ -93,13 +81,11 @@ __all__ = [
     "Calibration",
     "CalibrationData",
     "Canary",
-    "Candidate",
     "CellStatus",
     "CheckReport",
     "Choice",
-    "ComparedScheme",
+    "ComparedRun",
     "Comparison",
-    "DecodeBound",
     "Distance",
     "Drift",
     "DryLoadReport",
@@ -130,7 +116,6 @@ __all__ = [
     "MatrixCell",
     "MatrixRow",
     "RankMemory",
-    "RankRoom",
     "SequenceMemory",
     "Merged",
     "Method",
@@ -144,33 +129,21 @@ __all__ = [
     "Quantized",
     "PromptDrift",
     "Prompting",
-    "Recommendation",
     "Report",
-    "Runs",
-    "SchemeComparison",
-    "SchemePoint",
     "Scalar",
     "SchemeLoss",
     "Score",
     "Sensitivity",
     "Severity",
-    "SpeedBound",
-    "SpeedKind",
-    "SpeedPoint",
-    "SpeedReport",
-    "SpeedTool",
     "TaskVerdict",
     "TextLimit",
     "TextMeasure",
     "TextVerdict",
-    "Throughput",
     "TensorInfo",
     "TensorSpec",
     "TokenDrift",
-    "Tradeoff",
     "Verdict",
     "WeightPart",
-    "Workload",
     "WrittenPart",
     "device_words",
     "silent",

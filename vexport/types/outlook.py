@@ -1,7 +1,6 @@
 """What a plan says before anything is quantized: shares, estimates, and what each scheme would give."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Stage = Literal["calibrate", "quantize", "check"]
@@ -27,24 +26,6 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankRoom:
-    """What each of `tp` GPUs of a name holds: weights by the plan and unquantized, and tokens next to them.
-
-    The tokens are those of sequences of 4,096; 0 where the weights do not fit, None where headers do not tell
-    the KV cache. `kernels` are vLLM's classes for the quantized layers, with their kinds; none is told of
-    routed experts and on GPUs of AMD.
-    """
-
-    gpu: str
-    tp: int
-    weight_bytes: int
-    source_weight_bytes: int
-    kv_tokens: int | None
-    source_kv_tokens: int | None
-    kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """What comes of a plan.
 
@@ -52,8 +33,8 @@ class Outlook:
     `least_sm` is the least compute capability on which vLLM loads every scheme, 0 for any; `full_sm` the
     least on which it multiplies inputs of as many bits as are stored, None where no GPU does; `samples` is
     the text that calibrates, empty where none is needed; `disk_bytes` is what OUT takes. `next_command` is
-    empty where the plan is refused. `rooms` are of the GPUs that were asked about. `package` is what vLLM
-    needs next to it to run the schemes, empty for its own kernels.
+    empty where the plan is refused. `package` is what vLLM needs next to it to run the schemes, empty for its
+    own kernels.
     """
 
     quantized_parameters: int
@@ -68,7 +49,6 @@ class Outlook:
     disk_bytes: int
     estimates: tuple[Estimate, ...]
     next_command: str
-    rooms: tuple[RankRoom, ...] = ()
     package: str = ""
 
 

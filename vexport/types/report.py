@@ -12,7 +12,6 @@ from vexport.types.plan import Plan
 from vexport.types.rounding import RoundingReport
 from vexport.types.sensitivity import Attempt, MixedScheme, Sensitivity
 from vexport.types.signals import Attribution, Drift
-from vexport.types.speed import SpeedReport
 from vexport.types.values import Outcome
 
 
@@ -46,8 +45,7 @@ class Report:
     """Everything a run found; every other report format is made from this.
 
     `source_name` is what the source is called: its id on the hub where that is known, else its folder;
-    `source_revision` is the commit on the hub that was read. `speeds` are those of the baseline and the
-    checkpoint.
+    `source_revision` is the commit on the hub that was read.
     """
 
     schema_version: Literal[1] = 1
@@ -78,7 +76,6 @@ class Report:
     sensitivity: Sensitivity | None = None
     mixed: MixedScheme | None = None
     attempts: tuple[Attempt, ...] = ()
-    speeds: tuple[SpeedReport, ...] = ()
     drift: Drift | None = None
     attribution: Attribution | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -8,9 +8,8 @@ from vexport.types.rounding import Rounding
 from vexport.types.values import Outcome
 
 # What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole
-# checkpoint, loss in nats per token, or the time of a step on a GPU by a bound: output tokens a second of one
-# sequence, or milliseconds.
-BudgetKind = Literal["bits", "bytes", "share", "loss", "tokens_per_second", "step_ms"]
+# checkpoint, or loss in nats per token.
+BudgetKind = Literal["bits", "bytes", "share", "loss"]
 Method = Literal["estimate", "measure"]
 
 
@@ -87,20 +86,10 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tradeoff:
-    """The least loss (nats per token, summed over groups) of a whole checkpoint of that many bytes."""
-
-    output_bytes: int
-    loss: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MixedScheme:
     """What `scheme: auto` chose within its budget.
 
-    `loss` is the sum of the choices' losses, a prediction; `step_ms` what a step of one sequence takes on
-    `gpu` at the slow end of the bound, None unless the budget is one of speed. `frontier` are the best
-    mixtures from the smallest checkpoint to the largest, at most some fifty of them.
+    `loss` is the sum of the choices' losses, a prediction.
     """
 
     budget: BudgetKind
@@ -108,10 +97,7 @@ class MixedScheme:
     candidates: tuple[str, ...]
     output_bytes: int
     loss: float
-    gpu: str = ""
-    step_ms: float | None = None
     choices: tuple[Choice, ...]
-    frontier: tuple[Tradeoff, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vexport.types.values import Outcome
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDrift:
@@ -87,30 +85,3 @@ class Attribution:
     total: Distance | None
     harness: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchemePoint:
-    """One run of a comparison of schemes: what it stores, what that loses.
-
-    `number` is the run's place among those that were given, from 1.
-    `stored_bytes` and `bits_per_weight` are of the whole checkpoint, scales and kept layers included.
-    `mean_kl` and `nll_rise` (candidate - baseline) are in nats per token over the tokens of `digest`, None
-    without log-probabilities;
-    `difference` with its bounds is of the pooled tasks, else of the task with the lowest bound, None without
-    a verdict.
-    """
-
-    number: int
-    name: str
-    source: str
-    schemes: tuple[str, ...]
-    stored_bytes: int
-    bits_per_weight: float
-    mean_kl: float | None
-    nll_rise: float | None
-    digest: str
-    difference: float | None
-    low: float | None
-    high: float | None
-    outcome: Outcome

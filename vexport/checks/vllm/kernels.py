@@ -3,18 +3,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from vexport.architectures import resolve
 from vexport.architectures.fusion import moe_layer
-from vexport.architectures.text_config import text_config
-from vexport.architectures.versions import VersionFacts, facts_of, nearest_version
-from vexport.checkpoint.index import SourceIndex
+from vexport.architectures.versions import VersionFacts
 from vexport.formats.arguments import UNQUANTIZED_BITS
 from vexport.formats.kernels import Multiplication, described_kernel, is_weight_only, kernel_of
 from vexport.formats.schemes import Scheme
-from vexport.plan.linears import NUMBER, Names, names_of
+from vexport.plan.linears import NUMBER, Names
 from vexport.plan.shapes import kind_of_group, rank_part
 from vexport.types import FusionGroup, Json
-from vexport.version import Version
 
 # Below it vLLM runs models in float16 (vllm/platforms/cuda.py).
 BFLOAT16_FROM = 80
@@ -34,17 +30,6 @@ class Served:
     def float16(self) -> bool:
         """Whether the model runs in float16."""
         return self.sm < BFLOAT16_FROM or "float16" in (self.text.get("dtype"), self.text.get("torch_dtype"))
-
-
-def served_on(index: SourceIndex, sm: int, ranks: int, vllm: Version) -> Served:
-    """A checkpoint on so many GPUs of a capability, in the version `vllm` or the nearest that is known."""
-    return Served(
-        sm=sm,
-        ranks=ranks,
-        facts=facts_of(nearest_version(vllm)),
-        names=names_of(index, resolve(index.architecture, index.config)[0]),
-        text=text_config(index.config),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,105 @@
+"""Several runs in one table: their order, what each lost, the smallest that passes."""
+
+import json
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.command import vexport
+from tests.reports import sample
+from vexport.errors import InputError
+from vexport.files import to_json
+from vexport.reports import render_comparison
+from vexport.reports.comparison import compared_run, marked
+from vexport.types import ComparedRun, Report
+
+
+def runs() -> list[Report]:
+    """Three runs, the newest named first, which ended at the check; the smallest of all fails."""
+    base = sample.full()
+    small = replace(base.plan, output_bytes=1_000_000)
+    return [
+        replace(sample.unloaded(), name="third", created="2025-03-16T00:00:00Z", plan=small),
+        replace(base, name="first", created="2025-03-14T00:00:00Z", outcome="PASS"),
+        replace(
+            base,
+            name="second",
+            created="2025-03-15T00:00:00Z",
+            outcome="PASS",
+            plan=replace(base.plan, output_bytes=1_100_000),
+        ),
+    ]
+
+
+def rows() -> tuple[ComparedRun, ...]:
+    return marked([compared_run(report, f"runs/{report.name}") for report in runs()])
+
+
+def test_the_smallest_that_passes_is_marked() -> None:
+    assert [(row.name, row.smallest) for row in rows()] == [
+        ("third", False),
+        ("first", False),
+        ("second", True),
+    ]
+    text = render_comparison(rows(), "text")
+    assert "second is the smallest that passes" in text
+    (line,) = [line for line in text.splitlines() if line.lstrip().startswith("second *")]
+    assert "NVFP4" in line
+    assert line.rstrip().endswith("PASS")
+    failed = [row for row in rows() if row.outcome != "PASS"]
+    assert "none passes" in render_comparison(marked(failed), "text")
+
+
+def test_a_scheme_of_which_nothing_came_says_why() -> None:
+    refused = ComparedRun(name="m-W4A8", folder="runs/W4A8", schemes="W4A8", reason="576 is no multiple")
+    for format_ in ("text", "markdown", "html"):
+        text = render_comparison(marked([*rows(), refused]), format_)
+        assert "not made" in text
+        assert "576 is no multiple" in " ".join(text.split())
+
+
+def test_json_is_what_the_schema_says() -> None:
+    schema = json.loads(files("vexport.reports").joinpath("compare.schema.json").read_text())
+    found = json.loads(render_comparison(rows(), "json"))
+    jsonschema.validate(found, schema)
+    assert [one["smallest"] for one in found] == [False, False, True]
+    assert found[1]["worst"]["task"] == "addition"
+    assert found[1]["worst"]["flips"] == []
+
+
+@pytest.mark.parametrize("format_", ["html", "markdown"])
+def test_hostile_names_are_text(format_: str) -> None:
+    hostile = compared_run(sample.hostile(), "runs/<script>alert(1)</script>")
+    assert "<script>alert" not in render_comparison([hostile, *rows()], format_)
+
+
+def test_a_format_of_one_run_is_refused() -> None:
+    with pytest.raises(InputError, match="junit"):
+        render_comparison(rows(), "junit")
+
+
+@pytest.mark.fault("a broken report among several: named; the answer of the others is whole")
+def test_a_report_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
+    """In the middle of three; its line names the file, and the answer, the oldest first, is whole."""
+    for run in runs():
+        (tmp_path / run.name).mkdir()
+        (tmp_path / run.name / "report.json").write_text(to_json(run))
+    (tmp_path / "second" / "report.json").write_text('{"name": ')
+    ran = vexport("report", *(tmp_path / run.name for run in runs()), "--format", "json")
+    assert [one["name"] for one in json.loads(ran.stdout)] == ["first", "third"]
+    assert (ran.code, len(ran.errors)) == (2, 1)
+    assert f"{tmp_path / 'second' / 'report.json'}:1" in ran.errors[0]
+    alone = vexport("report", tmp_path / "second", tmp_path / "none")
+    assert (alone.code, alone.stdout, len(alone.errors)) == (2, "", 2)
+
+
+def test_a_folder_of_runs_is_answered_by_how_to_name_them(tmp_path: Path) -> None:
+    (tmp_path / "monday").mkdir()
+    ran = vexport("report", tmp_path)
+    assert ran.code == 2
+    assert "call `vexport run` first" in ran.stderr
+    (tmp_path / "monday" / "report.json").write_text("{}")
+    assert f"name the runs in it: `vexport report {tmp_path}/*`" in vexport("report", tmp_path).stderr
