@@ -34,7 +34,7 @@ LATE = {
     "calibration": ("datasets", "huggingface_hub", "pyarrow", "transformers"),
     "cli": ("rich", "vexport"),
     "quantize": ("vexport",),
-    "checkpoint": ("fsspec", "huggingface_hub"),
+    "checkpoint": ("huggingface_hub",),
     "repair": ("vexport",),
     "fidelity": ("vexport",),
     "formats": ("numpy", "vexport"),

@@ -72,6 +72,7 @@ def test_help_answers_at_once() -> None:
         (["check", "MISSING"], ["MISSING", "no such folder"]),
         (["load", "MISSING"], ["MISSING", "no such folder"]),
         (["plan", "MISSING", "--scheme", "FP8"], ["MISSING", "no such folder"]),
+        (["plan", "s3://BUCKET/MODEL", "--scheme", "FP8"], ["s3://BUCKET/MODEL: got a URL", "to a folder"]),
         (["quantize", "MISSING", "OUT", "--scheme", "FP8"], ["MISSING", "no such folder"]),
         (["check", "EMPTY"], ["EMPTY", "no config.json"]),
         (["plan", "EMPTY", "--scheme", "FP8"], ["EMPTY", "no config.json"]),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vexport.calibration.coverage import expert_coverage
-from vexport.checkpoint.source import readable_source
+from vexport.checkpoint.source import resolve_source
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.target import Target
 from vexport.engine.session import require_engine
@@ -88,7 +88,7 @@ def quantize(
     part: Part | None = None,
     on_progress: OnProgress = silent,
 ) -> Quantized:
-    """Quantize a folder, a model of the hub or a URL into the folder `out`, as `vexport quantize` does.
+    """Quantize a folder or a model of the hub into the folder `out`, as `vexport quantize` does.
 
     `scheme` is for all linear layers but those to `ignore`; `rules` say the same layer by layer instead.
     `calibration` may be the name of the data alone; without any a scheme that needs samples is an InputError.
@@ -128,10 +128,10 @@ def check(
     if source is not None:
         from vexport.fidelity.compare import against as compared
 
-        root = readable_source(str(source), on_progress)
+        root = resolve_source(str(source), on_progress)
         against = compared(root, on_layer=lambda done, total: on_progress("compare (layers)", done, total))
     target = Target(tp=tuple(tp), sm=tuple(sm))
-    root = readable_source(str(checkpoint), on_progress)
+    root = resolve_source(str(checkpoint), on_progress)
     return check_checkpoint(str(checkpoint), target, against, root=root)
 
 

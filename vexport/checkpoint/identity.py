@@ -23,7 +23,6 @@ from vexport.checkpoint.index import (
     statuses_of,
     weight_files,
 )
-from vexport.checkpoint.remote.mirror import remote_of
 from vexport.checkpoint.truncated import changed
 from vexport.errors import InputError
 from vexport.files import digest_bytes
@@ -70,7 +69,7 @@ def unchanged(index: SourceIndex) -> Iterator[None]:
         if after is None:
             raise changed(file, "no such file any more")
         if file in index.contents:
-            if _content(index.root, file, after) != index.contents[file]:
+            if _digest(file, after) != index.contents[file]:
                 raise changed(file, "other bytes than when the work began")
         elif after._replace(changed=before.changed) != before:
             raise changed(file, "another file, size or time than when the work began")
@@ -89,7 +88,7 @@ def with_contents(index: SourceIndex, on_progress: OnProgress = silent) -> Sourc
     done = 0
     for file, status in index.statuses.items():
         on_progress("read the source (bytes)", done, total)
-        contents[file] = _content(index.root, file, status)
+        contents[file] = _digest(file, status)
         done += status.size
     on_progress("read the source (bytes)", done, total)
     return replace(index, contents=contents)
@@ -118,20 +117,12 @@ def folder_status(root: Path) -> str:
 def folder_content(root: Path) -> str:
     """A digest of the bytes of a checkpoint's files; in one process each is read once, unless it changes."""
     statuses = statuses_of(_files(root))
-    contents = [(str(file.relative_to(root)), _content(root, file, one)) for file, one in statuses.items()]
+    contents = [(str(file.relative_to(root)), _digest(file, one)) for file, one in statuses.items()]
     return digest_bytes(repr(contents).encode())
 
 
 def _files(root: Path) -> list[Path]:
     return sorted({*weight_files(root), *content_files(root)})
-
-
-def _content(root: Path, file: Path, status: FileStatus) -> str:
-    """Of a file with this status the digest of its bytes, of one in object storage its version there."""
-    remote = remote_of(root)
-    if remote is not None and file.name in remote.files:
-        return repr(remote.files[file.name])
-    return _digest(file, status)
 
 
 @cache

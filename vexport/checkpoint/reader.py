@@ -1,4 +1,4 @@
-"""Reads tensors lazily: from memory-mapped safetensors files, or by ranges from object storage."""
+"""Reads tensors lazily from memory-mapped safetensors files."""
 
 import errno
 import mmap
@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
-from vexport.checkpoint.remote.mirror import remote_of
-from vexport.checkpoint.remote.ranges import RemoteWeights
 from vexport.checkpoint.truncated import changed, explain_bus_errors
 from vexport.types import TensorInfo, WeightPart
 
@@ -31,8 +29,6 @@ class Reader:
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
-        self._remotes: dict[Path, RemoteWeights | None] = {}
-        self._remote_files: dict[Path, RemoteWeights | None] = {}
         self._opening = Lock()
 
     def __enter__(self) -> "Reader":
@@ -46,13 +42,10 @@ class Reader:
     def raw(self, tensor: TensorInfo) -> memoryview:
         """The bytes of a tensor, without a copy; valid while the reader is open.
 
-        InputError where its file has become shorter since its header was read; of object storage, what
-        `Storage.read` raises.
+        InputError where its file has become shorter since its header was read.
         """
         if tensor.start == tensor.end:
             return memoryview(b"")
-        if remote := self._remote(tensor.file):
-            return remote.bytes_of(tensor)
         mapped = self._map(tensor.file)
         if tensor.end > len(mapped):
             raise changed(
@@ -65,7 +58,7 @@ class Reader:
 
         What is below reads them there. A reader that gives others from `raw` says so here.
         """
-        return self._remote(tensor.file) is None
+        return True
 
     def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:
         """Every `step`-th row of a tensor of two dimensions, as bytes."""
@@ -133,22 +126,12 @@ class Reader:
     def release(self, tensors: Iterable[TensorInfo]) -> None:
         """Tell the kernel that these tensors' pages are no longer needed."""
         for tensor in tensors:
-            if remote := self._remote(tensor.file):
-                remote.release(tensor)
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_DONTNEED)
 
     def expect(self, tensors: Iterable[TensorInfo]) -> None:
         """Tell the kernel that these tensors will be read soon: it begins to read them all at once."""
         for tensor in tensors:
-            if remote := self._remote(tensor.file):
-                remote.expect([tensor])
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_WILLNEED)
-
-    def expect_remote(self, tensors: Iterable[TensorInfo]) -> None:
-        """The same for tensors that lie in object storage; others are near enough."""
-        for tensor in tensors:
-            if remote := self._remote(tensor.file):
-                remote.expect([tensor])
 
     def release_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
         """The same for the pages of a view of a tensor's `weight`; they may be read again."""
@@ -168,22 +151,6 @@ class Reader:
             except BufferError:
                 continue
         self._maps.clear()
-        for remote in self._remotes.values():
-            if remote is not None:
-                remote.close()
-        self._remotes.clear()
-        self._remote_files.clear()
-
-    def _remote(self, file: Path) -> RemoteWeights | None:
-        """Where a file's bytes are to be had; None where they are in the file."""
-        if file not in self._remote_files:
-            folder = file.parent
-            with self._opening:
-                if folder not in self._remotes:
-                    remote = remote_of(folder)
-                    self._remotes[folder] = RemoteWeights(folder, remote) if remote else None
-                self._remote_files[file] = self._remotes[folder]
-        return self._remote_files[file]
 
     def _map(self, file: Path) -> mmap.mmap:
         with self._opening:

@@ -1,4 +1,4 @@
-"""Finds a checkpoint by name: a folder, a model of the Hugging Face hub, or a URL of object storage."""
+"""Finds a checkpoint by name: a folder, or a model of the Hugging Face hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from vexport.checkpoint.hub import download, headers
 from vexport.checkpoint.hub.names import HubName, pinned_name
-from vexport.checkpoint.remote.mirror import is_url, mirror
 from vexport.errors import EnvironmentFault, InputError
 from vexport.types import OnProgress
 
@@ -15,8 +14,13 @@ def _quiet(stage: str, done: int, total: int) -> None: ...
 
 
 def hub_name(name: str) -> HubName | None:
-    """The model of the hub that `name` means; None where it is a folder, or no hub id."""
-    return None if Path(name).expanduser().exists() else HubName.parse(name)
+    """The model of the hub that `name` means; None of a folder, and of no hub id. InputError for a URL."""
+    if Path(name).expanduser().exists():
+        return None
+    if "://" in name:
+        need, fix = "a folder or a model of the hub (ORG/NAME)", "copy or mount it to a folder first"
+        raise InputError(name, got="a URL", need=need, fix=fix)
+    return HubName.parse(name)
 
 
 def resolve_source(name: str, on_progress: OnProgress = _quiet) -> Path:
@@ -24,9 +28,6 @@ def resolve_source(name: str, on_progress: OnProgress = _quiet) -> Path:
 
     A folder is never looked up on the hub. Raises as `hub.download`; InputError for a URL.
     """
-    if is_url(name):
-        need, fix = "a folder, from which vLLM reads", "copy it to a disk first"
-        raise InputError(name, got="a checkpoint in object storage", need=need, fix=fix)
     model = hub_name(name)
     if model is None:
         return Path(name).expanduser()
@@ -34,20 +35,10 @@ def resolve_source(name: str, on_progress: OnProgress = _quiet) -> Path:
         return download.download(model, on_progress)
 
 
-def readable_source(name: str, on_progress: OnProgress = _quiet) -> Path:
-    """As `resolve_source`; for a URL (s3://BUCKET/MODEL) a folder from which `Reader` reads its weights.
-
-    All else there but headers is whole. Raises as `remote.mirror` too.
-    """
-    return mirror(name, on_progress) if is_url(name) else resolve_source(name, on_progress)
-
-
 @contextmanager
 def source_headers(name: str, on_progress: OnProgress = _quiet) -> Iterator[Path]:
     """Yield a folder to read headers from; of a model of the hub only they are fetched."""
-    if is_url(name):
-        yield mirror(name, on_progress)
-    elif (model := hub_name(name)) is None:
+    if (model := hub_name(name)) is None:
         yield Path(name).expanduser()
     else:
         with _or_no_such_folder(name), headers.header_files(model, on_progress) as root:

@@ -98,19 +98,17 @@ class ShardWriter:
     """Appends the chunks of one shard in its own thread, a few behind the one who makes them.
 
     `done` units of an earlier, broken-off writer are there and stay: those that its record names and whose
-    bytes are as it says (`Progress`). Without `copies` stored tensors come as arrays too. An error in the
-    thread, or in a chunk, is raised by the next `write` or at the end.
+    bytes are as it says (`Progress`). An error in the thread, or in a chunk, is raised by the next `write` or
+    at the end.
     """
 
-    def __init__(self, folder: Path, shard: Shard, *, ahead: int, copies: bool = True) -> None:
+    def __init__(self, folder: Path, shard: Shard, *, ahead: int) -> None:
         header = header_bytes(shard.tensors)
         self._ends = list(accumulate((unit.num_bytes for unit in shard.units), initial=len(header)))
         path = folder / shard.name
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self._progress = Progress(progress_file(path))
-        sources = [
-            unit.source if copies and isinstance(unit.source, TensorInfo) else None for unit in shard.units
-        ]
+        sources = [unit.source if isinstance(unit.source, TensorInfo) else None for unit in shard.units]
         self.done = self._progress.verified(self._file.fileno(), header, sources, self._ends)
         self._next, self._checksum = self.done, xxhash.xxh3_64()
         if self.done == 0:

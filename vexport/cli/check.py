@@ -81,13 +81,13 @@ def _checked(
     on_progress: "OnProgress",
 ) -> tuple[list[CheckReport], list[VexportError]]:
     """A report for each name, and why some could not be read: no checkpoints at all, or a fault elsewhere."""
-    from vexport.checkpoint.source import readable_source
+    from vexport.checkpoint.source import resolve_source
     from vexport.checks import check_checkpoint, findings_of, internal_error
 
     reports, problems = list[CheckReport](), list[VexportError]()
     for name in names:
         try:
-            root = readable_source(name, on_progress)
+            root = resolve_source(name, on_progress)
             reports.append(check_checkpoint(name, target, against, root=root, part=part))
         except (VexportError, OSError) as error:
             problem = file_problem(error) if isinstance(error, OSError) else error
@@ -103,11 +103,11 @@ def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":
     """The comparison with a source, which alone needs torch."""
     if source is None:
         return None
-    from vexport.checkpoint.source import readable_source
+    from vexport.checkpoint.source import resolve_source
     from vexport.errors.extras import require_extra
 
     require_extra("torch", "--source")
     from vexport.fidelity.compare import against
 
-    root = readable_source(source, on_progress)
+    root = resolve_source(source, on_progress)
     return against(root, on_layer=partial(on_progress, "compare (layers)"))

@@ -28,7 +28,6 @@ EXTRAS: Mapping[str, str] = {
     "torch": "quantize",
     "transformers": "quantize",
     "datasets": "data",
-    "fsspec": "storage",
     "pyarrow": "data",
     "lm_eval": "vllm",
     "msgspec": "vllm",

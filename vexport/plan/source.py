@@ -7,7 +7,7 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.checkpoint.source import pinned_source, readable_source, source_headers
+from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
 from vexport.errors import InputError, nearest
 from vexport.formats.schemes import (
     KEEP,
@@ -70,7 +70,7 @@ def settings_of(scenario: Scenario) -> Settings:
 def source_index(source: str, rules: Sequence[Rule], on_progress: OnProgress = silent) -> SourceIndex:
     """The headers of a source, whose weights are fetched; InputError where it or an observer is unusable."""
     require_observers({rule.observer for rule in rules if rule.observer})
-    return read_index(readable_source(source, on_progress))
+    return read_index(resolve_source(source, on_progress))
 
 
 def plan_source(

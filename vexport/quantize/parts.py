@@ -16,7 +16,6 @@ from pathlib import Path
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.remote.mirror import remote_of
 from vexport.checkpoint.writer import Shard, WriteUnit
 from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
@@ -165,14 +164,8 @@ def made_from(index: SourceIndex, plan: Plan, settings: object) -> MadeFrom:
 
 
 def source_digest(index: SourceIndex) -> str:
-    """SHA-256 of a source's config, its headers, and its weights at SAMPLES evenly spread places.
-
-    Of one in object storage the versions of its files are taken.
-    """
+    """SHA-256 of a source's config, its headers, and its weights at SAMPLES evenly spread places."""
     digest = hashlib.sha256(repr(sorted(index.config.items())).encode())
-    if remote := remote_of(index.root):
-        digest.update(remote.digest().encode())
-        return digest.hexdigest()
     step, position, place = max(1, index.num_bytes // SAMPLES), 0, 0
     for tensor in index.tensors.values():
         digest.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file.name)).encode())

@@ -19,7 +19,6 @@ import numpy as np
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.remote.mirror import remote_of
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
@@ -116,7 +115,6 @@ def write_shards(
     assert search or not needs_search(plan), "observers that search need `search`"
     total = sum(shard.num_bytes for shard in shards)
     threads, done = len(os.sched_getaffinity(0)), 0
-    is_remote = remote_of(index.root) is not None
     seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
     with (
         reader_of(seen.smoothing) as reader,
@@ -130,7 +128,6 @@ def write_shards(
             reader=reader,
             pool=pool,
             finished=finished or {},
-            is_remote=is_remote,
         )
         own = folder.stat()
         for shard in shards:
@@ -140,16 +137,11 @@ def write_shards(
                     "run again when no other call writes it",
                 )
                 raise InputError(str(folder), got=got, need="the folder of this call alone", fix=fix)
-            with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads, copies=not is_remote) as writer:
+            with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
                 done += sum(unit.num_bytes for unit in shard.units[: writer.done])
-                units = shard.units[writer.done :]
-                for number, unit in enumerate(units):
-                    if is_remote:
-                        reader.expect_remote(stream.read_for(units[number + 1 : number + 2]))
+                for unit in shard.units[writer.done :]:
                     for chunk in stream.chunks(unit):
                         writer.write(chunk)
-                    if is_remote:
-                        reader.release(stream.read_for([unit]))
                     done += unit.num_bytes
                     on_progress("quantize (bytes)", done, total)
 
@@ -173,12 +165,11 @@ class Stream:
     pool: ThreadPoolExecutor
     rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
     finished: Mapping[str, Array] = field(default_factory=dict)
-    is_remote: bool = False
 
     def chunks(self, unit: WriteUnit) -> Iterator[Chunk]:
         """What is written for a unit, in order: a kept tensor itself, or the packed weights of a group."""
         if isinstance(unit.source, TensorInfo):
-            is_in_file = not self.is_remote and unit.source.name not in self.calibration.smoothing
+            is_in_file = unit.source.name not in self.calibration.smoothing
             yield unit.source if is_in_file else partial(self.stored, unit.source)
             return
         if isinstance(unit.source, AttentionLayer):
@@ -186,16 +177,6 @@ class Stream:
                 yield partial(np.asarray, scale)
             return
         yield from self.packed_group(unit.source)
-
-    def read_for(self, units: Sequence[WriteUnit]) -> list[TensorInfo]:
-        """The source's tensors that units are made of, but for what is rounded already."""
-        found: dict[str, TensorInfo] = {}
-        for unit in units:
-            if isinstance(unit.source, TensorInfo):
-                found[unit.source.name] = unit.source
-            elif isinstance(unit.source, FusionGroup) and unit.tensors[0].name not in self.finished:
-                found |= {member.weight: self.index.tensors[member.weight] for member in unit.source.members}
-        return list(found.values())
 
     def stored(self, tensor: TensorInfo) -> Array:
         """The bytes of a tensor that is kept."""

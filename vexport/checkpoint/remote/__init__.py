@@ -1,1 +1,0 @@
-"""Checkpoints in object storage, by fsspec: their headers in a local folder, their weights by ranges."""
