@@ -77,7 +77,7 @@ def save_quantized(source: Path, folder: Path, scheme: str) -> None:
             stream.write(header)
             stream.truncate(len(header) + shard.num_bytes)
     write_index(folder, shards)
-    write_config(index, plan, folder, "config.json")
+    write_config(index, plan, folder)
 
 
 def check(checkpoint: Path) -> str:

@@ -77,14 +77,6 @@ def write_lean(folder: Path) -> None:
     (folder / "scenario.yaml").write_text(LEAN.replace("TIMEOUT", "600"))
 
 
-def write_parts(folder: Path) -> None:
-    """Parts to merge."""
-    for part in ("1/2", "2/2"):
-        arguments = ["quantize", DEMO / "model-x8", folder / "out", "--scheme", "FP8_DYNAMIC", "--part", part]
-        arguments += ["--max-shard-size", "500KB"]
-        subprocess.run([sys.executable, "-m", "vexport", *map(str, arguments), "-q"], check=True)
-
-
 def write_gptq(folder: Path) -> None:
     """A checkpoint as GPTQModel packs it, to convert."""
     code = "from tests.checks.quant_methods import write; from pathlib import Path; import sys;"
@@ -117,7 +109,6 @@ COMMANDS = {
         result=written,
         prepare=write_gptq,
     ),
-    "merge": Command(arguments=lambda folder: ("merge", folder / "out"), result=written, prepare=write_parts),
     "run": Command(
         arguments=lambda folder: ("run", folder / "scenario.yaml", "--run-dir", folder / "out"),
         result=report,

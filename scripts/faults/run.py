@@ -46,7 +46,7 @@ SIGNALS = {
     for number in CODES
 }
 # A signal at any moment of a call, imports included; by then its handlers stand.
-_FINISHED = re.compile("merged already|--overwrite")
+_FINISHED = re.compile("--overwrite")
 _ANYWHERE, _HANDLERS_SECONDS = 2, 0.4
 _ONCE = "compile kernels"  # a stage of the first call alone
 _EMPTY_SECONDS = 10

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport.api import Calibration, Evaluate, Part, Rule, check, evaluate, quantize, verdict
+from vexport.api import Calibration, Evaluate, Rule, check, evaluate, quantize, verdict
 from vexport.errors import InputError
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
@@ -39,17 +39,6 @@ def test_rules_in_the_place_of_a_scheme(llama: Path, tmp_path: Path) -> None:
         quantize(llama, tmp_path / "b", scheme="FP8")
     with pytest.raises(ValueError, match="no baseline"):
         evaluate(llama, Evaluate(tasks=("a",)), tmp_path / "results")
-
-
-def test_parts_are_written_one_by_one(llama: Path, tmp_path: Path) -> None:
-    """A small model has one file, so one part."""
-    answer = quantize(llama, tmp_path / "a", scheme="FP8_DYNAMIC", part=Part(number=1, of=1))
-    assert answer.part is not None
-    assert answer.part.files == ("model.safetensors",)
-    assert (Path(answer.part.folder) / "model.safetensors").stat().st_size == answer.part.num_bytes
-    assert not (tmp_path / "a").exists()
-    with pytest.raises(InputError, match="2 parts of a checkpoint of 1 file,"):
-        quantize(llama, tmp_path / "b", scheme="FP8_DYNAMIC", part=Part(number=1, of=2))
 
 
 def test_verdict_of_folders_that_are_none(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     ),
 }
 
-# Smaller ones, for scripts/bench/sizes.py.
+# Smaller ones.
 SMALLER: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "Llama-3.2-1B": (
         "llama",

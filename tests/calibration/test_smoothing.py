@@ -271,18 +271,6 @@ def test_repair_takes_nothing_from_a_source_smoothed_otherwise(
         assert not out.exists()
 
 
-def test_parts_are_smoothed_alike(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shards = ("--max-shard-size", "1MB", "--smoothing", 0.5)
-    for part in ("1/2", "2/2"):
-        quantize(source, out, "W8A8", "--calibration", text, "--part", part, *shards)
-    assert vexport("merge", out).code == 0
-    whole = quantize(source, tmp_path / "whole", "W8A8", "--calibration", text, *shards)
-    assert (out / SMOOTHING).read_bytes() == (whole / SMOOTHING).read_bytes()
-    for file in whole.glob("*.safetensors"):
-        assert (out / file.name).read_bytes() == file.read_bytes()
-
-
 def test_a_refit_is_smoothed(source: Path, text: Path, tmp_path: Path) -> None:
     how = ("--rounding", "refit", "--smoothing", 0.5)
     out = quantize(source, tmp_path / "out", "NVFP4", "--calibration", text, *how)

@@ -19,7 +19,6 @@ COMMANDS = {
     "plan",
     "compare",
     "quantize",
-    "merge",
     "check",
     "repair",
     "load",

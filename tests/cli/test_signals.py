@@ -12,10 +12,10 @@ import pytest
 
 from tests.cli.striking import CODES, FINISHED, INTERRUPTED, RESUME, Struck, strike
 from tests.packaging.environment import ROOT
-from tests.packaging.test_commands import CALLS, folder, parts
+from tests.packaging.test_commands import CALLS, folder
 from tests.quantize.test_streaming import write_model
 
-__all__ = ["folder", "parts"]
+__all__ = ["folder"]
 # Three, and what a busy machine adds.
 SOON = 6.0
 THREADS = "current_thread = main_thread = lambda: None\n"
@@ -31,7 +31,7 @@ SWALLOWED = pytest.mark.fault(
 
 def line_of(name: object) -> str:
     """The one line of a command that was interrupted: only some go on where they were."""
-    return RESUME if name in ("compare", "eval", "merge", "quantize", "run") else INTERRUPTED
+    return RESUME if name in ("compare", "eval", "quantize", "run") else INTERRUPTED
 
 
 def assert_interrupted(struck: Struck, number: signal.Signals, name: object = "quantize") -> None:

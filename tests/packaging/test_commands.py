@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Ran, vexport
+from tests.command import Ran
 from tests.packaging.environment import ROOT, linked, run
 from tests.reports.sample import report
 from vexport.cli.entry import cli
@@ -45,7 +45,6 @@ CALLS: Mapping[str, Sequence[Call]] = {
         ),
         ((PLAIN, "mse", "--scheme", "FP8_DYNAMIC", "--observer", "memoryless_mse"), "quantize"),
     ],
-    "merge": [(("parted",), WORKS)],
     "check": [
         ((QUANTIZED, "--tp", "1", "--sm", "90"), WORKS),
         ((QUANTIZED, "--source", PLAIN), "quantize"),
@@ -79,18 +78,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return linked(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The only part of a checkpoint, not merged."""
-    out = tmp_path_factory.mktemp("parts") / "parted"
-    assert vexport("quantize", PLAIN, out, "--scheme", "FP8_DYNAMIC", "--part", "1/1").code == 0
-    return out.with_name("parted.parts")
-
-
 @pytest.fixture
-def folder(tmp_path: Path, parts: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Where commands are called: damaged checkpoints, lm-eval's results and a finished run."""
-    shutil.copytree(parts, tmp_path / parts.name)
     damage(tmp_path / "damaged-config", "ignore", [])
     damage(
         tmp_path / "damaged-values", "kv_cache_scheme", {"num_bits": 8, "type": "float", "strategy": "tensor"}

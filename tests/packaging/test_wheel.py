@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.environment import ROOT, declared, linked, run, run_in_turn
-from tests.packaging.test_commands import CALLS, DEMO, PLAIN, QUANTIZED, assert_ended, folder, parts
+from tests.packaging.test_commands import CALLS, DEMO, PLAIN, QUANTIZED, assert_ended, folder
 from vexport.scenario.shipped import demo_files
 from vexport.version import __version__
 
-__all__ = ["folder", "parts"]
+__all__ = ["folder"]
 pytestmark = pytest.mark.slow
 # Of the sdist, tests that read scenarios, JSON tables and checkpoints next to them.
 OF_SDIST = ("tests/cli/test_demo_command.py", "tests/scenario/test_scenario.py")

@@ -229,7 +229,7 @@ REAL = {
     "Kimi-K2": (1_026_408_232_448, 61 * 5 + 3 + 60 * (385 * 3), "fused_qkv_a_proj", 61),
 }
 
-# What `quantize` took in W4A16 (scripts/bench/sizes.py).
+# What `quantize` took in W4A16.
 MEMORY = {"Llama-3.3-70B": 358e6, "Llama-3.1-405B": 457e6, "Kimi-K2": 481e6}
 
 

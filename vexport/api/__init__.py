@@ -21,7 +21,6 @@ from vexport.evaluation.verdict import decide
 from vexport.plan import Settings as Planning
 from vexport.plan.source import DEFAULTS, rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.quantize.parts import written_part
 from vexport.reports.quantized import quantized_answer
 from vexport.run.evaluating import EvalJob, evaluate_checkpoint
 from vexport.run.loading import load_checkpoints
@@ -36,13 +35,12 @@ from vexport.scenario import (
     Serve,
     problems_at,
 )
-from vexport.types import CheckReport, LoadReport, OnProgress, Part, Quantized, Verdict, silent
+from vexport.types import CheckReport, LoadReport, OnProgress, Quantized, Verdict, silent
 
 __all__ = [
     "Calibration",
     "Engine",
     "Evaluate",
-    "Part",
     "Planning",
     "Rule",
     "Serve",
@@ -85,14 +83,12 @@ def quantize(
     planning: Planning = DEFAULTS,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    part: Part | None = None,
     on_progress: OnProgress = silent,
 ) -> Quantized:
     """Quantize a folder or a model of the hub into the folder `out`, as `vexport quantize` does.
 
     `scheme` is for all linear layers but those to `ignore`; `rules` say the same layer by layer instead.
     `calibration` may be the name of the data alone; without any a scheme that needs samples is an InputError.
-    Of a `part` its share of the files is written next to `out`, for `vexport merge`.
     """
     if (scheme is None) == (not rules):
         raise ValueError("quantize: got neither or both of scheme and rules, need one of them")
@@ -106,13 +102,11 @@ def quantize(
         calibration=data,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
-        part=part,
         on_progress=on_progress,
     )
     plan, seen, rounding = quantize_source(job)
     experts = expert_coverage(seen) if seen else ()
-    written = None if part is None else written_part(Path(out), part)
-    return quantized_answer(str(out), plan, seen, experts, rounding, written)
+    return quantized_answer(str(out), plan, seen, experts, rounding)
 
 
 def check(

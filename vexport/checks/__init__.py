@@ -13,13 +13,12 @@ from vexport.architectures.versions import facts_of, nearest_version
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.methods import other_method
-from vexport.checks.vllm.share import share_of
 from vexport.checks.vllm.target import ANY, Target
 from vexport.checks.vllm.translated import in_our_terms
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
-from vexport.types import CheckReport, Finding, Part
+from vexport.types import CheckReport, Finding
 from vexport.version import PINNED, short_version
 
 FILES = "files"
@@ -78,14 +77,12 @@ def check_checkpoint(
     against: Against | None = None,
     *,
     root: Path | None = None,
-    part: Part | None = None,
 ) -> CheckReport:
     """All findings on the checkpoint `name`, a folder unless `root` is, in the order of `CHECKS`.
 
     `target` says what it is to be served with, `against` compares it with its source
-    (`vexport.fidelity.compare`). A `part` looks at the numbers of its share of the layers; the first one also
-    at all that is told from headers and files. Raises InputError where there is no checkpoint at all; broken
-    files are findings.
+    (`vexport.fidelity.compare`). Raises InputError where there is no checkpoint at all; broken files are
+    findings.
     """
     root = root or Path(name)
     require_config(root)
@@ -94,7 +91,7 @@ def check_checkpoint(
         with Reader() as reader:
             view = CheckpointView(index, reader, target)
             # What several families cannot read, each of them tells.
-            findings = tuple(dict.fromkeys(findings_on(view, against, part)))
+            findings = tuple(dict.fromkeys(findings_on(view, against)))
     except InputError as problem:
         findings = findings_of(problem)
     except OSError as error:
@@ -107,7 +104,6 @@ def check_checkpoint(
         vllm=short_version(target.vllm),
         tp=tuple(target.tp) or (1,),
         sm=tuple(target.sm),
-        part=part,
     )
 
 
@@ -116,19 +112,16 @@ def _refuses_missing_files(target: Target) -> bool:
     return target.vllm == PINNED or facts_of(nearest_version(target.vllm)).refuses_missing_files
 
 
-def findings_on(
-    view: CheckpointView, against: Against | None = None, part: Part | None = None
-) -> Iterator[Finding]:
+def findings_on(view: CheckpointView, against: Against | None = None) -> Iterator[Finding]:
     """The findings of all families; of a checkpoint of another method on its files and config alone."""
     judged = other_method(view) is None
-    share = view if part is None else share_of(view, part)
     for name, check in CHECKS.items():
         if name in OF_NUMBERS and judged:
-            yield from _or_internal_error(name, in_our_terms(check.run), share)
-        elif (judged or name in OF_ANY_METHOD) and (part is None or part.number == 1):
+            yield from _or_internal_error(name, in_our_terms(check.run), view)
+        elif judged or name in OF_ANY_METHOD:
             yield from _or_internal_error(name, check.run, view)
     if judged and against is not None:
-        yield from _or_internal_error(SOURCE, in_our_terms(against), share)
+        yield from _or_internal_error(SOURCE, in_our_terms(against), view)
 
 
 def _or_internal_error(family: str, run: Against, view: CheckpointView) -> Iterator[Finding]:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import add_step_summary, command, print_text, require_no_internal_error, require_ok
-from vexport.cli.options import Answer, device_options, format_option, part_option, vllm_option
+from vexport.cli.options import Answer, device_options, format_option, vllm_option
 from vexport.errors import VexportError, file_problem
 from vexport.errors.extras import raise_problems
-from vexport.types import CheckReport, Part
+from vexport.types import CheckReport
 
 if TYPE_CHECKING:
     from vexport.checks import Against
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     help="The unquantized checkpoint (folder or hub id) that each CHECKPOINT was made from: every weight is "
     "dequantized and compared with it, all else must be the same.",
 )
-@part_option("Look at this share of the layers alone, e.g. 3/8; all parts pass where the whole does.")
 @device_options
 @vllm_option
 @click.option("--all", "every", is_flag=True, help="List each finding; text has those of one kind as one.")
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 def check(
     checkpoints: tuple[str, ...],
     source: str | None,
-    part: Part | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
     vllm: tuple[int, int],
@@ -62,7 +60,7 @@ def check(
     target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
     with progress_display(quiet=answer.quiet) as on_progress:
         against = _against(source, on_progress)
-        reports, problems = _checked(checkpoints, target, against, part, on_progress)
+        reports, problems = _checked(checkpoints, target, against, on_progress)
     if answer.format_ != "text" or len(problems) < len(reports):
         print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
     if answer.format_ == "github":
@@ -77,7 +75,6 @@ def _checked(
     names: Sequence[str],
     target: "Target",
     against: "Against | None",
-    part: Part | None,
     on_progress: "OnProgress",
 ) -> tuple[list[CheckReport], list[VexportError]]:
     """A report for each name, and why some could not be read: no checkpoints at all, or a fault elsewhere."""
@@ -88,7 +85,7 @@ def _checked(
     for name in names:
         try:
             root = resolve_source(name, on_progress)
-            reports.append(check_checkpoint(name, target, against, root=root, part=part))
+            reports.append(check_checkpoint(name, target, against, root=root))
         except (VexportError, OSError) as error:
             problem = file_problem(error) if isinstance(error, OSError) else error
             problems.append(problem)

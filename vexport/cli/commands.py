@@ -9,7 +9,7 @@ from vexport.cli.demo import demo
 from vexport.cli.evaluate import evaluate
 from vexport.cli.load import load
 from vexport.cli.plan import plan
-from vexport.cli.quantize import merge, quantize
+from vexport.cli.quantize import quantize
 from vexport.cli.repair import repair
 from vexport.cli.scenario import report, run
 from vexport.cli.verdict import verdict_command
@@ -18,7 +18,6 @@ COMMANDS: tuple[click.Command, ...] = (
     demo,
     plan,
     quantize,
-    merge,
     check,
     load,
     evaluate,

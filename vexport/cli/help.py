@@ -52,7 +52,6 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "output_dir",
         "run_dir",
         "max_shard_size",
-        "part",
         "overwrite",
         "quiet",
     ),

@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 2.5
 # How often it is looked whether the exception still travels.
 _LOOK_SECONDS = 0.05
 # Commands that keep what they have done.
-RESUMING = frozenset(("compare", "eval", "merge", "quantize", "run"))
+RESUMING = frozenset(("compare", "eval", "quantize", "run"))
 FINISHED = "Interrupted after the command had finished"
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from vexport.types import Part
 from vexport.types.counts import MOST_COUNT
 from vexport.version import short_version
 
@@ -92,8 +91,6 @@ PATH = click.Path(path_type=Path)
 POSITIVE = Count(1)
 # Of a number of bytes: beyond any disk.
 MOST_DIGITS = 18
-# Parts of a checkpoint: as many as its shards have numbers.
-MOST_PARTS = 99_999
 BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
@@ -111,23 +108,6 @@ class ByteSize(click.ParamType[int]):
         if not digits.isdecimal() or len(digits) > MOST_DIGITS or not int(digits) or unit is None:
             self.fail(f"{value!r} is no size; write 5GB, 200MB or a number of bytes.", param, ctx)
         return int(digits) * unit
-
-
-def _part(text: str) -> Part:
-    """One part of several: `3/8`. A type for click."""
-    words = text.split("/")
-    if len(words) != 2 or not all(word.isascii() and word.isdecimal() for word in words):
-        raise click.BadParameter(f"{text!r} is not a part; write 3/8 for the third of eight.")
-    number, of = (int(word[:MOST_DIGITS]) for word in words)
-    if not 1 <= number <= of <= MOST_PARTS:
-        need = f"parts count from 1 to their number, at most {MOST_PARTS:,}: 1/8 ... 8/8"
-        raise click.BadParameter(f"{text!r} is no part; {need}.")
-    return Part(number=number, of=of)
-
-
-def part_option(help_: str) -> Decorator:
-    """--part: which share of the work is done."""
-    return click.option("--part", type=_part, metavar="I/N", help=help_)
 
 
 def numbers(text: str, of: str = "GPUs") -> tuple[int, ...]:

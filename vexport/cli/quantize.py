@@ -17,7 +17,6 @@ from vexport.cli.options import (
     Answer,
     ByteSize,
     format_option,
-    part_option,
     revision_option,
     trust_option,
 )
@@ -29,7 +28,7 @@ from vexport.cli.planning import (
     requested_rules,
     scheme_option,
 )
-from vexport.types import Calibration, ExpertCoverage, Part, Plan
+from vexport.types import Calibration, ExpertCoverage, Plan
 from vexport.types.rounding import RoundingReport
 
 
@@ -44,7 +43,6 @@ from vexport.types.rounding import RoundingReport
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of weights."
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if vexport made it and nothing else is in it.")
-@part_option("Write this share of the files alone, e.g. 3/8 (see `vexport merge`).")
 @trust_option
 @format_option(("text", "json"))
 def quantize(
@@ -57,7 +55,6 @@ def quantize(
     calibration: CalibrationOptions,
     max_shard_size: int,
     overwrite: bool,
-    part: Part | None,
     trust_remote_code: bool,
     answer: Answer,
 ) -> None:
@@ -105,41 +102,15 @@ def quantize(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             shard_bytes=max_shard_size,
-            part=part,
             on_progress=on_progress,
         )
         plan, seen, rounding = quantize_source(job, notes)
     if is_rank_zero():
-        _print(out, part, plan, seen, rounding, answer)
-
-
-@command()
-@click.argument("out", type=PATH)
-@click.option("--overwrite", is_flag=True, help="Replace OUT if vexport made it and nothing else is in it.")
-@format_option(("text", "json"))
-def merge(out: Path, overwrite: bool, answer: Answer) -> None:
-    """Make OUT of the parts that `vexport quantize SOURCE OUT --part I/N` has written.
-
-    All parts must be there and made from the same source, plan and options. Their files are moved; the bytes
-    are those of a run without --part. Rerun an interrupted command to resume.
-
-    \b
-    Examples:
-      vexport merge OUT
-      vexport merge OUT --overwrite
-    """
-    from vexport.cli.terminal import progress_display
-    from vexport.quantize.merge import merge as merge_parts
-    from vexport.reports.quantized import render_merged
-
-    with progress_display(quiet=answer.quiet) as on_progress:
-        merged = merge_parts(out, overwrite=overwrite, on_progress=on_progress)
-    print_text(render_merged(merged, answer.format_))
+        _print(out, plan, seen, rounding, answer)
 
 
 def _print(
     out: Path,
-    part: Part | None,
     plan: Plan,
     seen: Calibration | None,
     rounding: RoundingReport | None,
@@ -148,17 +119,12 @@ def _print(
     """What was done, and warnings on stderr."""
     from vexport.reports.quantized import quantized_answer, render_quantized
 
-    written = None
-    if part is not None:
-        from vexport.quantize.parts import written_part
-
-        written = written_part(out, part)
     experts: tuple[ExpertCoverage, ...] = ()
     if seen is not None:
         from vexport.calibration.coverage import expert_coverage
 
         experts = expert_coverage(seen)
-    quantized = quantized_answer(str(out), plan, seen, experts, rounding, written)
+    quantized = quantized_answer(str(out), plan, seen, experts, rounding)
     for warning in quantized.warnings:
         click.echo(f"warning: {warning}", err=True)
     print_text(render_quantized(quantized, answer.format_))

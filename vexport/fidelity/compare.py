@@ -37,17 +37,11 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
         smoothing, objections = judged_smoothing(view.index.root, read_index(root))
-        if _has_first_part(view):
-            yield from objections
+        yield from objections
         with reader_of(smoothing) as reader:
             yield from _compared(view, Source(root, reader), reader, on_layer)
 
     return compare
-
-
-def _has_first_part(view: CheckpointView) -> bool:
-    """Whether what is looked at once, not layer by layer, is looked at here."""
-    return view.part is None or view.part.number == 1
 
 
 def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: OnLayer) -> Iterator[Finding]:
@@ -70,8 +64,7 @@ def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: On
     yield from _factors(smoothing)
     names = {layer.name for layer in quantized}
     yield from tensors.changed(view, reader, origins, names, smoothing.norms)
-    if _has_first_part(view):
-        yield from files.changed(view.index, source.index)
+    yield from files.changed(view.index, source.index)
     yield from _summary(view, ratios)
 
 

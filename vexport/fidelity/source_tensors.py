@@ -8,7 +8,6 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
 from vexport.checks.vllm.layers import Layer, layers_of
-from vexport.checks.vllm.share import is_own
 from vexport.checks.vllm.view import CheckpointView, joined_name
 from vexport.fidelity.source import Source
 from vexport.plan.linears import names_of
@@ -46,12 +45,7 @@ class SourceTensors:
 
     def missing(self) -> Iterator[TensorInfo]:
         """The source's tensors of which nothing was asked."""
-        part = self._view.part
-        yield from (
-            tensor
-            for tensor in self._source.index.tensors.values()
-            if tensor.name not in self._found and is_own(tensor.name, part)
-        )
+        yield from (one for one in self._source.index.tensors.values() if one.name not in self._found)
 
     def release(self) -> None:
         """Give back the pages of the weights that were read since the last call."""

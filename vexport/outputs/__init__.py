@@ -2,10 +2,8 @@
 
 from vexport.outputs.directory import (
     aside_folder,
-    is_being_written,
     new_directory,
     resumable_directory,
-    unfinished_folder,
     working_folder,
 )
 from vexport.outputs.marked import FolderKind, written_alone
@@ -17,14 +15,12 @@ __all__ = [
     "FolderKind",
     "NamedPath",
     "aside_folder",
-    "is_being_written",
     "new_directory",
     "refuse_existing",
     "refuse_others",
     "require_new_answer",
     "require_separate",
     "resumable_directory",
-    "unfinished_folder",
     "working_folder",
     "written_alone",
 ]

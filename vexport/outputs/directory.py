@@ -34,23 +34,6 @@ def working_folder(path: Path) -> Path:
     return resolved(path).parent / f".{resolved(path).name}.partial"
 
 
-def unfinished_folder(path: Path) -> Path:
-    """Where the files of `path` are until it is whole."""
-    return working_folder(path) / NEW
-
-
-def is_being_written(path: Path) -> bool:
-    """Whether another process writes the folder `path` now."""
-    try:
-        with (working_folder(path) / RECORD).open() as record:
-            fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        pass
-    return False
-
-
 def aside_folder(folder: Path) -> Path:
     """Next to a folder of `resumable_directory`, one for files that a later call finds and OUT has not."""
     return folder.parent / ASIDE

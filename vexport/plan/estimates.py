@@ -25,7 +25,7 @@ NANOSECONDS, NANOSECONDS_FP4 = 0.9, 1.2
 # tensors, in 4.2 s of one core.
 TENSOR_NANOSECONDS = 60_000
 # What the kernel takes to bring a byte into memory, of two cores. Fitted to Llama 1 B, 8 B, 70 B and 405 B
-# and Kimi-K2 in W4A16 (scripts/bench/sizes.py). Files that are in memory already do without: Llama 1 B took
+# and Kimi-K2 in W4A16. Files that are in memory already do without: Llama 1 B took
 # 3.4 s of processor time instead of 5.3.
 READ_NANOSECONDS = 0.22
 # A search for scales takes that of processor time instead, per parameter of two cores: SmolLM2-135M in
@@ -33,7 +33,7 @@ READ_NANOSECONDS = 0.22
 NANOSECONDS_SEARCH, NANOSECONDS_SEARCH_FP4 = 22.0, 76.0
 SEARCH_MEMORY = 500_000_000
 # What grows are the headers and the rows in flight, by their length. Fitted to Llama 1 B, 70 B and 405 B and
-# Kimi-K2 in W4A16, which took 231, 358, 457 and 481 MB (scripts/bench/sizes.py).
+# Kimi-K2 in W4A16, which took 231, 358, 457 and 481 MB.
 MEMORY, MEMORY_PER_TENSOR, MEMORY_PER_COLUMN = 210_000_000, 2_700, 5_000
 # `check`, on one core: for each tensor, and for each byte read, with the kernel's part. Kimi-K2 in
 # W4A16, of 209,191 tensors, took 25 s with its scales from memory, Llama 405 B, of 2,901, 13 s.

@@ -22,13 +22,12 @@ def finish(
     calibration: Calibration | None,
     folder: Path,
     shards: Sequence[Shard],
-    config: str = "config.json",
 ) -> None:
-    """Write what a checkpoint has besides weights: the index of all `shards`, side files, `config` last."""
+    """Write what a checkpoint has besides weights: index of all `shards`, side files, config.json last."""
     write_index(folder, shards)
     _copy_side_files(index, folder)
     write_smoothing(calibration.smoothing if calibration else {}, folder)
-    write_config(index, plan, folder, config)
+    write_config(index, plan, folder)
 
 
 def forget_progress(folder: Path, shards: Sequence[Shard]) -> None:
@@ -37,12 +36,12 @@ def forget_progress(folder: Path, shards: Sequence[Shard]) -> None:
         progress_file(folder / shard.name).unlink(missing_ok=True)
 
 
-def write_config(index: SourceIndex, plan: Plan, folder: Path, name: str) -> None:
-    """Write config.json, as `name`: the source's, with the quantization that vLLM has to know."""
+def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
+    """Write config.json: the source's, with the quantization that vLLM has to know."""
     config: dict[str, Json] = dict(index.config)
     if plan.groups or plan.attention:
         config["quantization_config"] = quantization_config(plan)
-    write_text(folder / name, json.dumps(config, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _copy_side_files(index: SourceIndex, folder: Path) -> None:

@@ -28,24 +28,12 @@ from vexport.plan import require_accepted
 from vexport.plan.needs import calibration_need, needs_rounding, needs_search
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.finishing import finish, forget_progress
-from vexport.quantize.parts import (
-    CONFIG,
-    made_from,
-    own_shards,
-    part_folder,
-    parts_folder,
-    read_manifest,
-    require_fitting,
-    shared_calibration,
-    unsuited,
-    write_manifest,
-)
 from vexport.quantize.recipe import recipe, write_recipe
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
 from vexport.quantize.stream import Search, input_digest, planned_shards, write_shards
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
-from vexport.types import Calibration, OnProgress, Part, Plan, silent
+from vexport.types import Calibration, OnProgress, Plan, silent
 from vexport.types.rounding import RoundingReport
 
 
@@ -61,7 +49,6 @@ class QuantizeJob:
     overwrite: bool = False
     trust_remote_code: bool = False
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    part: Part | None = None
     on_progress: OnProgress = silent
 
     def calibrate(self, index: SourceIndex, plan: Plan) -> Calibration | None:
@@ -91,12 +78,9 @@ def quantize_source(
     """Quantize a checkpoint; `on_plan` sees the plan before anything else is done.
 
     The answer is what was done, what the samples showed where they were run, and how the weights were rounded
-    by them. Under torchrun all ranks calibrate, round and write. Of a part that is written already by the
-    same job nothing is done.
+    by them. Under torchrun all ranks calibrate, round and write.
     """
     _require_separate(job, Path(job.source).expanduser())
-    if job.part is not None and has_ranks():
-        raise unsuited(job.part, is_rounded=False)
     with _ranks():
         if is_rank_zero():
             refuse_existing(job.out, overwrite=job.overwrite)
@@ -107,12 +91,10 @@ def quantize_source(
         on_plan(plan)
         if is_rank_zero() and _is_dear(plan):
             index = with_contents(index, job.on_progress)
-        if job.part is not None:
-            return plan, _quantize_part(job, job.part, index, plan), None
         if has_ranks():
             from vexport.quantize.over_ranks import require_equal_inputs
 
-            require_equal_inputs(made_from(index, plan, _settings(job)), index.root)
+            require_equal_inputs(index, plan, _settings(job))
         calibration = job.calibrate(index, plan)
         if is_rank_zero():
             rounding = write_checkpoint(job, index, plan, calibration)
@@ -125,23 +107,6 @@ def quantize_source(
 def _is_dear(plan: Plan) -> bool:
     """Whether work takes so much longer than reading the source that it is not to be done again."""
     return has_ranks() or needs_search(plan) or calibration_need(plan) is not None
-
-
-def _quantize_part(job: QuantizeJob, part: Part, index: SourceIndex, plan: Plan) -> Calibration | None:
-    """Write one part of the checkpoint; what calibration shows is shared with the others."""
-    if needs_rounding(plan):
-        raise unsuited(part, is_rounded=True)
-    shards = own_shards(planned_shards(index, plan, shard_bytes=job.shard_bytes), part, index)
-    own = made_from(index, plan, _settings(job))
-    require_fitting(job.out, part, own, overwrite=job.overwrite)
-    calibration = None
-    if calibration_need(plan):
-        calibrate = partial(job.calibrate, index, plan)
-        calibration = shared_calibration(job.out, own, calibrate, job.on_progress)
-    if job.overwrite or read_manifest(job.out, part) is None:
-        publish = partial(write_manifest, part, own.calibrated(calibration), shards)
-        write_checkpoint(job, index, plan, calibration, publish)
-    return calibration
 
 
 def _settings(job: QuantizeJob) -> object:
@@ -163,25 +128,20 @@ def _ranks() -> Iterator[None]:
 
 
 def write_checkpoint(
-    job: QuantizeJob,
-    index: SourceIndex,
-    plan: Plan,
-    calibration: Calibration | None,
-    publish: Callable[[Path], None] = lambda folder: None,
+    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None
 ) -> RoundingReport | None:
-    """Write the quantized checkpoint with its recipe, or a part of it, which appears whole or not at all.
+    """Write the quantized checkpoint with its recipe, which appears whole or not at all.
 
-    `publish` is called with the folder in which all else is. A call that was broken off is continued by the
-    next one with the same arguments. The answer is how the weights were rounded, where calibration text
-    decided it. Where a file of the source was given other rights, or written and its time put back, all is
-    written once more; InputError unless it is the same.
+    A call that was broken off is continued by the next one with the same arguments. The answer is how the
+    weights were rounded, where calibration text decided it. Where a file of the source was given other
+    rights, or written and its time put back, all is written once more; InputError unless it is the same.
     """
     try:
-        return _write_checkpoint(job, index, plan, calibration, publish)
+        return _write_checkpoint(job, index, plan, calibration)
     except StatusChanged as doubt:
         job.on_progress(f"quantize starts again: {doubt.where} has {doubt.got}", 1, 1)
         again = read_again(index, job.on_progress)
-        return _write_checkpoint(job, again, plan, calibration, publish, doubt)
+        return _write_checkpoint(job, again, plan, calibration, doubt)
 
 
 def _write_checkpoint(
@@ -189,7 +149,6 @@ def _write_checkpoint(
     index: SourceIndex,
     plan: Plan,
     calibration: Calibration | None,
-    publish: Callable[[Path], None],
     doubt: StatusChanged | None = None,
 ) -> RoundingReport | None:
     digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
@@ -207,13 +166,11 @@ def _write_checkpoint(
         source=job.source,
     )
 
-    out = job.out if job.part is None else part_folder(job.out, job.part)
-
     def note(text: str) -> None:
         job.on_progress(f"quantize {text}", 1, 1)
 
     with (
-        resumable_directory(out, input_digest=work, overwrite=job.overwrite, note=note) as folder,
+        resumable_directory(job.out, input_digest=work, overwrite=job.overwrite, note=note) as folder,
         watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
         _noted(folder),
         unchanged(index),
@@ -227,14 +184,10 @@ def _write_checkpoint(
         shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
         watched = replace(job, on_progress=on_progress)
         rounding = _write_weights(watched, index, plan, calibration, shards, folder)
-        if job.part is None:
-            finish(index, plan, calibration, folder, shards)
-        elif job.part.number == 1:
-            finish(index, plan, calibration, folder, shards, CONFIG)
+        finish(index, plan, calibration, folder, shards)
         forget_progress(folder, shards)
         if doubt is not None and weights_content(folder) != doubt.written:
             raise changed(Path(doubt.where), "other bytes than when the work began")
-        publish(folder)
     return rounding
 
 
@@ -256,12 +209,10 @@ def _write_weights(
     shards: Sequence[Shard],
     folder: Path | None,
 ) -> RoundingReport | None:
-    """Round the weights and write, of all `shards`, those of the job's part and of this rank; all ranks call.
+    """Round the weights and write, of all `shards`, those of this rank; all ranks call.
 
     `folder` is the working folder, of the first rank's host; others pass None.
     """
-    if job.part is not None:
-        shards = own_shards(shards, job.part, index)
     if has_ranks():
         from vexport.quantize.over_ranks import folder_and_share
 
@@ -328,8 +279,5 @@ def _require_separate(job: QuantizeJob, source: Path) -> None:
     inputs = [NamedPath(label="SOURCE", path=source)]
     if job.calibration and job.calibration.path:
         inputs.append(NamedPath(label="--calibration", path=job.calibration.path))
-    outputs = [
-        NamedPath(label="OUT", path=path)
-        for path in (job.out, working_folder(job.out), parts_folder(job.out))
-    ]
+    outputs = [NamedPath(label="OUT", path=path) for path in (job.out, working_folder(job.out))]
     require_separate(outputs, inputs)

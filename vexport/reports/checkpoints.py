@@ -41,11 +41,7 @@ _SHORT: dict[CellStatus, str] = {
 
 def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[doc.Document]:
     """One for each checkpoint; its findings, those of a kind as one unless `every`."""
-    named = [
-        replace(report, checkpoint=f"{report.checkpoint} ({report.part})") if report.part else report
-        for report in reports
-    ]
-    return [_document("check", report, (), every=every) for report in named]
+    return [_document("check", report, (), every=every) for report in reports]
 
 
 def load_documents(reports: Sequence[LoadReport]) -> list[doc.Document]:

@@ -1,7 +1,6 @@
 """The answer of `quantize`: how much was quantized, how large it is, what to type next."""
 
 import shlex
-from collections.abc import Sequence
 
 from vexport.files import to_json
 from vexport.plan.shapes import KEPT
@@ -11,7 +10,7 @@ from vexport.reports.coverage import coverage_lines
 from vexport.reports.document import facts
 from vexport.reports.formatting import count, plural, ratio, size
 from vexport.reports.rounding import fallback_lines, rounding_lines
-from vexport.types import Calibration, ExpertCoverage, Finding, Merged, Plan, Quantized, WrittenPart
+from vexport.types import Calibration, ExpertCoverage, Finding, Plan, Quantized
 from vexport.types.rounding import RoundingReport
 
 # Of the weights of the linear layers in decoder layers, below which a checkpoint is hardly a quantized one.
@@ -24,7 +23,6 @@ def quantized_answer(
     calibration: Calibration | None,
     experts: tuple[ExpertCoverage, ...],
     rounding: RoundingReport | None,
-    part: WrittenPart | None = None,
 ) -> Quantized:
     """What `quantize` has written, in numbers."""
     members = [member for group in plan.groups for member in group.members]
@@ -48,8 +46,10 @@ def quantized_answer(
         experts=experts,
         rounding=rounding,
         warnings=(*_warnings(plan, len(members), quantized), *fallback_lines(rounding)),
-        next_commands=_next_commands(checkpoint, ("check", "serve") if part is None else ("merge",)),
-        part=part,
+        next_commands=(
+            shlex.join(["vexport", "check", checkpoint]),
+            shlex.join(["vllm", "serve", checkpoint]),
+        ),
     )
 
 
@@ -68,32 +68,10 @@ def render_quantized(answer: Quantized, format_: str) -> str:
         ("smoothed", _smoothed(answer)) if answer.smoothing else None,
         *(("experts", line) for line in coverage_lines(answer.experts)),
         *(("rounding", line) for line in rounding_lines(answer.rounding)),
-        ("written", _written(answer.part)) if answer.part else None,
         *(("next", command) for command in answer.next_commands),
     )
     title = doc.Paragraph(f"{answer.checkpoint}: {schemes}: {layers}, {share} of the weights")
     return text.render([doc.Document(title=answer.checkpoint, parts=(title, rows), wide=True)])
-
-
-def render_merged(answer: Merged, format_: str) -> str:
-    """The answer of `merge` as text or JSON, with a final newline."""
-    if format_ == "json":
-        return to_json(answer)
-    parts, files = plural(answer.parts, "part"), plural(answer.files, "file")
-    title = doc.Paragraph(f"{answer.checkpoint}: {files}, {size(answer.num_bytes)}, of {parts}")
-    rows = facts(*(("next", command) for command in _next_commands(answer.checkpoint, ("check", "serve"))))
-    return text.render([doc.Document(title=answer.checkpoint, parts=(title, rows), wide=True)])
-
-
-def _next_commands(checkpoint: str, names: Sequence[str]) -> tuple[str, ...]:
-    programs = {"serve": "vllm"}
-    return tuple(shlex.join([programs.get(name, "vexport"), name, checkpoint]) for name in names)
-
-
-def _written(part: WrittenPart) -> str:
-    """Which part of the checkpoint is written now."""
-    files = plural(len(part.files), "file")
-    return f"part {part.number} of {part.of}: {files}, {size(part.num_bytes)}, in {part.folder}"
 
 
 def _calibrated(answer: Quantized) -> str:

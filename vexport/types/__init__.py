@@ -42,7 +42,6 @@ from vexport.types.loading import (
     device_words,
 )
 from vexport.types.outlook import Estimate, KeptShare, Outlook, SchemeOutlook, SchemeTable
-from vexport.types.parts import Merged, Part, WrittenPart
 from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
 from vexport.types.quantized import Quantized
@@ -117,13 +116,11 @@ __all__ = [
     "MatrixRow",
     "RankMemory",
     "SequenceMemory",
-    "Merged",
     "Method",
     "MixedScheme",
     "OnProgress",
     "OnUnsupportedShape",
     "Outcome",
-    "Part",
     "Plan",
     "Promotion",
     "Quantized",
@@ -144,7 +141,6 @@ __all__ = [
     "TokenDrift",
     "Verdict",
     "WeightPart",
-    "WrittenPart",
     "device_words",
     "silent",
 ]

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from vexport.errors import VexportError
-from vexport.types.parts import Part
 
 Severity = Literal["error", "warning", "info"]
 
@@ -41,8 +40,7 @@ class CheckReport:
     """The findings on one checkpoint; `ok` means that none of them is an error.
 
     `vllm`, `tp` and `sm` say what it was judged for: a version, tensor parallel sizes and compute
-    capabilities, of which none means any. A report from before they were written has no version. With a
-    `part` it is of that share of the layers alone.
+    capabilities, of which none means any. A report from before they were written has no version.
     """
 
     checkpoint: str
@@ -51,4 +49,3 @@ class CheckReport:
     vllm: str = ""
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()
-    part: Part | None = None

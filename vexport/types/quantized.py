@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from vexport.types.calibration import ExpertCoverage
-from vexport.types.parts import WrittenPart
 from vexport.types.rounding import RoundingReport
 
 
@@ -11,9 +10,8 @@ from vexport.types.rounding import RoundingReport
 class Quantized:
     """A checkpoint that was written: what it is made of and what to type next.
 
-    `layers` of `of_layers` linear layers are quantized, and `quantized_parameters` of `parameters`. `part` is
-    what was written where that is a part of it alone; the numbers are of the whole then. `smoothing` is the
-    strength, for which `smoothed_tensors` were scaled.
+    `layers` of `of_layers` linear layers are quantized, `quantized_parameters` of `parameters`. `smoothing`
+    is the strength, for which `smoothed_tensors` were scaled.
     """
 
     checkpoint: str
@@ -35,4 +33,3 @@ class Quantized:
     rounding: RoundingReport | None
     warnings: tuple[str, ...]
     next_commands: tuple[str, ...]
-    part: WrittenPart | None = None

@@ -86,7 +86,6 @@ def translate(view: CheckpointView) -> Translated:
     config = {**view.index.config, KEY: _config(view, tensors)}
     index = replace(view.index, config=config, tensors=tensors)
     translated = CheckpointView(index, DerivedReader(view.reader, derived), view.target)
-    translated.part = view.part
     translated.reciprocals = {name for group in layers.values() for name in group.stored_as.reciprocals}
     return Translated(view=translated, layers=layers, stored_names=stored_names)
 

@@ -26,7 +26,7 @@ from vexport.checks.vllm.target import ANY, Target
 from vexport.formats.parsing import parse_args as parse_args
 from vexport.formats.partition import is_head
 from vexport.plan import is_embedding
-from vexport.types import Finding, Json, Part, TensorInfo
+from vexport.types import Finding, Json, TensorInfo
 from vexport.types.patterns import Patterns
 from vexport.version import PINNED, short_version
 
@@ -86,8 +86,6 @@ class CheckpointView:
         self.index = index
         self.reader = reader
         self.target = target
-        # Of several checks the one that this view is for; its index has that share of the tensors alone.
-        self.part: Part | None = None
         # Parameters that stand for their reciprocals in the files: vLLM's largest is the smallest here.
         self.reciprocals: Set[str] = frozenset()
         self.config_path = str(index.root / "config.json")
