@@ -13,10 +13,8 @@ from pathlib import Path
 
 from vexport.engine.forks import ADDRESS
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
-INTERRUPTED = "error: Interrupted. Run the same command again"
-RESUME = f"{INTERRUPTED} to resume"
-FINISHED = "error: Interrupted after the command had finished"
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+RESUME = "error: Interrupted. Run the same command again to resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +80,7 @@ def await_handlers(process: "subprocess.Popen[str]") -> None:
     status = Path(f"/proc/{process.pid}/status")
     while process.poll() is None:
         (caught,) = (line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
-        if int(caught.split()[1], 16) >> (signal.SIGHUP - 1) & 1:
+        if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
             return
         time.sleep(0.002)
 

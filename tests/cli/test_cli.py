@@ -10,7 +10,6 @@ import click
 import pytest
 
 from tests.command import vexport
-from vexport.checkpoint.stalled import end_stalled_reads
 from vexport.cli.entry import cli
 
 COMMANDS = {
@@ -184,19 +183,6 @@ def test_a_torchvision_for_another_torch_is_named(
     (line,) = ran.errors
     assert "torchvision::nms does not exist" in line
     assert "pip uninstall torchvision torchaudio torchcodec" in line
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
-def test_a_timeout_of_reads_that_is_no_number_is_refused(
-    llama: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_stalled_reads.cache_clear()
-    monkeypatch.setenv("VEXPORT_READ_TIMEOUT", text)
-    ran = vexport("check", llama)
-    assert (ran.code, ran.stdout) == (2, "")
-    assert ran.errors == [
-        f"error: VEXPORT_READ_TIMEOUT: got {text!r}, need seconds above 0; set it, or leave it out"
-    ]
 
 
 def test_an_internal_error_is_one_line_without_debug(

@@ -2,8 +2,8 @@
 
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vexport.checkpoint.dtypes import BITS
 from vexport.checkpoint.header import read_header
 from vexport.errors import InputError, raise_all
-from vexport.files import read_json_object, require_fetched
+from vexport.files import digest_bytes, read_json_object, require_fetched
 from vexport.types import Json, TensorInfo
 
 # Endings of the files that a checkpoint is of: not its pictures.
@@ -23,16 +23,10 @@ FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|
 
 
 class FileStatus(NamedTuple):
-    """What a file system says of a file: which it is, its bytes, and its times in nanoseconds.
+    """The bytes of a file, and when they were written last in nanoseconds."""
 
-    `modified` is of the content, and anyone may set it; `changed` is of the content or of all else here.
-    """
-
-    device: int
-    inode: int
     size: int
     modified: int
-    changed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +35,8 @@ class SourceIndex:
 
     `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template, licence);
     `repeated` are tensors of whose name a later file has another, `missing` files that the index names.
-    `statuses` are those of the files before anything of them was read, but for texts and pictures; `contents`
-    are digests of them, if they were taken. They are no part of what the checkpoint is.
+    `statuses` are those of the files before anything of them was read, but for texts and pictures; they are
+    no part of what the checkpoint is.
     """
 
     root: Path
@@ -52,7 +46,6 @@ class SourceIndex:
     repeated: tuple[TensorInfo, ...] = ()
     missing: tuple[str, ...] = ()
     statuses: Mapping[Path, FileStatus] = field(default_factory=dict, compare=False, repr=False)
-    contents: Mapping[Path, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -116,13 +109,34 @@ def status_of(file: Path) -> FileStatus | None:
     """The status of a file, of a link that of what it points to; None where there is none to be had."""
     with suppress(OSError):
         found = file.stat()
-        return FileStatus(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return FileStatus(found.st_size, found.st_mtime_ns)
     return None
 
 
 def statuses_of(files: Iterable[Path]) -> dict[Path, FileStatus]:
     """The status of each file that there is."""
     return {file: status for file in files if (status := status_of(file)) is not None}
+
+
+@contextmanager
+def unchanged(index: SourceIndex) -> Iterator[None]:
+    """Within the block a checkpoint is read; InputError at its end where a file has another size or time."""
+    yield
+    for file, before in index.statuses.items():
+        if status_of(file) != before:
+            raise changed(file, "another size or time than when the work began")
+
+
+def changed(file: Path, got: str) -> InputError:
+    """The error for a file that is not what it was when its header was read."""
+    need, fix = "a file that stays the same while it is read", "run again when nothing else writes to it"
+    return InputError(str(file), got=got, need=need, fix=f"{fix}; nothing was published")
+
+
+def folder_digest(root: Path) -> str:
+    """A digest that changes when a file of a checkpoint is written or replaced."""
+    files = sorted({*weight_files(root), *content_files(root)})
+    return digest_bytes(repr([(str(file.relative_to(root)), status_of(file)) for file in files]).encode())
 
 
 def content_files(root: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
-from vexport.checkpoint.truncated import changed, explain_bus_errors
+from vexport.checkpoint.index import changed
 from vexport.types import TensorInfo, WeightPart
 
 # How the elements of a weight are seen: 16-bit floats as their bits, which numpy has no arithmetic for.
@@ -155,7 +155,6 @@ class Reader:
     def _map(self, file: Path) -> mmap.mmap:
         with self._opening:
             if file not in self._maps:
-                explain_bus_errors()
                 with file.open("rb") as stream:
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             return self._maps[file]

@@ -16,9 +16,8 @@ import numpy.typing as npt
 import xxhash
 
 from vexport.checkpoint.dtypes import num_bytes
-from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME
+from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME, changed
 from vexport.checkpoint.progress import Progress, progress_file
-from vexport.checkpoint.truncated import changed
 from vexport.errors import require_working_disk
 from vexport.files import write_text
 from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorSpec

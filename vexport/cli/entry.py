@@ -4,10 +4,11 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import click
 
+from vexport.cli import INTERRUPTED
 from vexport.cli.colour import wants_colour
 from vexport.cli.commands import COMMANDS
 from vexport.cli.help import WIDEST, OrderedGroup
@@ -31,11 +32,8 @@ Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fi
 """
 
 
-def run_command(interrupted: Callable[[], bool]) -> int | None:
-    """Run a command; every outcome becomes an exit code, which is returned, and one line an error.
-
-    None without a line where a person or, as `interrupted` says, a signal ended it.
-    """
+def run_command() -> int:
+    """Run a command; every outcome becomes an exit code, which is returned, and one line an error."""
     if "--debug" in sys.argv:
         logging.getLogger("vexport").addHandler(logging.StreamHandler())
         logging.getLogger("vexport").setLevel(logging.DEBUG)
@@ -43,12 +41,16 @@ def run_command(interrupted: Callable[[], bool]) -> int | None:
         result = cli.main(prog_name="vexport", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except BaseException as error:
-        if interrupted() or isinstance(error, KeyboardInterrupt):
-            _trace()
-            return None
-        if isinstance(error, click.exceptions.Abort) and not isinstance(error.__cause__, EOFError):
-            return None
+        if (interrupt := _interrupt_before(error)) is not None:
+            return _say([INTERRUPTED], interrupt.args[0] if interrupt.args else 130)
         return _failed(error)
+
+
+def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interrupt that an error is, or that libraries made into another one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _failed(error: BaseException) -> int:
@@ -124,9 +126,6 @@ def cli() -> None:
       vexport eval OUT --baseline MODEL --task gsm8k
       vexport run SCENARIO.yaml
     """
-    from vexport.checkpoint.stalled import end_stalled_reads
-
-    end_stalled_reads()
 
 
 for command in COMMANDS:

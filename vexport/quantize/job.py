@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from vexport.checkpoint.identity import StatusChanged, read_again, unchanged, weights_content, with_contents
-from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.truncated import changed
+from vexport.checkpoint.index import SourceIndex, unchanged
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
@@ -25,7 +23,7 @@ from vexport.outputs import (
 )
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
-from vexport.plan.needs import calibration_need, needs_rounding, needs_search
+from vexport.plan.needs import needs_rounding, needs_search
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.finishing import finish, forget_progress
 from vexport.quantize.recipe import recipe, write_recipe
@@ -89,8 +87,6 @@ def quantize_source(
         require_accepted(plan)
         require_calibration(plan, job.calibration)
         on_plan(plan)
-        if is_rank_zero() and _is_dear(plan):
-            index = with_contents(index, job.on_progress)
         if has_ranks():
             from vexport.quantize.over_ranks import require_equal_inputs
 
@@ -102,11 +98,6 @@ def quantize_source(
             shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
             rounding = _write_weights(job, index, plan, calibration, shards, None)
     return plan, calibration, rounding
-
-
-def _is_dear(plan: Plan) -> bool:
-    """Whether work takes so much longer than reading the source that it is not to be done again."""
-    return has_ranks() or needs_search(plan) or calibration_need(plan) is not None
 
 
 def _settings(job: QuantizeJob) -> object:
@@ -133,24 +124,9 @@ def write_checkpoint(
     """Write the quantized checkpoint with its recipe, which appears whole or not at all.
 
     A call that was broken off is continued by the next one with the same arguments. The answer is how the
-    weights were rounded, where calibration text decided it. Where a file of the source was given other
-    rights, or written and its time put back, all is written once more; InputError unless it is the same.
+    weights were rounded, where calibration text decided it. InputError where a file of the source has
+    changed since `index` was read.
     """
-    try:
-        return _write_checkpoint(job, index, plan, calibration)
-    except StatusChanged as doubt:
-        job.on_progress(f"quantize starts again: {doubt.where} has {doubt.got}", 1, 1)
-        again = read_again(index, job.on_progress)
-        return _write_checkpoint(job, again, plan, calibration, doubt)
-
-
-def _write_checkpoint(
-    job: QuantizeJob,
-    index: SourceIndex,
-    plan: Plan,
-    calibration: Calibration | None,
-    doubt: StatusChanged | None = None,
-) -> RoundingReport | None:
     digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
     # What is continued was begun with as many rows held out.
     held_out = job.calibration.held_out if job.calibration else None
@@ -172,7 +148,6 @@ def _write_checkpoint(
     with (
         resumable_directory(job.out, input_digest=work, overwrite=job.overwrite, note=note) as folder,
         watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
-        _noted(folder),
         unchanged(index),
     ):
         write_recipe(text, folder)
@@ -186,19 +161,7 @@ def _write_checkpoint(
         rounding = _write_weights(watched, index, plan, calibration, shards, folder)
         finish(index, plan, calibration, folder, shards)
         forget_progress(folder, shards)
-        if doubt is not None and weights_content(folder) != doubt.written:
-            raise changed(Path(doubt.where), "other bytes than when the work began")
     return rounding
-
-
-@contextmanager
-def _noted(folder: Path) -> Iterator[None]:
-    """What ends the block in doubt of its source notes what was written into the folder."""
-    try:
-        yield
-    except StatusChanged as doubt:
-        doubt.written = weights_content(folder)
-        raise
 
 
 def _write_weights(

@@ -323,10 +323,7 @@ def each_warning_once() -> Iterator[None]:
 
 
 def input_digest(index: SourceIndex, plan: Plan, calibration: Calibration | None, *, shard_bytes: int) -> str:
-    """A digest of all that the written bytes depend on; of files, their contents or sizes and times."""
-    files = [
-        (str(file), index.contents.get(file) or (status.size, status.modified, status.changed))
-        for file, status in index.statuses.items()
-    ]
+    """A digest of all that the written bytes depend on; of files, their sizes and times."""
+    files = [(str(file), *status) for file, status in index.statuses.items()]
     parts = (__version__, files, index.config, plan, calibration, shard_bytes)
     return digest_bytes(repr(parts).encode())

@@ -6,12 +6,10 @@ Adding a family of repairs is one new file and one line in `families.FAMILIES`.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.checkpoint.identity import sure, unchanged
-from vexport.checkpoint.index import SourceIndex, read_index, require_checkpoint
+from vexport.checkpoint.index import read_index, require_checkpoint, unchanged
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of, smoothing_of
 from vexport.checks import findings_of, findings_on
@@ -45,18 +43,6 @@ def repair_checkpoint(
     Raises InputError for folders that are no checkpoints, and where `out` may not be written. Without torch
     only config.json is repaired: MissingPackage where that is not enough.
     """
-    return sure(partial(_repair, checkpoint, out, source, overwrite=overwrite, on_progress=on_progress))
-
-
-def _repair(
-    checkpoint: Path,
-    out: Path,
-    source: Path | None,
-    prepare: Callable[[SourceIndex], SourceIndex],
-    *,
-    overwrite: bool,
-    on_progress: OnProgress,
-) -> RepairReport:
     require_checkpoint(checkpoint)
     inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
     require_separate(
@@ -67,10 +53,10 @@ def _repair(
     smoothing = _smoothing(checkpoint, source)
     with Reader() as reader, reader_of(smoothing) as original:
         origin = _source(source, original) if source else None
-        read_from = unchanged(prepare(origin.index)) if origin else nullcontext()
+        read_from = unchanged(origin.index) if origin else nullcontext()
         repairs: tuple[Repair, ...] = ()
         try:
-            view = CheckpointView(prepare(read_index(checkpoint)), reader)
+            view = CheckpointView(read_index(checkpoint), reader)
             families = _families() if other_method(view) is None else ()
             for number, family in enumerate(families):
                 on_progress("repair (families)", number, len(families))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.header import read_header
-from vexport.checkpoint.identity import unchanged
-from vexport.checkpoint.index import INDEX_NAME, SourceIndex
+from vexport.checkpoint.index import INDEX_NAME, SourceIndex, unchanged
 from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import read_json_object, write_text

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 from vexport.calibration.device import default_device
+from vexport.checkpoint.index import folder_digest
 from vexport.plan import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothing_strength
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
 from vexport.run.attempts import read_attempts
-from vexport.run.directory import Digests, FolderDigest, data_digest, value_digest
+from vexport.run.directory import Digests, data_digest, value_digest
 from vexport.run.state import CALIBRATION, CANDIDATES, MIXED, PLAN, SENSITIVITY, Run
 from vexport.scenario import Rule
 from vexport.scenario import Sensitivity as SensitivitySettings
@@ -59,7 +60,7 @@ def needs_samples(run: Run) -> bool:
 def calibrate(run: Run) -> Calibration | None:
     """What the samples show."""
     return calibrate_plan(
-        run.index_with_contents,
+        run.index,
         run.result(CANDIDATES),
         run.scenario.calibration,
         candidates=_candidates(run) if is_mixed(run) else (),
@@ -135,9 +136,9 @@ def sensitivity_inputs(run: Run) -> Digests:
 def rule_inputs(run: Run, rules: tuple[Rule, ...]) -> Digests:
     """What a checkpoint by these rules depends on."""
     settings = run.scenario.calibration
-    digests: dict[str, str | FolderDigest] = {
+    digests = {
         "vexport": __version__,
-        "source": FolderDigest(run.index.root),
+        "source": folder_digest(run.index.root),
         "rules": value_digest([rule.model_dump() for rule in rules]),
         "calibration": value_digest(settings.model_dump(mode="json") if settings else None),
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from vexport.checkpoint.data_name import DEFAULT, DEFAULT_FILE, data_files
-from vexport.checkpoint.identity import folder_content, folder_status
+from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.outputs import FolderKind
@@ -45,25 +45,8 @@ KIND = FolderKind(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FolderDigest:
-    """The digest of a checkpoint folder as a record has it: of its files' status, and of their content.
-
-    The content is read where there is no record yet, or where it has another status.
-    """
-
-    root: Path
-
-    def __str__(self) -> str:
-        return f"{folder_status(self.root)} {folder_content(self.root)}"
-
-    def is_recorded_in(self, record: str) -> bool:
-        """Whether the folder has the content that it had when the record was made."""
-        status, _, content = record.partition(" ")
-        return status == folder_status(self.root) or content == folder_content(self.root)
-
-
-Digests = Mapping[str, str | FolderDigest]
+# Of what a stage was made from, by name.
+Digests = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +94,7 @@ class RunDirectory:
         record = self._stages.get(stage)
         if record is None:
             return False
-        changed = sorted(
-            name for name in inputs if not _is_recorded(inputs[name], record.inputs.get(name, ""))
-        )
+        changed = sorted(name for name in inputs if inputs[name] != record.inputs.get(name, ""))
         if changed:
             raise InputError(
                 f"{self.root} ({stage})",
@@ -121,10 +102,9 @@ class RunDirectory:
                 need="the inputs that the run began with",
                 fix="choose another --run-dir, or add --overwrite to start again",
             )
-        made = FolderDigest(self.root / CHECKPOINT)
-        if record.made and not made.is_recorded_in(record.made):
+        if record.made and record.made != folder_digest(self.root / CHECKPOINT):
             raise InputError(
-                str(made.root),
+                str(self.root / CHECKPOINT),
                 got="files that have changed since the run wrote them",
                 need="those that its results are about",
                 fix="restore them, or add --overwrite to start again",
@@ -133,7 +113,7 @@ class RunDirectory:
 
     def finish(self, stage: str, inputs: Mapping[str, str], seconds: float, made: Path | None = None) -> None:
         """Record that a stage is done; its outputs, and a checkpoint that it `made`, must be in place."""
-        record = StageRecord(inputs=inputs, seconds=seconds, made=str(FolderDigest(made)) if made else "")
+        record = StageRecord(inputs=inputs, seconds=seconds, made=folder_digest(made) if made else "")
         self._stages[stage] = record
         write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
 
@@ -158,10 +138,6 @@ class RunDirectory:
     def seconds(self) -> dict[str, float]:
         """How long each finished stage took."""
         return {name: round(record.seconds, 3) for name, record in self._stages.items()}
-
-
-def _is_recorded(own: str | FolderDigest, record: str) -> bool:
-    return own.is_recorded_in(record) if isinstance(own, FolderDigest) else own == record
 
 
 def path_digest(path: Path) -> str:

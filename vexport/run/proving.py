@@ -5,11 +5,12 @@ from pathlib import Path
 from vexport.calibration.data import first_texts
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.data_name import DEFAULT
+from vexport.checkpoint.index import folder_digest
 from vexport.engine.dry.checkpoints import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
 from vexport.evaluation.journal import FILE as ANSWERS
 from vexport.evaluation.prompting import lm_eval_settings
-from vexport.run.directory import MARK, Digests, FolderDigest, data_digest, path_digest, value_digest
+from vexport.run.directory import MARK, Digests, data_digest, path_digest, value_digest
 from vexport.run.making import checkpoint_inputs
 from vexport.run.serving import (
     BASELINE,
@@ -80,7 +81,7 @@ def is_loadable(run: Run) -> bool:
 
 def baseline_inputs(run: Run) -> Digests:
     """What the baseline's session depends on."""
-    return {"baseline": FolderDigest(run.baseline), **_session_inputs(run, is_baseline=True)}
+    return {"baseline": folder_digest(run.baseline), **_session_inputs(run, is_baseline=True)}
 
 
 def candidate_inputs(run: Run) -> Digests:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.checkpoint.data_name import require_data
-from vexport.checkpoint.identity import folder_content
+from vexport.checkpoint.index import folder_digest
 from vexport.engine.environment import NONE, answer_environment
 from vexport.engine.kept import FILE as KEPT
 from vexport.engine.load import load_report, load_request, shortest_length
@@ -208,7 +208,7 @@ def _identified(request: SessionRequest) -> SessionRequest:
         trust_remote_code=request.trust_remote_code,
         seed=request.seed,
     )
-    parts = [to_json(started), folder_content(request.checkpoint)]
+    parts = [to_json(started), folder_digest(request.checkpoint)]
     if (chosen := answer_environment()) != NONE:
         parts.append(chosen)
     return replace(request, identity=digest_bytes("\n".join(parts).encode()))

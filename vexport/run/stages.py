@@ -135,11 +135,10 @@ def do(run: Run, stage: Stage[object]) -> None:
         if inputs is not None and run.directory.is_done(stage.name, inputs):
             run.restore(stage.output)
             return
-        made_from = {name: str(digest) for name, digest in inputs.items()} if inputs is not None else None
         start = time.monotonic()
         run.keep(stage.output, stage.make(run))
-        if made_from is not None:
+        if inputs is not None:
             made = run.checkpoint if stage.output == WRITTEN else None
-            run.directory.finish(stage.name, made_from, time.monotonic() - start, made)
+            run.directory.finish(stage.name, inputs, time.monotonic() - start, made)
     finally:
         run.readable = None

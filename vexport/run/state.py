@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from vexport.checkpoint.identity import with_contents
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import resolve_source
 from vexport.files import from_json, to_json, write_text
@@ -101,11 +100,6 @@ class Run:
     def index(self) -> SourceIndex:
         """The source's headers."""
         return source_index(self.scenario.source, self.scenario.rules, self.options.on_progress)
-
-    @cached_property
-    def index_with_contents(self) -> SourceIndex:
-        """The same with digests of its files, for stages that read the weights."""
-        return with_contents(self.index, self.options.on_progress)
 
     @cached_property
     def units(self) -> tuple[LayerGroup, ...]:
