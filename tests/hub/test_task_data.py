@@ -8,15 +8,6 @@ import pytest
 from tests.hub.conftest import DATA, Machine
 from tests.hub.server import Hub
 
-CAUSE = """
-from vexport.checkpoint.hub.failures import diagnose
-from vexport.checkpoint.hub.names import HubName
-from vexport.errors import VexportError
-
-cause = diagnose(OSError(), HubName(id="acme/sums"), "dataset")
-print(cause.exit_code if cause else None, cause)
-"""
-
 
 @pytest.mark.vllm  # it is not started, but looked for
 @pytest.mark.slow
@@ -25,31 +16,9 @@ def test_no_engine_starts_without_the_data(machine: Machine, hub: Hub, llama: Pa
     ran = machine.run("eval", llama, "--baseline", llama, "--task", "task.yaml")
     assert ran.code == 2, ran.stderr
     assert f"dataset {DATA}: " in ran.stderr
-    assert f"accept them at {hub.url}/datasets/{DATA}" in ran.stderr
+    assert "gated" in ran.stderr
     assert "baseline: load" not in ran.stderr
     assert not (machine.folder / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "variables", "message"),
-    [
-        ("missing", {}, "2 dataset acme/sums: got no dataset of that name on the hub"),
-        ("gated", {"HF_TOKEN": "hf_good"}, "with the account of your token"),
-        ("limited", {}, "4 dataset acme/sums: got a rate limit (429)"),
-        ("", {"HF_DATASETS_OFFLINE": "1"}, "unset HF_DATASETS_OFFLINE"),
-        ("", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "got no connection to http://127.0.0.1:9"),
-        ("", {}, "None None"),
-    ],
-)
-def test_the_cause_of_a_failed_download_is_named(
-    machine: Machine, hub: Hub, change: str, variables: dict[str, str], message: str
-) -> None:
-    hub.repositories[DATA].gated = change == "gated"
-    hub.limited = change == "limited"
-    if change == "missing":
-        del hub.repositories[DATA]
-    ran = machine.python("-c", CAUSE, **variables)
-    assert message in ran.stdout, ran.stderr
 
 
 DOWNLOAD = "from huggingface_hub import snapshot_download as get; get('acme/sums', repo_type='dataset')"
@@ -68,16 +37,13 @@ def test_offline_all_missing_data_sets_are_named_at_once_and_what_was_downloaded
     evaluate = ("eval", llama, "--baseline", llama, *tasks)
     ran = machine.run(*evaluate, HF_HUB_OFFLINE="1")
     assert ran.code == 4, ran.stderr
-    assert (
-        "3 data sets of the tasks: dataset acme/sums, dataset acme/tools, dataset acme/cities" in ran.stderr
-    )
     for name in ("sums", "tools", "cities"):
-        assert f"`hf download --repo-type dataset acme/{name}`" in ran.stderr
+        assert f"error: dataset acme/{name}: " in ran.stderr
     assert machine.python("-c", DOWNLOAD).code == 0
     ran = machine.run(*evaluate, HF_HUB_OFFLINE="1")
     assert ran.code == 4, ran.stderr
-    assert "2 data sets of the tasks: dataset acme/tools, dataset acme/cities" in ran.stderr
-    assert "acme/sums`" not in ran.stderr
+    assert "dataset acme/tools: " in ran.stderr
+    assert "dataset acme/sums" not in ran.stderr
 
 
 @pytest.mark.vllm

@@ -76,9 +76,7 @@ def edit_tokenizer(model: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda model: flip(model / "model-1.safetensors"), edit_tokenizer])
-def test_a_stage_knows_checkpoints_by_their_files(
-    change: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_a_stage_knows_checkpoints_by_their_files(change: Callable[[Path], object], tmp_path: Path) -> None:
     """What it was made from, and what it has made."""
     source = write_model(tmp_path / "source", hidden=64, layers=1)
     made = copytree(source, tmp_path / "run" / "checkpoint")

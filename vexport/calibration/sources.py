@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from vexport.checkpoint.data_name import DEFAULT_FILE, DataName, data_files, parse_data
-from vexport.checkpoint.hub.failures import diagnose, downloaded, explain, is_network_error, offline
-from vexport.checkpoint.hub.names import OFFLINE_DATA, HubName, offline_variable
+from vexport.checkpoint.hub.failures import downloaded, explain, is_network_error, is_of_the_hub
+from vexport.checkpoint.hub.names import HubName
 from vexport.errors import InputError, require_working_disk
 from vexport.errors.escaping import first_line
 from vexport.errors.extras import require_extra
@@ -202,8 +202,8 @@ def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
     except GeneratorExit:
         raise
     except Exception as error:
-        known = None if copy else diagnose(error, name.hub, "dataset")
-        raise known or _unreadable(error, name) from None
+        is_lost = not copy and is_of_the_hub(error)
+        raise (explain(error, name.hub, "dataset") if is_lost else _unreadable(error, name)) from None
 
 
 def _downloaded(hub: HubName) -> str | None:
@@ -213,20 +213,14 @@ def _downloaded(hub: HubName) -> str | None:
     """
     from huggingface_hub import HfApi
 
-    if variable := offline_variable(OFFLINE_DATA):
-        problem = offline(hub, "dataset", variable)
-    else:
-        try:
-            HfApi().dataset_info(hub.id, revision=hub.revision, timeout=20)
-            return None
-        except Exception as error:
-            problem = explain(error, hub, "dataset")
-            if not is_network_error(error):
-                raise problem from None
-    copy = downloaded(hub, "dataset")
-    if copy is None:
-        raise problem
-    return copy
+    try:
+        HfApi().dataset_info(hub.id, revision=hub.revision, timeout=20)
+    except Exception as error:
+        copy = downloaded(hub, "dataset") if is_network_error(error) else None
+        if copy is None:
+            raise explain(error, hub, "dataset") from None
+        return copy
+    return None
 
 
 def _first_split(path: str, subset: str | None, revision: str | None) -> str:

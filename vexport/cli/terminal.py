@@ -1,5 +1,6 @@
 """Progress on stderr: bars with time left on a terminal, a line now and then elsewhere, nothing if quiet."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ LINE_EVERY_SECONDS = 15.0
 def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
     """Yield the function that stages report to, for as long as the display stands."""
     if quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         yield lambda stage, done, total: None
         return
     if not sys.stderr.isatty():

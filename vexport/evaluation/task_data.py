@@ -1,16 +1,16 @@
 """The documents of tasks: fetched before any engine starts, and what to say where they cannot be had."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.checkpoint.hub.failures import diagnose, downloaded, is_network_error
-from vexport.checkpoint.hub.names import OFFLINE_DATA, HubName, offline_variable
+from vexport.checkpoint.hub.failures import downloaded, explain, is_network_error, is_of_the_hub
+from vexport.checkpoint.hub.names import HubName
 from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import run_worker, session_error
-from vexport.errors import EnvironmentFault, EnvironmentFaults, InputError, VexportError, raise_all
+from vexport.errors import EnvironmentFaults, InputError, raise_all
 from vexport.evaluation.tasks import is_local_dataset, reads_hub
 from vexport.types import PROGRESS_DETAIL, OnProgress
 
@@ -52,26 +52,7 @@ def fetch_task_data(
     errors = [session_error(problem) for problem in fetched.problems]
     raise_all([error for error in errors if isinstance(error, InputError)])
     if errors:
-        raise _joined(errors)
-
-
-def _joined(errors: Sequence[VexportError]) -> EnvironmentFault:
-    """One fault for each kind, with what to do about each task and data set."""
-    kinds: dict[tuple[str, str], list[VexportError]] = {}
-    for error in errors:
-        kinds.setdefault((error.got, error.need), []).append(error)
-    faults = [_same(same) for same in kinds.values()]
-    return faults[0] if len(faults) == 1 else EnvironmentFaults(faults)
-
-
-def _same(errors: Sequence[VexportError]) -> EnvironmentFault:
-    first, *others = errors
-    where = ", ".join(error.where for error in errors)
-    if others and first.where.startswith("dataset "):
-        where = f"{len(errors)} data sets of the tasks: {where}"
-    fixes = dict.fromkeys(error.fix for error in errors)
-    fix = "; ".join([first.fix, *(fix.rpartition(": ")[2] for fix in [*fixes][1:])])
-    return EnvironmentFault(where, got=first.got, need=first.need, fix=fix)
+        raise EnvironmentFaults(errors)
 
 
 def _read_copy(
@@ -104,12 +85,11 @@ def explained_downloads(on_progress: OnProgress, done: int, total: int) -> Itera
             name = HubName(id=dataset, revision=str(revision) if revision else None)
             if is_local_dataset(dataset, dataset_kwargs):
                 raise
-            is_cut_off = offline_variable(OFFLINE_DATA) or is_network_error(error)
-            if is_cut_off and (copy := downloaded(name, "dataset")) is not None:
+            if is_network_error(error) and (copy := downloaded(name, "dataset")) is not None:
                 _read_copy(self, copy, dataset_kwargs, original)
                 return
-            if (cause := diagnose(error, name, "dataset")) is not None:
-                raise cause from error
+            if is_of_the_hub(error):
+                raise explain(error, name, "dataset") from error
             raise
 
     cls.download = download

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from vexport.checkpoint.hub.failures import explain, is_network_error, offline
+from vexport.checkpoint.hub.failures import explain, is_network_error
 from vexport.checkpoint.hub.files import side_files, weight_names
-from vexport.checkpoint.hub.names import HubName, offline_variable
-from vexport.checkpoint.hub.progress import Downloaded, bar_class
+from vexport.checkpoint.hub.names import HubName
 from vexport.checkpoint.index import INDEX_NAME, index_file_names, require_checkpoint, weight_files
 from vexport.errors import EnvironmentFault, InputError
 from vexport.types import OnProgress
 
 CONFIG = "config.json"
-_WORKERS = 8
 # Seconds before a download whose connection was reset is tried again.
 _WAITS = (1.0, 4.0, 16.0)
 T = TypeVar("T")
@@ -42,8 +40,6 @@ def download(name: HubName, on_progress: OnProgress) -> Path:
     Raises InputError where the hub has no such model or gives no access to it, EnvironmentFault where the
     hub cannot be reached and the cache has no whole copy.
     """
-    if variable := offline_variable():
-        return _cached(name, offline(name, "model", variable))
     try:
         listing = list_files(name)
     except EnvironmentFault as fault:
@@ -51,15 +47,15 @@ def download(name: HubName, on_progress: OnProgress) -> Path:
         on_progress(f"{fault.where}: {fault.got}; using the copy in the cache", 1, 1)
         return folder
     folder = fetch(listing, side_files(listing.sizes))
-    return fetch(listing, needed_weights(listing, folder), on_progress)
+    return fetch(listing, needed_weights(listing, folder))
 
 
 def require_model(name: HubName) -> None:
     """Raise what `download` would where a model cannot be had, having fetched its config only."""
-    if variable := offline_variable():
-        _cached(name, offline(name, "model", variable))
-    else:
+    try:
         _fetch_config(name)
+    except EnvironmentFault as fault:
+        _cached(name, fault)
 
 
 def list_files(name: HubName) -> Listing:
@@ -89,7 +85,7 @@ def needed_weights(listing: Listing, folder: Path) -> list[str]:
     return names
 
 
-def fetch(listing: Listing, files: list[str], on_progress: OnProgress | None = None) -> Path:
+def fetch(listing: Listing, files: list[str]) -> Path:
     """Download files of a listing and return the snapshot's folder. Raises as `explain`.
 
     huggingface_hub goes on in the middle of a file where a connection ends; where it is reset, the files
@@ -97,28 +93,15 @@ def fetch(listing: Listing, files: list[str], on_progress: OnProgress | None = N
     """
     from huggingface_hub import snapshot_download
 
-    total = sum(listing.sizes.get(file, 0) for file in files)
+    patterns = [glob.escape(file) for file in files]
     for wait in (*_WAITS, None):
-        downloaded = Downloaded(listing.name.id, total, on_progress or _quiet)
         try:
-            folder = snapshot_download(
-                listing.name.id,
-                revision=listing.commit,
-                allow_patterns=[glob.escape(file) for file in files],
-                max_workers=_WORKERS,
-                tqdm_class=bar_class(downloaded),
-            )
+            return Path(snapshot_download(listing.name.id, revision=listing.commit, allow_patterns=patterns))
         except Exception as error:
             if wait is None or not is_network_error(error):
                 raise explain(error, listing.name) from error
             time.sleep(wait)
-        else:
-            break
-    downloaded.end()
-    return Path(folder)
-
-
-def _quiet(stage: str, done: int, total: int) -> None: ...
+    raise AssertionError("the last try returns or raises")
 
 
 def _cached(name: HubName, fault: BaseException) -> Path:

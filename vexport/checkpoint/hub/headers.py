@@ -12,7 +12,7 @@ from vexport.checkpoint.header import MAX_HEADER_BYTES
 from vexport.checkpoint.hub.download import download, fetch, list_files, needed_weights
 from vexport.checkpoint.hub.failures import explain
 from vexport.checkpoint.hub.files import side_files
-from vexport.checkpoint.hub.names import HubName, offline_variable
+from vexport.checkpoint.hub.names import HubName
 from vexport.errors import EnvironmentFault, InputError, InputErrors
 from vexport.types import OnProgress
 
@@ -36,9 +36,6 @@ def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
     The folder is gone after the block. Where the cache has the weights, or the hub gives no ranges, it is the
     model's folder in the cache. Raises as `download`.
     """
-    if offline_variable():
-        yield download(name, on_progress)
-        return
     try:
         listing = list_files(name)
     except EnvironmentFault:
@@ -54,7 +51,7 @@ def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
         try:
             _write_headers(listing, weights, root, on_progress)
         except _NoRangesError:
-            yield fetch(listing, weights, on_progress)
+            yield fetch(listing, weights)
             return
         for file in side_files(listing.sizes):
             (root / file).parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,6 @@
 """How a model of the hub is written: ORG/NAME, or ORG/NAME@REVISION."""
 
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -11,10 +9,6 @@ from typing import Self
 _NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # <cache>/models--ORG--NAME/snapshots/COMMIT, as huggingface_hub lays its cache out.
 _SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
-# The variables by which the hub's libraries are told to stay offline, the first that is set counts.
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-OFFLINE_DATA = (*OFFLINE, "HF_DATASETS_OFFLINE")
-_TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +32,3 @@ def pinned_name(root: Path) -> str | None:
     """ORG/NAME@COMMIT of a folder in the hub's cache; None of every other folder."""
     match = _SNAPSHOT.search(str(root))
     return f"{match['id'].replace('--', '/', 1)}@{match['commit']}" if match else None
-
-
-def offline_variable(
-    names: tuple[str, ...] = OFFLINE, environment: Mapping[str, str] = os.environ
-) -> str | None:
-    """`NAME=VALUE` of the variable by which the user keeps us offline, None where none does."""
-    for name in names:
-        if environment.get(name, "").upper() in _TRUE:
-            return f"{name}={environment[name]}"
-    return None
