@@ -69,7 +69,7 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(machine: Machine, hub: 
 @pytest.mark.parametrize(
     ("state", "variables", "name", "code", "message"),
     [
-        ({}, {}, "other/nothing", 2, "RepositoryNotFoundError: 404"),
+        ({}, {}, "other/nothing", 2, "RepositoryNotFoundError: 401"),
         ({}, {}, f"{MODEL}@v9", 2, "RevisionNotFoundError: 404"),
         ({}, {"HF_TOKEN": "hf_bad"}, MODEL, 4, "401"),
         ({}, {"HF_HUB_OFFLINE": "1"}, MODEL, 4, "offline mode is enabled"),
