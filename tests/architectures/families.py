@@ -267,10 +267,6 @@ FAMILIES: Mapping[str, Family] = {
 }
 # What the plan, the export or vLLM's loader do not take yet: empty this list.
 UNFINISHED = (
-    "qwen3-next-mtp",
-    "qwen3-next-mtp-stacked",
-    "qwen3.5-moe-mtp",
-    "qwen3.5-moe-mtp-single",
     "nemotron-h",
     "granite-hybrid",
     "smollm3",

@@ -1,5 +1,6 @@
 """Every family of architectures: what is fused and kept, what is written, that vLLM's loaders take it."""
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.architectures.families import FINISHED, save_family, split
 from tests.command import vexport
 from tests.models import dequantized, quantize
 from vexport.checkpoint.index import read_index
+from vexport.checks.vllm.matching import matches_any
 from vexport.engine.dry.load import dry_loads
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError
@@ -93,20 +95,26 @@ FUSED: Mapping[str, Mapping[str, str]] = {
         **{name.replace("mlp", "feed_forward"): members for name, members in {**EXPERTS, **SHARED}.items()},
     },
     "gpt-oss": QKV,
-    "qwen3-next": {
-        **QKV,
-        **EXPERTS,
-        **SHARED,
-        "linear_attn.in_proj_qkvz": "in_proj_qkvz",
-        "linear_attn.out_proj": "out_proj",
-    },
-    "qwen3.5-moe": {
-        **QKV,
-        **EXPERTS,
-        **SHARED,
-        "linear_attn.in_proj_qkvz": "in_proj_qkv in_proj_z",
-        "linear_attn.out_proj": "out_proj",
-    },
+    **dict.fromkeys(
+        ("qwen3-next", "qwen3-next-mtp", "qwen3-next-mtp-stacked"),
+        {
+            **QKV,
+            **EXPERTS,
+            **SHARED,
+            "linear_attn.in_proj_qkvz": "in_proj_qkvz",
+            "linear_attn.out_proj": "out_proj",
+        },
+    ),
+    **dict.fromkeys(
+        ("qwen3.5-moe", "qwen3.5-moe-mtp", "qwen3.5-moe-mtp-single"),
+        {
+            **QKV,
+            **EXPERTS,
+            **SHARED,
+            "linear_attn.in_proj_qkvz": "in_proj_qkv in_proj_z",
+            "linear_attn.out_proj": "out_proj",
+        },
+    ),
 }
 # Names of what must stay as it is in every family that has it.
 NEVER = re.compile(
@@ -273,13 +281,41 @@ def test_layers_for_further_tokens_are_carried_over(family: str, prefix: str, tm
     source = save_family(family, tmp_path / "model", add=lambda: extra)
     plan = plan_of(source, "FP8_DYNAMIC")
     assert extra.keys() <= set(plan.kept)
-    assert any(
-        re.match(entry.removeprefix("re:"), f"{prefix}.mlp.experts.0.gate_proj") for entry in plan.ignore
-    )
+    for module in ("mlp.experts.0.gate_proj", "self_attn.qkv_proj", "self_attn.q_proj"):  # as drafters ask
+        assert matches_any(f"{prefix}.{module}", plan.ignore)
+    assert not any(matches_any(m.name, plan.ignore) for group in plan.groups for m in group.members)
     assert vexport("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name, value in extra.items():
         assert torch.equal(written[name], value)
+
+
+def test_patterns_of_one_stack_match_no_layer_of_another(tmp_path: Path) -> None:
+    """Whichever stack is kept, written by a plan and by a repair alike."""
+    source = save_family("qwen3.5-moe-mtp", tmp_path / "model")
+    kept, drafted = r"re:model\.language_model\.layers\.0\.mlp\.experts\.", r"re:mtp\.layers\.0\.mlp\."
+    rules = [(kept, "keep"), (drafted, "W4A16"), ("Linear", "FP8_DYNAMIC")]
+    plan = build_plan(read_index(source), [Rule(match=match, scheme=scheme) for match, scheme in rules])
+    assert not any(matches_any(m.name, plan.ignore) for group in plan.groups for m in group.members)
+    assert matches_any("language_model.model.layers.0.mlp.experts.0.gate_proj", plan.ignore)
+    out = quantize(source, tmp_path / "out", "FP8_DYNAMIC")
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(r"re:.*\.layers\.0\.mlp\.experts\..*")
+    (out / "config.json").write_text(json.dumps(config))
+    assert vexport("check", out).code == 1
+    assert vexport("repair", out, tmp_path / "repaired", "--quiet").code == 0
+    assert vexport("check", tmp_path / "repaired").code == 0
+
+
+@pytest.mark.vllm
+def test_vllms_draft_classes_load_what_is_kept_of_draft_layers(tmp_path: Path) -> None:
+    made = []
+    for family, drafter in (("qwen3-next-mtp", "Qwen3NextMTP"), ("qwen3.5-moe-mtp-single", "Qwen3_5MoeMTP")):
+        out = quantize(save_family(family, tmp_path / family), tmp_path / drafter, "FP8_DYNAMIC")
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps({**config, "architectures": [drafter]}))
+        made.append(out)
+    assert [cell.status for report in dry_loads(made, tp=(1, 2)) for cell in report.cells] == ["loads"] * 4
 
 
 def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:

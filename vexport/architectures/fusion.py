@@ -1,7 +1,7 @@
 """Which layers of a checkpoint vLLM runs as one, by their names alone."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from vexport.architectures import Architecture
 
@@ -33,6 +33,15 @@ def moe_layer(name: str) -> str | None:
     """The routed experts that a layer is one of (`model.layers.1.mlp.experts`), None for other layers."""
     match = EXPERT.match(name.rpartition(".")[0])
     return match["layer"] if match else None
+
+
+def looked_up(name: str, members: Sequence[str], architecture: Architecture) -> tuple[str, ...]:
+    """The names by which vLLM's quantization config knows a fused module: those of its parts, of which a
+    layer may lack some (values that are the keys), where it takes the module apart."""
+    prefix, dot, last_part = name.rpartition(".")
+    fused = len(members) > 1 and last_part in architecture.resolved
+    parts = architecture.fused.get(last_part, ()) if fused else ()
+    return tuple(f"{prefix}{dot}{part}" for part in parts) or tuple(members)
 
 
 def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str, ...]]:

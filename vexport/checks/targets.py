@@ -1,6 +1,6 @@
 """Do targets and ignore say of each layer what its tensors say?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.arguments import of_attention
@@ -28,12 +28,12 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if not view.config_groups and not _only_attention(view):
         return
     for fused in view.fused_linears:
-        ignored = view.ignored(fused)
-        if ignored and len(ignored) < len(fused.members):
+        ignored, parts = view.ignored(fused), view.lookup_names(fused)
+        if ignored and len(ignored) < len(parts):
             yield error(
                 NAME,
                 fused.name,
-                expected=f"all or none of {_names(fused)} in {_list(view)}: vLLM runs them as one layer",
+                expected=f"all or none of {_names(parts)} in {_list(view)}: vLLM runs them as one layer",
                 got=f"only {', '.join(ignored)}",
                 fix=f"list all of them in {_list(view)}, or none",
             )
@@ -159,5 +159,5 @@ def _list(view: CheckpointView) -> str:
     return view.method.skip_key if view.method is not None else "ignore"
 
 
-def _names(fused: FusedLinear) -> str:
-    return ", ".join(module.rpartition(".")[2] for module in fused.members)
+def _names(parts: Sequence[str]) -> str:
+    return ", ".join(part.rpartition(".")[2] for part in parts)

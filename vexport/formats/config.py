@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pydantic import TypeAdapter
 
-from vexport.architectures import get_architecture
-from vexport.architectures.fusion import moe_layer
+from vexport.architectures import Architecture, get_architecture
+from vexport.architectures.fusion import looked_up, moe_layer
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.formats.partition import EXPERT, is_head
@@ -25,13 +25,13 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
     One scheme targets the class Linear; several target their layers by name, because vLLM takes the first
     target that matches and a class matches all.
     """
-    resolved = get_architecture(plan.architecture).resolved
+    architecture = get_architecture(plan.architecture)
     treatments = list(dict.fromkeys((group.scheme, group.observer) for group in plan.groups))
     formats = {get_scheme(scheme).format.name for scheme, _ in treatments}
     groups: dict[str, Json] = {}
     for number, (scheme, observer) in enumerate(treatments):
         members = [group for group in plan.groups if (group.scheme, group.observer) == (scheme, observer)]
-        targets = targets_of(members, resolved, alone=len(treatments) == 1)
+        targets = targets_of(members, architecture, alone=len(treatments) == 1)
         groups[f"group_{number}"] = _config_group(scheme, observer, targets)
     return {
         "config_groups": groups,
@@ -50,15 +50,15 @@ def _format(formats: Set[str]) -> str:
     return next(iter(formats), DENSE_FORMAT)
 
 
-def targets_of(groups: Sequence[FusionGroup], resolved: Sequence[str], *, alone: bool) -> list[str]:
+def targets_of(groups: Sequence[FusionGroup], architecture: Architecture, *, alone: bool) -> list[str]:
     """What vLLM resolves to these layers and no others.
 
     A fused module that its quantization config does not take apart (not in `resolved`, see `Architecture`)
-    is named itself as well.
+    is named itself as well; of one that it does, all parts are named, also those that no tensor has.
     A quantized output head is named by a pattern, as vLLM may know it by a longer name than the checkpoint
     (`language_model.lm_head`) and translates only names with a dot.
     """
-    names = [name for group in groups for name in _names(group, resolved)]
+    names = [name for group in groups for name in _names(group, architecture)]
     heads = [name for name in names if is_head(name)]
     patterns = [f"re:.*{name.rpartition('.')[2]}$" for name in heads]
     if alone:
@@ -66,10 +66,11 @@ def targets_of(groups: Sequence[FusionGroup], resolved: Sequence[str], *, alone:
     return [*_experts_together(name for name in names if name not in heads), *patterns]
 
 
-def _names(group: FusionGroup, resolved: Sequence[str]) -> Iterator[str]:
-    yield from (member.name for member in group.members)
-    fused = len(group.members) > 1 and moe_layer(group.members[0].name) is None
-    if fused and group.name.rpartition(".")[2] not in resolved:
+def _names(group: FusionGroup, architecture: Architecture) -> Iterator[str]:
+    members = [member.name for member in group.members]
+    yield from looked_up(group.name, members, architecture)
+    fused = len(members) > 1 and moe_layer(members[0]) is None
+    if fused and group.name.rpartition(".")[2] not in architecture.resolved:
         yield group.name
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from vexport.architectures.fusion import moe_layer
+from vexport.architectures.fusion import looked_up, moe_layer
 from vexport.formats.partition import HEADS, is_head
 from vexport.plan.linears import STACK, Names
 
@@ -18,23 +18,52 @@ def ignored(
     the tensors of experts that are copied as they are.
 
     - Names of checkpoints: vLLM renames them as it renames tensors (apply_vllm_mapper in
-      compressed_tensors.py); a pattern is matched with vLLM's own name, so it starts where both agree.
+      compressed_tensors.py); a pattern is matched with vLLM's own name, so it starts where both agree, or
+      further to the left where it would match a quantized layer of another stack (`mtp.layers.0`).
     - Routed experts are looked up by the first expert's projections: one pattern a layer covers them.
     - What lies outside the decoder layers may lie deeper in vLLM, by renames of the inner model that the
       quantization config does not see (Gemma3nModel.hf_to_vllm_mapper): a pattern finds it there too.
-    - A fused module that vLLM's quantization config does not take apart is named itself as well.
+    - A fused module that vLLM's quantization config does not take apart is named itself as well; of one that
+      it does, all parts are named, also those that no tensor has (values that are the keys).
+    - A layer that predicts further tokens, run by another class that may take no fused module apart and name
+      it otherwise (Glm4MoeMTP, Step3p5MTP), is kept by one pattern.
     """
     linears = [member for members in modules.values() for member in members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
-    quantized = [member for member in linears if member not in kept]
+    quantized = _quantized_names(modules, kept, names)
+    partly = {names.draft_layer(name) for name in quantized}
     patterns: dict[str, None] = {}
     for name, members in modules.items():
         if all(member in kept for member in members):
-            outside = _outside(name, stacks)
-            lost = outside is None or any(re.search(outside, other) for other in quantized)
-            patterns.update(dict.fromkeys(_patterns(name, members, names) if lost else (f"re:.*{outside}",)))
-    patterns.update(dict.fromkeys(map(_unknown, opaque)))
+            outside, draft = _outside(name, stacks), names.draft_layer(name)
+            if draft is not None and draft not in partly:
+                found = _below(draft, r"\..*", names, quantized)
+            elif outside is not None and not _matches_any(outside, quantized):
+                found = iter((f"re:{outside}",))
+            else:
+                found = _patterns(name, members, names, quantized)
+            patterns.update(dict.fromkeys(found))
+    for tensor in opaque:
+        patterns.update(dict.fromkeys(_unknown(tensor, names, quantized)))
     return tuple(patterns)
+
+
+def _quantized_names(modules: Mapping[str, Sequence[str]], kept: Set[str], names: Names) -> tuple[str, ...]:
+    """What must not be matched: quantized layers by the checkpoint's names and vLLM's, one expert of all."""
+    quantized = (
+        module
+        for name, members in modules.items()
+        if not all(member in kept for member in members)
+        for module in (name, *members)
+    )
+    found = dict.fromkeys(map(_of_one_expert, quantized))
+    return tuple(dict.fromkeys((*found, *map(names.vllm_name, found))))
+
+
+def _of_one_expert(module: str) -> str:
+    """The name of a layer, of a routed expert that of the first one."""
+    experts = moe_layer(module)
+    return f"{experts}.0.{module.rpartition('.')[2]}" if experts else module
 
 
 def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
@@ -43,12 +72,12 @@ def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
     return () if any(map(is_head, linears)) else (f"re:.*{HEADS[0]}",)
 
 
-def _patterns(name: str, members: Sequence[str], names: Names) -> Iterator[str]:
+def _patterns(name: str, members: Sequence[str], names: Names, quantized: Sequence[str]) -> Iterator[str]:
     experts = moe_layer(members[0])
     if experts is not None:
-        yield _below(experts)
+        yield from _below(experts, r"\..*", names, quantized)
         return
-    yield from members
+    yield from looked_up(name, members, names.architecture)
     last_part = name.rpartition(".")[2]
     if len(members) > 1 and last_part not in names.architecture.resolved:
         yield name
@@ -61,21 +90,32 @@ def _before_layers(module: str) -> str:
 
 
 def _outside(module: str, stacks: Set[str]) -> str | None:
-    """The end of a pattern for what lies outside the decoder layers, None for other modules."""
+    """A pattern for what lies outside the decoder layers, None for other modules."""
     if STACK.search(module):
         return None
     holders = (before for before in stacks if before.strip(".") and module.startswith(before))
-    return next((rf"\.{re.escape(module[len(before) :])}$" for before in holders), None)
+    return next((rf".*\.{re.escape(module[len(before) :])}$" for before in holders), None)
 
 
-def _below(module: str) -> str:
-    """A pattern for all that is below a module, from the number of its layer on."""
-    stack = STACK.search(module)
-    return rf"re:.*{re.escape(module[stack.start() :] if stack else module)}\..*"
+def _below(module: str, ending: str, names: Names, quantized: Sequence[str]) -> Iterator[str]:
+    """Patterns for what is below a module and ends so, which match nothing that is quantized: each begins as
+    far to the right as it can, at the number of the module's layer at most."""
+    for name in dict.fromkeys((module, names.vllm_name(module))):
+        stack = STACK.search(f"{name}.")
+        last = stack.start() + stack[0].startswith(".") if stack else 0
+        starts = [at for at in range(last, -1, -1) if at == 0 or name[at - 1] == "."]
+        tried = (rf".*\b{re.escape(name[at:])}{ending}" for at in starts)
+        fitting = (pattern for pattern in tried if not _matches_any(pattern, quantized))
+        yield f"re:{next(fitting, re.escape(name) + ending)}"
 
 
-def _unknown(tensor: str) -> str:
-    """A pattern for vLLM's routed experts of the layer that a tensor belongs to."""
+def _unknown(tensor: str, names: Names, quantized: Sequence[str]) -> Iterator[str]:
+    """Patterns for vLLM's routed experts of the layer that a tensor belongs to."""
     stack = STACK.search(tensor)
-    layer = tensor[stack.start() : stack.end()] if stack else "."
-    return rf"re:.*{re.escape(layer)}.*experts\..*"
+    layer = tensor[: stack.end() - 1] if stack else ""
+    return _below(layer, r"\..*\bexperts\..*", names, quantized)
+
+
+def _matches_any(pattern: str, modules: Iterable[str]) -> bool:
+    """Whether a pattern matches one of these from its start, as vLLM matches it."""
+    return any(map(re.compile(pattern).match, modules))

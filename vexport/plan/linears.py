@@ -57,13 +57,22 @@ class Names:
     def in_decoder(self, module: str) -> bool:
         """Whether a module is part of a decoder layer of the language model."""
         name = self.vllm_name(module)
-        inside = self.architecture.language_model
         stack = STACK.search(name)
-        if stack is None or PREDICTION.search(name):
-            return False
-        if inside and not name.startswith(tuple(f"{attribute}." for attribute in inside)):
+        if stack is None or PREDICTION.search(name) or not self._in_language_model(name):
             return False
         return self.layers is None or int(stack[1]) < self.layers
+
+    def draft_layer(self, module: str) -> str | None:
+        """The layer that predicts further tokens that a module is part of, None for other modules."""
+        name, stack = self.vllm_name(module), STACK.search(module)
+        if stack is None or self.in_decoder(module):
+            return None
+        drafts = PREDICTION.search(name) or self._in_language_model(name)
+        return module[: stack.end() - 1] if drafts else None
+
+    def _in_language_model(self, vllm_name: str) -> bool:
+        inside = self.architecture.language_model
+        return not inside or vllm_name.startswith(tuple(f"{attribute}." for attribute in inside))
 
     def vllm_name(self, module: str) -> str:
         """vLLM's name of a module (`WeightsMapper.map_name`, vllm/model_executor/models/utils.py)."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.quantization import KEY
 from vexport.checks.vllm.layers import fits, layers_of
 from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, matches_any
@@ -35,7 +36,8 @@ def run(view: CheckpointView, source: "Source | None") -> Changes:
 
 
 def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
-    """The ignore list without what covers quantized layers; unquantized ones that went with it by name."""
+    """The ignore list without what covers quantized layers; unquantized ones that went with it by name, but
+    for experts, whose pattern is written again."""
     layers = layers_of(view).values()
     quantized = [layer.name for layer in layers if layer.is_quantized]
     kept: dict[str, None] = {}
@@ -43,21 +45,21 @@ def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
         if not any(matches_any(name, [entry]) for name in quantized):
             kept[entry] = None
             continue
-        plain = (layer.name for layer in layers if not layer.is_quantized)
+        plain = (each.name for each in layers if not each.is_quantized and moe_layer(each.name) is None)
         kept.update(dict.fromkeys(name for name in plain if matches_any(name, [entry])))
     return tuple(kept)
 
 
 def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
     """The targets of a group with the layers that it fits and that vLLM gives to none or to another."""
-    alone, resolved = len(view.config_groups) == 1, view.architecture.resolved
+    alone, architecture = len(view.config_groups) == 1, view.architecture
     own = [fused for fused in view.fused_linears if _belongs(view, fused, group)]
     lost = [fused for fused in own if _is_lost(view, fused)]
     if not lost:
         return group.targets
     if alone and not all(_is_head(fused) for fused in lost):
-        return tuple(targets_of(_groups(own), resolved, alone=True))
-    return (*group.targets, *targets_of(_groups(lost), resolved, alone=False))
+        return tuple(targets_of(_groups(own), architecture, alone=True))
+    return (*group.targets, *targets_of(_groups(lost), architecture, alone=False))
 
 
 def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:
@@ -75,14 +77,14 @@ def _is_lost(view: CheckpointView, fused: FusedLinear) -> bool:
 
 def _unquantized(view: CheckpointView) -> Iterator[str]:
     """What ignore lacks: unquantized layers that a target covers, or of which ignore names only some."""
-    missing = {}
+    missing: set[str] = set()
     for fused in view.fused_linears:
-        named = {matches_any(name, view.ignore) for name in fused.members}
+        named = {matches_any(name, view.ignore) for name in view.lookup_names(fused)}
         if not fused.is_quantized and (view.group_of(fused) is not None or len(named) > 1):
-            missing[fused.name] = tuple(fused.members)
+            missing.update(fused.members)
+    modules = {fused.name: tuple(fused.members) for fused in view.fused_linears}
     names = names_of(view.index, view.architecture)
-    kept = {name for members in missing.values() for name in members}
-    yield from (name for name in ignored(missing, kept, {}, names) if name not in view.ignore)
+    yield from (name for name in ignored(modules, missing, (), names) if name not in view.ignore)
 
 
 def _is_head(fused: FusedLinear) -> bool:

@@ -132,10 +132,10 @@ def _config(view: CheckpointView, tensors: Iterable[str]) -> Json:
             kept.update(fused.members)
     assert view.method is not None
     formats = {group.translated_format for group, _ in groups.values()}
-    resolved, alone = view.architecture.resolved, len(groups) == 1
-    names = names_of(view.index, view.architecture)
+    architecture, alone = view.architecture, len(groups) == 1
+    names = names_of(view.index, architecture)
     config_groups: dict[str, Json] = {
-        f"group_{number}": _group(group.translated, targets_of(fused_layers, resolved, alone=alone))
+        f"group_{number}": _group(group.translated, targets_of(fused_layers, architecture, alone=alone))
         for number, (group, fused_layers) in enumerate(groups.values())
     }
     has_scales = any(map(CACHE_SCALE.search, tensors))

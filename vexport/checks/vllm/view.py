@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vexport.architectures import Architecture, FusedModules, TableLookup, architecture_table, resolve
-from vexport.architectures.fusion import fuse, moe_layer
+from vexport.architectures.fusion import fuse, looked_up, moe_layer
 from vexport.architectures.history import ClassChanges, class_changes
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
@@ -234,24 +234,18 @@ class CheckpointView:
         return targets_of(self.config_groups)
 
     def ignored(self, fused: FusedLinear) -> list[str]:
-        """The members of a fused layer that the config leaves unquantized: vLLM refuses some of them."""
+        """What the config leaves unquantized of a fused layer's `lookup_names`: vLLM refuses some of them."""
         key = (fused.name, *fused.members)
         if key not in self._ignored:
             self._ignored[key] = self._find_ignored(fused)
         return self._ignored[key]
 
     def _find_ignored(self, fused: FusedLinear) -> list[str]:
-        parts, method = self._lookup_names(fused), self.method
+        parts, method = self.lookup_names(fused), self.method
         if method is not None:
-            members = [name for name in parts if self._group_by_method(method, fused, name) is None]
-        else:
-            by_pattern = self.facts.ignores_fused_patterns
-            members = list(
-                ignored(fused.name, parts, self.ignore, self.architecture, fused_patterns=by_pattern)
-            )
-        if parts == tuple(fused.members):
-            return members
-        return list(fused.members) if len(members) == len(parts) else []
+            return [name for name in parts if self._group_by_method(method, fused, name) is None]
+        by_pattern = self.facts.ignores_fused_patterns
+        return list(ignored(fused.name, parts, self.ignore, self.architecture, fused_patterns=by_pattern))
 
     def group_of(self, fused: FusedLinear) -> ConfigGroup | None:
         """The config group that vLLM applies to a fused layer; None where it stays unquantized."""
@@ -261,13 +255,13 @@ class CheckpointView:
         return self._groups[key]
 
     def _find_group(self, fused: FusedLinear) -> ConfigGroup | None:
-        if self._is_built_plain(fused) or len(self.ignored(fused)) == len(fused.members):
+        if self._is_built_plain(fused) or len(self.ignored(fused)) == len(self.lookup_names(fused)):
             return None
         if self.method is not None:
-            return self._group_by_method(self.method, fused, self._lookup_names(fused)[0])
+            return self._group_by_method(self.method, fused, self.lookup_names(fused)[0])
         if is_embedding(fused.name) and self.table_lookup != "name":
             return group_for_table(self.targets) if self.table_lookup == "class" else None
-        return group_for(fused.name, self._lookup_names(fused), self.targets, self.architecture)
+        return group_for(fused.name, self.lookup_names(fused), self.targets, self.architecture)
 
     @staticmethod
     def _group_by_method(method: QuantMethod, fused: FusedLinear, name: str) -> MethodGroup | None:
@@ -286,10 +280,13 @@ class CheckpointView:
         changed = self.facts.classes.get(self.class_name)
         return changed.embedding if changed else resolve(self.class_name, self.index.config)[0].embedding
 
-    def _lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
-        """The names by which vLLM looks for the group: its parts', also where it is stored as one."""
+    def lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
+        """The names by which vLLM looks for the group: all parts', also where it is stored as one or lacks
+        some of them."""
         prefix, dot, projection = fused.name.rpartition(".")
-        parts = self.fused_modules.get(projection, ()) if fused.name in fused.members else ()
+        if fused.name not in fused.members:
+            return looked_up(fused.name, tuple(fused.members), self.architecture)
+        parts = self.fused_modules.get(projection, ())
         return tuple(f"{prefix}{dot}{part}" for part in parts) or tuple(fused.members)
 
     def _is_built_plain(self, fused: FusedLinear) -> bool:
