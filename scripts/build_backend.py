@@ -1,6 +1,6 @@
 """setuptools, and what pyproject.toml cannot tell it.
 
-The demo and a software bill of materials go into the wheel, the tests into the sdist.
+The demo goes into the wheel, the tests into the sdist.
 
 scenarios/ stays at the top of the repository. A wheel has the demo's files as vexport/scenarios, an editable
 installation reads them where they are.
@@ -19,12 +19,10 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.command.egg_info import manifest_maker
 
 __all__ = [
-    "BdistWheel",
     "BuildPy",
     "build_editable",
     "build_sdist",
@@ -54,15 +52,3 @@ class BuildPy(build_py):  # type: ignore[misc]
             target = Path(self.build_lib) / "vexport" / "scenarios" / file
             target.parent.mkdir(parents=True, exist_ok=True)
             self.copy_file(str(source / file), str(target))
-
-
-class BdistWheel(bdist_wheel):  # type: ignore[misc]
-    """Writes the bill of materials next to the wheel's metadata, as PEP 770 says."""
-
-    def write_wheelfile(self, wheelfile_base: str, *generator: str) -> None:
-        """Called with the folder of the metadata before its files are recorded."""
-        super().write_wheelfile(wheelfile_base, *generator)
-        folder = Path(wheelfile_base) / "sboms"
-        folder.mkdir(exist_ok=True)
-        bill = runpy.run_path(str(ROOT / "scripts" / "sbom.py"))["bill"](self.distribution.get_version())
-        (folder / "vexport.cdx.json").write_text(bill, encoding="utf-8")

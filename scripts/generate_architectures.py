@@ -10,7 +10,7 @@ import argparse
 import ast
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import vllm
@@ -24,10 +24,8 @@ from model_classes import (
     name_of,
     parts_of,
     source,
-    sources,
     tree,
 )
-from reordering import reordered, unread
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.model_executor.models import registry
 from vllm.model_executor.models.utils import WeightsMapper
@@ -39,6 +37,18 @@ NEVER_QUANTIZED = ("Linear",)
 REPLICATED = ("ReplicatedLinear", "GateLinear", "DeepSeekV2FusedQkvAProjLinear")
 # Experts in one tensor of shape (experts, in, out): said to the layer, or done by Llama 4's own loader.
 TRANSPOSED = ("is_fused_checkpoint_transposed=True", "def load_moe_expert_weights")
+# Loaders that order a layer's rows again, by (class, function): which of its tensors follow (`Reordering` in
+# vexport/architectures). Read by a person: a new class whose loader does that is added here.
+REORDERS: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("Llama4ForCausalLM", "permute_qk_weight_for_rotary"): dict.fromkeys(
+        ("q_proj", "k_proj"), "scales by row"
+    ),
+    ("BloomModel", "_repack_qkv"): {"query_key_value": "every tensor"},
+    ("TeleChat2Model", "_split_key_value"): {"key_value": "every tensor"},
+    ("FalconModel", "load_weights"): {"query_key_value": "whole heads"},
+    ("K2HorizonModel", "load_weights"): dict.fromkeys(("q_proj", "k_proj"), "plain weight"),
+    ("GPT2Model", "_transpose_conv1d"): dict.fromkeys(("c_attn", "c_proj", "c_fc"), "transposed"),
+}
 Table = dict[str, object]
 
 
@@ -53,23 +63,29 @@ def main() -> None:
     find_absent_packages()
     models = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}
     table: dict[str, Table] = {}
-    described: set[type] = set()
     for architecture, (module, name) in sorted(models.items()):
         try:
             model = load_class(module, name)
             entry = describe(model)
             if "language_model" in entry or architecture in registry._TEXT_GENERATION_MODELS:
                 table[architecture] = entry
-                described.update(parts_of(model))
         except ImportError as error:
             print(f"left out {architecture}: {error}")
     inner = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in table}
-    for loader in sorted(unread(sources(described))):
-        print(f"{'.'.join(loader)} takes loaded tensors apart: read it, and add it to reordering.py")
     rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in table.items())
     head = f'{{\n "vllm": "{vllm.__version__}",\n "text_models": {json.dumps(inner)},\n "architectures": {{\n'
     target.write_text(f"{head}{rows}\n }}\n}}\n")
     print(f"{target.name}: {len(table)} classes of vLLM {vllm.__version__}")
+
+
+def reordered(parts: list[type]) -> dict[str, str]:
+    """The layers whose rows a class's loader orders again, and how."""
+    return {
+        layer: how
+        for (name, function), layers in REORDERS.items()
+        if any(part.__name__ == name and hasattr(part, function) for part in parts)
+        for layer, how in layers.items()
+    }
 
 
 def describe(model: type) -> Table:
@@ -85,7 +101,7 @@ def describe(model: type) -> Table:
         "experts": expert_names(parts),
         "transposed_experts": any(mark in source(part) for part in parts for mark in TRANSPOSED),
         "stacked_experts": stacked_experts(parts),
-        "reordered": reordered(sources([*parts, model])),
+        "reordered": reordered([*parts, model]),
         "unquantized": [member for name in unquantized(parts) for member in fused.get(name, [name])],
         "routers": sorted({*named_layers(parts, is_quantizable_router)} - {*unquantized(parts)}),
         "row_parallel": named_layers(parts, lambda call: name_of(call) == "RowParallelLinear"),

@@ -6,7 +6,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 # Most lines and modules: what was reached, and 2 % for repairs.
-MOST = {"vexport": (62_325, 541), "tests": (35_400, 287), "scripts": (8_430, 61)}
+MOST = {"vexport": (62_323, 541), "tests": (35_081, 285), "scripts": (4_758, 31)}
 
 
 @pytest.mark.parametrize("folder", MOST)

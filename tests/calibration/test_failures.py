@@ -135,7 +135,6 @@ def test_a_model_that_does_more_between_its_layers_is_refused(llama: Path) -> No
         ),
     ],
 )
-@pytest.mark.fault("a config that transformers refuses, or whose code it would run: exit code 2 and the file")
 def test_a_config_that_transformers_refuses_is_one_line(
     changes: dict[str, object], words: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,7 +177,6 @@ def test_quantize_smooths_and_check_knows(source: Path, text: Path, smoothed: Pa
 NORM = "model.layers.0.input_layernorm.weight"
 
 
-@pytest.mark.fault("smoothing.json that is spoiled or forged: refused; wrong weights do not pass")
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -216,7 +215,6 @@ FORGED = {
 }
 
 
-@pytest.mark.fault("smoothing.json that is spoiled or forged: refused; wrong weights do not pass")
 @pytest.mark.parametrize("how", FORGED)
 def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path: Path, how: str) -> None:
     """All weights are those that the file says, and the model is another one."""
@@ -242,7 +240,6 @@ def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path:
     assert "smoothing.json: model.layers.1: got other answers" in refused.errors[0]
 
 
-@pytest.mark.fault("smoothing.json that is spoiled or forged: refused; wrong weights do not pass")
 @pytest.mark.parametrize("whose", ["its own", "another checkpoint's"])
 def test_repair_takes_nothing_from_a_source_smoothed_otherwise(
     source: Path, text: Path, tmp_path: Path, whose: str

@@ -33,10 +33,6 @@ from vexport.checkpoint.header import read_header
 from vexport.errors import InputError
 from vexport.types import Json
 
-pytestmark = pytest.mark.fault(
-    "random headers, configs and files of a tokenizer: accepted and refused as by the libraries themselves"
-)
-
 RANDOM = st.randoms(use_true_random=False)
 SMALL = settings(
     max_examples=200,

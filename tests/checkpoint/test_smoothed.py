@@ -12,7 +12,6 @@ from tests.command import vexport
 from vexport.checkpoint.smoothed import encode, smoothing_of
 from vexport.errors import InputError
 
-pytestmark = pytest.mark.fault("smoothing.json that is spoiled or forged: refused; wrong weights do not pass")
 LAYER = "model.layers.0."
 
 

@@ -17,8 +17,6 @@ from vexport.reports.folding import fold
 from vexport.types import Finding, Json
 from vexport.types.patterns import MOST_SECONDS, Patterns, matches
 
-pytestmark = pytest.mark.fault("huge counts and slow expressions in a config: one error in bounded time")
-
 Config = dict[str, object]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 BOMBS = (r"re:([a-z._0-9]+)+\$", r"re:(.*)*(.*)*(.*)*(.*)*(.*)*X", "re:(?=(.+)+Z)", r"re:(\w|\w\w|\.|_)+!")

@@ -10,10 +10,6 @@ import pytest
 from tests.command import vexport
 from vexport.cli.entry import cli
 
-pytestmark = pytest.mark.fault(
-    "wrong values in every option of every command: exit code 2, one line, no traceback"
-)
-
 # Empty, negative, huge, of another kind, a path that cannot be, and what a terminal would obey.
 WRONG = ("", "-1", "9" * 5000, "nonsense", "/dev/null/x", "\x1b[2J\nerror: forged")
 # What makes a folder that it is told to, rather than reading one.

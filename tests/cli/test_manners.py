@@ -193,7 +193,6 @@ def test_a_terminal_has_colour(broken: Path) -> None:
         assert (f"{ESCAPE}31m" in ran.stdout) == expected
 
 
-@pytest.mark.fault("control characters and long texts in an error: escaped and cut")
 def test_error_lines_are_escaped_and_bounded() -> None:
     name = "\x1b]0;owned\x07\x1b[2J\nerror: forged \u202e" + f"/{'y' * 200}" * 15
     ran = vexport("check", name)
@@ -314,7 +313,6 @@ def test_a_repair_that_fails_folds_what_it_names(good: Callable[[str], Path], tm
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.fault("stdin, stdout or stderr closed: the same exit code, the others whole")
 def test_closed_streams_are_nowhere(closed: str, llama: Path, tmp_path: Path) -> None:
     """The first file that is opened must not get the number of one that C code prints to."""
     call = f"{sys.executable} -m vexport"

@@ -136,7 +136,6 @@ CASES = EVERY if os.environ.get("VEXPORT_EVERY_FAULT") else SAMPLE
 
 
 @pytest.mark.parametrize(("fault", "phase"), CASES)
-@pytest.mark.fault("a vLLM that hangs, crashes or is killed: one line, exit code 4, nothing left")
 def test_a_disturbed_engine_is_one_error(
     fault: Callable[..., None], phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +159,6 @@ def test_a_disturbed_engine_is_one_error(
     assert_nothing_left(log, disturber)
 
 
-@pytest.mark.fault("a vLLM that prints garbage or leaves children: the answer stands, nothing left")
 def test_garbage_and_stray_children_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no progress is passed over, in every phase; a child that left the group ends as well."""
     monkeypatch.setattr(serving, "TASKS_WORKER", "tests.engine.straying")

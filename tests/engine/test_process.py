@@ -110,7 +110,6 @@ def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
     assert gone(int(note.read_text()))
 
 
-@pytest.mark.fault("an engine that floods its log and vexport's pipe: both bounded, ended at its timeout")
 def test_a_flood_is_bounded_and_ends_at_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_LOG_BYTES", 1 << 20)
     seen: list[tuple[str, int, int]] = []
@@ -130,7 +129,6 @@ def test_a_flood_is_bounded_and_ends_at_the_timeout(tmp_path: Path, monkeypatch:
     assert b"\0" not in log
 
 
-@pytest.mark.fault("an engine that answers everything and then never ends: its answers stand, nothing left")
 def test_what_is_done_needs_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_LAST_SECONDS", 0.2)
     monkeypatch.setattr(process, "_GRACE_SECONDS", 0.2)
@@ -149,7 +147,6 @@ def test_what_is_done_needs_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert gone(int(note.read_text()))
 
 
-@pytest.mark.fault("an engine that answers everything and then never ends: its answers stand, nothing left")
 def test_a_result_is_written_before_the_engine_is_torn_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +164,6 @@ def test_a_result_is_written_before_the_engine_is_torn_down(
     assert seen == [True]
 
 
-@pytest.mark.fault("an engine that leaves a child without its environment: ended with the session")
 def test_a_child_without_the_environment_is_found_by_the_log(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     code = run_group(

@@ -13,8 +13,6 @@ from vexport.evaluation.lm_eval_runner import load_tasks
 from vexport.evaluation.task_data_worker import fetch
 from vexport.evaluation.tasks import resolve_tasks
 
-pytestmark = pytest.mark.fault("code or endless text in a task's file: not run without the flag, one line")
-
 TOUCH = "open({mark!r}, 'w').close()\nimport evaluate\nclass Own(evaluate.Metric): pass\n"
 METRIC = "metric_list: [{{metric: {name}, aggregation: mean, higher_is_better: true}}]\n"
 

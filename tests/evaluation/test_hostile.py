@@ -14,10 +14,6 @@ from vexport.evaluation.results import read_results
 from vexport.evaluation.verdict import decide
 from vexport.types import Verdict
 
-pytestmark = pytest.mark.fault(
-    "lm-eval results that are broken or meant to harm: one line, or a metric that is missing"
-)
-
 Break = Callable[[Path], None]
 
 

@@ -9,10 +9,6 @@ import pytest
 from tests.command import vexport
 from tests.models import write_calibration
 
-pytestmark = pytest.mark.fault(
-    "one broken file among several results or calibration files: named before any work; nothing half written"
-)
-
 
 def replaced(replace: Callable[[Path], None]) -> Callable[[Path], None]:
     """What takes the place of a file."""

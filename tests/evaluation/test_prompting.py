@@ -218,7 +218,6 @@ def test_examples_of_a_document_do_not_depend_on_the_others(name: str, excluded:
     assert few == {number: everything[number] for number in few}
 
 
-@pytest.mark.fault("a chat template that does not end: an error that names it, in bounded time")
 def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vexport.evaluation.chat.TEMPLATE_SECONDS", 0.3)
     chat = ServedChat()

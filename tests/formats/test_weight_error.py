@@ -1,4 +1,4 @@
-"""No scheme loses more of a weight than llm-compressor does (scripts/bench/golden_schemes.py)."""
+"""No scheme loses more of a weight than llm-compressor does."""
 
 import json
 from dataclasses import replace

@@ -13,10 +13,6 @@ from tests.outputs.test_separate import tree
 from vexport.errors import InputError
 from vexport.outputs import resumable_directory
 
-PUBLISHING = pytest.mark.fault(
-    "interrupted while an output is published: the old or the new one is there, whole"
-)
-
 
 def file_behind_record(work: Path, mine: Path) -> None:
     work.mkdir()
@@ -105,7 +101,6 @@ PLANTED = [
 
 @pytest.mark.parametrize("plant", PLANTED)
 @pytest.mark.parametrize("command", ["quantize", "repair"])
-@pytest.mark.fault("a hidden folder of work that is a link or somebody else's: refused; the folder is named")
 def test_a_hidden_folder_that_is_not_ours_is_named_and_left_alone(
     command: str,
     plant: Callable[[Path, Path], None],
@@ -143,7 +138,6 @@ def write(out: Path, text: str, *, input_digest: str = "x", stop: bool = False) 
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, OSError])
-@PUBLISHING
 def test_broken_off_at_the_last_steps_the_old_or_the_new_is_there(
     step: int,
     moment: str,
@@ -174,7 +168,6 @@ def test_broken_off_at_the_last_steps_the_old_or_the_new_is_there(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@PUBLISHING
 def test_killed_between_the_last_steps_the_next_call_puts_the_old_back(tmp_path: Path) -> None:
     out, work = tmp_path / "out", tmp_path / ".out.partial"
     write(out, "old")
@@ -186,7 +179,6 @@ def test_killed_between_the_last_steps_the_next_call_puts_the_old_back(tmp_path:
     assert (out / "config.json").read_text() == "old"
 
 
-@pytest.mark.fault("an output that appears while the command works: not replaced; what was made is kept")
 def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
@@ -202,7 +194,6 @@ def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> Non
     assert (tmp_path / ".out.partial" / "new" / "model.safetensors").read_text() == "hours of work"
 
 
-@pytest.mark.fault("an output folder that vanishes while it is written: one line; nothing else is touched")
 def test_a_working_folder_that_another_call_began_is_left_to_it(tmp_path: Path) -> None:
     """Somebody removed that of a call which is under way, and started another."""
     out, work = tmp_path / "out", tmp_path / ".out.partial"
@@ -224,7 +215,6 @@ def test_a_working_folder_that_another_call_began_is_left_to_it(tmp_path: Path) 
         rmtree(work)
 
 
-@pytest.mark.fault("a hidden folder of work that is a link or somebody else's: refused; the folder is named")
 def test_a_link_that_came_to_be_in_the_working_folder_is_not_published(tmp_path: Path) -> None:
     def write_while_someone_adds_a_link() -> None:
         with resumable_directory(tmp_path / "out", input_digest="x", overwrite=True) as folder:
@@ -235,7 +225,6 @@ def test_a_link_that_came_to_be_in_the_working_folder_is_not_published(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-@PUBLISHING
 def test_named_chat_templates_do_not_keep_a_call_from_going_on(tmp_path: Path) -> None:
     """They are in a folder, and were there when the first call was killed."""
     for stop in (True, False):

@@ -12,7 +12,6 @@ import pytest
 from tests.quantize.test_streaming import digests, write_model
 
 pytestmark = [
-    pytest.mark.fault("a disk or a server that fails while it is read: one line, exit code 4, resumable"),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc for the library that fails reads"),
 ]
 # Of the reads of a source: the first is of a header, the last copies weights that stay as they are.

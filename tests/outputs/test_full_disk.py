@@ -18,9 +18,6 @@ from tests.outputs.test_separate import tree
 from tests.packaging.environment import ROOT
 from tests.quantize.test_streaming import digests, write_model
 
-FULL = pytest.mark.fault(
-    "a full disk: exit code 4 and the place; the same command completes when there is room"
-)
 WORDS = ("--scheme", "W8A8", "--quiet", "--max-shard-size", "1MB")
 
 
@@ -47,7 +44,6 @@ def quantize(source: Path, out: Path, *, largest: int | None = None) -> tuple[in
     return ran.returncode, ran.stderr
 
 
-@FULL
 @pytest.mark.parametrize("largest", [0, 100, 300_000])
 def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, source: Path, tmp_path: Path) -> None:
     """At the first byte, in the record or a header, in the middle of a shard."""
@@ -73,7 +69,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@FULL
 def test_a_small_disk_is_one_line_and_the_next_call_completes(
     small_disk: Path, source: Path, tmp_path: Path
 ) -> None:
@@ -88,7 +83,6 @@ def test_a_small_disk_is_one_line_and_the_next_call_completes(
     assert {name for name in whole if whole[name] != out[name]} <= {"vexport.json"}  # which has the command
 
 
-@FULL
 @pytest.mark.parametrize("command", ["check", "plan"])
 def test_an_answer_that_cannot_be_written_is_one_line(command: str, source: Path) -> None:
     """To a device that is always full: the answer is not half there with exit code 0."""
@@ -107,7 +101,6 @@ def test_an_answer_that_cannot_be_written_is_one_line(command: str, source: Path
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.fault("an output folder that vanishes while it is written: one line; nothing else is touched")
 def test_an_output_that_vanishes_is_one_line(source: Path, tmp_path: Path) -> None:
     parent = tmp_path / "there"
     parent.mkdir()
@@ -131,7 +124,6 @@ def test_an_output_that_vanishes_is_one_line(source: Path, tmp_path: Path) -> No
     assert tree(source) == before
 
 
-@pytest.mark.fault("a file that never answers, as on a server that is gone: a signal ends the command")
 def test_a_signal_ends_a_command_that_waits_for_a_file(source: Path, tmp_path: Path) -> None:
     """A pipe that nobody writes to."""
     os.mkfifo(tmp_path / "rows.jsonl")

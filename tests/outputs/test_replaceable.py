@@ -12,8 +12,6 @@ from tests.outputs.test_separate import tree
 from vexport.errors import InputError
 from vexport.run.directory import RunDirectory
 
-pytestmark = pytest.mark.fault("`--overwrite` of what vexport did not write: refused; every file stays")
-
 COMMANDS = {
     "quantize": ("quantize", "MODEL", "OUT", "--scheme", "FP8_DYNAMIC"),
     "repair": ("repair", "GOOD", "OUT"),

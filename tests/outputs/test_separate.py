@@ -11,10 +11,6 @@ from tests.command import vexport
 from vexport.errors import InputError
 from vexport.outputs import NamedPath, require_separate
 
-pytestmark = pytest.mark.fault(
-    "an output that is, contains or lies in an input: refused, also with `--overwrite`"
-)
-
 # An accepted baseline as far as --accept looks before an engine starts.
 BASELINE = '{"vexport_baseline": 1}'
 SCENARIO = """

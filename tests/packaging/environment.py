@@ -1,6 +1,5 @@
 """Environments that have vexport and what some requirements bring, made of links: no downloads."""
 
-import json
 import os
 import subprocess
 import sys
@@ -32,14 +31,14 @@ def declared(extra: str = "") -> list[Requirement]:
     return [own for own in found if own.name != PROJECT["name"]] + nested
 
 
-def linked(folder: Path, extras: Sequence[str] = ()) -> Path:
+def linked(folder: Path, extras: Sequence[str] = (), package: Path = ROOT / "vexport") -> Path:
     """The interpreter of a new environment with vexport and those extras, from what is installed here."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
     requirements = [one for extra in ("", *extras) for one in declared(extra)]
     for name in {top for each in closure(requirements) for top in _top_level(each)}:
         (site / name.name).symlink_to(name)
-    (site / "vexport").symlink_to(ROOT / "vexport")
+    (site / "vexport").symlink_to(package)
     return folder / "bin" / "python"
 
 
@@ -68,28 +67,9 @@ def closure(requirements: Sequence[Requirement]) -> Iterator[Distribution]:
                 yield found
 
 
-# Runs the commands that it is given as JSON, and ends by telling their exit codes.
-COMMANDS = """
-import json, sys
-from vexport.cli.interrupts import run
-codes = []
-for call in json.loads(sys.argv[1]):
-    sys.argv = ["vexport", *call]
-    codes.append(run())
-print(json.dumps(codes))
-"""
-
-
 def run(python: Path, *arguments: object, folder: Path) -> Ran:
     """Run `python -m vexport ARGUMENTS...` in a folder, with no package of the caller's."""
     return _run([python, "-m", "vexport", *arguments], folder)
-
-
-def run_in_turn(python: Path, calls: Sequence[Sequence[object]], folder: Path) -> tuple[list[int], Ran]:
-    """The exit codes of several commands that one process runs: imports are paid once."""
-    ran = _run([python, "-c", COMMANDS, json.dumps(calls, default=str)], folder)
-    codes: list[int] = json.loads(ran.stdout.splitlines()[-1]) if ran.code == 0 else []
-    return codes, ran
 
 
 def _run(command: Sequence[object], folder: Path) -> Ran:

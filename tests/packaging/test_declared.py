@@ -8,7 +8,6 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from packaging.markers import Marker
 from packaging.utils import canonicalize_name
 
 from tests.packaging.environment import PROJECT, ROOT, declared
@@ -79,23 +78,8 @@ def test_metadata_names_the_license_that_is_in_the_package() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_every_pinned_package_has_hashes_and_a_license() -> None:
+def test_every_pinned_package_has_hashes() -> None:
     """But for torch on other systems: its builds are in no package index; scripts/lock hashes that of one."""
     lines = (ROOT / "scripts" / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    hashed = [line for line in lines if "--hash=sha256:" in line]
-    (without,) = set(lines) - set(hashed)
-    (torch,) = (line for line in hashed if line.startswith("torch=="))
-    pin, _, system = torch.partition(" --hash=")[0].partition(" ; ")
-    _, _, others = without.partition(f"{pin} ; ")
-    for python in ("3.11", "3.12", "3.13"):
-        for machine in ("x86_64", "aarch64"):
-            here = {"python_version": python, "platform_machine": machine, "sys_platform": "linux"}
-            assert Marker(system).evaluate(here) != Marker(others).evaluate(here)
-    pins = {line.split()[0] for line in lines}
-    rows = [
-        line.split("\t")
-        for line in (ROOT / "scripts" / "licenses.tsv").read_text(encoding="utf-8").splitlines()
-    ]
-    assert {f"{name}=={version}" for name, version, _ in rows} == pins
-    unknown = {canonicalize_name(name) for name, _, license_ in rows if license_ == "not stated"}
-    assert not unknown & {canonicalize_name(one.name) for extra in EXTRAS.values() for one in declared(extra)}
+    without = [line for line in lines if "--hash=sha256:" not in line]
+    assert [line.partition("==")[0] for line in without] == ["torch"]

@@ -1,7 +1,4 @@
-"""Checkpoints in the producers' own formats, as AutoRound, AutoAWQ, GPTQModel, ModelOpt and Quark wrote them.
-
-`scripts/producers/make.py` makes them.
-"""
+"""Checkpoints in their own formats, as AutoRound, AutoAWQ, GPTQModel, ModelOpt and Quark wrote them."""
 
 import json
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Checkpoints of AutoRound and of llm-compressor's calibrated path, as they were written.
 
-`scripts/producers/make.py` makes them. Each has what vexport itself never writes: AutoRound scales of either
+Each has what vexport itself never writes: AutoRound scales of either
 sign and an output head that its targets mean, llm-compressor rotations of the running model, groups for
 attention, no group at all.
 """

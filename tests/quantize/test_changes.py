@@ -72,7 +72,6 @@ def remove(source: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, replace_shard, edit_config, turn_link, remove])
-@pytest.mark.fault("a source that is replaced while it is read: exit code 2; nothing is published")
 def test_a_source_that_is_replaced_meanwhile_is_not_published(
     change: Callable[[Path], object], tmp_path: Path
 ) -> None:
@@ -98,7 +97,6 @@ def test_what_was_written_of_another_source_is_not_continued(tmp_path: Path) -> 
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-@pytest.mark.fault("a source that is replaced while it is read: exit code 2; nothing is published")
 def test_a_checkpoint_that_is_replaced_while_it_is_repaired(
     good: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -121,9 +119,6 @@ def test_a_file_cut_before_it_is_mapped_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["the first unit", "the last unit", "the record"])
-@pytest.mark.fault(
-    "a shard of the right length with wrong bytes: found by checksums, written again from there"
-)
 def test_a_shard_of_the_right_length_and_wrong_bytes_is_written_again(tmp_path: Path, place: str) -> None:
     source = write_model(tmp_path / "source", hidden=256, layers=2)
     quantize_source(job(source, tmp_path / "whole"))
@@ -144,7 +139,6 @@ def test_a_shard_of_the_right_length_and_wrong_bytes_is_written_again(tmp_path: 
     assert not list((tmp_path / "out").glob("*.progress"))
 
 
-@pytest.mark.fault("damaged files in the kernel cache: a note with the folder; compiled again")
 def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> None:
     """Empty, garbage, cut: numba's own errors, or none, in the place of an answer."""
     code = (
@@ -180,7 +174,6 @@ def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> No
     assert (code_, out, err.count("\n")) == (*first[:2], 1)
 
 
-@pytest.mark.fault("an output folder that vanishes while it is written: one line; nothing else is touched")
 def test_nothing_is_written_into_the_folder_that_another_call_began(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=256, layers=2)
     work = tmp_path / ".out.partial"

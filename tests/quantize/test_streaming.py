@@ -77,7 +77,6 @@ def started(command: Sequence[object]) -> "subprocess.Popen[bytes]":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard_size", ["40MB", "5GB"])
-@pytest.mark.fault("SIGKILL at ten random moments of `quantize`: the next call continues to the same bytes")
 def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path, shard_size: str) -> None:
     source = write_model(tmp_path / "source", hidden=2048, layers=6)
     whole, out = tmp_path / "whole", tmp_path / "out"
@@ -156,7 +155,6 @@ def test_another_input_begins_anew(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"config.json", "vexport.json"}
 
 
-@pytest.mark.fault("two commands that write one output: the second is refused")
 def test_two_writers_of_one_output_are_refused(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=128, layers=1)
     with resumable_directory(tmp_path / "out", input_digest="x", overwrite=False) as folder:
@@ -208,7 +206,6 @@ def test_parts_of_a_stored_tensor(part: WeightPart | None, dtype: torch.dtype, t
         assert view.tobytes() == weight.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.fault("a shard that was cut: written again from its last whole block")
 def test_a_broken_shard_is_cut_to_its_last_whole_block(tmp_path: Path) -> None:
     source = FusionGroup(name="x", scheme="W8A8", observer="", members=())
     blocks = [

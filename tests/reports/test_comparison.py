@@ -81,7 +81,6 @@ def test_a_format_of_one_run_is_refused() -> None:
         render_comparison(rows(), "junit")
 
 
-@pytest.mark.fault("a broken report among several: named; the answer of the others is whole")
 def test_a_report_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     """In the middle of three; its line names the file, and the answer, the oldest first, is whole."""
     for run in runs():

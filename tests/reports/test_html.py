@@ -91,7 +91,6 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(build: Callable[[
     assert "default-src 'none'" in text
 
 
-@pytest.mark.fault("markup in a name: shown as text")
 def test_a_hostile_name_is_shown_as_text() -> None:
     page = Page(render(sample.hostile(), "html"))
     shown = "".join(page.words)

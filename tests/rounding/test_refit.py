@@ -1,4 +1,4 @@
-"""A full refit is brevitas' Qronos, whose golden values scripts/bench/golden_qronos.py writes.
+"""A full refit is brevitas' Qronos, whose golden values were recorded.
 
 Qronos chooses the first column for the others as they were, without damping, and refits the others to it;
 here all columns are refitted, then rounded one after another. Where both round the first column of a row

@@ -21,7 +21,6 @@ CHECKED = Output("check", CheckReport, "check.json")
 PLAN = Output("plan", Plan, "plan.json")
 
 
-@pytest.mark.fault("two calls of `run` or `eval` that write one folder: the second is refused")
 @pytest.mark.parametrize("name", ["run", "eval"])
 def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) -> None:
     """Before it has touched what the first one writes."""

@@ -2,7 +2,7 @@
 
 Format: 8 bytes little-endian length, a JSON header, the data (https://github.com/huggingface/safetensors).
 Python's `json` takes more than serde_json does: other encodings, NaN, lone surrogates, booleans as numbers,
-a key twice. `scripts/fuzz.py` compares the two.
+a key twice.
 """
 
 import json
