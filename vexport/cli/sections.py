@@ -52,13 +52,14 @@ def contents() -> str:
 def find_section(name: str) -> Section:
     """The section of a name in any case, spaces and punctuation; InputError where nothing has it.
 
-    A scheme with arguments (W4A16_G64) has the section of the preset that is stored in the same format.
+    A scheme with arguments (W4A16_G64) has the section of its preset, or of one that is stored in its format.
     """
     by_name = {_fold(known): section for section in all_sections() for known in section.names}
     if _fold(name) not in by_name and is_scheme(scheme_name(name)):
         format_ = get_scheme(scheme_name(name)).format
         presets = (preset.name for preset in all_schemes() if preset.format is format_)
-        name = next(preset for preset in presets if _fold(preset) in by_name)
+        listed = [preset for preset in presets if _fold(preset) in by_name]
+        name = next((preset for preset in listed if name.upper().startswith(preset)), listed[0])
     section = by_name.get(_fold(name))
     if section is None:
         known_names = [known for section in all_sections() for known in section.names]
