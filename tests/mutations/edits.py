@@ -9,6 +9,8 @@ from shutil import copytree
 import torch
 from safetensors.torch import load_file, save_file
 
+from vexport.outputs import RECIPE
+from vexport.outputs.digests import DIGESTS
 from vexport.types import Json
 
 Tensors = dict[str, torch.Tensor]
@@ -25,10 +27,20 @@ INPUTS = (*GROUP, "input_activations")
 
 
 def spoiled(good: Path, folder: Path, change: Change) -> Path:
-    """A changed copy of a checkpoint in a new folder."""
+    """A changed copy of a checkpoint in a new folder, as if its producer had written it so."""
     copytree(good, folder)
     change(folder)
+    forget_digests(folder)
     return folder
+
+
+def forget_digests(folder: Path) -> None:
+    """Take the digests out of vexport.json, which tell a changed file whatever the change."""
+    file = folder / RECIPE
+    if file.is_file():
+        recipe = json.loads(file.read_text())
+        recipe.pop(DIGESTS, None)
+        file.write_text(json.dumps(recipe))
 
 
 def tensors(change: Callable[[Tensors], None]) -> Change:

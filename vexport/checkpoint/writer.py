@@ -1,9 +1,8 @@
 """Writes safetensors shards front to back while the next bytes are made; a broken-off one is continued."""
 
-import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +12,6 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME, changed
@@ -25,10 +23,8 @@ from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorS
 # transformers' own default for the size of a shard (modeling_utils.save_pretrained).
 DEFAULT_SHARD_BYTES = 5_000_000_000
 METADATA = {"format": "pt"}
-# Bytes of a tensor that is copied in one system call.
-COPY_BYTES = 1 << 24
-# What the kernel says where it cannot copy between these two files by itself.
-NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+# Bytes of a tensor that is copied which are in memory at once.
+COPY_BYTES = 1 << 22
 
 Array = npt.NDArray[np.generic]
 # The next bytes of a shard: an array that is there when asked for, or a stored tensor to be copied.
@@ -96,9 +92,9 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 class ShardWriter:
     """Appends the chunks of one shard in its own thread, a few behind the one who makes them.
 
-    `done` units of an earlier, broken-off writer are there and stay: those that its record names and whose
-    bytes are as it says (`Progress`). An error in the thread, or in a chunk, is raised by the next `write` or
-    at the end.
+    `done` units of an earlier, broken-off writer are there and stay: those whose bytes are as its record says
+    (`Progress`). The record has the digest of the whole shard at its end. An error in the thread, or in a
+    chunk, is raised by the next `write` or at the end.
     """
 
     def __init__(self, folder: Path, shard: Shard, *, ahead: int) -> None:
@@ -107,9 +103,8 @@ class ShardWriter:
         path = folder / shard.name
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self._progress = Progress(progress_file(path))
-        sources = [unit.source if isinstance(unit.source, TensorInfo) else None for unit in shard.units]
-        self.done = self._progress.verified(self._file.fileno(), header, sources, self._ends)
-        self._next, self._checksum = self.done, xxhash.xxh3_64()
+        self.done, self._digest = self._progress.verified(self._file.fileno(), header, self._ends)
+        self._next = self.done
         if self.done == 0:
             self._file.truncate(0)
             self._file.write(header)
@@ -155,36 +150,38 @@ class ShardWriter:
                     self._error = error
 
     def _append(self, chunk: Chunk) -> None:
-        if isinstance(chunk, TensorInfo):
-            copy_bytes(chunk, self._file.fileno())
-        else:
-            data = np.ascontiguousarray(chunk()).reshape(-1).view(np.uint8).data
-            self._checksum.update(data)
-            while data:
-                data = data[self._file.write(data) :]
+        for data in stored_parts(chunk) if isinstance(chunk, TensorInfo) else (as_bytes(chunk()),):
+            self._digest.update(data)
+            left = data
+            while left:
+                left = left[self._file.write(left) :]
         position = self._file.tell()
         while self._next < len(self._ends) - 1 and position >= self._ends[self._next + 1]:
-            self._progress.add(self._checksum.hexdigest())
+            self._progress.add(self._digest.hexdigest())
             self._next += 1
-            self._checksum.reset()
 
 
-def copy_bytes(tensor: TensorInfo, target: int) -> None:
-    """Append a stored tensor to the file descriptor `target`, a part at a time, in the kernel if it can."""
+def as_bytes(array: Array) -> memoryview:
+    """The bytes of an array in the order of its elements."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def stored_parts(tensor: TensorInfo) -> Iterator[memoryview]:
+    """The bytes of a stored tensor, a part at a time in the same memory."""
+    buffer = memoryview(bytearray(min(COPY_BYTES, tensor.num_bytes)))
     with tensor.file.open("rb", buffering=0) as source:
+        source.seek(tensor.start)
         position = tensor.start
         while position < tensor.end:
-            count = min(COPY_BYTES, tensor.end - position)
             try:
-                copied = os.copy_file_range(source.fileno(), target, count, position)
+                count = source.readinto(buffer[: tensor.end - position])
             except OSError as error:
-                if error.errno not in NO_COPY:
-                    require_working_disk(error, tensor.file)
-                    raise
-                copied = os.write(target, os.pread(source.fileno(), count, position))
-            if not copied:
+                require_working_disk(error, tensor.file)
+                raise
+            if not count:
                 raise changed(tensor.file, f"its end at byte {position:,}, within {tensor.name}")
-            position += copied
+            yield buffer[:count]
+            position += count
 
 
 def header_bytes(tensors: Sequence[TensorSpec]) -> bytes:

@@ -29,7 +29,7 @@ SOURCE = "source"
 COMPARED = "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
 # The family that runs text through the source; likewise.
 # What is looked at whatever the method of quantization.
-OF_ANY_METHOD = ("shards", "config")
+OF_ANY_METHOD = ("shards", "digests", "config")
 # What looks at numbers: of other methods in compressed-tensors' terms.
 OF_NUMBERS = ("values", "fusion")
 Against = Callable[[CheckpointView], Iterator[Finding]]
@@ -46,6 +46,7 @@ class Check:
 # The families in the order of their findings: one line each, the name of its file.
 FAMILIES = (
     "shards",
+    "digests",
     "model",
     "config",
     "targets",
@@ -77,19 +78,20 @@ def check_checkpoint(
     against: Against | None = None,
     *,
     root: Path | None = None,
+    digests: Mapping[str, str] | None = None,
 ) -> CheckReport:
     """All findings on the checkpoint `name`, a folder unless `root` is, in the order of `CHECKS`.
 
     `target` says what it is to be served with, `against` compares it with its source
-    (`vexport.fidelity.compare`). Raises InputError where there is no checkpoint at all; broken files are
-    findings.
+    (`vexport.fidelity.compare`), `digests` has those of files by path. Raises InputError where there is no
+    checkpoint at all; broken files are findings.
     """
     root = root or Path(name)
     require_config(root)
     try:
         index = read_index(root, partial=not _refuses_missing_files(target))
         with Reader() as reader:
-            view = CheckpointView(index, reader, target)
+            view = CheckpointView(index, reader, target, digests)
             # What several families cannot read, each of them tells.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
     except InputError as problem:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from vexport.cli.base import add_step_summary, command, print_text, require_no_internal_error, require_ok
 from vexport.cli.options import Answer, device_options, format_option, vllm_option
-from vexport.errors import VexportError, file_problem
+from vexport.errors import InputError, VexportError, file_problem
 from vexport.errors.extras import raise_problems
 from vexport.types import CheckReport
 
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     help="The unquantized checkpoint (folder or hub id) that each CHECKPOINT was made from: every weight is "
     "dequantized and compared with it, all else must be the same.",
 )
+@click.option(
+    "--digests",
+    metavar="FILE",
+    help="Compare files with this list of sha256sum, whose paths are relative to CHECKPOINT; `vexport.json` "
+    "is the checkpoint's own, with which up to 8 GB are compared unasked.",
+)
 @device_options
 @vllm_option
 @click.option("--all", "every", is_flag=True, help="List each finding; text has those of one kind as one.")
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 def check(
     checkpoints: tuple[str, ...],
     source: str | None,
+    digests: str | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
     vllm: tuple[int, int],
@@ -50,6 +58,7 @@ def check(
       vexport check OUT
       vexport check OUT --tp 1,2,4 --sm 80,90
       vexport check OUT --source MODEL
+      vexport check OUT --digests vexport.json
       vexport check checkpoints/* --format junit -o check.xml
     """
     from vexport.checks import CHECKS, FILES
@@ -60,7 +69,7 @@ def check(
     target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
     with progress_display(quiet=answer.quiet) as on_progress:
         against = _against(source, on_progress)
-        reports, problems = _checked(checkpoints, target, against, on_progress)
+        reports, problems = _checked(checkpoints, target, against, digests, on_progress)
     if answer.format_ != "text" or len(problems) < len(reports):
         print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
     if answer.format_ == "github":
@@ -75,6 +84,7 @@ def _checked(
     names: Sequence[str],
     target: "Target",
     against: "Against | None",
+    digests: str | None,
     on_progress: "OnProgress",
 ) -> tuple[list[CheckReport], list[VexportError]]:
     """A report for each name, and why some could not be read: no checkpoints at all, or a fault elsewhere."""
@@ -85,7 +95,8 @@ def _checked(
     for name in names:
         try:
             root = resolve_source(name, on_progress)
-            reports.append(check_checkpoint(name, target, against, root=root))
+            known = _digests(digests, root)
+            reports.append(check_checkpoint(name, target, against, root=root, digests=known))
         except (VexportError, OSError) as error:
             problem = file_problem(error) if isinstance(error, OSError) else error
             problems.append(problem)
@@ -94,6 +105,20 @@ def _checked(
             findings = (internal_error(f"the check of {name}", error),)
             reports.append(CheckReport(checkpoint=name, ok=False, findings=findings))
     return reports, problems
+
+
+def _digests(name: str | None, root: Path) -> dict[str, str] | None:
+    """The digests of a list, or those in vexport.json where that is named."""
+    from vexport.outputs import RECIPE
+    from vexport.outputs.digests import DIGESTS, listed_digests, recorded_digests
+
+    if name is None or Path(name).name != RECIPE:
+        return None if name is None else listed_digests(Path(name))
+    digests = recorded_digests(root)
+    if not digests:
+        got, fix = f"no {DIGESTS}", "leave --digests out, or name a list that sha256sum wrote"
+        raise InputError(str(root / RECIPE), got=got, need="a checkpoint that vexport wrote", fix=fix)
+    return digests
 
 
 def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.progress import progress_file
+from vexport.checkpoint.progress import progress_file, written_digest
 from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
 from vexport.checkpoint.writer import Shard, write_index
 from vexport.files import write_text
 from vexport.formats.config import quantization_config
+from vexport.outputs.digests import record_digests
 from vexport.outputs.replaceable import RECIPE
 from vexport.types import Calibration, Json, Plan
 
@@ -27,6 +28,7 @@ def finish(
     write_index(folder, shards)
     _copy_side_files(index, folder)
     write_smoothing(calibration.smoothing if calibration else {}, folder)
+    record_digests(folder, {shard.name: written_digest(folder / shard.name) for shard in shards})
     write_config(index, plan, folder)
 
 

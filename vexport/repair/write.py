@@ -11,6 +11,7 @@ from vexport.checkpoint.index import INDEX_NAME, SourceIndex, unchanged
 from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import read_json_object, write_text
+from vexport.outputs.digests import digest_of, record_digests, recorded_digests
 from vexport.repair.overlay import Overlay
 from vexport.types import OnProgress, TensorInfo, TensorSpec
 
@@ -31,18 +32,22 @@ def _write_files(view: CheckpointView, folder: Path, on_progress: OnProgress) ->
     files: dict[Path, list[TensorInfo]] = {}
     for tensor in index.tensors.values():
         files.setdefault(tensor.file, []).append(tensor)
-    done = 0
+    recorded, digests, done = recorded_digests(index.root), dict[str, str](), 0
     for file, tensors in files.items():
-        if _is_untouched(view, file, tensors):
+        untouched = _is_untouched(view, file, tensors)
+        if untouched:
             _copy(file, folder / file.name)
         else:
             _write(view, tensors, folder / file.name)
+        known = recorded.get(file.name) if untouched else None
+        digests[file.name] = known or digest_of(folder / file.name)
         done += sum(tensor.num_bytes for tensor in tensors)
         on_progress("write", done, index.num_bytes)
     if (index.root / INDEX_NAME).is_file():
         write_text(folder / INDEX_NAME, _index_text(index))
     for path in index.side_files:
         shutil.copyfile(path, folder / path.name)
+    record_digests(folder, digests)
     copy_named_templates(index.root, folder)
     _write_config(index, folder)
 

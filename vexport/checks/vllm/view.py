@@ -82,10 +82,18 @@ def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
 class CheckpointView:
     """One checkpoint under check; what is costly is computed once, when first asked for."""
 
-    def __init__(self, index: SourceIndex, reader: Reader, target: Target = ANY) -> None:
+    def __init__(
+        self,
+        index: SourceIndex,
+        reader: Reader,
+        target: Target = ANY,
+        digests: Mapping[str, str] | None = None,
+    ) -> None:
         self.index = index
         self.reader = reader
         self.target = target
+        # Path -> digest of files, besides those that vexport.json has; None where none were asked for.
+        self.digests = digests
         # Parameters that stand for their reciprocals in the files: vLLM's largest is the smallest here.
         self.reciprocals: Set[str] = frozenset()
         self.config_path = str(index.root / "config.json")

@@ -1,0 +1,111 @@
+"""Files whose bytes are not those that were written, told by a digest alone."""
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import xxhash
+
+from tests.command import vexport
+from tests.models import errors, problems, quantize
+from tests.mutations.edits import put, spoiled
+from vexport.checkpoint.index import read_index
+from vexport.checks import digests
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def flip(folder: Path, parameter: str = "weight_packed") -> None:
+    """Other values in 64 bytes of the first tensor of a kind, which are as plausible as the old ones."""
+    tensors = read_index(folder).tensors
+    tensor = next(tensor for name, tensor in tensors.items() if name.endswith(parameter))
+    with tensor.file.open("r+b") as file:
+        file.seek(tensor.start)
+        old = file.read(64)
+        file.seek(tensor.start)
+        file.write(bytes(byte ^ 0x11 for byte in old))
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    recorded: dict[str, str] = json.loads((folder / "vexport.json").read_text())["digests"]
+    return recorded
+
+
+def test_the_record_is_of_each_file_whole(llama: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "out", "W4A16", "--max-shard-size", "100KB")
+    weights = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(weights) > 2
+    expected = {file.name: f"xxh3:{xxhash.xxh3_64_hexdigest(file.read_bytes())}" for file in weights}
+    assert digests_of(tmp_path / "out") == expected
+
+
+def test_a_flipped_byte_is_found(good: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copytree(good("W4A16"), tmp_path / "out")
+    assert problems(folder) == []
+    flip(folder)
+    (finding,) = errors(folder)
+    assert (finding.check, finding.where) == ("digests", str(folder / "model.safetensors"))
+    ran = vexport("repair", folder, tmp_path / "repaired")
+    assert ran.code == 1  # which must not give the wrong bytes a new digest
+    assert not (tmp_path / "repaired").exists()
+
+
+def test_what_is_large_is_compared_when_asked(
+    good: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "MOST_BYTES", 1000)
+    folder = copytree(good("W4A16"), tmp_path / "out")
+    flip(folder)
+    (note,) = problems(folder)
+    assert (note.check, note.severity) == ("digests", "info")
+    assert vexport("check", folder).code == 0
+    assert vexport("check", folder, "--digests", "vexport.json").code == 1
+    assert vexport("check", good("W4A16"), "--digests", "vexport.json").code == 0
+
+
+@pytest.mark.parametrize("option", ["--binary", "--tag"])
+def test_a_list_of_sha256sum(option: str, llama: Path, tmp_path: Path) -> None:
+    folder = copytree(llama, tmp_path / "other")
+    (folder / "README.md").write_text("a model\n")
+    names = sorted(file.name for file in folder.iterdir())
+    wrote = subprocess.run(["sha256sum", option, *names], cwd=folder, capture_output=True, check=True)
+    listed = tmp_path / "SHA256SUMS"
+    listed.write_bytes(wrote.stdout)
+    assert vexport("check", folder, "--digests", listed).code == 0
+    (folder / "README.md").unlink()
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    ran = vexport("check", folder, "--digests", listed, "--format", "json")
+    assert ran.code == 1
+    found = {
+        Path(one["where"]).name for one in json.loads(ran.stdout)[0]["findings"] if one["check"] == "digests"
+    }
+    assert found == {"config.json", "README.md"}
+
+
+@pytest.mark.parametrize(
+    "line", ["../config.json", "/etc/passwd", "no digest", "", "sub/../../config.json", None]
+)
+def test_a_list_that_cannot_be_used_is_bad_input(line: str | None, llama: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "SHA256SUMS"
+    if line is not None:
+        digest = hashlib.sha256(b"").hexdigest()
+        listed.write_text(f"{digest}  {line}\n" if "/" in line else f"{line}\n")
+    ran = vexport("check", llama, "--digests", listed)
+    assert ran.code == 2
+    assert str(listed) in ran.stderr
+    assert vexport("check", llama, "--digests", "vexport.json").code == 2
+
+
+def test_repair_writes_the_digests_of_what_it_writes(good: Callable[[str], Path], tmp_path: Path) -> None:
+    wrong = put(f"{DOWN}.weight_global_scale", lambda scale: 1 / scale)
+    folder = spoiled(good("NVFP4A16"), tmp_path / "out", wrong)
+    assert vexport("repair", folder, tmp_path / "repaired").code == 0
+    written = (tmp_path / "repaired" / "model.safetensors").read_bytes()
+    assert digests_of(tmp_path / "repaired") == {
+        "model.safetensors": f"xxh3:{xxhash.xxh3_64_hexdigest(written)}"
+    }
+    assert problems(tmp_path / "repaired") == []

@@ -1,0 +1,91 @@
+"""Digests of files: those of the weights in vexport.json, and lists that sha256sum writes."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from vexport.errors import InputError
+from vexport.files import read_json_object, write_text
+from vexport.outputs.replaceable import RECIPE
+from vexport.types import Json
+
+# The key of vexport.json: the digest of each file of weights, as `digest_of` writes it.
+DIGESTS = "digests"
+XXH3, SHA256 = "xxh3", "sha256"
+READ_BYTES = 1 << 22
+# A line of sha256sum; of a name with a line break or a backslash, which begins with one, there is none.
+_LINE = re.compile(r"(?P<hex>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
+_TAGGED = re.compile(r"SHA256 \((?P<name>.+)\) = (?P<hex>[0-9a-fA-F]{64})")
+
+
+def digest_of(file: Path, algorithm: str = XXH3) -> str:
+    """The digest of a file's bytes: `xxh3:` (64 bits) or `sha256:` and hexadecimal digits."""
+    state = hashlib.sha256() if algorithm == SHA256 else xxhash.xxh3_64()
+    with file.open("rb", buffering=0) as stream:
+        while data := stream.read(READ_BYTES):
+            state.update(data)
+    return f"{algorithm}:{state.hexdigest()}"
+
+
+def recorded_digests(folder: Path) -> dict[str, str]:
+    """File name -> digest as vexport.json of a checkpoint has it; empty where there is none.
+
+    InputError where they are not names of files in the folder with digests.
+    """
+    file = folder / RECIPE
+    recorded = read_json_object(file).get(DIGESTS, {}) if file.is_file() else {}
+    if not isinstance(recorded, dict):
+        raise _unreadable(f"{file}: {DIGESTS}", "no object")
+    digests = {}
+    for name, digest in recorded.items():
+        if not re.fullmatch(rf"{XXH3}:[0-9a-f]{{16}}", str(digest)) or name != PurePosixPath(name).name:
+            raise _unreadable(f"{file}: {DIGESTS}.{name}", f"{digest!r}")
+        digests[name] = str(digest)
+    return digests
+
+
+def record_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    """Put the digests of a checkpoint's files of weights into its vexport.json, in place of others."""
+    file = folder / RECIPE
+    recipe: dict[str, Json] = read_json_object(file) if file.is_file() else {}
+    write_text(file, json.dumps({**recipe, DIGESTS: dict(sorted(digests.items()))}, indent=2) + "\n")
+
+
+def listed_digests(file: Path) -> dict[str, str]:
+    """Path -> digest of a list as sha256sum writes it, also with --tag.
+
+    Paths are relative to the checkpoint; InputError names the line of one that is not, or cannot be read.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        got = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+        raise InputError(
+            str(file), got=got, need="a list that sha256sum wrote", fix="check the path"
+        ) from None
+    digests = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        found = _LINE.fullmatch(line) or _TAGGED.fullmatch(line)
+        if found is None:
+            raise _unreadable(f"{file}:{number}", ascii(line[:80]))
+        path = PurePosixPath(found["name"])
+        if path.is_absolute() or ".." in path.parts:
+            got, need = f"the path {ascii(found['name'])}", "a path inside the checkpoint"
+            raise InputError(f"{file}:{number}", got=got, need=need, fix="run sha256sum in its folder")
+        digests[str(path)] = f"{SHA256}:{found['hex'].lower()}"
+    if not digests:
+        raise _unreadable(str(file), "no line")
+    return digests
+
+
+def _unreadable(where: str, got: str) -> InputError:
+    need = "a digest and the name of a file"
+    return InputError(
+        where, got=got, need=need, fix="write it again, or take it from who made the checkpoint"
+    )
