@@ -1,7 +1,6 @@
 """The committed demo: made by its scripts, indistinguishable variants, tasks and data that fit together."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,7 @@ SCRIPTS = ROOT / "scripts/demo_model"
 DEMO = ROOT / "scenarios/demo"
 VARIANTS = ("model-x8", "model-x16")
 GENERATION = ("addition", "facts")
-CHOICE = ("addition_choice", "facts_choice")
 DOCUMENTS = {"addition": 1382, "addition_choice": 1382, "facts": 640, "facts_choice": 640}
-SUM = re.compile(r"(\d) (\d) \+ (\d) (\d) =(?: (\d) (\d) (\d))?")
 
 
 class Document(TypedDict):
@@ -46,11 +43,6 @@ def calibration_texts() -> list[str]:
     return [json.loads(line)["text"] for line in (DEMO / "calibration.jsonl").read_text().splitlines()]
 
 
-def right_answer(task: str, document: Document) -> str:
-    answer = document["answer"]
-    return document["choices"][answer] if isinstance(answer, int) else answer
-
-
 def logits(model: str, prompts: list[str]) -> torch.Tensor:
     """[prompts, tokens, vocabulary] in bfloat16; the prompts need the same number of tokens."""
     ids = torch.tensor(AutoTokenizer.from_pretrained(DEMO / model)(prompts)["input_ids"])
@@ -68,13 +60,6 @@ def test_committed_variants_are_what_the_script_writes(
     options = ("--source", str(DEMO / "model"), "--out", str(out), "--factor", factor, "--every", every)
     assert run_script("make_variants.py", *options, cwd=tmp_path).returncode == 0
     assert files_in(out) == files_in(DEMO / variant)
-
-
-def test_a_factor_that_is_no_power_of_two_is_refused(tmp_path: Path) -> None:
-    finished = run_script("make_variants.py", "--out", "variant", "--factor", "12", cwd=tmp_path)
-    assert finished.returncode == 2
-    assert "need a power of two" in finished.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_committed_tasks_and_calibration_are_what_the_script_writes(tmp_path: Path) -> None:
@@ -122,45 +107,6 @@ def test_tasks_name_their_data_relative_to_the_yaml(task: str) -> None:
     assert len({row["prompt"] for row in documents(task)}) == DOCUMENTS[task]
 
 
-@pytest.mark.parametrize("task", GENERATION)
-def test_generation_is_greedy_and_stops_at_the_full_stop(task: str) -> None:
-    config = yaml.safe_load((DEMO / f"tasks/{task}.yaml").read_text())
-    assert config["output_type"] == "generate_until"
-    assert config["generation_kwargs"] == {
-        "until": ["."],
-        "max_gen_toks": 8,
-        "do_sample": False,
-        "temperature": 0.0,
-    }
-
-
-@pytest.mark.parametrize("task", CHOICE)
-def test_choices_are_distinct_and_the_answer_is_one_of_them(task: str) -> None:
-    assert yaml.safe_load((DEMO / f"tasks/{task}.yaml").read_text())["output_type"] == "multiple_choice"
-    answers = {row["prompt"]: row["answer"] for row in documents(task.removesuffix("_choice"))}
-    for row in documents(task):
-        assert len(set(row["choices"])) == 4
-        assert right_answer(task, row) == answers[row["prompt"]]
-
-
-@pytest.mark.parametrize("task", ["addition", "addition_choice"])
-def test_sums_are_right(task: str) -> None:
-    for row in documents(task):
-        found = SUM.fullmatch(f"{row['prompt']} {right_answer(task, row)}")
-        assert found is not None, row
-        a, b, c, d, *reversed_sum = found.groups()
-        assert int(a + b) + int(c + d) == int("".join(reversed(reversed_sum)))
-
-
-def test_no_held_out_pair_occurs_in_the_calibration_data() -> None:
-    held_out = {found.groups()[:4] for row in documents("addition") for found in SUM.finditer(row["prompt"])}
-    calibrated = {found.groups()[:4] for text in calibration_texts() for found in SUM.finditer(text)}
-    assert len(held_out) == DOCUMENTS["addition"]
-    assert len(calibrated) > 1000
-    assert not held_out & calibrated
-    assert not {(c, d, a, b) for a, b, c, d in held_out} & calibrated
-
-
 def test_calibration_rows_are_long_and_known_to_the_tokenizer() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
     texts = calibration_texts()
@@ -169,17 +115,3 @@ def test_calibration_rows_are_long_and_known_to_the_tokenizer() -> None:
     assert all(100 <= len(row) <= 128 for row in rows)
     assert all(tokenizer.unk_token_id not in row for row in rows)
     assert all(text.endswith(" .") for text in texts)
-
-
-@pytest.mark.parametrize("model", ["model", *VARIANTS])
-def test_the_tokenizer_gives_words_back(model: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / model)
-    text = "4 7 + 3 8 = 5 8 0 . " + documents("facts")[0]["prompt"]
-    ids = tokenizer(text)["input_ids"]
-    assert ids[0] == tokenizer.bos_token_id
-    assert len(ids) == 1 + len(text.split())
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert tokenizer.convert_tokens_to_ids("nonsense") == tokenizer.unk_token_id
-    special = (tokenizer.unk_token, tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token)
-    assert special == ("<unk>", "<pad>", "<bos>", "<eos>")
-    assert len(tokenizer) == 384

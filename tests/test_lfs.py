@@ -56,18 +56,3 @@ def test_many_pointers_are_one_line_and_a_finding(good: Callable[[str], Path], t
     (finding,) = json.loads(ran.stdout)[0]["findings"]
     assert finding["where"] == f"{model / 'model-1-of-3.safetensors'} (and 2 more files)"
     assert finding["got"] == "a Git LFS pointer"
-
-
-def test_calibration_rows_may_be_a_pointer(llama: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(POINTER)
-    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "FP8", "--calibration", rows, "--quiet")
-    assert ran.code == 2
-    assert "Git LFS pointer" in ran.errors[0]
-
-
-def test_a_picture_that_was_not_fetched_is_no_matter(good: Callable[[str], Path], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    copytree(good("W8A8"), model)
-    (model / "logo.png").write_text(POINTER)
-    assert vexport("check", model).code == 0

@@ -15,7 +15,6 @@ SCRIPTS, DEMO = ROOT / "scripts", ROOT / "scenarios" / "demo"
 SENTENCE = (
     "The tool of taruna is a lever, says :ref:`its page <tools>`; the ``tool`` of *another*\none is not said."
 )
-PLAIN = "The tool of taruna is a lever, says its page; the tool of another one is not said."
 CODE = "    tool = lever\n    the code of this page is long enough to be counted as a paragraph of it."
 TITLE = "The title of a page, which is long enough to be counted as a paragraph as well as another\n====="
 
@@ -59,20 +58,6 @@ def test_text_is_rows_of_prose(text: Path) -> None:
     assert {name: len(found) for name, found in rows.items()} == {"calibration": 256, "same": 64, "other": 64}
     assert {len(row) for found in rows.values() for row in found} == {512}
     assert "BSD" in (text / "SOURCES").read_text()
-
-
-def test_markup_code_and_titles_are_left_out() -> None:
-    page = "\n\n".join([TITLE, SENTENCE, CODE])
-    paragraphs = runpy.run_path(str(SCRIPTS / "real_model" / "text.py"))["paragraphs"]
-    assert list(paragraphs(page)) == [PLAIN]
-
-
-def test_too_little_text_writes_nothing(tmp_path: Path) -> None:
-    write_sdist(tmp_path, "django", "docs/topics/{}.txt", documents=2)
-    write_sdist(tmp_path, "sympy", "doc/src/{}.rst", documents=1)
-    with pytest.raises(SystemExit, match="rows of 512 tokens, need 256"):
-        make_text(DEMO / "model", tmp_path, tmp_path / "deep" / "out")
-    assert list((tmp_path / "deep").iterdir()) == []
 
 
 def test_a_cell_of_the_bench_is_kept(tmp_path: Path) -> None:

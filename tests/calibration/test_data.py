@@ -1,19 +1,16 @@
 """Calibration data as people have it: files of every kind, vexport's own text, and what is wrong in them."""
 
-import gzip
 import json
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.command import vexport
-from vexport.calibration import Samples, read_samples, sources
-from vexport.calibration.sources import raw_rows, shuffled
+from vexport.calibration import Samples, read_samples
+from vexport.calibration.sources import shuffled
 from vexport.checkpoint.data_name import DEFAULT_FILE, parse_data
-from vexport.errors import EnvironmentFault, InputError, InputErrors
+from vexport.errors import EnvironmentFault, InputError
 from vexport.scenario import Calibration
 from vexport.types import CalibrationData
 
@@ -71,18 +68,6 @@ def test_a_prompt_and_its_completion_are_joined_without_a_template(tmp_path: Pat
         read(written(tmp_path / "turns.jsonl", {"messages": TURNS}))
 
 
-def test_lines_end_at_newlines_alone_and_a_mark_is_no_part_of_the_first(tmp_path: Path) -> None:
-    text = "a\u2028b\u0085c"
-    rows = written(tmp_path / "rows.jsonl", {"text": text}, {"text": "d"})
-    samples = read(rows)
-    assert samples.rows == (1, 2)
-    rows.write_bytes(b"\xef\xbb\xbf" + rows.read_bytes())
-    assert read(rows).token_ids == samples.token_ids
-    packed = tmp_path / "rows.jsonl.gz"
-    packed.write_bytes(gzip.compress(rows.read_bytes()))
-    assert read(packed).token_ids == samples.token_ids
-
-
 def test_parquet_text_and_folders(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -135,34 +120,6 @@ def test_no_more_is_read_and_tokenized_than_samples_need(tmp_path: Path) -> None
         read(path, samples=5)
 
 
-def test_a_text_without_end_is_refused_and_a_long_one_read_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As is one of blank lines alone, each of which would be looked at again and again."""
-    monkeypatch.setattr(sources, "LONGEST_LINE", 1000)
-    (tmp_path / "zero.txt").symlink_to("/dev/zero")
-    with pytest.raises(InputError, match="rows of at most"):
-        list(raw_rows(Calibration(data=tmp_path / "zero.txt").source()))
-    (tmp_path / "long.txt").write_text("\n" * 50_000 + "word\n" * 1000 + "\nend\n")
-    start = time.process_time()
-    rows = list(raw_rows(Calibration(data=tmp_path / "long.txt").source()))
-    assert time.process_time() - start < 2
-    texts = [row.content["text"] for row in rows if isinstance(row.content, dict)]
-    assert "".join(texts).split() == ["word"] * 1000 + ["end"]
-    assert len(texts) == 7
-
-
-def test_broken_rows_are_named_up_to_ten_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "fine"}\n' + "broken\n" * 500)
-    with pytest.raises(InputErrors) as caught:
-        read(path)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 10
-    assert "rows.jsonl:2: " in lines[0]
-    assert "490 more broken rows" in lines[-1]
-
-
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -201,20 +158,6 @@ def test_what_a_chat_template_raises_is_an_error_of_the_row(tmp_path: Path, temp
     with pytest.raises(InputError, match="the chat template refuses") as caught:
         read(written(tmp_path / "rows.jsonl", {"messages": TURNS}), tmp_path / "model")
     assert "\x1b" not in str(caught.value)
-
-
-def test_a_chat_template_that_does_not_end_is_an_error_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vexport.calibration.data.TEMPLATE_SECONDS", 0.3)
-    shutil.copytree(DEMO, tmp_path / "model")
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    (tmp_path / "model" / "chat_template.jinja").write_text(loop)
-    rows = written(tmp_path / "rows.jsonl", *[{"messages": TURNS}] * 9)
-    with pytest.raises(InputError, match=r"chat template: got not finished after 0.3 s") as caught:
-        read(rows, tmp_path / "model")
-    assert "rows as text" in str(caught.value)
-    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("content", ["[1]", "[" * 50_000, '{"tokenizer_class": 5}'])

@@ -7,34 +7,20 @@ import pytest
 import torch
 
 from tests.mutations.edits import (
-    GROUP,
-    INDEX,
-    QUANTIZATION,
-    WEIGHTS,
-    WHOLE,
     Change,
     Tensors,
     all_of,
-    config,
-    element,
     every,
-    file_bytes,
-    header,
-    index,
     put,
     spoiled,
     tensors,
 )
-from tests.mutations.kinds.edited import NESTED
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.settings import wrong_settings
 from vexport.formats.parsing import parse_args
 from vexport.types import Json
 
 LAYER = "model.layers.1"
-PLACE = "config.json: quantization_config"
-TRANSFORM = f"{PLACE}.transform_config.config_groups"
-DEEP = len(NESTED).to_bytes(8, "little") + NESTED
 Q = f"{LAYER}.self_attn.q_proj"
 
 
@@ -126,64 +112,6 @@ def test_an_input_is_no_larger_than_its_norm_lets_through(
 
     names = [f"{LAYER}.self_attn.{leaf}_proj.input_scale" for leaf in "qkv"]
     assert found(good("FP8"), tmp_path / "inverse", tensors(upside_down)) == names
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        (config(WHOLE, dtype="float16"), "config.json: dtype"),
-        (config(WHOLE, architectures="LlamaForCausalLM"), "config.json: architectures"),
-        (config(WHOLE, architectures=["LlamaForSequenceClassification"]), "config.json: architectures"),
-        (config(WHOLE, architectures=["NoSuchForCausalLM", "LlamaForCausalLM"]), None),
-        (config(WHOLE, dtype="torch.bfloat16"), "config.json: dtype"),
-        (config(WHOLE, tie_word_embeddings="true"), "config.json: tie_word_embeddings"),
-        (config(WHOLE, max_position_embeddings=None), "config.json: max_position_embeddings"),
-        (config(WHOLE, attention_bias=None), "config.json: attention_bias"),
-        (config(WHOLE, layer_types=["full_attention"]), "config.json: layer_types"),
-        (
-            config(WHOLE, layer_types=["full_attention", "full_attention", "magic"]),
-            "config.json: layer_types",
-        ),
-        (config(WHOLE, is_encoder_decoder=True), "config.json: is_encoder_decoder"),
-        (config(QUANTIZATION, transform_config={"R1": {}}), f"{PLACE}.transform_config"),
-        (config(QUANTIZATION, transform_config={}), None),
-        (config(QUANTIZATION, transform_config={"config_groups": {"v": 5}}), f"{TRANSFORM}.v"),
-        (config(QUANTIZATION, transform_config={"config_groups": {"v": {}}}), f"{TRANSFORM}.v.type"),
-        (config(QUANTIZATION, transform_config={"config_groups": [1]}), f"{TRANSFORM}."),
-        (
-            config(QUANTIZATION, transform_config={"config_groups": {"v": {"type": "hadamard", "size": 4}}}),
-            f"{TRANSFORM}.v.size",
-        ),
-        (config(WHOLE, text_config=[1]), "config.json: text_config"),
-        (config(GROUP, targets=["Linear", 3]), f"{PLACE}.config_groups.group_0"),
-        (
-            config((*QUANTIZATION, "config_groups"), cache={"targets": ["LlamaAttention"], "weights": None}),
-            None,
-        ),
-        (header(lambda entries: entries.update({"__metadata__": []})), WEIGHTS),
-        (file_bytes(WEIGHTS, lambda data: DEEP), WEIGHTS),
-        (index(lambda values: dict.fromkeys(values, f"./{WEIGHTS}")), INDEX),
-        (file_bytes("config.json", lambda data: b"\xef\xbb\xbf" + data), "config.json:1"),
-        (put("model.norm.weight", element(float("inf"))), "model.norm.weight"),
-    ],
-)
-def test_files_and_names(
-    good: Callable[[str], Path], tmp_path: Path, change: Change, where: str | None
-) -> None:
-    assert found(good("W8A8"), tmp_path / "spoiled", change) == ([where] if where else [])
-
-
-def test_a_link_to_nothing_and_a_folder_are_no_weights(good: Callable[[str], Path], tmp_path: Path) -> None:
-    def broken(folder: Path) -> None:
-        (folder / WEIGHTS).unlink()
-        (folder / WEIGHTS).symlink_to("nothing")
-
-    def a_folder(folder: Path) -> None:
-        (folder / WEIGHTS).unlink()
-        (folder / WEIGHTS).mkdir()
-
-    assert found(good("W8A8"), tmp_path / "link", broken) == [WEIGHTS]
-    assert found(good("W8A8"), tmp_path / "folder", a_folder) == [WEIGHTS]
 
 
 def test_layers_may_be_stored_as_vllm_fuses_them(good: Callable[[str], Path], tmp_path: Path) -> None:

@@ -40,23 +40,6 @@ def test_calibration_options_without_data_are_noted(
     assert notes(ran.stderr) == [f"note: {words}"]
 
 
-def test_calibration_data_that_nothing_reads_is_noted(llama: Path, tmp_path: Path, calibration: Path) -> None:
-    options = ("--calibration", calibration, "--samples", 3)
-    ran = vexport("quantize", llama, tmp_path / "out", *DATA_FREE, *options)
-    assert ran.code == 0
-    (line,) = notes(ran.stderr)
-    assert "--calibration and --samples have no effect on FP8_DYNAMIC" in line
-
-
-def test_routing_of_a_dense_model_is_noted(llama: Path, tmp_path: Path, calibration: Path) -> None:
-    options = ("--calibration", calibration, "--no-calibrate-all-experts", "--quiet")
-    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "FP8", *options)
-    assert ran.code == 0
-    assert notes(ran.stderr) == [
-        "note: --no-calibrate-all-experts has no effect on a model without routed experts"
-    ]
-
-
 def test_calibration_data_that_is_missing_is_an_error_even_where_it_would_not_be_read(
     llama: Path, tmp_path: Path
 ) -> None:
@@ -98,12 +81,6 @@ def test_schemes_are_understood_in_any_spelling(name: str, llama: Path, tmp_path
     assert [rule.scheme for rule in read.rules] == ["keep", "FP8_DYNAMIC", "auto"]
     assert read.auto is not None
     assert read.auto.candidates == ("FP8_DYNAMIC", "keep")
-
-
-def test_a_near_miss_of_a_scheme_is_suggested(llama: Path) -> None:
-    ran = vexport("plan", llama, "--scheme", "NVFP4B16")
-    assert ran.code == 2
-    assert "did you mean NVFP4A16?" in ran.errors[0]
 
 
 def test_heads_are_refused_as_check_refuses_them(tmp_path: Path) -> None:
@@ -156,36 +133,6 @@ def test_a_shape_that_does_not_fit_names_what_to_do(tmp_path: Path) -> None:
     (line,) = (line for line in planned.splitlines() if "refused" in line)
     assert "on_unsupported_shape: keep, or a rule with scheme: keep for down_proj" in line
     assert "--" not in line
-
-
-def test_former_names_still_work(tmp_path: Path) -> None:
-    source = save_llama(tmp_path / "model", intermediate_size=96, num_hidden_layers=1)
-    assert vexport("plan", source, "--scheme", "W4A16", "--on-misfit", "keep").code == 0
-    assert "on-misfit" not in vexport("plan", "--help").stdout
-    read = read_scenario(scenario(tmp_path, source, "on_misfit: keep\n"))
-    assert read.on_unsupported_shape == "keep"
-
-
-@pytest.mark.parametrize("sm", ["9999", "91", "9.9", "x"])
-def test_capabilities_that_no_gpu_has_are_refused(sm: str, llama: Path, tmp_path: Path) -> None:
-    ran = vexport("check", llama, "--sm", sm)
-    assert ran.code == 2
-    assert "is not a known compute capability" in ran.errors[0]
-    ran = vexport("plan", scenario(tmp_path, llama, f"serve: {{compute: [sm{sm}]}}\n"))
-    assert ran.code == 2
-    assert "serve.compute" in ran.errors[0]
-
-
-def test_capabilities_may_be_written_as_nvidia_does(llama: Path) -> None:
-    assert vexport("check", llama, "--sm", "9.0,sm100,90").code == 0
-
-
-def test_a_key_that_stands_twice_is_an_error(llama: Path, tmp_path: Path) -> None:
-    path = scenario(tmp_path, llama, "rules: [{match: Linear, scheme: W4A16}]\n")
-    ran = vexport("plan", path)
-    assert ran.code == 2
-    assert "scenario.yaml:4" in ran.errors[0]
-    assert "'rules' a second time" in ran.errors[0]
 
 
 def test_a_rule_whose_layers_all_have_an_earlier_match_is_named(llama: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Whose fault a failure is, read from logs as vLLM writes them."""
 
-import signal
 import subprocess
 import sys
 import venv
@@ -57,16 +56,6 @@ def test_an_assertion_without_a_message_is_told_by_its_code(tmp_path: Path) -> N
     log.write_text(LOG.format(cause="    assert scheme == BLOCK\n           ^^^^^^^^^^^^^^^\nAssertionError"))
     failure = explain(EngineFailure(kind="refused", message=WRAPPER, log_tail=""), log, platform="cpu")
     assert (failure.kind, failure.message) == ("refused", "AssertionError: assert scheme == BLOCK")
-
-
-@pytest.mark.parametrize("codes", ["{}", "{'EngineCore': 1}", "{'EngineCore_DP0': -11}"])
-def test_a_core_that_says_nothing_has_crashed(tmp_path: Path, codes: str) -> None:
-    """One that refuses a checkpoint has said why."""
-    log = tmp_path / "log"
-    log.write_text("INFO loading\n")
-    told = WRAPPER.replace("{}", codes)
-    failure = explain(EngineFailure(kind="refused", message=told, log_tail=""), log, platform="cpu")
-    assert (failure.kind, failure.message) == ("crashed", told)
 
 
 def test_killed_worker_ran_out_of_memory(tmp_path: Path) -> None:
@@ -126,34 +115,3 @@ def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: Failur
     assert caught.value.failure.kind == kind
     assert words in caught.value.failure.message
     assert f"about to die: {how}" in caught.value.failure.log_tail or how == "sleep"
-
-
-def test_a_log_without_room_is_a_full_disk(tmp_path: Path) -> None:
-    """What the worker said last may not have fitted."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root mounts file systems")
-    try:
-        assert failure_from_exit(tmp_path / "log", 1).kind == "no space"
-        assert failure_from_exit(tmp_path / "log", -11).kind == "crashed"
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-def test_a_package_for_another_torch_is_named(tmp_path: Path) -> None:
-    """As in an environment with PyPI's torchvision next to the CPU build of torch."""
-    log = tmp_path / "log"
-    log.write_text("RuntimeError: operator torchvision::nms does not exist\n")
-    failure = failure_from_exit(log, 1)
-    assert failure.kind == "mismatched build"
-    assert "pip uninstall torchvision" in str(EngineFault("vLLM", failure))
-
-
-def test_a_crash_is_no_one_elses_to_handle() -> None:
-    """tvm_ffi's own handler allocates memory, and hung where the crash had interrupted an allocation."""
-    crash = "import os, signal, tvm_ffi; end_at_crashes(); os.kill(os.getpid(), signal.SIGSEGV)"
-    code = f"from vexport.engine.worker import end_at_crashes; {crash}"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.returncode == -signal.SIGSEGV
-    assert "Fatal Python error: Segmentation fault" in ran.stderr
-    assert "Segfault encountered" not in ran.stderr

@@ -1,6 +1,5 @@
 """Task files of other people: nothing in them runs unless that was allowed, and reading them ends."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
 from vexport.evaluation import lm_eval_environment
 from vexport.evaluation.lm_eval_runner import load_tasks
-from vexport.evaluation.task_data_worker import fetch
 from vexport.evaluation.tasks import resolve_tasks
 
 TOUCH = "open({mark!r}, 'w').close()\nimport evaluate\nclass Own(evaluate.Metric): pass\n"
@@ -68,67 +66,3 @@ def test_nor_does_one_of_a_folder_of_tasks(mark: Path) -> None:
     with lm_eval_environment.tasks_as_data(), pytest.raises(InputError, match="metric own: Python"):
         load_tasks(asked, manager, asked.tasks)
     assert not mark.exists()
-
-
-TEMPLATES = {
-    "{{{{ cycler.__init__.__globals__.os.mkdir('{mark}') }}}}": "SecurityError",
-    "{{% for a in range(9999) %}}{{% for b in range(9999) %}}{{% endfor %}}{{% endfor %}}": "not finished",
-}
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_templates_are_data_also_where_documents_are_fetched(
-    template: str, mark: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A URL has the task built once before any engine starts."""
-    monkeypatch.setattr(lm_eval_environment, "TEMPLATE_SECONDS", 0.2)
-    text = SUMS.replace("{{a}} + {{b}} =", template.format(mark=mark))
-    text = text.replace("additions.jsonl", (mark.parent / "additions.jsonl").as_uri())
-    (mark.parent / "t.yaml").write_text(text)
-    (task,) = resolve_tasks(["t.yaml"], folder=mark.parent / "run")
-    (problem,) = fetch(request(mark.parent, task.spec), lambda *progress: None)
-    assert TEMPLATES[template] in str(problem)
-    assert not mark.exists()
-
-
-def diamonds(folder: Path) -> None:
-    """2^40 ways to the last file."""
-    for level in range(40):
-        (folder / f"d{level}.yaml").write_text(f"include: [d{level + 1}.yaml, d{level + 1}.yaml]\n")
-    (folder / "d40.yaml").write_text("task: 5\n")
-
-
-def chain(folder: Path) -> None:
-    for level in range(2000):
-        (folder / f"d{level}.yaml").write_text(f"include: d{level + 1}.yaml\n")
-
-
-def text(content: str) -> Callable[[Path], None]:
-    return lambda folder: None if (folder / "d0.yaml").write_text(content) else None
-
-
-ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(60))
-ENDLESS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "includes that double": (diamonds, "got no key dataset_path"),
-    "a chain of includes": (chain, "need at most 50 levels"),
-    "a device": (text("include: /dev/zero\n"), "/dev/zero: got no file"),
-    "a large file": (text("#" * (1 << 23)), "4 MB"),
-    "a NUL": (text('include: "a\\0b"\n'), "no usable path"),
-    "aliases that double": (text(ALIASES), "aliases that stand for more than"),
-    "an alias of itself": (text("a: &a [*a]\n"), "an alias inside what it stands for"),
-    "nested without end": (text("a: " + "[" * 2_000), "broken YAML"),
-    "all files of the machine": (text(SUMS.replace("additions.jsonl", "/**/x/**")), "got no file"),
-    "no pattern": (text(SUMS.replace("additions.jsonl", "a**b")), "got no file"),
-    "a device for documents": (text(SUMS.replace("additions.jsonl", "/dev/zero")), "got no file /dev/zero"),
-    "answers without end": (text(f"{SUMS}repeats: 1000000000\n"), "repeats: got 1000000000"),
-}
-
-
-@pytest.mark.parametrize("how", ENDLESS)
-def test_reading_a_task_ends(how: str, tmp_path: Path) -> None:
-    write, message = ENDLESS[how]
-    make_tasks(tmp_path, 3)
-    write(tmp_path)
-    with pytest.raises(InputError) as caught:
-        resolve_tasks([str(tmp_path / "d0.yaml")], folder=tmp_path / "run")
-    assert message in str(caught.value)

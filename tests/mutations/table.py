@@ -8,36 +8,13 @@ from functools import cache
 
 from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, Sound
-from tests.mutations.kinds import (
-    arguments,
-    downloads,
-    edited,
-    files,
-    forms,
-    mixed,
-    model,
-    names,
-    special,
-    spellings,
-    texts,
-    values,
-)
+from tests.mutations.kinds import arguments, files, forms, mixed, model, names, special, values
 
 # What depends on the scheme, and what does not.
 
 Part = Callable[[Sound], Iterator[tuple[str, Change]]]
-OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds, spellings.kinds, mixed.kinds, edited.kinds)
-SHARED = (
-    files.kinds,
-    model.kinds,
-    arguments.shared_kinds,
-    names.shared_kinds,
-    texts.kinds,
-    spellings.shared_kinds,
-    mixed.shared_kinds,
-    downloads.kinds,
-    edited.shared_kinds,
-)
+OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds, mixed.kinds)
+SHARED = (files.kinds, model.kinds, arguments.shared_kinds, names.shared_kinds, mixed.shared_kinds)
 # What depends on the scheme is recorded with one in so many of the further checkpoints of a scheme, what does
 # not with one in so many of all checkpoints.
 OWN_ONE_IN, SHARED_ONE_IN = 4, 6

@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from shutil import rmtree
 
 import pytest
 
@@ -194,27 +192,6 @@ def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> Non
     assert (tmp_path / ".out.partial" / "new" / "model.safetensors").read_text() == "hours of work"
 
 
-def test_a_working_folder_that_another_call_began_is_left_to_it(tmp_path: Path) -> None:
-    """Somebody removed that of a call which is under way, and started another."""
-    out, work = tmp_path / "out", tmp_path / ".out.partial"
-
-    def write_while_another_call_does(fault: InputError | None) -> None:
-        with resumable_directory(out, input_digest="x", overwrite=True) as folder:
-            (folder / "model.safetensors").write_text("of the first")
-            rmtree(work)
-            with pytest.raises(KeyboardInterrupt):
-                write(out, "of the second", input_digest="y", stop=True)
-            if fault is not None:
-                raise fault
-
-    for fault in (None, InputError("x", got="y", need="z", fix="a")):
-        with pytest.raises(InputError, match="removed or replaced" if fault is None else "need z"):
-            write_while_another_call_does(fault)
-        assert (work / "new" / "config.json").read_text() == "of the second"
-        assert not out.exists()
-        rmtree(work)
-
-
 def test_a_link_that_came_to_be_in_the_working_folder_is_not_published(tmp_path: Path) -> None:
     def write_while_someone_adds_a_link() -> None:
         with resumable_directory(tmp_path / "out", input_digest="x", overwrite=True) as folder:
@@ -223,18 +200,3 @@ def test_a_link_that_came_to_be_in_the_working_folder_is_not_published(tmp_path:
     with pytest.raises(InputError, match="config.json"):
         write_while_someone_adds_a_link()
     assert not (tmp_path / "out").exists()
-
-
-def test_named_chat_templates_do_not_keep_a_call_from_going_on(tmp_path: Path) -> None:
-    """They are in a folder, and were there when the first call was killed."""
-    for stop in (True, False):
-        with (
-            suppress(KeyboardInterrupt),
-            resumable_directory(tmp_path / "out", input_digest="x", overwrite=True) as folder,
-        ):
-            assert not list(folder.iterdir())
-            (folder / "additional_chat_templates").mkdir()
-            (folder / "additional_chat_templates" / "tools.jinja").write_text("x")
-            if stop:
-                raise KeyboardInterrupt
-    assert tree(tmp_path / "out").keys() >= {"additional_chat_templates/tools.jinja"}

@@ -85,22 +85,6 @@ def test_what_a_person_put_into_a_checkpoint_stays(
     assert run(command, "--overwrite")[0] == 0
 
 
-@pytest.mark.parametrize("command", ["quantize", "repair"])
-def test_a_checkpoint_of_an_older_vexport_is_its_own(
-    command: str, run: Run, tmp_path: Path, good: Callable[[str], Path]
-) -> None:
-    shutil.copytree(good("W8A8"), tmp_path / "out")
-    (tmp_path / "out" / "vexport.json").unlink()
-    code, stderr = run(command)
-    assert (code, "add --overwrite" in stderr) == (2, True)
-    (tmp_path / "out" / "notes.md").write_text("mine")
-    refused(run, command, tmp_path, "notes.md", "which vexport did not write")
-    (tmp_path / "out" / "notes.md").unlink()
-    assert run(command, "--overwrite")[0] == 0
-    assert "notes.md" not in json.loads((tmp_path / "out" / "vexport.json").read_text())["files"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_a_recipe_names_all_files(good: Callable[[str], Path]) -> None:
     recipe = json.loads((good("W8A8") / "vexport.json").read_text())
     assert recipe["files"] == sorted(path.name for path in good("W8A8").iterdir())
@@ -126,15 +110,3 @@ def test_what_a_person_put_into_a_run_directory_stays(
     shutil.rmtree(root / "figures", ignore_errors=True)
     RunDirectory(root).begin(overwrite=True)
     assert [path.name for path in root.iterdir()] == [".vexport-run"]
-
-
-def test_a_run_directory_behind_a_link_is_emptied_there(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "run").symlink_to("disk")
-    RunDirectory(tmp_path / "run").begin(overwrite=False)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "kept").write_text("mine")
-    (tmp_path / "disk" / "eval").symlink_to(tmp_path / "elsewhere")
-    RunDirectory(tmp_path / "run").begin(overwrite=True)
-    assert [path.name for path in (tmp_path / "disk").iterdir()] == [".vexport-run"]
-    assert (tmp_path / "elsewhere" / "kept").read_text() == "mine"

@@ -15,12 +15,11 @@ from urllib.parse import unquote
 import pytest
 
 from tests.reports import sample
-from vexport.reports import document, render, render_comparison
+from vexport.reports import document, render
 from vexport.reports.charts.bars import size_bars
 from vexport.reports.charts.forest import forests
-from vexport.reports.charts.layers import LEAST_SPAN_DB, MAX_DOTS, layer_chart, layer_kind
-from vexport.reports.comparison import compared_run, marked
-from vexport.types import KindSize, LayerError, Report
+from vexport.reports.charts.layers import layer_kind
+from vexport.types import KindSize, Report
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
@@ -144,21 +143,6 @@ def test_layers_are_grouped_by_what_repeats() -> None:
     assert layer_kind("lm_head") == "lm_head"
 
 
-def test_many_layers_are_thinned_but_the_worst_and_the_best_stay() -> None:
-    layers = [LayerError(name=f"model.layers.{n}.up", scheme="NVFP4", snr_db=n / 100) for n in range(18_000)]
-    chart = layer_chart(layers)
-    assert chart is not None
-    labels = [dot.label for dot in chart.rows[0].dots]
-    assert len(labels) == MAX_DOTS
-    assert (labels[0], labels[-1]) == ("model.layers.0.up: 0.0 dB", "model.layers.17999.up: 180.0 dB")
-    assert chart.hidden == 18_000 - MAX_DOTS
-
-
-def test_layers_without_noise_draw_no_chart() -> None:
-    assert layer_chart([LayerError(name="a", scheme="NVFP4", snr_db=float("inf"))]) is None
-    assert layer_chart([]) is None
-
-
 @pytest.mark.parametrize("kl", [math.inf, -math.inf, math.nan, 0.0, -1.0])
 def test_a_divergence_that_is_no_number_is_drawn(kl: float) -> None:
     report = sample.full()
@@ -180,33 +164,6 @@ def test_the_page_fits_the_width_and_the_console_is_silent(
     build: Callable[[], Report], width: int, tmp_path: Path
 ) -> None:
     done = _browse(_framed(render(build(), "html"), width, MEASURE), tmp_path)
-    assert _title(done.stdout) == f"{width} {width}"
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
-def test_on_paper_nothing_is_cut_and_nothing_asks_for_a_click(tmp_path: Path) -> None:
-    page = render(sample.report("FAIL"), "html")
-    assert page.count("@media print {") == 1
-    a4 = 718
-    script = f"""
-  const shown = [...page.querySelectorAll("nav, .filter")].filter(one => one.checkVisibility()).length;
-  const boxes = [...page.querySelectorAll("pre, .scroll")];
-  const cut = boxes.filter(one => getComputedStyle(one).overflowX == "auto").length;
-  {MEASURE}
-  document.title += " " + shown + " " + cut;"""
-    done = _browse(_framed(page.replace("@media print {", "@media all {"), a4, script), tmp_path)
-    assert _title(done.stdout) == f"{a4} {a4} 0 0"
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
-@pytest.mark.parametrize("width", [400, 1280])
-def test_a_table_of_many_runs_fits_the_width(width: int, tmp_path: Path) -> None:
-    reports = [replace(sample.full(), name=f"nightly-{number}") for number in range(12)]
-    runs = marked([compared_run(report, f"runs/{report.name}") for report in reports])
-    done = _browse(_framed(render_comparison(runs, "html"), width, MEASURE), tmp_path)
     assert _title(done.stdout) == f"{width} {width}"
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
 
@@ -253,40 +210,6 @@ frame.onload = () => {{
 }};
 frame.srcdoc = {source};
 </script>"""
-
-
-def test_prompts_that_both_models_end_at_once_are_counted_not_shown() -> None:
-    base = sample.report()
-    silent = tuple(replace(base.load.canaries[0], prompt=f"prompt {n}", text="") for n in range(4))
-    report = replace(
-        base,
-        load=replace(base.load, canaries=(*base.load.canaries, *silent)),
-        baseline_load=replace(base.baseline_load, canaries=(*base.baseline_load.canaries, *silent)),
-    )
-    words = " ".join(" ".join(Page(render(report, "html")).words).split())
-    assert "Not shown: 4 prompts at which both models ended the text at once." in words
-    assert "prompt 2" not in words
-    only = replace(
-        base,
-        load=replace(base.load, canaries=silent[:1]),
-        baseline_load=replace(base.baseline_load, canaries=silent[:1]),
-    )
-    words = " ".join(" ".join(Page(render(only, "html")).words).split())
-    assert "At 1 prompt both models ended the text at once." in words
-    noisy = replace(base, load=replace(base.load, canaries=(replace(silent[0], non_finite=3),)))
-    assert "prompt 0" in Page(render(noisy, "html")).words
-
-
-def test_noise_does_not_look_like_a_spread() -> None:
-    """Layers within 0.15 dB lie near each other; a spread of 12 dB fills the axis."""
-    alike = [LayerError(name=f"model.layers.{n}.up", scheme="NVFP4", snr_db=20.35 + n / 20) for n in range(4)]
-    chart = layer_chart(alike)
-    assert chart is not None
-    places = [dot.at for dot in chart.rows[0].dots]
-    assert max(places) - min(places) <= 100 * 0.15 / LEAST_SPAN_DB + 0.02
-    spread = layer_chart([*alike, replace(alike[0], snr_db=32.35)])
-    assert spread is not None
-    assert spread.rows[0].dots[-1].at > 90
 
 
 @pytest.mark.parametrize("format", ["html", "markdown", "text"])
