@@ -13,7 +13,6 @@ from tests.command import vexport
 from vexport import checks, formats, observers, reports
 from vexport.architectures import architecture_table
 from vexport.formats.schemes import presets
-from vexport.observers.base import named_observers
 from vexport.types.observer_names import OBSERVERS
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
@@ -42,10 +41,10 @@ SHARED = {
         "fusion",
         "group_scales",
         "importance",
-        "options",
+        "older_names",
         "qparams",
         "ranks",
-        "reference",
+        "registry",
         "rounding",
         "search",
         "tiles",
@@ -72,12 +71,14 @@ def test_every_check_is_listed() -> None:
 def test_every_observer_is_listed() -> None:
     listed = set(observers.OBSERVERS.values())
     assert {kind.__module__.rpartition(".")[2] for kind in listed} == files("observers")
-    assert set(named_observers()) == listed
+    assert set(observers.Observer.named()) == listed
 
 
 def test_observers_are_named_without_torch_as_their_classes_are() -> None:
     assert list(OBSERVERS) == list(observers.OBSERVERS)
     for name, kind in observers.OBSERVERS.items():
+        assert OBSERVERS[name].options == kind.defaults
+        assert OBSERVERS[name].aliases == kind.aliases
         doc = " ".join((kind.__doc__ or "").split())
         assert OBSERVERS[name].kind == kind.__name__
         assert doc.startswith(OBSERVERS[name].summary)

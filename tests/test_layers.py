@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 LAYERS = (
     {"version", "errors"},
     {"__init__", "types"},
-    {"files", "architectures", "numerics", "plugins"},
+    {"files", "architectures", "numerics"},
     {"checkpoint", "outputs", "formats", "observers"},
     {"scenario", "calibration", "rounding"},
     {"plan"},
@@ -27,12 +27,13 @@ LAYERS = (
 MOST_LAYERS = 12
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: the command line imports what it runs, the catalog the table that is asked for, a
-# quantization, a repair, a diff and a format what needs torch or numba, a download or card the hub's client;
-# workers, separate programs, import vLLM, lm-eval and what of vexport they are asked for.
+# quantization, a plan, a repair, a diff and a format what needs torch or numba, a download or card the hub's
+# client; workers, separate programs, import vLLM, lm-eval and what of vexport they are asked for.
 LATE = {
     "api": ("vexport",),
     "calibration": ("datasets", "huggingface_hub", "pyarrow", "transformers"),
     "cli": ("rich", "vexport"),
+    "plan": ("vexport",),
     "quantize": ("vexport",),
     "checkpoint": ("huggingface_hub",),
     "repair": ("vexport",),

@@ -50,25 +50,23 @@ def cases() -> list[Case]:
     return [Case.model_validate(case) for case in json.loads((FOLDER / "cases.json").read_text())]
 
 
-def observe(case: Case, numerics: str) -> Observer:
+def observe(case: Case) -> Observer:
     """vexport's observer after what the peer's observed."""
     seen = [values()[name] for name in case.observed]
-    observer = new_observer(case, numerics)
+    observer = new_observer(case)
     for value in seen:
         quietly(observer, value)
     if case.fused_with_factor:
-        other = new_observer(case, numerics)
+        other = new_observer(case)
         Observer.fuse([observer, other])
         quietly(other, seen[0] * case.fused_with_factor)
     return observer
 
 
-def new_observer(case: Case, numerics: str) -> Observer:
+def new_observer(case: Case) -> Observer:
     """vexport's observer, with importance gathered where the peer gathers it."""
     args = case.quantization_args
-    observer = Observer.load_from_registry(
-        case.observer, base_name=case.base_name, args=args, numerics=numerics
-    )
+    observer = Observer.load_from_registry(case.observer, base_name=case.base_name, args=args)
     if isinstance(observer, IMatrixMSEObserver) and case.base_name == "weight":
         activations = values()["activations"]
         layer = torch.nn.Linear(activations.shape[-1], 1)

@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_group_is_said_once(tmp_path: Path) -> None:
     errors = vexport("plan", tmp_path, "--recipe", tmp_path / "recipe.yaml").errors
     assert len(errors) == 2
     assert "config_groups.a: got no weights, need the arguments of weights" in errors[0]
-    assert "no observer_kwargs" in errors[1]
+    assert "config_groups.b.weights.observer_kwargs: got" in errors[1]
 
 
 def test_importance_needs_no_modifier_that_gathers_it(tmp_path: Path) -> None:
@@ -164,7 +164,13 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         ("GPTQModifier", "{scheme: W4A16, actorder: group}", "actorder: got 'group'"),
         ("QuantizationModifier", "scheme: W4A17", "scheme: got 'W4A17'"),
         ("QuantizationModifier", "schema: W4A16", "(did you mean scheme?)"),
-        ("QuantizationModifier", "{scheme: FP8, input_observer: mse}", "input_observer: got 'mse'"),
+        ("QuantizationModifier", "{scheme: FP8, input_observer: mine}", "input_observer: got 'mine'"),
+        ("QuantizationModifier", "{scheme: FP8, input_observer: imatrix_mse}", "importance is that of a"),
+        (
+            "QuantizationModifier",
+            "{scheme: FP8, kv_cache_scheme: {num_bits: 8, type: float, observer: minmax}}",
+            "kv_cache_scheme.observer: got 'minmax', need static_minmax",
+        ),
         ("QuantizationModifier", "{scheme: FP8, targets: [Embedding]}", "got the class Embedding"),
         ("QuantizationModifier", "ignore: []", "scheme: got none"),
         ("QuantizationModifier", "{scheme: FP8, weight_observer: mine}", "observer"),

@@ -17,7 +17,6 @@ from vexport.errors import InputError, require_working_disk
 from vexport.errors.escaping import first_line
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
-from vexport.plugins import CALIBRATION, load_plugin
 from vexport.types import CalibrationData
 
 T = TypeVar("T")
@@ -48,7 +47,6 @@ def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
         "default": _default,
         "path": lambda: _of_path(name.path),
         "hub": lambda: _of_hub(data, name),
-        "plugin": lambda: _of_plugin(name.name),
     }
     rows = readers[name.kind]()
     return rows if data.seed is None else shuffled(rows, data.seed)
@@ -238,21 +236,3 @@ def _unreadable(error: Exception, name: DataName) -> InputError:
         need="a data set that `datasets` can read, and a split and subset that it has",
         fix="name them: ORG/NAME:SPLIT:COLUMN, and calibration.subset in a scenario",
     )
-
-
-def _of_plugin(name: str) -> Iterator[RawRow]:
-    """The rows of another package's source: a function without arguments that returns mappings."""
-    source = load_plugin(CALIBRATION, name)
-    if not callable(source):
-        need, fix = "a function that returns rows", "correct its entry point"
-        raise InputError(f"{CALIBRATION} {name}", got=type(source).__name__, need=need, fix=fix)
-    try:
-        for number, record in enumerate(source(), start=1):
-            yield RawRow(place=f"{name} row {number}", number=number, content=record)
-    except GeneratorExit:
-        raise
-    except Exception as error:
-        need, fix = "rows", "correct the source"
-        raise InputError(
-            f"{CALIBRATION} {name}", got=f"{type(error).__name__}: {error}", need=need, fix=fix
-        ) from error

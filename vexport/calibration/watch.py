@@ -149,14 +149,14 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
         inputs = get_scheme(group.scheme).args.input_activations
         if inputs is not None and inputs.dynamic is not True:
             for member in group.members:
-                name = inputs.observer or DEFAULT_INPUT_OBSERVER
-                observers[member.name] = load_observer(name, "input", inputs)
+                name = group.input_observer or inputs.observer or DEFAULT_INPUT_OBSERVER
+                observers[member.name] = load_observer(name, "input", inputs, group.input_observer_kwargs)
     return observers
 
 
 def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
     """Let an observer see an activation; one of ranges sees its extremes, which give the same range."""
-    if isinstance(observer, OF_RANGES) and observer.strategy in OF_CHANNELS:
+    if type(observer) in OF_RANGES and observer.strategy in OF_CHANNELS:
         observer(rows)
         observer.tokens += value.numel() // value.shape[-1] - len(rows)
     else:

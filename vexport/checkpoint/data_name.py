@@ -7,7 +7,6 @@ from typing import Literal
 
 from vexport.checkpoint.hub.names import HubName
 from vexport.errors import InputError
-from vexport.plugins import CALIBRATION, plugins
 
 DEFAULT = "default"
 # The text that ships with vexport.
@@ -20,7 +19,7 @@ _HUB = re.compile(r"(?P<id>[^:]+)(?::(?P<split>[^:]*))?(?::(?P<column>[^:]+))?")
 class DataName:
     """A name with what it says: `path` of a file or folder, `hub` with a split and a column."""
 
-    kind: Literal["path", "hub", "default", "plugin"]
+    kind: Literal["path", "hub", "default"]
     name: str
     hub: HubName | None = None
     split: str | None = None
@@ -38,8 +37,6 @@ def parse_data(name: str) -> DataName:
         return DataName(kind="default", name=name)
     if Path(name).expanduser().exists():
         return DataName(kind="path", name=name)
-    if name in plugins(CALIBRATION):
-        return DataName(kind="plugin", name=name)
     match = _HUB.fullmatch(name)
     hub = HubName.parse(match["id"]) if match else None
     if match and hub and not name.startswith((".", "~", "/")) and not name.endswith(SUFFIXES):

@@ -11,12 +11,10 @@ from vexport.cli.options import Answer, answer_file, format_option
 
 
 @command("list", no_args_is_help=True)
-@click.argument(
-    "what", type=click.Choice(("schemes", "observers", "roundings", "calibration", "checks", "architectures"))
-)
+@click.argument("what", type=click.Choice(("schemes", "observers", "roundings", "checks", "architectures")))
 @format_option(("text", "json"))
 def list_command(what: str, answer: Answer) -> None:
-    """List schemes, observers, roundings, calibration data, checks or architectures.
+    """List schemes, observers, roundings, checks or architectures.
 
     \b
     Examples:

@@ -22,6 +22,7 @@ PLAN_OPTIONS = (
     "recipe",
     "group_size",
     "observer",
+    "input_observer",
     "rounding",
     "ignore",
     "kv_cache",

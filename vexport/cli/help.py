@@ -21,6 +21,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "scheme",
         "recipe",
         "observer",
+        "input_observer",
         "rounding",
         "group_size",
         "ignore",

@@ -123,7 +123,7 @@ def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
     from vexport.plan.source import ignored_rules, table_of_schemes
     from vexport.reports.plan import render_table
 
-    note_unused(("observer", "on_unsupported_shape"), "without --scheme")
+    note_unused(("observer", "input_observer", "on_unsupported_shape"), "without --scheme")
     settings = Settings(ranks=options.tp or (1,), kv_cache=options.kv_cache)
     with progress_display(quiet=answer.quiet) as on_progress:
         table = table_of_schemes(

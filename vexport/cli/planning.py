@@ -27,6 +27,7 @@ class PlanOptions:
 
     group_size: GroupSize | None
     observer: str | None
+    input_observer: str | None
     rounding: Rounding | None
     ignore: tuple[str, ...]
     kv_cache: KvCache | None
@@ -105,12 +106,13 @@ def requested_rules(
         rules = rules_for(
             scheme,
             observer=options.observer,
+            input_observer=options.input_observer,
             ignore=options.ignore,
             rounding=options.rounding,
             group_size=options.group_size,
         )
         return rules, options
-    if extra := given_options("observer", "rounding", "group_size"):
+    if extra := given_options("observer", "input_observer", "rounding", "group_size"):
         raise click.UsageError(f"{', '.join(extra)} cannot be used with --recipe, which says the same.")
     assert recipe is not None
     from vexport.scenario.llmcompressor import read_recipe
@@ -143,21 +145,6 @@ class GroupSizeType(click.ParamType["GroupSize"]):
             self.fail(f"{clip(repr(value), 100)} is no group size; need {error}.", param, ctx)
 
 
-class RoundingType(click.Choice[Rounding]):
-    """A way of rounding, vexport's or another package's."""
-
-    def __init__(self) -> None:
-        super().__init__(ROUNDINGS)
-
-    def convert(self, value: Rounding, param: click.Parameter | None, ctx: click.Context | None) -> Rounding:
-        """The name as it is; fails on an unknown one and lists all."""
-        from vexport.plugins import ROUNDINGS as PLUGINS
-        from vexport.plugins import plugins
-
-        known: click.Choice[Rounding] = click.Choice((*ROUNDINGS, *plugins(PLUGINS)))
-        return known.convert(value, param, ctx)
-
-
 plan_options = stacked(
     click.option(
         "--group-size",
@@ -172,8 +159,13 @@ plan_options = stacked(
         "imatrix_mse, for NVFP4 nvfp4_expanded_imatrix].",
     ),
     click.option(
+        "--input-observer",
+        metavar="O",
+        help="How static ranges of inputs are found [default: static_minmax].",
+    ),
+    click.option(
         "--rounding",
-        type=RoundingType(),
+        type=click.Choice(ROUNDINGS),
         help="How weights are rounded: each by itself, or by what calibration text shows of their inputs "
         "[default: refit below 8 bits where text is given, else nearest].",
     ),

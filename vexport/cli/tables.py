@@ -7,13 +7,9 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from vexport.checkpoint.data_name import DEFAULT
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import all_schemes
-from vexport.plugins import CALIBRATION, package_of, plugins
-from vexport.plugins import OBSERVERS as PLUGIN_OBSERVERS
-from vexport.plugins import ROUNDINGS as PLUGIN_ROUNDINGS
 from vexport.types.observer_names import OBSERVERS
 from vexport.types.rounding import SUMMARIES
 
@@ -63,27 +59,12 @@ def observers() -> Rows:
     return [
         {"observer": name, "class": known.kind, "what it does": known.summary}
         for name, known in OBSERVERS.items()
-    ] + [
-        {"observer": name, "class": point.attr, "what it does": f"of the package {package_of(point)}"}
-        for name, point in plugins(PLUGIN_OBSERVERS).items()
     ]
 
 
 def roundings() -> Rows:
     """Names, and what each knows of a layer's inputs."""
-    return [{"rounding": name, "what it does": summary} for name, summary in SUMMARIES.items()] + [
-        {"rounding": name, "what it does": f"of the package {package_of(point)}"}
-        for name, point in plugins(PLUGIN_ROUNDINGS).items()
-    ]
-
-
-def calibration() -> Rows:
-    """Text that has a name: vexport's own, and that of other packages."""
-    own = {"data": DEFAULT, "from": "vexport", "what it is": "conversations, prose in 20 languages, Python"}
-    return [own] + [
-        {"data": name, "from": package_of(point), "what it is": point.value}
-        for name, point in plugins(CALIBRATION).items()
-    ]
+    return [{"rounding": name, "what it does": summary} for name, summary in SUMMARIES.items()]
 
 
 def checks() -> Rows:
@@ -146,7 +127,6 @@ CATALOGS: Mapping[str, Callable[[], Rows]] = {
     "schemes": schemes,
     "observers": observers,
     "roundings": roundings,
-    "calibration": calibration,
     "checks": checks,
     "architectures": architectures,
 }

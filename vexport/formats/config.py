@@ -26,13 +26,14 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
     target that matches and a class matches all.
     """
     architecture = get_architecture(plan.architecture)
-    treatments = list(dict.fromkeys((group.scheme, group.observer) for group in plan.groups))
+    treatments: dict[tuple[str, str], list[FusionGroup]] = {}
+    for group in plan.groups:
+        treatments.setdefault((group.scheme, group.observers), []).append(group)
     formats = {get_scheme(scheme).format.name for scheme, _ in treatments}
     groups: dict[str, Json] = {}
-    for number, (scheme, observer) in enumerate(treatments):
-        members = [group for group in plan.groups if (group.scheme, group.observer) == (scheme, observer)]
+    for number, members in enumerate(treatments.values()):
         targets = targets_of(members, architecture, alone=len(treatments) == 1)
-        groups[f"group_{number}"] = _config_group(scheme, observer, targets)
+        groups[f"group_{number}"] = _config_group(members[0], targets)
     return {
         "config_groups": groups,
         "format": _format(formats),
@@ -92,12 +93,16 @@ def _expert_pattern(name: str) -> str | None:
     return rf"re:.*\b{re.escape(layer)}\.experts\.\d+\.{re.escape(name[found.end() :])}$"
 
 
-def _config_group(name: str, observer: str, targets: list[str]) -> dict[str, Json]:
-    scheme = get_scheme(name)
+def _config_group(group: FusionGroup, targets: list[str]) -> dict[str, Json]:
+    scheme = get_scheme(group.scheme)
+    inputs = scheme.args.input_activations
+    if inputs is not None and group.input_observer is not None:
+        inputs = replace(inputs, observer=group.input_observer, observer_kwargs=group.input_observer_kwargs)
+    weights = replace(scheme.args.weights, observer=group.observer, observer_kwargs=group.observer_kwargs)
     return {
         "targets": list(targets),
-        "weights": arguments_json(replace(scheme.args.weights, observer=observer)),
-        "input_activations": arguments_json(scheme.args.input_activations),
+        "weights": arguments_json(weights),
+        "input_activations": arguments_json(inputs),
         "output_activations": None,
         "format": scheme.format.name,
     }

@@ -53,15 +53,11 @@ def spelled_args(name: str) -> SchemeArgs | None:
 def own_args(weights: Json, inputs: Json) -> SchemeArgs:
     """Arguments as compressed-tensors writes them, checked; ValueError says what vexport cannot write.
 
-    The observer of the weights is no part of them (see `Rule`).
+    Observers are no part of them (see `Rule`).
     """
     parsed = _parsed("weights", weights)
     own = None if inputs is None else _parsed("input_activations", inputs)
-    if own is not None and own.observer not in (None, STATIC_OBSERVER):
-        raise ValueError(f"input_activations: observer {STATIC_OBSERVER}, not {own.observer}")
     for where, args in (("weights", parsed), ("input_activations", own)):
-        if args is not None and args.observer_kwargs:
-            raise ValueError(f"{where}: no observer_kwargs, which vexport does not take")
         if args is not None and args.actorder in ("group", "dynamic"):
             raise ValueError(f"{where}: actorder static (vLLM refuses {args.actorder})")
     found = _completed(parsed, own)

@@ -6,7 +6,7 @@ Adding an observer is one new file here and one entry in `vexport.types.observer
 from collections.abc import Mapping
 from importlib import import_module
 
-from vexport.observers.args import ObserverArgs, OptionValue
+from vexport.observers.args import ObserverArgs
 from vexport.observers.base import Observer, QParamsDict
 from vexport.observers.flatten import flatten_for_calibration
 from vexport.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
@@ -16,6 +16,7 @@ from vexport.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserve
 from vexport.observers.tokens import get_observer_token_count
 from vexport.types import observer_names
 from vexport.types.observer_names import ObserverName
+from vexport.types.observer_options import OptionValue
 
 
 def _class(observer: ObserverName) -> type[Observer]:
@@ -28,9 +29,11 @@ OBSERVERS: Mapping[str, type[Observer]] = {
 }
 
 
-def load_observer(name: str, base_name: str, args: ObserverArgs) -> Observer:
-    """The observer of that registry name for a tensor kind; ValueError lists the names."""
-    return Observer.load_from_registry(name, base_name=base_name, args=args)
+def load_observer(
+    name: str, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue] | None = None
+) -> Observer:
+    """The observer of that name for a tensor kind; ValueError lists the names."""
+    return Observer.of_name(name)(base_name, args, **(keywords or {}))
 
 
 __all__ = [

@@ -1,9 +1,12 @@
 """What an observer asks of quantization arguments; `QuantArgs` and compressed-tensors' own both answer."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import replace
+from typing import Protocol, TypeVar, cast
 
-OptionValue = bool | int | float | str
+from pydantic import BaseModel
+
+from vexport.types.observer_options import OptionValue
 
 
 class ObserverArgs(Protocol):
@@ -29,6 +32,19 @@ class ObserverArgs(Protocol):
     def zp_dtype(self) -> object: ...
     @property
     def observer_kwargs(self) -> Mapping[str, OptionValue]: ...
+
+
+ArgsT = TypeVar("ArgsT", bound=ObserverArgs)
+
+
+def with_keywords(args: ArgsT, keywords: Mapping[str, OptionValue]) -> ArgsT:
+    """The arguments with these keywords of the observer over their own; those given stay as they are."""
+    if not keywords:
+        return args
+    own = {**(args.observer_kwargs or {}), **keywords}
+    if isinstance(args, BaseModel):
+        return cast(ArgsT, args.model_copy(update={"observer_kwargs": own}))
+    return replace(args, observer_kwargs=own)  # type: ignore[type-var]
 
 
 def plain(value: object) -> str:

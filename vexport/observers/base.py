@@ -1,25 +1,25 @@
 """The observer: it sees tensors, keeps a range and answers with quantization parameters."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar, TypedDict, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import distributed
 
-from vexport.observers import ranks, reference
-from vexport.observers.args import ObserverArgs, OptionValue, is_nvfp4, strategy_of
-from vexport.observers.flatten import WEIGHT, flatten_for_calibration, permutation, require_layout
+from vexport.observers import ranks
+from vexport.observers.args import ObserverArgs, is_nvfp4, strategy_of, with_keywords
+from vexport.observers.flatten import WEIGHT, flatten_for_calibration, require_layout
 from vexport.observers.fusion import SharedRange
 from vexport.observers.group_scales import scales_of_rows
-from vexport.observers.options import Options, OptionsT, read_options
+from vexport.observers.older_names import OlderNames
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
+from vexport.observers.registry import Named
 from vexport.observers.search import extremes_of, range_of, ranges_of_rows
 from vexport.observers.tiles import Tiles, tiles_of, tiles_of_observations
 from vexport.observers.tokens import tokens_in
-from vexport.plugins import OBSERVERS, load_plugin, plugins
+from vexport.types.observer_options import Options, OptionsT, OptionValue, read_options
 
 Range = tuple[torch.Tensor, torch.Tensor]
-ObserverT = TypeVar("ObserverT", bound="Observer")
 
 
 class QParamsDict(TypedDict):
@@ -30,33 +30,33 @@ class QParamsDict(TypedDict):
     global_scale: torch.Tensor | None
 
 
-class Observer(torch.nn.Module):
+class Observer(Named, OlderNames):
     """Base of all observers.
 
     `base_name` says what is observed ("weight", "input", "output", "q", "k", "v"); `args` are the
     quantization arguments, of vexport or of compressed-tensors. Keywords come from `args.observer_kwargs` and
-    `observer_kwargs`, the latter win; `numerics` is "float32" or "reference" (the peer's, to the bit, with
-    scales and zero points in the peer's dtypes). Raises ValueError for what is unknown.
+    `observer_kwargs`, the latter win. Raises ValueError for what is unknown. After an observation
+    `scale, zero_point = observer(value)` works, too.
 
-    A subclass says what range it makes of an observation (`find_range`, `find_reference_range`) and how that
-    is combined with what was seen before (`combine`). A weight is not combined: only the last one counts.
+    A subclass says what range it makes of an observation (`find_range`) and how that is combined with what
+    was seen before (`combine`). A weight is not combined: only the last one counts. One that overrides
+    `update_statistics_from_observed`, as llm-compressor's do, keeps `min_vals` and `max_vals` itself; without
+    `defaults` of its own it takes any keyword and finds it in `self.args.observer_kwargs`.
 
     The scales of a weight that has many are found when qparams are asked, a tile at a time, so that of large
     weights nothing but these is in memory, and those of NVFP4 are relative to the global scale that `fuse`
     shares. Until then the observer refers to the weight.
     """
 
-    registry_name: ClassVar[str] = ""
     defaults: ClassVar[Options] = Options()
     # How statistics of activations are reduced over ranks: "average" combines all observations once more.
     reduction: ClassVar[ranks.Reduction | None] = None
 
     def __init__(self, base_name: str, args: ObserverArgs, **observer_kwargs: OptionValue) -> None:
-        super().__init__()
+        super().__init__(base_name, args)
         require_layout(base_name, args)
         self.base_name = base_name
-        self.args = args
-        self.configure({**(args.observer_kwargs or {}), **observer_kwargs})
+        self.args = with_keywords(args, observer_kwargs)
         self.low: torch.Tensor | None = None
         self.high: torch.Tensor | None = None
         self.tokens = 0
@@ -66,40 +66,12 @@ class Observer(torch.nn.Module):
         # Where what comes next stands in the order of all ranks, and what was seen, where that counts.
         self.position = 0
         self._observed: list[tuple[int, Range]] = []
-
-    @staticmethod
-    def load_from_registry(
-        name: str, *, base_name: str, args: ObserverArgs, **observer_kwargs: OptionValue
-    ) -> "Observer":
-        """A new observer by its registry name; ValueError lists the names."""
-        known = {kind.registry_name: kind for kind in named_observers()}
-        if name not in known and name in plugins(OBSERVERS):
-            known[name] = _plugin(name)
-        if name not in known:
-            raise ValueError(
-                f"observer {name!r}: got an unknown name, need one of {', '.join(sorted(known))}"
-            )
-        return known[name](base_name, args, **observer_kwargs)
-
-    @classmethod
-    def register(cls, name: str) -> Callable[[type[ObserverT]], type[ObserverT]]:
-        """A decorator that gives an observer class its name, as llm-compressor's does.
-
-        ValueError where another class has it.
-        """
-
-        def decorate(kind: type[ObserverT]) -> type[ObserverT]:
-            known = {each.registry_name: each for each in named_observers()}
-            if known.get(name, kind) is not kind:
-                raise ValueError(f"observer {name!r}: got a second class of that name, need one; rename it")
-            kind.registry_name = name
-            return kind
-
-        return decorate
+        self.configure(dict(self.args.observer_kwargs or {}))
 
     def configure(self, given: dict[str, OptionValue]) -> None:
         """Read the keywords; a subclass with more of them overrides this."""
-        self.numerics = self.read(self.defaults, given).numerics
+        if not self._keeps_statistics or "defaults" in vars(type(self)):
+            self.read(self.defaults, given)
 
     def read(self, defaults: OptionsT, given: dict[str, OptionValue]) -> OptionsT:
         """The given keywords over `defaults`; ValueError names this observer."""
@@ -116,9 +88,39 @@ class Observer(torch.nn.Module):
         return strategy_of(self.args)
 
     @property
-    def is_reference(self) -> bool:
-        """Whether the peer's numerics are repeated."""
-        return self.numerics == "reference"
+    def _keeps_statistics(self) -> bool:
+        """Whether a subclass takes in observations itself."""
+        return type(self).update_statistics_from_observed is not Observer.update_statistics_from_observed
+
+    @property
+    def _finds_ranges_last(self) -> bool:
+        """Whether a subclass changes the range and leaves the scales to the class above it."""
+        order = type(self).__mro__
+        find, scale = (
+            next(place for place, kind in enumerate(order) if name in vars(kind))
+            for name in ("find_range", "weight_scales")
+        )
+        return find < scale
+
+    @property
+    def min_vals(self) -> torch.Tensor:
+        """What was seen, shape qparam_shape, by the name that llm-compressor's subclasses set."""
+        return self._end(self.low)
+
+    @min_vals.setter
+    def min_vals(self, value: torch.Tensor) -> None:
+        self.low = value
+        self._deposit()
+
+    @property
+    def max_vals(self) -> torch.Tensor:
+        """As `min_vals`, the largest."""
+        return self._end(self.high)
+
+    @max_vals.setter
+    def max_vals(self, value: torch.Tensor) -> None:
+        self.high = value
+        self._deposit()
 
     @torch.no_grad()
     def forward(self, observed: torch.Tensor, g_idx: torch.Tensor | None = None) -> "Observer":
@@ -129,13 +131,17 @@ class Observer(torch.nn.Module):
         """
         if observed.numel():
             self.record_observed_tokens(observed)
-            if self.is_reference:
+            if self._keeps_statistics:
                 flat = flatten_for_calibration(observed, self.base_name, self.args, g_idx)
-                order = permutation(g_idx, observed, self.base_name, self.args)
-                self._combine(*self.find_reference_range(flat, order))
+                self.update_statistics_from_observed(flat)
             else:
                 self._update(tiles_of(observed, self.base_name, self.args, g_idx))
         return self
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Scale and zero point, for `scale, zero_point = observer(value)`."""
+        qparams = self.get_qparams()
+        yield from (qparams["scale"], qparams["zero_point"])
 
     def record_observed_tokens(self, observed: torch.Tensor) -> None:
         """Count the tokens of an activation; a weight has none."""
@@ -144,10 +150,7 @@ class Observer(torch.nn.Module):
     @torch.no_grad()
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         """Take in observations of shape (num_observations, *qparam_shape, group_size)."""
-        if self.is_reference:
-            self._combine(*self.find_reference_range(observed, None))
-        else:
-            self._update(tiles_of_observations(observed))
+        self._update(tiles_of_observations(observed))
 
     def prepare(self, tiles: Tiles) -> None:  # noqa: B027
         """Take in what else is needed to find the ranges of these observations, now or later."""
@@ -156,19 +159,12 @@ class Observer(torch.nn.Module):
         """The range to keep of one observation: float32, shape qparam_shape."""
         return range_of(tiles)
 
-    def find_reference_range(self, observations: torch.Tensor, order: torch.Tensor | None) -> Range:
-        """The same as the peer computes it, in the observations' dtype.
-
-        `order` is how the columns of a weight were permuted before they were grouped.
-        """
-        return reference.range_of_observations(observations)
-
     def combine(self, old: Range, new: Range) -> Range:
         """The range after a new observation of an activation."""
         return new
 
     def range(self) -> Range:
-        """What was seen: (low, high), shape qparam_shape, float32 (reference: the observed dtype).
+        """What was seen: (low, high), shape qparam_shape, float32.
 
         Raises ValueError when nothing was seen.
         """
@@ -191,7 +187,7 @@ class Observer(torch.nn.Module):
         if self.strategy != "tensor_group":
             return None
         low, high = self._shared.union() if self._shared is not None else self._statistics()
-        return reference.global_scale_of(low, high) if self.is_reference else global_scale_of(low, high)
+        return global_scale_of(low, high)
 
     @torch.no_grad()
     def get_qparams(self) -> QParamsDict:
@@ -274,15 +270,19 @@ class Observer(torch.nn.Module):
             )
         return self.low, self.high
 
+    def _end(self, end: torch.Tensor | None) -> torch.Tensor:
+        if end is None:
+            raise AttributeError(f"{self.base_name} observer: got no observation, so there are no min_vals")
+        return end
+
     def _scales(self, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._weight is not None and self._finds_ranges_last:
+            return scale_and_zero_point(*self.find_range(self._weight), self.args, global_scale)
         if self._weight is not None:
             return self.weight_scales(self._weight, global_scale)
         low, high = self._statistics()
         if self.strategy == "tensor" and self._shared is not None:
             low, high = (end.expand(low.shape) for end in self._shared.union())
-        if self.is_reference:
-            stored = reference.dtype_named(self.args.scale_dtype)
-            return reference.scale_and_zero_point(low, high, self.args, global_scale, stored)
         return scale_and_zero_point(low, high, self.args, global_scale)
 
     def _update(self, tiles: Tiles) -> None:
@@ -306,19 +306,3 @@ class Observer(torch.nn.Module):
     def _deposit(self) -> None:
         if self._shared is not None and self.low is not None and self.high is not None:
             self._shared.deposit(self._seat, self.low, self.high)
-
-
-def _plugin(name: str) -> type[Observer]:
-    """The observer class of an entry point, which takes its name unless it has its own."""
-    kind = load_plugin(OBSERVERS, name)
-    if not isinstance(kind, type) or not issubclass(kind, Observer):
-        raise ValueError(f"observer {name!r}: got {kind!r} from its entry point, need a subclass of Observer")
-    return kind if kind.registry_name == name else Observer.register(name)(kind)
-
-
-def named_observers(parent: type[Observer] = Observer) -> Iterator[type[Observer]]:
-    """Every observer class that has its own registry name."""
-    for kind in parent.__subclasses__():
-        if "registry_name" in vars(kind):
-            yield kind
-        yield from named_observers(kind)

@@ -1,24 +1,25 @@
 """The search for the range with the least error, each error weighted by how large its inputs are."""
 
 import warnings
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from vexport.observers import ranks, reference
-from vexport.observers.args import OptionValue
-from vexport.observers.base import Range
+from vexport.observers import ranks
 from vexport.observers.flatten import WEIGHT, flatten_for_calibration
 from vexport.observers.importance import Importance
 from vexport.observers.mse import MemorylessMSEObserver
-from vexport.observers.options import ImportanceOptions
-from vexport.observers.search import Search
+from vexport.observers.search import Search, search_of
+from vexport.types.observer_options import (
+    IMPORTANCE_SEARCH,
+    NVFP4_EXPANDED_IMPORTANCE,
+    ImportanceOptions,
+    OptionValue,
+)
 
 # Where a weight's columns are input channels within each group (llm-compressor, observers/imatrix.py).
 STRATEGIES = ("channel", "group", "tensor_group")
-DEFAULTS = ImportanceOptions(maxshrink=0.95, patience=5, grid=20.0, norm=3.0)
 
 
 class IMatrixMSEObserver(MemorylessMSEObserver):
@@ -30,7 +31,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     """
 
     registry_name = "imatrix_mse"
-    defaults: ClassVar[ImportanceOptions] = DEFAULTS
+    defaults: ClassVar[ImportanceOptions] = IMPORTANCE_SEARCH
 
     def configure(self, given: dict[str, OptionValue]) -> None:
         """Read the keywords of the search and `strict`."""
@@ -43,7 +44,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     @property
     def search(self) -> Search:
         """What is searched: here the last step is included."""
-        return self.options.search(max(1, int(self.options.maxshrink * self.options.grid)) + 1)
+        return search_of(self.options, max(1, int(self.options.maxshrink * self.options.grid)) + 1)
 
     def attach(self, module: torch.nn.Module) -> None:
         """Gather from now on from the inputs of a module with `in_features`; other modules are left alone."""
@@ -51,7 +52,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         channels = getattr(module, "in_features", None)
         if not isinstance(channels, int):
             return
-        gathered = Importance.zeros(channels, torch.float32 if self.is_reference else torch.float64)
+        gathered = Importance.zeros(channels)
         self.gathered = gathered
 
         def gather(module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
@@ -79,11 +80,6 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         mean = mean / (mean.mean() + torch.finfo(torch.float32).tiny)
         row = mean if order is None else mean.index_select(0, order)
         return flatten_for_calibration(row.unsqueeze(0), self.base_name, self.args)
-
-    def find_reference_range(self, observations: torch.Tensor, order: torch.Tensor | None) -> Range:
-        """Search in the observations' dtype, with errors and importance in float32."""
-        importance = self.importance(observations.shape[-1] * observations.shape[-2], order)
-        return reference.grid_search(observations, self.args, self.search, importance, float32_error=True)
 
     def reset(self) -> None:
         """Forget everything seen and gathered."""
@@ -113,4 +109,4 @@ class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """
 
     registry_name = "nvfp4_expanded_imatrix"
-    defaults: ClassVar[ImportanceOptions] = replace(DEFAULTS, expand=1.5, maxshrink=1 - 0.5 / 1.5)
+    defaults: ClassVar[ImportanceOptions] = NVFP4_EXPANDED_IMPORTANCE

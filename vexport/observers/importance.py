@@ -17,9 +17,9 @@ class Importance:
     tokens: int = 0
 
     @classmethod
-    def zeros(cls, channels: int, dtype: torch.dtype = torch.float64) -> "Importance":
+    def zeros(cls, channels: int) -> "Importance":
         """Nothing gathered yet."""
-        return cls(torch.zeros(channels, dtype=dtype))
+        return cls(torch.zeros(channels, dtype=torch.float64))
 
     def add(self, inputs: torch.Tensor) -> None:
         """Take in inputs of shape (..., channels)."""

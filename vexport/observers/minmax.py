@@ -5,9 +5,8 @@ from typing import ClassVar
 import torch
 
 from vexport.observers import ranks
-from vexport.observers.args import OptionValue
 from vexport.observers.base import Observer, Range
-from vexport.observers.options import AverageOptions
+from vexport.types.observer_options import AverageOptions, OptionValue
 
 
 class MemorylessMinMaxObserver(Observer):
@@ -34,13 +33,12 @@ class MinMaxObserver(Observer):
     """
 
     registry_name = "minmax"
-    defaults = AverageOptions()
+    defaults: ClassVar[AverageOptions] = AverageOptions()
     reduction: ClassVar[ranks.Reduction | None] = "average"
 
     def configure(self, given: dict[str, OptionValue]) -> None:
         """Read `averaging_constant`."""
-        options = self.read(AverageOptions(), given)
-        self.numerics, self.averaging_constant = options.numerics, options.averaging_constant
+        self.averaging_constant = self.read(self.defaults, given).averaging_constant
 
     def combine(self, old: Range, new: Range) -> Range:
         """The moving average of both ranges."""

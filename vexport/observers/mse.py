@@ -1,19 +1,24 @@
 """Observers that search the range with the least quantization error: memoryless, moving average, NVFP4."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from vexport.observers import ranks, reference
-from vexport.observers.args import OptionValue, is_nvfp4
+from vexport.observers import ranks
+from vexport.observers.args import is_nvfp4
 from vexport.observers.base import Observer, Range
 from vexport.observers.block_scales import search_nvfp4
 from vexport.observers.group_scales import scales_of_rows
 from vexport.observers.minmax import moving_average
-from vexport.observers.options import AverageSearchOptions, SearchOptions
-from vexport.observers.search import Search, search_grid, search_rows
+from vexport.observers.search import Search, search_grid, search_of, search_rows
 from vexport.observers.tiles import Tiles
+from vexport.types.observer_options import (
+    NVFP4_EXPANDED_SEARCH,
+    SEARCH,
+    AverageSearchOptions,
+    OptionValue,
+    SearchOptions,
+)
 
 
 class MemorylessMSEObserver(Observer):
@@ -23,18 +28,17 @@ class MemorylessMSEObserver(Observer):
     """
 
     registry_name = "memoryless_mse"
-    defaults: ClassVar[SearchOptions] = SearchOptions()
+    defaults: ClassVar[SearchOptions] = SEARCH
 
     def configure(self, given: dict[str, OptionValue]) -> None:
         """Read the keywords of the search."""
         self.options = self.read(self.defaults, given)
-        self.numerics = self.options.numerics
         self._importance: torch.Tensor | None = None
 
     @property
     def search(self) -> Search:
         """What is searched."""
-        return self.options.search(int(self.options.maxshrink * self.options.grid))
+        return search_of(self.options, int(self.options.maxshrink * self.options.grid))
 
     def importance(self, channels: int, order: torch.Tensor | None) -> torch.Tensor | None:
         """The weight of each error, broadcasting to observations; None weights all alike."""
@@ -47,12 +51,6 @@ class MemorylessMSEObserver(Observer):
     def find_range(self, tiles: Tiles) -> Range:
         """Search."""
         return search_grid(tiles, self.args, self.search, self._importance)
-
-    def find_reference_range(self, observations: torch.Tensor, order: torch.Tensor | None) -> Range:
-        """Search in the observations' dtype, without the global scale and without e4m3 scales."""
-        # The peer's loop ends at the first step without improvement for patience 0, as for 1.
-        search = replace(self.search, patience=max(1, self.search.patience))
-        return reference.grid_search(observations, self.args, search, None, float32_error=False)
 
     def weight_scales(
         self, tiles: Tiles, global_scale: torch.Tensor | None
@@ -72,14 +70,13 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
     """
 
     registry_name = "mse"
+    defaults: ClassVar[AverageSearchOptions] = AverageSearchOptions()
     reduction: ClassVar[ranks.Reduction | None] = "average"
 
     def configure(self, given: dict[str, OptionValue]) -> None:
         """Read the keywords of the search and `averaging_constant`."""
-        options = self.read(AverageSearchOptions(), given)
-        search = {name: value for name, value in given.items() if name != "averaging_constant"}
-        super().configure(search)
-        self.averaging_constant = options.averaging_constant
+        super().configure(given)
+        self.averaging_constant = self.read(self.defaults, given).averaging_constant
 
     def combine(self, old: Range, new: Range) -> Range:
         """The moving average of both ranges."""
@@ -90,7 +87,5 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     """Least quantization error between 1.8 and 0.8 times the range, for NVFP4 [nvfp4_expanded_mse]."""
 
     registry_name = "nvfp4_expanded_mse"
-    # llm-compressor, observers/mse.py: from 1.8 times the range down to 0.8 times.
-    defaults: ClassVar[SearchOptions] = SearchOptions(
-        expand=1.8, maxshrink=1 - 0.8 / 1.8, grid=200.0, patience=1000
-    )
+    aliases = ("fouroversix",)
+    defaults: ClassVar[SearchOptions] = NVFP4_EXPANDED_SEARCH

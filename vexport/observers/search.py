@@ -24,6 +24,7 @@ from vexport.observers.kernels.tiles import (
 from vexport.observers.qparams import scale_and_zero_point
 from vexport.observers.rounding import fake_quantize
 from vexport.observers.tiles import Tiles
+from vexport.types.observer_options import SearchOptions
 
 Range = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,6 +40,12 @@ class Search:
     expand: float
     norm: float
     patience: int
+
+
+def search_of(options: SearchOptions, steps: int) -> Search:
+    """The search over the first `steps` candidates."""
+    factors = tuple(1 - step / options.grid for step in range(steps))
+    return Search(factors=factors, expand=options.expand, norm=options.norm, patience=int(options.patience))
 
 
 def range_of(tiles: Tiles) -> Range:

@@ -136,6 +136,9 @@ def _groups(
                 scheme=treatment.scheme,
                 observer=treatment.observer,
                 rounding=treatment.rounding,
+                observer_kwargs=treatment.observer_kwargs,
+                input_observer=treatment.input_observer,
+                input_observer_kwargs=treatment.input_observer_kwargs,
                 members=tuple(linears[member] for member in members),
             )
 

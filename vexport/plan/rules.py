@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan.linears import Place
+from vexport.scenario.observer_keys import WITH_IMPORTANCE
 from vexport.types import Finding
 from vexport.types.observer_names import EXPANDED, IMPORTANCE, MIN_MAX
+from vexport.types.observer_options import OptionValue
 from vexport.types.patterns import matches as pattern_matches
 from vexport.types.rounding import Rounding
 
@@ -19,20 +22,22 @@ ALL = "Linear"
 PATTERN = "re:"
 # Weights of fewer bits are rounded by calibration text.
 FEW_BITS = 8
-# Strategies of weights whose groups of columns can be searched by the importance of those.
-WITH_IMPORTANCE = ("channel", "group", "tensor_group")
 # A rule that keeps what some models do not have matches nothing without being wrong.
 MAY_BE_ABSENT = re.compile(
     r"(?:.*\.)?(?:lm_head|embed_out|embed_tokens|embed_positions|word_embeddings|wte|wpe|\w*router\w*|\w*gate|\w*norm\w*)$"
 )
 
 
-class Treatment(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
     """What a rule does to a layer."""
 
     scheme: str
     observer: str
     rounding: Rounding
+    observer_kwargs: Mapping[str, OptionValue] = field(hash=False)
+    input_observer: str | None
+    input_observer_kwargs: Mapping[str, OptionValue] = field(hash=False)
 
 
 def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool) -> Treatment | None:
@@ -46,7 +51,16 @@ def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: b
     if rule is None or rule.scheme == KEEP:
         return None
     rounding = rule.rounding or default_rounding(rule.scheme, has_text=has_text)
-    return Treatment(rule.scheme, rule.observer or default_observer(rule.scheme, rounding), rounding)
+    # Of the schemes that `auto` chooses among only some may have static input scales.
+    observes_inputs = get_scheme(rule.scheme).args.calibrated
+    return Treatment(
+        scheme=rule.scheme,
+        observer=rule.observer or default_observer(rule.scheme, rounding),
+        rounding=rounding,
+        observer_kwargs=rule.observer_kwargs,
+        input_observer=rule.input_observer if observes_inputs else None,
+        input_observer_kwargs=rule.input_observer_kwargs if observes_inputs else {},
+    )
 
 
 def default_rounding(scheme: str, *, has_text: bool) -> Rounding:

@@ -1,14 +1,16 @@
 """From the name of a source, a folder or a hub id, to its headers and its plan."""
 
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
-from vexport.errors import InputError, nearest
+from vexport.errors import InputError, InputErrors, raise_all
+from vexport.errors.extras import require_extra
+from vexport.formats.arguments import QuantArgs
 from vexport.formats.schemes import (
     KEEP,
     get_scheme,
@@ -19,11 +21,10 @@ from vexport.formats.schemes import (
 )
 from vexport.plan.build import Settings, build_plan, hidden_rule_notes
 from vexport.plan.table import scheme_table
-from vexport.plugins import OBSERVERS as PLUGIN_OBSERVERS
-from vexport.plugins import plugins
-from vexport.scenario import GroupSize, Rule, Scenario, parse_group_size
+from vexport.scenario import AUTO, GroupSize, Rule, Scenario, parse_group_size
 from vexport.types import OnProgress, Plan, SchemeTable, silent
 from vexport.types.observer_names import OBSERVERS
+from vexport.types.observer_options import OptionValue
 from vexport.types.rounding import Rounding
 
 DEFAULTS = Settings()
@@ -34,14 +35,27 @@ def rules_for(
     *,
     observer: str | None,
     ignore: Sequence[str],
+    input_observer: str | None = None,
     rounding: Rounding | None = None,
     group_size: GroupSize | None = None,
 ) -> tuple[Rule, ...]:
-    """The rules of a command line: what to ignore is kept, all other linear layers get the scheme."""
+    """The rules of a command line: what to ignore is kept, all other linear layers get the scheme.
+
+    Raises InputErrors by the names of the options.
+    """
     name = get_scheme(scheme_name(scheme)).name
     if group_size is not None:
         name = with_group_size(name, parse_group_size(group_size))
-    rule = Rule(match="Linear", scheme=name, observer=observer, rounding=rounding)
+    try:
+        rule = Rule(
+            match="Linear",
+            scheme=name,
+            observer=observer,
+            input_observer=input_observer,
+            rounding=rounding,
+        )
+    except ValidationError as error:
+        raise InputErrors([_option_problem(detail) for detail in error.errors()]) from None
     return (*ignored_rules(ignore), rule)
 
 
@@ -50,9 +64,15 @@ def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:
     try:
         return tuple(Rule(match=pattern, scheme=KEEP) for pattern in ignore)
     except ValidationError as error:
-        first = error.errors()[0]
-        need = first["msg"].removeprefix("Value error, ")
-        raise InputError("--ignore", got=repr(first["input"]), need=need, fix="correct the pattern") from None
+        problem = _option_problem(error.errors()[0])
+        raise InputError("--ignore", got=problem.got, need=problem.need, fix="correct the pattern") from None
+
+
+def _option_problem(detail: ErrorDetails) -> InputError:
+    """A problem of a rule's key, by the option that it comes from."""
+    option = f"--{detail['loc'][0]}".replace("_", "-")
+    need, fix = detail["msg"].removeprefix("Value error, "), detail.get("ctx", {}).get("fix", "correct it")
+    return InputError(option, got=repr(detail["input"]), need=need, fix=str(fix))
 
 
 def settings_of(scenario: Scenario) -> Settings:
@@ -69,7 +89,7 @@ def settings_of(scenario: Scenario) -> Settings:
 
 def source_index(source: str, rules: Sequence[Rule], on_progress: OnProgress = silent) -> SourceIndex:
     """The headers of a source, whose weights are fetched; InputError where it or an observer is unusable."""
-    require_observers({rule.observer for rule in rules if rule.observer})
+    raise_all([problem for rule in rules for problem in _observer_problems(rule)])
     return read_index(resolve_source(source, on_progress))
 
 
@@ -111,20 +131,35 @@ def table_of_schemes(
         return replace(table, source=pinned_source(source, root))
 
 
-def require_observers(names: Collection[str]) -> None:
-    """InputError for a name that no observer has."""
-    known = (*OBSERVERS, *plugins(PLUGIN_OBSERVERS), *_registered())
-    for name in names:
-        if name not in known:
-            raise InputError(
-                f"observer {name!r}",
-                got="an unknown name",
-                need=f"one of {', '.join(dict.fromkeys(known))}",
-                fix=f"see `vexport list observers`{nearest(name, known)}",
-            )
+def _observer_problems(rule: Rule) -> Iterator[InputError]:
+    """What is wrong with the observers of a rule that are not vexport's own, whose classes say it."""
+    if rule.scheme in (KEEP, AUTO):
+        return
+    args = get_scheme(rule.scheme).args
+    if rule.observer and rule.observer not in OBSERVERS:
+        yield from _class_problems(rule, "observer", rule.observer, args.weights, rule.observer_kwargs)
+    inputs = args.input_activations
+    if rule.input_observer and rule.input_observer not in OBSERVERS and inputs is not None:
+        name, keywords = rule.input_observer, rule.input_observer_kwargs
+        yield from _class_problems(rule, "input_observer", name, inputs, keywords)
 
 
-def _registered() -> list[str]:
-    """Names of `Observer.register`: there are none unless a program has loaded the classes itself."""
-    module = sys.modules.get("vexport.observers.base")
-    return [] if module is None else [kind.registry_name for kind in module.named_observers()]
+def _class_problems(
+    rule: Rule, key: str, name: str, args: QuantArgs, keywords: Mapping[str, OptionValue]
+) -> Iterator[InputError]:
+    """Why an observer of another package cannot be used for what a rule names it for."""
+    require_extra("torch", f"the observer {name}")
+    from vexport.observers import IMatrixMSEObserver, Observer
+
+    where, of_inputs = f"rule {rule.match!r}: {key}", key == "input_observer"
+    try:
+        observer = Observer.of_name(name)("input" if of_inputs else "weight", args, **keywords)
+    except ValueError as error:
+        yield InputError(where, got=str(error), need="", fix="correct it, or use an observer of vexport")
+        return
+    if isinstance(observer, IMatrixMSEObserver):
+        need = "one without importance, which calibration gathers for imatrix_mse"
+        yield InputError(where, got=f"{name}, a search by importance", need=need, fix="use imatrix_mse")
+    if of_inputs and type(observer).get_qparams is not Observer.get_qparams:
+        need = "one whose range says it: the scale of fused layers' inputs is that of all their ranges"
+        yield InputError(where, got=f"{name}, with get_qparams of its own", need=need, fix="set min_vals")

@@ -13,7 +13,7 @@ from vexport.observers import Observer
 from vexport.quantize.weight_scales import observe_weight, scales_of
 from vexport.rounding.factor import Factor
 from vexport.rounding.grid import Grid, grid_of, stack
-from vexport.rounding.methods import method_of
+from vexport.rounding.methods import METHODS
 from vexport.rounding.moments import Moments
 from vexport.rounding.nearest import round_nearest
 from vexport.rounding.settings import Recipe
@@ -39,7 +39,7 @@ def round_group(
     Raises InputError where a weight is not finite.
     """
     source = torch.cat([weight.to(torch.float32) for weight in weights])
-    method = method_of(group.rounding)
+    method = METHODS[group.rounding]
     wanted = source if factor is None else method.target(source, moments, recipe, factor)
     sizes = [len(weight) for weight in weights]
     scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)

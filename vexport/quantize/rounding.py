@@ -18,7 +18,7 @@ from vexport.formats.packing.base import Array
 from vexport.quantize.passage import Branch
 from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.two_streams import RoundingStream
-from vexport.rounding.methods import method_of
+from vexport.rounding.methods import METHODS
 from vexport.rounding.settings import WEIGHING_ROWS, Recipe, trial_rows
 from vexport.types import Calibration, FusionGroup, OnProgress, Plan
 from vexport.types.rounding import RoundingReport, Strength, knows_most
@@ -98,7 +98,7 @@ def _rounded(
     on_progress: OnProgress,
     weigh: Callable[[], TokenWeights],
 ) -> RoundingReport:
-    method = method_of(knows_most(group.rounding for group in stream.groups))
+    method = METHODS[knows_most(group.rounding for group in stream.groups)]
     text, held_out = trial_text(samples, stream.groups, held_out)
     recipes = method.recipes(layers=len(stream.layers), held_out=held_out)
     token_weights = _token_weights(recipes, folder, weigh)

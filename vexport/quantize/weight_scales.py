@@ -26,7 +26,7 @@ def search_scales(
     observers = []
     # What enters a layer that text should round, but that its streams do not reach, was not gathered.
     if group.observer in BY_IMPORTANCE and group.rounding != "nearest":
-        group = replace(group, observer=UNWEIGHTED)
+        group = replace(group, observer=UNWEIGHTED, observer_kwargs={})
     for member in group.members:
         weight = read_weight(reader, index.tensors[member.weight], member.part)
         importance = decoded(calibration.importance.get(member.name))
@@ -63,7 +63,7 @@ def observe_weight(
     # is that of the scale before it is rounded, as in compressed-tensors.
     if parameters["weight_scale"].in_model_dtype and group.observer not in MIN_MAX:
         args = replace(args, scale_dtype=str(stored))
-    observer = load_observer(group.observer, "weight", args)
+    observer = load_observer(group.observer, "weight", args, group.observer_kwargs)
     if importance is not None and isinstance(observer, IMatrixMSEObserver):
         observer.gathered = Importance(importance.to(weight.device), tokens=1)
     observer.forward(weight)

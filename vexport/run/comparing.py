@@ -9,7 +9,7 @@ from vexport.formats.schemes import KEEP
 from vexport.reports.comparison import compared_run, marked
 from vexport.run.scenario import run_scenario
 from vexport.run.serving import EngineOptions
-from vexport.scenario import Scenario
+from vexport.scenario import DEFAULT_OBSERVERS, Scenario
 from vexport.types import ComparedRun
 
 
@@ -46,7 +46,7 @@ def compare_schemes(
 def with_scheme(scenario: Scenario, scheme: str) -> Scenario:
     """The scenario with one scheme in the place of all that its rules name; what they keep is kept."""
     rules = tuple(
-        rule if rule.scheme == KEEP else rule.model_copy(update={"scheme": scheme, "observer": None})
+        rule if rule.scheme == KEEP else rule.model_copy(update={"scheme": scheme, **DEFAULT_OBSERVERS})
         for rule in scenario.rules
     )
     name = f"{scenario.name}-{scheme}"

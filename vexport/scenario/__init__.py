@@ -20,12 +20,13 @@ from vexport.scenario.evaluate import (
 from vexport.scenario.model import Scenario
 from vexport.scenario.problems import problems_at
 from vexport.scenario.reading import read_scenario
-from vexport.scenario.rules import AUTO, Auto, IgnoredLayers, Rule
-from vexport.scenario.scheme_keys import GroupSize, parse_group_size
+from vexport.scenario.rules import DEFAULT_OBSERVERS, Auto, IgnoredLayers, Rule
+from vexport.scenario.scheme_keys import AUTO, GroupSize, parse_group_size
 from vexport.scenario.serve import Serve
 
 __all__ = [
     "AUTO",
+    "DEFAULT_OBSERVERS",
     "DEFAULT_ALPHA",
     "DEFAULT_KL_LIMIT",
     "DEFAULT_KL_PROMPTS",

@@ -14,6 +14,7 @@ from pydantic import JsonValue, ValidationError
 
 from vexport.errors import InputError, InputErrors, nearest
 from vexport.formats.parsing import parse_args
+from vexport.formats.schemes import KEEP, get_scheme
 from vexport.scenario.reading import load_yaml
 from vexport.scenario.rules import IgnoredLayers, Rule
 from vexport.types import KvCache
@@ -53,8 +54,8 @@ _OF_GPTQ = ("dampening_frac", "actorder")
 # llm-compressor's default and ours (vexport.rounding.settings; a test holds them equal).
 GPTQ_DAMPING = 0.01
 _STATIC_ORDERS = (None, "static", "weight")
-# Its default for inputs gives the ranges of ours.
-_INPUT_OBSERVERS = (None, "minmax", "static_minmax", "memoryless_minmax")
+# How the ranges of keys and values are found here.
+_CACHE_OBSERVERS = (None, "static_minmax")
 Keys = Mapping[str, JsonValue]
 
 
@@ -158,9 +159,6 @@ def _unknown(modifier: _Modifier) -> Iterator[InputError]:
     if order not in _STATIC_ORDERS:
         need = "static or none: vLLM refuses groups in another order"
         yield modifier.problem("actorder", repr(order), need, "write static")
-    observers = _observers(modifier)
-    if observers.get("input") not in _INPUT_OBSERVERS:
-        yield modifier.problem("input_observer", repr(observers["input"]), "minmax", "remove it")
 
 
 def _observers(modifier: _Modifier) -> Mapping[str, JsonValue]:
@@ -184,14 +182,32 @@ def _rules(modifier: _Modifier, problems: list[InputError]) -> list[Rule]:
                 continue
             keys = {"match": target, **_common(modifier), **scheme}
             try:
-                rules.append(
-                    Rule.model_validate({key: each for key, each in keys.items() if each is not None})
-                )
+                rules.append(_rule(keys, _observers(modifier)["input"]))
             except ValidationError as error:
                 problems += [
-                    _of_pydantic(modifier, where, one["msg"], one["input"]) for one in error.errors()
+                    _of_pydantic(modifier, _place(modifier, where, one["loc"]), one["msg"], one["input"])
+                    for one in error.errors()
                 ]
     return sorted(rules, key=lambda rule: _breadth(rule.match))
+
+
+def _rule(keys: Keys, input_observer: JsonValue) -> Rule:
+    """The rule of these keys; an observer of inputs changes nothing where they are scaled as they come."""
+    given = {key: value for key, value in keys.items() if value is not None}
+    rule = Rule.model_validate(given)
+    if input_observer is None or rule.scheme == KEEP or not get_scheme(rule.scheme).args.calibrated:
+        return rule
+    return Rule.model_validate({**given, "input_observer": input_observer})
+
+
+def _place(modifier: _Modifier, where: str, loc: tuple[int | str, ...]) -> str:
+    """The key of the recipe that a rule's key comes from."""
+    first, rest = str(loc[0]) if loc else "", "".join(f".{part}" for part in loc[1:])
+    if first.endswith("observer_kwargs"):
+        part = "input_activations" if first.startswith("input") else "weights"
+        return f"{where}.{part}.observer_kwargs{rest}"
+    named = {"observer": "weight_observer", "input_observer": "input_observer"}.get(first, "")
+    return named if named in modifier.keys else where
 
 
 def _of_pydantic(modifier: _Modifier, where: str, message: str, value: object) -> InputError:
@@ -246,11 +262,10 @@ def _config_group(where: str, group: Keys, targets: list[str]) -> tuple[str, lis
 
 
 def _inputs(raw: JsonValue) -> JsonValue:
-    """Arguments of inputs without an observer that changes nothing here."""
-    if not isinstance(raw, dict):
+    """Arguments of inputs without an observer where they are scaled as they come."""
+    if not isinstance(raw, dict) or raw.get("dynamic") is not True:
         return raw
-    without = raw.get("dynamic") is True or raw.get("observer") in _INPUT_OBSERVERS
-    return {key: value for key, value in raw.items() if key != "observer" or not without}
+    return {key: value for key, value in raw.items() if key not in ("observer", "observer_kwargs")}
 
 
 def _scheme(name: str) -> str:
@@ -283,6 +298,9 @@ def _kv_cache(modifier: _Modifier, problems: list[InputError]) -> KvCache | None
     if isinstance(args, str):
         problems.append(modifier.problem("kv_cache_scheme", args, "quantization arguments", "correct them"))
         return None
+    if args.observer not in _CACHE_OBSERVERS or args.observer_kwargs:
+        need = "static_minmax, the range over all samples, which is all that vexport does for keys and values"
+        problems.append(modifier.problem("kv_cache_scheme.observer", repr(args.observer), need))
     kinds: dict[str, KvCache] = {"tensor": "fp8", "attn_head": "fp8_per_head"}
     is_fp8 = args.is_float and args.num_bits == 8 and args.symmetric and not args.dynamic
     if not is_fp8 or args.strategy not in kinds:

@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 
 from vexport.scenario.calibration import Calibration, Sensitivity
 from vexport.scenario.evaluate import Evaluate
-from vexport.scenario.rules import AUTO, Auto, Rule
+from vexport.scenario.rules import Auto, Rule
+from vexport.scenario.scheme_keys import AUTO
 from vexport.scenario.section import Section
 from vexport.scenario.serve import Serve
 from vexport.types import KvCache, OnUnsupportedShape

@@ -1,22 +1,29 @@
 """The rules of a scenario, and what `scheme: auto` among them chooses by."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Self, get_args
 
 from annotated_types import Gt, Lt
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from vexport.formats.schemes import KEEP, is_scheme, scheme_name, scheme_names
-from vexport.plugins import ROUNDINGS as PLUGIN_ROUNDINGS
-from vexport.plugins import plugins
-from vexport.scenario.scheme_keys import GroupSize, with_named_scheme
+from vexport.scenario.located import located_errors
+from vexport.scenario.observer_keys import keyword_problems, known_observer, observer_problems
+from vexport.scenario.scheme_keys import AUTO, GroupSize, with_named_scheme
 from vexport.scenario.section import Section, known_name
 from vexport.types import BudgetKind
+from vexport.types.observer_options import OptionValue
 from vexport.types.patterns import REFUSED
 from vexport.types.rounding import ROUNDINGS, Rounding
 
-# The scheme of a rule that leaves the choice to measured losses and a budget.
-AUTO = "auto"
+# What a rule says of observers where it names none.
+DEFAULT_OBSERVERS: Mapping[str, object] = {
+    "observer": None,
+    "observer_kwargs": {},
+    "input_observer": None,
+    "input_observer_kwargs": {},
+}
 
 
 class Rule(Section):
@@ -26,7 +33,8 @@ class Rule(Section):
     `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme `auto`
     chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs calibration text;
     without it weights of fewer than 8 bits are refitted where there is text. Without `observer` scales are
-    those that suit the rounding.
+    those that suit the rounding. `input_observer` is for static scales of inputs. Both are a name of
+    `vexport list observers` or package.module:Class; `..._kwargs` have their keywords.
 
     A scheme is its name, also with a `group_size` (channel: one scale a row), or `weights` and
     `input_activations` as compressed-tensors writes them. Once read, all are a name in `scheme`.
@@ -40,6 +48,9 @@ class Rule(Section):
     weights: dict[str, JsonValue] | None = Field(default=None, exclude=True)
     input_activations: dict[str, JsonValue] | None = Field(default=None, exclude=True)
     observer: str | None = None
+    observer_kwargs: dict[str, OptionValue] = Field(default_factory=dict)
+    input_observer: str | None = None
+    input_observer_kwargs: dict[str, OptionValue] = Field(default_factory=dict)
     rounding: Rounding | None = None
 
     @model_validator(mode="before")
@@ -65,7 +76,23 @@ class Rule(Section):
     @field_validator("rounding")
     @classmethod
     def _known_rounding(cls, value: str | None) -> str | None:
-        return None if value is None else known_name(value, (*ROUNDINGS, *plugins(PLUGIN_ROUNDINGS)))
+        return None if value is None else known_name(value, ROUNDINGS)
+
+    @field_validator("observer", "input_observer")
+    @classmethod
+    def _known_observer(cls, value: str | None) -> str | None:
+        return None if value is None else known_observer(value)
+
+    @model_validator(mode="after")
+    def _observers_fit(self) -> Self:
+        problems = [
+            *keyword_problems("observer_kwargs", self.observer, self.observer_kwargs),
+            *keyword_problems("input_observer_kwargs", self.input_observer, self.input_observer_kwargs),
+            *observer_problems(self.scheme, self.observer, self.input_observer),
+        ]
+        if problems:
+            raise located_errors(problems)
+        return self
 
 
 class Auto(Section):

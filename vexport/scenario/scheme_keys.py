@@ -7,13 +7,15 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError
 from vexport.formats.own_schemes import own_args
-from vexport.formats.schemes import is_scheme, named_scheme, scheme_name, with_group_size
+from vexport.formats.schemes import KEEP, is_scheme, named_scheme, scheme_name, with_group_size
 from vexport.scenario.located import located_errors
 
 GroupSize = int | Literal["channel"]
 SIZE, WEIGHTS, INPUTS = OWN_KEYS = ("group_size", "weights", "input_activations")
+# The scheme of a rule that leaves the choice to measured losses and a budget.
+AUTO = "auto"
 # Values of `scheme` that are no scheme.
-_NO_SCHEMES = ("keep", "auto")
+_NO_SCHEMES = (KEEP, AUTO)
 
 
 def parse_group_size(value: object) -> int | None:
@@ -48,7 +50,7 @@ def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValu
 def _with_arguments(
     given: Mapping[str, JsonValue], others: Mapping[str, JsonValue]
 ) -> Mapping[str, JsonValue]:
-    """`weights` and `input_activations` as the name that spells them; the weights' observer as the rule's."""
+    """`weights` and `input_activations` as the name that spells them; their observers as the rule's."""
     weights = given[WEIGHTS]
     if others.get("scheme") is not None:
         need = "a scheme, or weights with the arguments themselves"
@@ -63,8 +65,13 @@ def _with_arguments(
     except InputError as error:
         need = f"{error.need} (these are: {error.got})"
         raise located_errors([((WEIGHTS,), weights, need, error.fix)]) from None
-    observer = weights.get("observer") if isinstance(weights, dict) else None
-    return {**({"observer": observer} if observer else {}), **others, "scheme": name}
+    return {**_observers(weights, ""), **_observers(given.get(INPUTS), "input_"), **others, "scheme": name}
+
+
+def _observers(args: JsonValue, prefix: str) -> dict[str, JsonValue]:
+    """The keys of a rule for the observer that arguments name, and its keywords."""
+    own = args if isinstance(args, dict) else {}
+    return {f"{prefix}{key}": own[key] for key in ("observer", "observer_kwargs") if own.get(key)}
 
 
 def _sized(size: JsonValue, scheme: JsonValue) -> JsonValue:

@@ -79,7 +79,7 @@ def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> Sensitivity 
         for one in group.schemes
     }
     needed = {
-        (layer_group.name, one.scheme, one.groups[0].observer, one.groups[0].rounding, one.num_bytes)
+        (layer_group.name, one.scheme, one.groups[0].observers, one.groups[0].rounding, one.num_bytes)
         for layer_group in layer_groups
         for one in layer_group.options
     }

@@ -16,7 +16,7 @@ from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan import Settings, build_plan, group_layout, output_bytes, require_accepted
 from vexport.plan.shapes import KEPT
-from vexport.scenario import AUTO, Auto, Rule
+from vexport.scenario import AUTO, DEFAULT_OBSERVERS, Auto, Rule
 from vexport.types import Finding, FusionGroup, Plan
 
 # What a group is promoted to, step by step: FP8 that needs no calibration, then its own dtype.
@@ -68,7 +68,7 @@ class LayerGroup:
     def rules(self, scheme: str) -> Iterator[Rule]:
         """Rules that give this layer group a scheme and touch no other."""
         own = next((option.groups[0] for option in self.options if option.scheme == scheme), None)
-        how = {"observer": own.observer, "rounding": own.rounding} if own else {}
+        how = _how(own) if own else {}
         is_experts = moe_layer(self.layers[0]) is not None
         matches = (rf"re:{re.escape(self.name)}\.\d+\.",) if is_experts else self.layers
         for match in matches:
@@ -151,11 +151,17 @@ def _with(rules: Sequence[Rule], scheme: str) -> list[Rule]:
     return [rule.model_copy(update={"scheme": scheme}) if rule.scheme == AUTO else rule for rule in rules]
 
 
+def _how(group: FusionGroup) -> dict[str, object]:
+    """The keys of a rule that treats layers as a group is treated, but for its scheme."""
+    keys = ("observer", "observer_kwargs", "input_observer", "input_observer_kwargs", "rounding")
+    return {key: getattr(group, key) for key in keys}
+
+
 def _promoted(rule: Rule) -> Rule:
     """The rule with the first step of the ladder in the place of any scheme."""
     if rule.scheme == KEEP:
         return rule
-    return rule.model_copy(update={"scheme": LADDER[0], "observer": None, "rounding": None})
+    return rule.model_copy(update={"scheme": LADDER[0], **DEFAULT_OBSERVERS, "rounding": None})
 
 
 def _by_layer_group(plan: Plan) -> dict[str, Groups]:

@@ -209,7 +209,7 @@ def _scheme(layer_group: LayerGroup, scheme: str, losses: Losses, scales: Mappin
     price = scales[one.depth]
     return SchemeLoss(
         scheme=scheme,
-        observer=option.groups[0].observer,
+        observer=option.groups[0].observers,
         num_bytes=option.num_bytes,
         estimate=price * one.error if one.error or one.loss is None else one.loss,
         measured=one.loss,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 class CalibrationData:
     """A set of calibration text and how it is read.
 
-    `name` is a file, a folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of the hub, `default` or the name of an
-    entry point. `column` holds the text or the turns; without it the usual names are tried. With `seed` rows
-    are shuffled. `pack` joins rows into samples of exactly `seq_len` tokens; None packs plain text alone.
+    `name` is a file, a folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of the hub or `default`. `column` holds
+    the text or the turns; without it the usual names are tried. With `seed` rows are shuffled. `pack` joins
+    rows into samples of exactly `seq_len` tokens; None packs plain text alone.
     """
 
     name: str

@@ -1,9 +1,11 @@
 """What becomes of every tensor of a checkpoint."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vexport.types.findings import Finding
+from vexport.types.observer_options import OptionValue
 from vexport.types.rounding import Rounding
 from vexport.types.tensors import WeightPart
 
@@ -32,7 +34,8 @@ class FusionGroup:
     """Linear layers that vLLM runs as one parameter and that therefore share scales per tensor.
 
     `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`); a group of one
-    member carries that member's name.
+    member carries that member's name. `observer` finds the ranges of the weights, `input_observer` those of
+    inputs with static scales, where a rule names one.
     """
 
     name: str
@@ -40,6 +43,22 @@ class FusionGroup:
     observer: str
     members: tuple[LinearPlan, ...]
     rounding: Rounding = "nearest"
+    observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
+    input_observer: str | None = None
+    input_observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
+
+    @property
+    def observers(self) -> str:
+        """What finds the ranges, with the keywords that a rule gives: `mse(norm=2.0), inputs minmax`."""
+        weights = _called(self.observer, self.observer_kwargs)
+        if self.input_observer is None:
+            return weights
+        return f"{weights}, inputs {_called(self.input_observer, self.input_observer_kwargs)}"
+
+
+def _called(name: str, keywords: Mapping[str, OptionValue]) -> str:
+    given = ", ".join(f"{keyword}={value}" for keyword, value in sorted(keywords.items()))
+    return f"{name}({given})" if given else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

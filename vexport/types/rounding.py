@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from vexport.types.calibration import KeyValueRanges
 
-# The name of a way of rounding: vexport's own, of which the later ones know more, or another package's.
+# The name of a way of rounding, of which the later ones know more.
 Rounding = str
 SUMMARIES: Mapping[Rounding, str] = {
     "nearest": "Each value becomes the nearest number; needs no text",
@@ -16,8 +16,8 @@ ROUNDINGS = tuple(SUMMARIES)
 
 
 def knows_most(names: Iterable[Rounding]) -> Rounding:
-    """The way of rounding whose recipes the others take part in: another package's before vexport's own."""
-    return max(names, key=lambda name: ROUNDINGS.index(name) if name in ROUNDINGS else len(ROUNDINGS))
+    """The way of rounding whose recipes the others take part in."""
+    return max(names, key=ROUNDINGS.index)
 
 
 def is_refit(name: Rounding) -> bool:

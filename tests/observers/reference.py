@@ -7,12 +7,43 @@ utils/helpers.py (calculate_qparams, generate_gparam), utils/mxfp_utils.py and l
 import torch
 
 from vexport.numerics.constants import E4M3_EPS, GLOBAL_SCALE_NUMERATOR
-from vexport.observers.args import ObserverArgs, is_float, is_mx, plain
+from vexport.observers.args import ObserverArgs, is_float, is_mx, plain, strategy_of
+from vexport.observers.flatten import flatten_for_calibration
 from vexport.observers.qparams import mx_scale, quantized_range
 from vexport.observers.rounding import round_to_format
-from vexport.observers.search import Search
+from vexport.observers.search import Search, search_of
+from vexport.types.observer_names import OBSERVERS
+from vexport.types.observer_options import ImportanceOptions, SearchOptions
 
 Range = tuple[torch.Tensor, torch.Tensor]
+
+
+def range_of_weight(
+    name: str, weight: torch.Tensor, args: ObserverArgs, importance: torch.Tensor | None = None
+) -> Range:
+    """What the peer's observer of that name takes for the range of a weight, with its own defaults.
+
+    `importance` (columns,) is the mean square of each column.
+    """
+    observations, options = flatten_for_calibration(weight, "weight", args), OBSERVERS[name].options
+    if not isinstance(options, SearchOptions):
+        return range_of_observations(observations)
+    steps = int(options.maxshrink * options.grid)
+    if not isinstance(options, ImportanceOptions):
+        return grid_search(observations, args, search_of(options, steps), None, float32_error=False)
+    if importance is not None:
+        row = importance.float() / (importance.float().mean() + torch.finfo(torch.float32).tiny)
+        importance = flatten_for_calibration(row.unsqueeze(0), "weight", args)
+    search = search_of(options, max(1, steps) + 1)
+    return grid_search(observations, args, search, importance, float32_error=True)
+
+
+def qparams_of_weight(low: torch.Tensor, high: torch.Tensor, args: ObserverArgs) -> dict[str, torch.Tensor]:
+    """Scale, zero point and, for strategy tensor_group, global scale of one weight's ranges."""
+    shared = global_scale_of(low, high) if strategy_of(args) == "tensor_group" else None
+    scale, zero_point = scale_and_zero_point(low, high, args, shared, dtype_named(args.scale_dtype))
+    found = {"scale": scale, "zero_point": zero_point}
+    return found if shared is None else {**found, "global_scale": shared}
 
 
 def range_of_observations(observations: torch.Tensor) -> Range:
