@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.models import quantize, save_llama, write_calibration
-from vexport.engine.session import engines_share_imports
 
 
 def pytest_configure() -> None:
@@ -21,19 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start engines come first: a worker takes a file at a time and should end with short ones."""
     engines = {item.path for item in items if item.get_closest_marker("vllm")}
     items.sort(key=lambda item: item.path not in engines)
-
-
-@pytest.fixture(scope="session")
-def vllm_imported_once() -> Iterator[None]:
-    """All engines are forks of one process that has imported vLLM, as those of one `vexport run` are."""
-    with engines_share_imports():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _engine(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("vllm"):
-        request.getfixturevalue("vllm_imported_once")
 
 
 @pytest.fixture

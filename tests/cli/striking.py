@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vexport.engine.forks import ADDRESS
-
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 RESUME = "error: Interrupted. Run the same command again to resume"
 
@@ -51,7 +49,7 @@ def strike(
     With `until` after a line on stderr that begins so; it is sent `times` times.
     """
     temporary = Path(tempfile.mkdtemp(prefix="struck-"))
-    environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
+    environment = dict(os.environ)
     process = subprocess.Popen(
         [sys.executable, "-m", "vexport", *map(str, arguments)],
         stdout=subprocess.PIPE,

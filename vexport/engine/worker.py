@@ -8,7 +8,6 @@ import faulthandler
 import importlib
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -24,10 +23,8 @@ from pydantic import JsonValue, ValidationError
 
 from vexport.engine.cpu import cpu_defaults, prepare_cpu
 from vexport.engine.failures import one_line
-from vexport.engine.kept import KeptParts
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
-from vexport.engine.process import TEMPORARY
-from vexport.engine.strays import MARK, OWNER, end_strays, has_ended
+from vexport.engine.process import PROGRESS_FD
 from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
 from vexport.scenario.serve import EngineArguments
@@ -36,7 +33,6 @@ from vexport.types import OnProgress
 if TYPE_CHECKING:
     from vllm import LLM
 
-_PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _MOST_MESSAGE = 1000
 CPU = "cpu"
 # For vLLM to raise by itself that its core has ended.
@@ -152,32 +148,26 @@ def run(
 
 
 def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnProgress) -> SessionResult:
-    """Everything but the tasks; not what an interrupted session was told already."""
+    """Everything but the tasks."""
     from vexport.engine.describe import describe
     from vexport.engine.generate import run_canaries, write_logprobs, write_text_scores
 
     start = result.seconds["load"]
     result = replace(result, engine=describe(llm, request.arguments, start_seconds=start))
-    kept = KeptParts(request, result)
+    seconds = dict(result.seconds)
     if request.canaries:
-        if not kept.canaries:
-            start = time.monotonic()
-            canaries = run_canaries(llm, request, report)
-            kept.keep({"canaries": time.monotonic() - start}, canaries=canaries)
-        result = replace(result, canaries=kept.canaries)
+        start = time.monotonic()
+        result = replace(result, canaries=run_canaries(llm, request, report))
+        seconds["canaries"] = time.monotonic() - start
     if request.logprob_prompts and (file := request.logprobs_file) is not None:
-        if not kept.has(file):
-            start = time.monotonic()
-            write_logprobs(llm, request.logprob_prompts, file, report)
-            kept.keep({"logprobs": time.monotonic() - start}, file=file)
-        result = replace(result, logprobs_file=file)
+        start = time.monotonic()
+        write_logprobs(llm, request.logprob_prompts, file, report)
+        result, seconds["logprobs"] = replace(result, logprobs_file=file), time.monotonic() - start
     if request.text and (file := request.text_file) is not None:
-        if not kept.has(file):
-            start = time.monotonic()
-            write_text_scores(llm, request.text, file, report)
-            kept.keep({"text": time.monotonic() - start}, file=file)
-        result = replace(result, text_file=file)
-    return replace(result, seconds={**result.seconds, **kept.seconds})
+        start = time.monotonic()
+        write_text_scores(llm, request.text, file, report)
+        result, seconds["text"] = replace(result, text_file=file), time.monotonic() - start
+    return replace(result, seconds=seconds)
 
 
 def build_engine(arguments: EngineArguments, platform: str, replicas: int = 1) -> "LLM":
@@ -243,7 +233,7 @@ def input_problem(error: VexportError) -> InputProblem:
 
 def reporter() -> OnProgress:
     """Progress as JSON lines on the descriptor that the parent named; to nowhere without one."""
-    name = os.environ.pop(_PROGRESS_FD, None)
+    name = os.environ.pop(PROGRESS_FD, None)
     if name is None:
         return lambda stage, done, total: None
     descriptor = int(name)
@@ -256,22 +246,11 @@ def _write(descriptor: int, line: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Our stdin is a pipe that its owner holds: when it closes, the whole process group ends.
-
-    An owner that was killed has left the folders of the session and of its log: they go too, and what left
-    the group.
-    """
-    session = Path(sys.argv[1]).resolve().parent if len(sys.argv) > 1 else Path()
-    log, state = Path(f"/proc/{os.getpid()}/fd/1").resolve().parent, os.fstat(1)
+    """Our stdin is a pipe that our parent holds: when it closes, the whole process group ends."""
 
     def watch() -> None:
         while os.read(0, 1):
             pass
-        if has_ended(os.environ.get(OWNER, "")):
-            end_strays(os.environ.get(MARK, ""), state, spare=os.getpgid(0))
-            for folder in (session, log):
-                if folder.parent == session.parent and TEMPORARY.fullmatch(folder.name):
-                    shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from vexport.engine.session import engines_share_imports
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.formats.schemes import KEEP
 from vexport.reports.comparison import compared_run, marked
@@ -13,7 +12,6 @@ from vexport.scenario import DEFAULT_OBSERVERS, Scenario
 from vexport.types import ComparedRun
 
 
-@engines_share_imports()
 def compare_schemes(
     scenarios: Mapping[str, Scenario], folder: Path, options: EngineOptions, *, overwrite: bool
 ) -> tuple[tuple[ComparedRun, ...], tuple[VexportError, ...]]:

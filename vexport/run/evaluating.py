@@ -8,7 +8,6 @@ from pathlib import Path
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
-from vexport.engine.session import engines_share_imports
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import read_accepted
 from vexport.evaluation.prompting import lm_eval_settings
@@ -87,7 +86,6 @@ class EvalJob:
         return _named({"--output": self.folder, "--accept": self.accept})
 
 
-@engines_share_imports()
 def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
     """Score a checkpoint and its baseline and decide; lm-eval's files and vLLM's logs go to the folder.
 

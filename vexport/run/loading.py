@@ -7,7 +7,7 @@ from pathlib import Path
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
-from vexport.engine.session import EngineFault, engines_share_imports, log_folder, require_vllm
+from vexport.engine.session import EngineFault, log_folder, require_vllm
 from vexport.errors import VexportError
 from vexport.errors.extras import unforeseen
 from vexport.run.serving import EngineOptions, serve_model
@@ -15,7 +15,6 @@ from vexport.scenario.serve import Serve
 from vexport.types import ENGINE_CHECK, EngineMode, Finding, LoadReport
 
 
-@engines_share_imports()
 def load_checkpoints(
     names: Sequence[str],
     pythons: Sequence[Path | None],

@@ -6,7 +6,7 @@ from pathlib import Path
 from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.source import require_source
 from vexport.engine.arguments import require_arguments
-from vexport.engine.session import engines_share_imports, require_vllm
+from vexport.engine.session import require_vllm
 from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate, written_alone
 from vexport.run.attempts import BASELINE_STAGES
@@ -20,7 +20,6 @@ from vexport.scenario import Scenario
 from vexport.types import Report
 
 
-@engines_share_imports()
 def run_scenario(
     scenario: Scenario,
     folder: Path,

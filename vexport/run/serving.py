@@ -9,7 +9,6 @@ from pathlib import Path
 from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import folder_digest
 from vexport.engine.environment import NONE, answer_environment
-from vexport.engine.kept import FILE as KEPT
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
@@ -27,7 +26,6 @@ from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import atomic_path, digest_bytes, to_json, write_text
 from vexport.outputs import NamedPath
 from vexport.run.directory import value_digest
-from vexport.run.held_out import FILE as TEXT_SCORES
 from vexport.run.held_out import KL_TOKENS, read_rows, with_text
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import EngineArguments, Serve
@@ -39,7 +37,7 @@ TASKS_WORKER = "vexport.evaluation.worker"
 LOGPROBS = "logprobs.safetensors"
 BASELINE = "baseline"
 CANDIDATE = "candidate"
-_TOLD = frozenset({ANSWERS, KEPT, LOGPROBS, TEXT_SCORES})
+_TOLD = frozenset({ANSWERS})
 PLAIN = LmEvalSettings()
 
 

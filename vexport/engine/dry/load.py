@@ -64,7 +64,7 @@ def dry_loads(
             vllm_python=vllm_python,
             extra=NO_EMULATION,
             on_progress=on_progress,
-            server="dry",
+            may_fork=False,  # a fork has the CPU for its device
         )
     return [
         judge(str(checkpoint), result.vllm, found, require)
