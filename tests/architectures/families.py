@@ -249,6 +249,7 @@ FAMILIES: Mapping[str, Family] = {
             "first_k_dense_replace": 1,
             "n_group": 1,
             "topk_group": 1,
+            "use_qk_norm": False,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,

@@ -24,7 +24,7 @@ def group(name: str, *targets: str) -> ConfigGroup:
 
 def chosen(unit: str, members: tuple[str, ...], *groups: ConfigGroup) -> str | None:
     """The name of the group that a unit gets."""
-    found = group_for(unit, members, targets_of(groups), LLAMA)
+    found = group_for(unit, members, targets_of(groups), LLAMA, table=LLAMA.is_table(unit))
     return found.name if found else None
 
 

@@ -1,9 +1,10 @@
 """Which layers of a checkpoint vLLM runs as one, by their names alone."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vexport.architectures import Architecture
+from vexport.types.patterns import matches
 
 EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")
 
@@ -42,6 +43,21 @@ def looked_up(name: str, members: Sequence[str], architecture: Architecture) -> 
     fused = len(members) > 1 and last_part in architecture.resolved
     parts = architecture.fused.get(last_part, ()) if fused else ()
     return tuple(f"{prefix}{dot}{part}" for part in parts) or tuple(members)
+
+
+def also_asked(
+    name: str, members: Sequence[str], entries: Sequence[str], architecture: Architecture
+) -> Iterator[str]:
+    """The entry for the name under which vLLM asks for a module, where none of its entries means that."""
+    asked, renamed = architecture.asked_name(name), [architecture.matched(entry) for entry in entries]
+    parts = {architecture.asked_name(member) for member in members}
+    if moe_layer(members[0]) or all(any(matches(entry, part) for entry in renamed) for part in parts):
+        return
+    if not any(matches(entry, asked) for entry in renamed):
+        holder, dot, _ = name.rpartition(".")
+        choices = (f"{holder}{dot}{asked.rpartition('.')[2]}", asked)
+        exact = (choice for choice in choices if asked and architecture.matched(choice) == asked)
+        yield next(exact, f"re:{re.escape(asked)}$")
 
 
 def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str, ...]]:

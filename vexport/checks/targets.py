@@ -15,7 +15,6 @@ from vexport.formats import PACKED
 from vexport.formats.arguments import described
 from vexport.formats.partition import is_head
 from vexport.numerics.constants import INT32_BITS
-from vexport.plan import is_embedding
 from vexport.types import Finding
 from vexport.version import short_version
 
@@ -38,7 +37,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 fix=f"list all of them in {_list(view)}, or none",
             )
             continue
-        table = is_embedding(fused.name) and fused.is_quantized
+        table = view.architecture.is_table(fused.name) and fused.is_quantized
         yield from _quantized_table(view, fused) if table else _agreement(view, fused)
     yield from _experts(view)
     yield from _embeddings(view)
@@ -54,7 +53,7 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
     """Tables that a target matches: vLLM quantizes them too, to integers (get_quant_method)."""
     for tensor in view.index.tensors.values():
         module, _, parameter = tensor.name.rpartition(".")
-        if parameter != "weight" or len(tensor.shape) != 2 or not is_embedding(module):
+        if parameter != "weight" or len(tensor.shape) != 2 or not view.architecture.is_table(module):
             continue
         group = view.group_of(FusedLinear(name=module, members={module: {parameter: tensor}}))
         if group is not None:

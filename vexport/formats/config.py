@@ -7,7 +7,7 @@ from dataclasses import replace
 from pydantic import TypeAdapter
 
 from vexport.architectures import Architecture, get_architecture
-from vexport.architectures.fusion import looked_up, moe_layer
+from vexport.architectures.fusion import also_asked, looked_up, moe_layer
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.formats.partition import EXPERT, is_head
@@ -55,7 +55,8 @@ def targets_of(groups: Sequence[FusionGroup], architecture: Architecture, *, alo
     """What vLLM resolves to these layers and no others.
 
     A fused module that its quantization config does not take apart (not in `resolved`, see `Architecture`)
-    is named itself as well; of one that it does, all parts are named, also those that no tensor has.
+    is named itself as well; of one that it does, all parts are named, also those that no tensor has. What
+    vLLM asks for by another name than the file has is named by that, too.
     A quantized output head is named by a pattern, as vLLM may know it by a longer name than the checkpoint
     (`language_model.lm_head`) and translates only names with a dot.
     """
@@ -69,10 +70,11 @@ def targets_of(groups: Sequence[FusionGroup], architecture: Architecture, *, alo
 
 def _names(group: FusionGroup, architecture: Architecture) -> Iterator[str]:
     members = [member.name for member in group.members]
-    yield from looked_up(group.name, members, architecture)
+    names = [*looked_up(group.name, members, architecture)]
     fused = len(members) > 1 and moe_layer(members[0]) is None
     if fused and group.name.rpartition(".")[2] not in architecture.resolved:
-        yield group.name
+        names.append(group.name)
+    yield from (*names, *also_asked(group.name, members, names, architecture))
 
 
 def _experts_together(names: Iterable[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from vexport.plan.blocks import blocks, group_layout, output_blocks, output_bytes
 from vexport.plan.build import Settings, build_plan, require_accepted
-from vexport.plan.linears import find_linears, is_embedding
+from vexport.plan.linears import find_linears
 from vexport.plan.rules import matches
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "build_plan",
     "find_linears",
     "group_layout",
-    "is_embedding",
     "matches",
     "output_blocks",
     "output_bytes",

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from vexport.architectures.fusion import looked_up, moe_layer
+from vexport.architectures.fusion import also_asked, looked_up, moe_layer
 from vexport.formats.partition import HEADS, is_head
 from vexport.plan.linears import STACK, Names
 
@@ -27,6 +27,7 @@ def ignored(
       it does, all parts are named, also those that no tensor has (values that are the keys).
     - A layer that predicts further tokens, run by another class that may take no fused module apart and name
       it otherwise (Glm4MoeMTP, Step3p5MTP), is kept by one pattern.
+    - What vLLM asks for by another name than the file has is named by that, too.
     """
     linears = [member for members in modules.values() for member in members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
@@ -37,19 +38,19 @@ def ignored(
         if all(member in kept for member in members):
             outside, draft = _outside(name, stacks), names.draft_layer(name)
             if draft is not None and draft not in partly:
-                found = _below(draft, r"\..*", names, quantized)
+                found = tuple(_below(draft, r"\..*", names, quantized))
             elif outside is not None and not _matches_any(outside, quantized):
-                found = iter((f"re:{outside}",))
+                found = (f"re:{outside}",)
             else:
-                found = _patterns(name, members, names, quantized)
-            patterns.update(dict.fromkeys(found))
+                found = tuple(_patterns(name, members, names, quantized))
+            patterns.update(dict.fromkeys((*found, *also_asked(name, members, found, names.architecture))))
     for tensor in opaque:
         patterns.update(dict.fromkeys(_unknown(tensor, names, quantized)))
     return tuple(patterns)
 
 
 def _quantized_names(modules: Mapping[str, Sequence[str]], kept: Set[str], names: Names) -> tuple[str, ...]:
-    """What must not be matched: quantized layers by the checkpoint's names and vLLM's, one expert of all."""
+    """What must not be matched: quantized layers by all of their names, one expert of all."""
     quantized = (
         module
         for name, members in modules.items()
@@ -57,7 +58,8 @@ def _quantized_names(modules: Mapping[str, Sequence[str]], kept: Set[str], names
         for module in (name, *members)
     )
     found = dict.fromkeys(map(_of_one_expert, quantized))
-    return tuple(dict.fromkeys((*found, *map(names.vllm_name, found))))
+    asked = map(names.architecture.asked_name, found)
+    return tuple(dict.fromkeys((*found, *map(names.vllm_name, found), *asked)))
 
 
 def _of_one_expert(module: str) -> str:

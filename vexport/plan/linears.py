@@ -7,6 +7,8 @@ from typing import Literal
 
 from vexport.architectures import Architecture
 from vexport.architectures.fusion import moe_layer
+from vexport.architectures.modules import NUMBER as NUMBER
+from vexport.architectures.modules import STACK as STACK
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
@@ -17,9 +19,6 @@ from vexport.types import LinearPlan, TensorInfo, WeightPart
 # config, or as experts of the class's own.
 Place = Literal["decoder", "outside", "unquantizable"]
 
-# Numbers of layers and experts in a name.
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
-STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 # Layers that predict tokens further ahead; transformers drops them, vLLM drafts with them.
 PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_block|mtp_layers)\b")
 SMALL_BUT_DECISIVE = re.compile(
@@ -50,7 +49,8 @@ class Names:
         last_part = module.rpartition(".")[2]
         routed = moe_layer(module) is not None
         kept = (*self.architecture.unquantized, *self.architecture.routers)
-        if self.architecture.experts is None if routed else last_part in kept:
+        plain = last_part in kept or self.architecture.kind(module) == "plain"
+        if self.architecture.experts is None if routed else plain:
             return "unquantizable"
         return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module) else "outside"
 
@@ -75,15 +75,8 @@ class Names:
         return not inside or vllm_name.startswith(tuple(f"{attribute}." for attribute in inside))
 
     def vllm_name(self, module: str) -> str:
-        """vLLM's name of a module (`WeightsMapper.map_name`, vllm/model_executor/models/utils.py)."""
-        name, renames = f"{module}.weight", self.architecture.renames
-        for pattern, new in renames.regex.items():
-            name = re.sub(pattern, new, name)
-        for old, new in renames.substr.items():
-            name = name.replace(old, new, 1)
-        for old, new in renames.prefix.items():
-            name = new + name[len(old) :] if name.startswith(old) else name
-        return name.removesuffix(".weight")
+        """vLLM's name of a module."""
+        return self.architecture.vllm_name(module)
 
 
 def names_of(index: SourceIndex, architecture: Architecture) -> Names:
@@ -118,7 +111,7 @@ def find_linears(index: SourceIndex, names: Names) -> Iterator[LinearPlan]:
         module, _, last_part = tensor.name.rpartition(".")
         if tensor.dtype not in FLOATING:
             continue
-        if last_part == "weight" and len(tensor.shape) == 2 and not is_embedding(module):
+        if last_part == "weight" and len(tensor.shape) == 2 and not names.architecture.is_table(module):
             yield _linear(tensor, module, names)
         elif len(tensor.shape) == 3 and names.experts_known:
             yield from _stacked_experts(tensor, names)
@@ -130,16 +123,6 @@ def _linear(tensor: TensorInfo, module: str, names: Names) -> LinearPlan:
     rows, columns = tensor.shape[::-1] if turned else tensor.shape
     part = WeightPart(expert=0, transposed=True, start=0, stop=rows) if turned else None
     return LinearPlan(name=module, weight=tensor.name, out_features=rows, in_features=columns, part=part)
-
-
-def is_embedding(module: str) -> bool:
-    """Whether a module with a two-dimensional weight is a table of embeddings by its name."""
-    last_part = module.rpartition(".")[2]
-    return (
-        last_part.startswith("embed")
-        and last_part != "embed_out"
-        or last_part in ("wte", "wpe", "word_embeddings", "pos_embed")
-    )
 
 
 def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:

@@ -10,7 +10,7 @@ from vexport.formats.partition import is_head
 from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import quantized_bytes
 from vexport.plan.estimates import Samples, estimates
-from vexport.plan.linears import NUMBER, is_embedding, is_unknown_experts, names_of
+from vexport.plan.linears import NUMBER, is_unknown_experts, names_of
 from vexport.plan.needs import calibration_need
 from vexport.types import KeptShare, Outlook, Plan
 
@@ -65,7 +65,7 @@ def _kept(index: SourceIndex, plan: Plan) -> tuple[KeptShare, ...]:
         tensor, module = index.tensors[name], name.rpartition(".")[0]
         if module in reasons:
             reason = reasons[module]
-        elif is_embedding(module):
+        elif names.architecture.is_table(module):
             reason = "embeddings, also the output head" if tied else "embeddings"
         elif is_unknown_experts(tensor, names):
             reason = "experts that vLLM loads in no quantized form"

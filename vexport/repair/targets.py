@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.quantization import KEY
 from vexport.checks.vllm.layers import fits, layers_of
-from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, matches_any
+from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear
 from vexport.formats.config import targets_of
 from vexport.formats.partition import is_head
 from vexport.plan.ignore import ignored
@@ -42,11 +42,11 @@ def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
     quantized = [layer.name for layer in layers if layer.is_quantized]
     kept: dict[str, None] = {}
     for entry in view.ignore:
-        if not any(matches_any(name, [entry]) for name in quantized):
+        if not any(view.is_ignored(name, [entry]) for name in quantized):
             kept[entry] = None
             continue
         plain = (each.name for each in layers if not each.is_quantized and moe_layer(each.name) is None)
-        kept.update(dict.fromkeys(name for name in plain if matches_any(name, [entry])))
+        kept.update(dict.fromkeys(name for name in plain if view.is_ignored(name, [entry])))
     return tuple(kept)
 
 
@@ -79,7 +79,7 @@ def _unquantized(view: CheckpointView) -> Iterator[str]:
     """What ignore lacks: unquantized layers that a target covers, or of which ignore names only some."""
     missing: set[str] = set()
     for fused in view.fused_linears:
-        named = {matches_any(name, view.ignore) for name in view.lookup_names(fused)}
+        named = {view.matched_ignore.match(name) for name in view.lookup_names(fused)}
         if not fused.is_quantized and (view.group_of(fused) is not None or len(named) > 1):
             missing.update(fused.members)
     modules = {fused.name: tuple(fused.members) for fused in view.fused_linears}

@@ -36,16 +36,17 @@ def beyond(
 
 
 def not_finite(view: CheckpointView, check: str) -> Iterator[Finding]:
-    """NaN and infinity in payloads of e4m3 and in what is not quantized."""
+    """NaN and infinity in payloads of e4m3 and in what is not quantized; a single number without a dimension
+    may be a bound, which is infinite where nothing is clipped (input_max of Gemma 4's towers)."""
     for tensor in view.index.tensors.values():
         if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in (*NOT_FINITE, "F32"):
             continue
-        bad = _count_not_finite(view, tensor)
+        bad = _count_not_finite(view, tensor) if tensor.shape else _is_nan(view, tensor)
         if bad:
             yield error(
                 check,
                 tensor.name,
-                expected="finite values",
+                expected="finite values" if tensor.shape else "a number",
                 got=f"{bad} values NaN or infinite",
                 fix="export again, and look at this tensor in the source",
             )
@@ -66,6 +67,13 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
             view.reader.release([tensor])
     view.reader.release([tensor])
     return bad
+
+
+def _is_nan(view: CheckpointView, tensor: TensorInfo) -> int:
+    size = BITS[tensor.dtype] // 8
+    code = int.from_bytes(view.reader.raw(tensor)[:size], "little")
+    mask = NOT_FINITE.get(tensor.dtype, 0x7F800000)
+    return int(code % (1 << 8 * size - 1) >= mask + (tensor.dtype != "F8_E4M3"))  # which has no infinity
 
 
 def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:

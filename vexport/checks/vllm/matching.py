@@ -12,7 +12,6 @@ from vexport.architectures import Architecture
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.formats.partition import is_head
-from vexport.plan import is_embedding
 from vexport.types.patterns import REGEX, Patterns, matches
 
 HEAD_CLASS = "ParallelLMHead"
@@ -56,7 +55,7 @@ def ignored(
 
 
 def group_for(
-    fused: str, members: Sequence[str], targets: Targets, architecture: Architecture
+    fused: str, members: Sequence[str], targets: Targets, architecture: Architecture, *, table: bool
 ) -> ConfigGroup | None:
     """The config group of a layer that is not ignored: by its name, by all members' names, by its class."""
     projection, routed = fused.rpartition(".")[2], moe_layer(members[0]) is not None
@@ -68,7 +67,8 @@ def group_for(
         return group
     if routed and LINEAR in targets and EXPERTS_CLASS not in targets:
         targets = {**targets, EXPERTS_CLASS: targets[LINEAR]}
-    return _of_class(_class_of(projection, members, architecture), targets)
+    kind = EMBEDDING_CLASS if table else _class_of(projection, members, architecture)
+    return _of_class(kind, targets)
 
 
 def group_for_table(targets: Targets) -> ConfigGroup | None:
@@ -98,8 +98,6 @@ def _class_of(projection: str, members: Sequence[str], architecture: Architectur
     """The name of vLLM's class of a layer, as far as its name tells."""
     if is_head(projection):
         return HEAD_CLASS
-    if is_embedding(projection):
-        return EMBEDDING_CLASS
     if moe_layer(members[0]) is not None:
         return EXPERTS_CLASS
     if projection in architecture.row_parallel:

@@ -1,7 +1,7 @@
 """A checkpoint as the checks see it: its tensors by layer, and how vLLM reads its quantization config."""
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,7 +25,6 @@ from vexport.checks.vllm.quant_methods import METHODS, MethodGroup, Model, Quant
 from vexport.checks.vllm.target import ANY, Target
 from vexport.formats.parsing import parse_args as parse_args
 from vexport.formats.partition import is_head
-from vexport.plan import is_embedding
 from vexport.types import Finding, Json, TensorInfo
 from vexport.types.patterns import Patterns
 from vexport.version import PINNED, short_version
@@ -206,6 +205,15 @@ class CheckpointView:
         return Patterns(tuple(map(str, ignore)) if isinstance(ignore, (list, str)) else ())
 
     @cached_property
+    def matched_ignore(self) -> Patterns:
+        """`ignore` as vLLM compares it with its own names."""
+        return Patterns(map(self.architecture.matched, self.ignore))
+
+    def is_ignored(self, module: str, entries: Iterable[str]) -> bool:
+        """Whether any of some entries of `ignore` means a module by the name that vLLM has for it."""
+        return matches_any(self.architecture.asked_name(module), [*map(self.architecture.matched, entries)])
+
+    @cached_property
     def transforms(self) -> tuple[OnlineTransform, ...]:
         """The rotations that are left to the running model."""
         return online_transforms(self.quantization)
@@ -220,7 +228,7 @@ class CheckpointView:
         """All linear layers, joined as vLLM joins them, in the order of the tensors."""
         modules = {
             name: parameters
-            for name, parameters in linear_modules(self.index).items()
+            for name, parameters in linear_modules(self.index, self.architecture).items()
             if not self.is_transform(name)
         }
         return tuple(
@@ -239,7 +247,8 @@ class CheckpointView:
     @cached_property
     def targets(self) -> Targets:
         """The config groups by target, in the order in which vLLM tries them."""
-        return targets_of(self.config_groups)
+        groups = targets_of(self.config_groups)
+        return {self.architecture.matched(target): group for target, group in groups.items()}
 
     def ignored(self, fused: FusedLinear) -> list[str]:
         """What the config leaves unquantized of a fused layer's `lookup_names`: vLLM refuses some of them."""
@@ -252,8 +261,8 @@ class CheckpointView:
         parts, method = self.lookup_names(fused), self.method
         if method is not None:
             return [name for name in parts if self._group_by_method(method, fused, name) is None]
-        by_pattern = self.facts.ignores_fused_patterns
-        return list(ignored(fused.name, parts, self.ignore, self.architecture, fused_patterns=by_pattern))
+        name, by_pattern = self.architecture.asked_name(fused.name), self.facts.ignores_fused_patterns
+        return list(ignored(name, parts, self.matched_ignore, self.architecture, fused_patterns=by_pattern))
 
     def group_of(self, fused: FusedLinear) -> ConfigGroup | None:
         """The config group that vLLM applies to a fused layer; None where it stays unquantized."""
@@ -267,13 +276,15 @@ class CheckpointView:
             return None
         if self.method is not None:
             return self._group_by_method(self.method, fused, self.lookup_names(fused)[0])
-        if is_embedding(fused.name) and self.table_lookup != "name":
+        table = self.architecture.is_table(fused.name)
+        if table and self.table_lookup != "name":
             return group_for_table(self.targets) if self.table_lookup == "class" else None
-        return group_for(fused.name, self.lookup_names(fused), self.targets, self.architecture)
+        name, parts = self.architecture.asked_name(fused.name), self.lookup_names(fused)
+        return group_for(name, parts, self.targets, self.architecture, table=table)
 
-    @staticmethod
-    def _group_by_method(method: QuantMethod, fused: FusedLinear, name: str) -> MethodGroup | None:
-        if is_embedding(fused.name) or is_head(fused.name) and not method.quantizes_head:
+    def _group_by_method(self, method: QuantMethod, fused: FusedLinear, name: str) -> MethodGroup | None:
+        table = self.architecture.is_table(fused.name)
+        if table or is_head(fused.name) and not method.quantizes_head:
             return None
         experts = moe_layer(name)
         return method.group_of(experts or fused.name, experts or name)
@@ -290,27 +301,35 @@ class CheckpointView:
 
     def lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
         """The names by which vLLM looks for the group: all parts', also where it is stored as one or lacks
-        some of them."""
-        prefix, dot, projection = fused.name.rpartition(".")
+        some of them; those of the file for a method other than compressed-tensors."""
+        name, members = fused.name, tuple(fused.members)
+        if self.method is None:
+            name, members = (
+                self.architecture.asked_name(name),
+                tuple(map(self.architecture.asked_name, members)),
+            )
         if fused.name not in fused.members:
-            return looked_up(fused.name, tuple(fused.members), self.architecture)
+            return looked_up(name, members, self.architecture)
+        prefix, dot, projection = name.rpartition(".")
         parts = self.fused_modules.get(projection, ())
-        return tuple(f"{prefix}{dot}{part}" for part in parts) or tuple(fused.members)
+        return tuple(f"{prefix}{dot}{part}" for part in parts) or members
 
     def _is_built_plain(self, fused: FusedLinear) -> bool:
         """Whether vLLM builds a layer without the quantization config: most routers, for one."""
+        if self.architecture.kind(fused.name) in ("plain", "lookup"):
+            return True
         projection = fused.name.rpartition(".")[2]
         return projection in self.architecture.unquantized and moe_layer(fused.name) is None
 
 
-def linear_modules(index: SourceIndex) -> dict[str, dict[str, TensorInfo]]:
+def linear_modules(index: SourceIndex, architecture: Architecture) -> dict[str, dict[str, TensorInfo]]:
     """Parameters by linear module: modules with quantized parameters or a two-dimensional weight."""
     modules: dict[str, dict[str, TensorInfo]] = {}
     for tensor in index.tensors.values():
         module, parameter = split_name(tensor.name)
         if parameter in QUANTIZED_PARAMETERS | WITH_OTHERS or parameter in ("weight", "bias"):
             modules.setdefault(module, {})[parameter] = tensor
-    return {name: parameters for name, parameters in modules.items() if _is_linear(name, parameters)}
+    return {name: each for name, each in modules.items() if _is_linear(name, each, architecture)}
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -328,11 +347,11 @@ def joined_name(module: str, parameter: str) -> str:
     return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
 
 
-def _is_linear(module: str, parameters: Mapping[str, TensorInfo]) -> bool:
+def _is_linear(module: str, parameters: Mapping[str, TensorInfo], architecture: Architecture) -> bool:
     if QUANTIZED_PARAMETERS & parameters.keys():
         return True
     weight = parameters.get("weight")
-    return weight is not None and len(weight.shape) == 2 and not is_embedding(module)
+    return weight is not None and len(weight.shape) == 2 and not architecture.is_table(module)
 
 
 def _items(value: Json) -> Iterator[tuple[str, Json]]:

@@ -83,6 +83,8 @@ class AbsentValues(TorchFunctionMode):
     ) -> object:
         if func is torch.Tensor.tolist and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             return torch.ones(args[0].shape, device="cpu").tolist()
+        if func is torch.Tensor.item and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return args[0].new_ones((), device="cpu").item()
         given = dict(kwargs or {})
         if str(given.get("device")).startswith("cuda"):
             given["device"] = "meta"

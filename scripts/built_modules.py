@@ -1,0 +1,161 @@
+"""What one class of vLLM is built of: kinds of modules, and the names that its quantization config hears."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from model_classes import language_models
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader import default_loader, weight_utils
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from vexport.architectures.modules import STACK, Kind, with_numbers, with_stars
+from vexport.engine.dry.audit import Audit
+from vexport.engine.dry.cell import configure
+from vexport.engine.dry.fake_platform import set_capability
+from vexport.engine.dry.headers import opener
+from vexport.engine.dry.ranks import join_group
+from vexport.engine.dry.stubs import AbsentValues
+
+CAPABILITY = 90
+# So many tensors that vLLM does not take, as transformers names them, are left out one by one.
+MOST_REFUSALS = 40
+
+
+@dataclass(slots=True, kw_only=True)
+class Built:
+    """The modules of a class, in vLLM's names with a star for each number.
+
+    `asked` are the names that the quantization config hears for modules that have others, for the parts of
+    fused ones that of the whole.
+    """
+
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)
+
+
+class Books(Audit):  # type: ignore[no-untyped-call]
+    """An audit that forgets no tensor."""
+
+    def handed_out(self, name: str, tensor: torch.Tensor) -> None:
+        self._sweep_at = sys.maxsize
+        super().handed_out(name, tensor)
+
+    def copied(self, model: nn.Module) -> Iterator[tuple[str, str]]:
+        """(stored tensor, parameter that it was copied to, or that it became)."""
+        names = {storage(parameter): name for name, parameter in model.named_parameters()}
+        for stored, source in self._sources.items():
+            targets = [*source.targets, storage(source.tensor)]
+            yield from ((stored, names[target]) for target in targets if target in names)
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """What tells a tensor's memory from others'."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def build(folder: Path) -> Built:
+    """Build the class that a folder's config names on the meta device, and load its tensors if it has any."""
+    heard: dict[nn.Module, str] = {}
+    method = CompressedTensorsConfig.get_quant_method
+
+    def listen(self: CompressedTensorsConfig, layer: nn.Module, prefix: str) -> object:
+        heard[layer] = prefix
+        return method(self, layer, prefix)
+
+    CompressedTensorsConfig.get_quant_method = listen
+    set_capability(CAPABILITY)
+    config = configure(folder, tp=1, trust_remote_code=False)
+    with set_current_vllm_config(config):
+        join_group(1, 0)
+        with torch.device("meta"), AbsentValues(), set_default_torch_dtype(config.model_config.dtype):
+            model = initialize_model(config)
+        loaded = dict(stored_modules(model, config)) if (folder / "model.safetensors").is_file() else {}
+    return described(model, config, heard, loaded)
+
+
+def described(
+    model: nn.Module, config: VllmConfig, heard: Mapping[nn.Module, str], loaded: Mapping[str, str]
+) -> Built:
+    """The kinds of a model's modules by their names in files; `loaded` are vLLM's own by those of files."""
+    built = Built()
+    packed = config.quant_config.packed_modules_mapping
+    inside, classes = language_models(type(model))
+    modules = dict(model.named_modules())
+    own = {part: name for name in modules for part in parts(name, packed)}
+    for name, module in {**own, **loaded}.items():
+        kind = kind_of(modules[module], heard)
+        in_language_model = not inside or name.startswith(tuple(f"{attribute}." for attribute in inside))
+        if kind is None or in_language_model and inside and not classes:
+            continue
+        if not (in_language_model and STACK.search(name)):
+            built.kinds[with_stars(name)] = kind
+        if kind in ("linear", "head") and modules[module] in heard:
+            built.asked.update(other_names(name, heard[modules[module]], packed))
+    return built
+
+
+def other_names(name: str, prefix: str, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
+    """(name in files, name that is asked for) of a module, where they differ: of a part, and of the whole."""
+    holder, dot, last_part = name.rpartition(".")
+    asked_holder, _, whole = prefix.rpartition(".")
+    names = {name: prefix}
+    if last_part in packed.get(whole, ()):
+        names = {name: f"{asked_holder}{dot}{last_part}", f"{holder}{dot}{whole}": prefix}
+    for old, new in names.items():
+        if old != new and with_numbers(with_stars(new), old) == new:
+            yield with_stars(old), with_stars(new)
+
+
+def parts(name: str, packed: Mapping[str, list[str]]) -> tuple[str, ...]:
+    """A module's name and, of a fused one, those of its parts."""
+    holder, dot, last_part = name.rpartition(".")
+    return (name, *(f"{holder}{dot}{member}" for member in packed.get(last_part, ())))
+
+
+def kind_of(module: nn.Module, heard: Mapping[nn.Module, str]) -> Kind | None:
+    """What a module is to a quantization config; None for what has no weight or is no layer of its own."""
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None or isinstance(module, RoutedExperts):
+        return None
+    if isinstance(module, ParallelLMHead):
+        return "head"
+    if isinstance(module, VocabParallelEmbedding | nn.Embedding):
+        return "table" if module in heard else "lookup"
+    if isinstance(module, LinearBase):
+        return "linear" if module in heard else "plain"
+    return "plain" if weight.dim() == 2 else None
+
+
+def stored_modules(model: nn.Module, config: VllmConfig) -> Iterator[tuple[str, str]]:
+    """(a module of the file as vLLM's class renames it, the module that its weight was copied to)."""
+    audit = Books(1)
+    refused: list[str] = []
+    weight_utils.safe_open = opener(audit)
+    every_tensor = default_loader.safetensors_weights_iterator
+
+    def accepted(*arguments: object, **options: object) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from (pair for pair in every_tensor(*arguments, **options) if pair[0] not in refused)
+
+    default_loader.safetensors_weights_iterator = accepted
+    for _ in range(MOST_REFUSALS):
+        with suppress(Exception), torch.device("meta"), audit:
+            default_loader.DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+            break
+        refused.append(audit.last_handed_out)
+    mapper = getattr(type(model), "hf_to_vllm_mapper", None)
+    for stored, parameter in audit.copied(model):
+        renamed = mapper.get_rename_mapper().map_name(stored) if mapper is not None else stored
+        if renamed is not None and renamed.endswith(".weight") and parameter.endswith(".weight"):
+            yield renamed.removesuffix(".weight"), parameter.removesuffix(".weight")

@@ -1,0 +1,159 @@
+"""Write vexport/architectures/modules.json: what vLLM builds of each class, and how modules are asked for.
+
+Run in an environment with vLLM: `python scripts/generate_modules.py [--out TABLE.json] [CLASS]...`. A class
+is built on the meta device, as `vexport load --dry` builds it, from the default config of transformers or
+vLLM with few layers, and loads the tensors of transformers' model under the names of the hub. A layer that
+asks the quantization config for a method is linear, a table or a head; what does not ask is built without
+it. Decoder layers are left out, but for the names under which they ask: vllm.json has them.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vexport.engine.dry.worker import preload
+
+if TYPE_CHECKING:
+    from built_modules import Built
+    from model_configs import Recipe
+
+TARGET = Path(__file__).parent.parent / "vexport" / "architectures" / "modules.json"
+KINDS = ("linear", "plain", "table", "lookup", "head")
+# vLLM asks a config for a key that it has no default for: it is given one, so often.
+MISSING = re.compile(r"AttributeError: '\w+' object has no attribute '(\w+)'")
+MOST_MISSING = 16
+# What a key is given by its name: sizes that divide each other, counts, a factor; other keys are False.
+DEFAULTS = {
+    "rate": 16000,
+    "window|hop": 400,
+    "ratio": 4,
+    "size|dim": 64,
+    "num|head|layer|top_?k|_id|rank|factor|scale|length|multiplier": 1,
+}
+Entry = dict[str, object]
+
+
+def main() -> None:
+    """Build each class in a process of its own; name those that cannot be built here."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("classes", nargs="*", metavar="CLASS", help="only these, to look at")
+    parser.add_argument("--out", type=Path, default=TARGET, help="where the table goes (vexport's own)")
+    parser.add_argument("--verbose", action="store_true", help="show why a class could not be built")
+    arguments = parser.parse_args()
+    preload()
+    import vllm
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
+    known = json.loads((TARGET.parent / "vllm.json").read_text())["architectures"]
+    models = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}
+    names = [name for name in arguments.classes or known if name in models]
+    found = {name: merged(list(built(name, verbose=arguments.verbose))) for name in names}
+    entries: dict[str, Entry] = {}
+    unknown: list[str] = []
+    for name in names:  # a class may be registered under several names
+        alike = (found[other] for other in names if models[other] == models[name])
+        entry = found[name] or next((each for each in alike if each), None)
+        if entry is None:
+            unknown.append(name)
+            print(f"not built: {name}", flush=True)
+        else:
+            entries[name] = entry
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+    head = f'{{\n "vllm": "{vllm.__version__}",\n "unknown": {json.dumps(unknown)},\n "classes": {{\n'
+    arguments.out.write_text(f"{head}{rows}\n }}\n}}\n")
+    print(f"{arguments.out.name}: {len(entries)} classes of vLLM {vllm.__version__}, {len(unknown)} unknown")
+
+
+def built(name: str, *, verbose: bool) -> Iterator["Built"]:
+    """What a class is built of, once for each config that it can be built from."""
+    from model_configs import recipes
+
+    try:
+        choices = list(recipes(name))
+    except Exception as error:
+        choices = []
+        print(f"{name}: {error}")
+    for choice in choices:
+        results = (from_recipe(recipe, verbose=verbose) for recipe in choice)
+        result = next((result for result in results if result is not None), None)
+        if result is not None:
+            yield result
+
+
+def from_recipe(recipe: "Recipe", *, verbose: bool) -> "Built | None":
+    """What a class is built of by one config, with the keys that vLLM misses in it; None where it fails."""
+    missing: dict[str, object] = {}
+    for _ in range(MOST_MISSING):
+        with tempfile.TemporaryDirectory() as folder:
+            result = in_child(recipe, Path(folder), missing)
+        if not isinstance(result, str):
+            return result
+        if verbose:
+            print(f"{recipe}: {result}")
+        key = MISSING.search(result)
+        if key is None or key[1] in missing:
+            return None
+        found = (value for names, value in DEFAULTS.items() if re.search(names, key[1]))
+        missing[key[1]] = next(found, False)
+    return None
+
+
+def in_child(recipe: "Recipe", folder: Path, missing: dict[str, object]) -> "Built | str":
+    """What a child builds, or why it could not."""
+    from built_modules import Built
+
+    answer = folder / "answer.json"
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            work(recipe, folder, missing, answer)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    values = json.loads(answer.read_text()) if answer.is_file() else "the process ended"
+    return values if isinstance(values, str) else Built(**values)
+
+
+def work(recipe: "Recipe", folder: Path, missing: dict[str, object], answer: Path) -> None:
+    """Build a class and write what came of it; vLLM's logs go nowhere."""
+    from built_modules import build
+
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    try:
+        recipe.write(folder, missing)
+        answer.write_text(json.dumps(asdict(build(folder))))
+    except Exception as error:
+        lines = traceback.format_exception_only(error)
+        answer.write_text(json.dumps("".join(lines)))
+
+
+def merged(results: list["Built"]) -> Entry | None:
+    """The entry of a class: what all of its configs say alike; None where none could be built."""
+    if not results:
+        return None
+    kinds: dict[str, str] = {}
+    asked: dict[str, str] = {}
+    for result in results:
+        for name, kind in result.kinds.items():
+            kinds[name] = kind if kinds.get(name, kind) == kind else ""
+        asked |= result.asked
+    entry: Entry = {kind: [name for name in kinds if kinds[name] == kind] for kind in KINDS}
+    return {key: value for key, value in (entry | {"asked": asked}).items() if value}
+
+
+if __name__ == "__main__":
+    main()

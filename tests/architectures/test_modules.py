@@ -1,0 +1,114 @@
+"""Modules outside the decoder layers: what vLLM builds of them, and the names by which it asks for them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.architectures.families import save_family
+from tests.command import vexport
+from vexport.architectures import resolve
+from vexport.architectures.modules import module_table
+from vexport.checkpoint.index import read_index
+from vexport.version import short_version
+
+# A kept layer that vLLM quantizes unless `ignore` has it, and the name under which it asks for it.
+ASKED = {
+    "gemma4-vision": ("model.embed_vision.embedding_projection", "embed_vision.embedding_projection"),
+    "glm4.5v": ("model.visual.blocks.0.attn.qkv", "visual.blocks.0.attn.qkv_proj"),
+}
+
+
+def saved(family: str, folder: Path) -> Path:
+    """A micro model; Gemma 4 with keys and values of their own in every layer."""
+    if family == "gemma4-vision":
+        return save_family(family, folder, attention_k_eq_v=False)
+    return save_family(family, folder)
+
+
+def read_ignore(folder: Path) -> list[str]:
+    """The ignore list of a checkpoint."""
+    config = json.loads((folder / "config.json").read_text())
+    return [str(entry) for entry in config["quantization_config"]["ignore"]]
+
+
+def write_ignore(folder: Path, entries: list[str]) -> None:
+    """Another ignore list."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = entries
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ASKED)
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4A16"])
+def test_vllm_leaves_alone_what_is_kept_outside_the_decoder(family: str, scheme: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    source = saved(family, tmp_path / "model")
+    made = vexport("quantize", source, out, "--scheme", scheme, "--ignore", ASKED[family][0], "--quiet")
+    assert made.code == 0, made.stderr
+    checked = vexport("check", out)
+    assert checked.code == 0, checked.stdout
+    loaded = vexport("load", "--dry", out, "--tp", "1", "--sm", "90")
+    assert loaded.code == 0, loaded.stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ASKED)
+def test_a_kept_layer_that_vllm_would_quantize_is_found_and_repaired(family: str, tmp_path: Path) -> None:
+    out, repaired = tmp_path / "out", tmp_path / "repaired"
+    module, asked = ASKED[family]
+    source = saved(family, tmp_path / "model")
+    assert vexport("quantize", source, out, "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
+    holder = asked.rpartition(".")[0]
+    write_ignore(out, [name for name in read_ignore(out) if f"{holder}.q" not in name and asked not in name])
+    checked = vexport("check", out, "--format", "json")
+    where = [finding["where"] for finding in json.loads(checked.stdout)[0]["findings"]]
+    assert module in where
+    vexport("repair", out, repaired, "--quiet")
+    loaded = vexport("load", "--dry", repaired, "--tp", "1", "--sm", "90")
+    assert loaded.code == 0, loaded.stdout
+
+
+def test_position_embeddings_are_no_linear_layers(tmp_path: Path) -> None:
+    """llm-compressor does not list them either."""
+    out = tmp_path / "out"
+    source = save_family("gemma3-vision", tmp_path / "model")
+    assert vexport("quantize", source, out, "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
+    assert not any("position_embedding" in entry for entry in read_ignore(out))
+    assert vexport("check", out).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "is_table"),
+    [
+        ("model.embed_tokens", True),
+        ("transformer.wte", True),
+        ("vision_tower.embeddings.position_embedding", True),
+        ("embed_vision.embedding_projection", False),
+        ("embed_audio.embedding_post_projection", False),
+        ("embed_out", False),
+        ("vision_tower.embeddings.patch_embedding", False),
+    ],
+)
+def test_names_decide_where_no_class_is_known(name: str, is_table: bool) -> None:
+    architecture, _ = resolve("InternLM2ForCausalLM", {})
+    assert architecture.is_table(name) is is_table
+
+
+def test_a_class_that_could_not_be_built_is_named_in_the_plan(tmp_path: Path) -> None:
+    source = save_family("mistral3", tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    unknown = next(name for name in sorted(module_table().unknown) if resolve_towers(name))
+    (source / "config.json").write_text(json.dumps({**config, "architectures": [unknown]}))
+    _, notes = resolve(unknown, read_index(source).config)
+    assert any("outside the language model" in note.expected for note in notes)
+
+
+def resolve_towers(name: str) -> bool:
+    """Whether a class is multimodal."""
+    return bool(resolve(name, {})[0].language_model)
+
+
+def test_the_table_is_of_the_pinned_version() -> None:
+    assert module_table().vllm.startswith(f"{short_version()}.")
