@@ -41,6 +41,7 @@ SHARED = {
         "fusion",
         "group_scales",
         "importance",
+        "model_fusion",
         "older_names",
         "qparams",
         "ranks",

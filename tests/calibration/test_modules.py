@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from compressed_tensors.offload import offload_module
 from compressed_tensors.quantization import (
     QuantizationArgs,
@@ -28,7 +29,12 @@ from vexport.calibration import (
 )
 from vexport.errors import CheckpointFailed
 from vexport.formats.schemes import get_scheme
-from vexport.observers import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
+from vexport.observers import (
+    MemorylessMinMaxObserver,
+    MinMaxObserver,
+    StaticMinMaxObserver,
+    fuse_weight_observers,
+)
 
 EXAMPLE = Path(__file__).parent.parent.parent / "scenarios" / "observers_example.py"
 
@@ -223,3 +229,91 @@ def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert gate.startswith("gate: 256 tokens, weight scales (128, 4), weight global scale ")
     assert gate.removeprefix("gate") == up.removeprefix("up")
     assert down.startswith("down: 256 tokens")
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("observer", ["memoryless_minmax", "memoryless_mse"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy": "tensor"},
+        {"strategy": "channel"},
+        {"strategy": "group", "group_size": 32},
+        {"strategy": "block", "block_structure": [16, 16]},
+        {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+    ],
+)
+def test_weights_that_are_not_finite_are_refused(
+    changes: dict[str, object], observer: str, bad: float
+) -> None:
+    module = linear(scheme_of(weights=args(observer=observer, **changes)))
+    module.weight.data[3, 5] = bad
+    initialize_observer(module, "weight")
+    observe(module, "weight")
+    with pytest.raises(CheckpointFailed, match="weight: got values that are not finite"):
+        update_qparams(module, "weight")
+    assert not hasattr(module, "weight_scale")
+
+
+def test_modules_of_several_parents_come_once() -> None:
+    first, second = linear(get_scheme("FP8").args), linear(get_scheme("FP8").args)
+    both = torch.nn.Sequential(first, second)
+    assert get_modules(both) == get_modules([second, both])[::-1] == [first, second]
+    assert get_modules([first, torch.nn.Linear(2, 2)]) == [first]
+
+
+def observed_model(model: torch.nn.Module, scheme: str) -> None:
+    """Observers of all weights, fused, shown them, asked."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.quantization_scheme = preset_name_to_scheme(scheme, ["Linear"])
+            initialize_observer(module, "weight")
+    fuse_weight_observers(model)
+    modules = get_modules(model, "weight")
+    observe(modules, "weight")
+    update_qparams(modules, "weight")
+
+
+def shared_scale(*layers: torch.nn.Module) -> torch.Tensor:
+    """compressed-tensors' global scale of all their weights, which each of them must have."""
+    low = torch.stack([layer.get_parameter("weight").min() for layer in layers]).min()
+    high = torch.stack([layer.get_parameter("weight").max() for layer in layers]).max()
+    expected: torch.Tensor = generate_gparam(low, high)
+    for layer in layers:
+        assert torch.equal(layer.get_parameter("weight_global_scale"), expected)
+    return expected
+
+
+def test_weights_are_fused_as_vllm_fuses_the_class(llama: Path) -> None:
+    """Of a whole model by its class, of one decoder layer by what is usual."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    for part in (model, model.model.layers[0]):
+        observed_model(part, "NVFP4A16")
+        layer = model.model.layers[0]
+        attention, mlp = layer.self_attn, layer.mlp
+        scale = shared_scale(attention.q_proj, attention.k_proj, attention.v_proj)
+        assert not torch.equal(scale, shared_scale(attention.o_proj))
+        shared_scale(mlp.gate_proj, mlp.up_proj)
+
+
+def test_latent_attention_is_fused_as_well() -> None:
+    """DeepSeek's q_a_proj and kv_a_proj_with_mqa are one parameter in vLLM."""
+    config = transformers.DeepseekV3Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16,
+        v_head_dim=16, first_k_dense_replace=1, vocab_size=64,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    observed_model(model, "NVFP4A16")
+    attention = model.model.layers[0].self_attn
+    shared_scale(attention.q_a_proj, attention.kv_a_proj_with_mqa)
+
+
+def test_layers_that_share_a_scale_need_one_strategy(llama: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    attention = model.model.layers[0].self_attn
+    for layer, scheme in ((attention.q_proj, "NVFP4A16"), (attention.k_proj, "FP8")):
+        layer.quantization_scheme = preset_name_to_scheme(scheme, ["Linear"])
+        initialize_observer(layer, "weight")
+    with pytest.raises(ValueError, match=r"qkv_proj: got observers of .*q_proj tensor_group.*v_proj none"):
+        fuse_weight_observers(model)

@@ -1,21 +1,25 @@
 """What observers do besides their formulas: names, keywords, tokens, importance, activation ordering."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import (
     OBSERVERS,
     IMatrixMSEObserver,
     Importance,
+    MemorylessMinMaxObserver,
     Observer,
     flatten_for_calibration,
     get_observer_token_count,
     load_observer,
 )
+from vexport.observers.tiles import Tiles
 
 CHANNEL = QuantArgs(num_bits=8, type="int", strategy="channel")
 GROUP = QuantArgs(num_bits=4, type="int", strategy="group", group_size=4)
@@ -231,3 +235,115 @@ def test_statistics_hold_no_copy_of_the_weight() -> None:
     observer(weight)
     weight.zero_()
     assert torch.equal(observer.get_qparams()["scale"], torch.full((64, 8), 0.125))
+
+
+# The example of llm-compressor's guide to observers, but for the name of the package.
+GUIDE = """
+from vexport.observers import Observer
+from compressed_tensors.quantization.quant_args import QuantizationArgs
+
+args = QuantizationArgs(num_bits=4, strategy="group", group_size=128)
+observer = Observer.load_from_registry(
+    "minmax",
+    base_name="weight",
+    quantization_args=args,
+)
+
+x = torch.randn(64, 512)
+scale, zero_point = observer(x)
+"""
+
+
+def test_the_example_of_the_peers_guide_runs_as_it_stands() -> None:
+    names: dict[str, object] = {"torch": torch}
+    exec(GUIDE, names)
+    x, scale, zero_point = (names[name] for name in ("x", "scale", "zero_point"))
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(zero_point, torch.Tensor)
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=128)
+    groups = x.reshape(64, 4, 128)
+    expected, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    torch.testing.assert_close(scale, expected)
+    assert zero_point.shape == (64, 4)
+    assert torch.equal(next(iter(Observer.load_from_registry("minmax", quantization_args=args)(x))), expected)
+
+
+def test_names_are_looked_up_as_the_peer_does() -> None:
+    for name in ("memoryless-minmax", "Memoryless MinMax", "MEMORYLESS_MINMAX"):
+        assert type(load_observer(name, "weight", CHANNEL)) is OBSERVERS["memoryless_minmax"]
+    assert type(load_observer("fouroversix", "weight", NVFP4)) is OBSERVERS["nvfp4_expanded_mse"]
+
+    @Observer.register("test-wide", alias=["test_wider"])
+    class Wide(MemorylessMinMaxObserver):
+        """Another name."""
+
+    @Observer.register()
+    class TestNamedByItself(MemorylessMinMaxObserver):
+        """Its own name."""
+
+    for name, kind in (("test_wide", Wide), ("Test-Wider", Wide), ("testnamedbyitself", TestNamedByItself)):
+        assert type(load_observer(name, "weight", CHANNEL)) is kind
+    with pytest.raises(ValueError, match="a second class of that name"):
+        Observer.register("minmax")(Wide)
+
+
+def test_methods_of_older_documents_mean_what_exists() -> None:
+    weight = normal(8, 32)
+    tensor, channel, nvfp4 = (load_observer("minmax", "weight", args) for args in (TENSOR, CHANNEL, NVFP4))
+    one = calculate_qparams(weight.min(), weight.max(), QuantizationArgs(num_bits=8, type="float"))
+    assert torch.equal(tensor.calculate_qparams(weight)[0], one[0])
+    rows = weight.aminmax(dim=-1)
+    each = calculate_qparams(*rows, QuantizationArgs(num_bits=8, strategy="channel"))
+    torch.testing.assert_close(channel.get_qparams_along_dim(weight, 0)[0].flatten(), each[0])
+    shared = generate_gparam(weight.min(), weight.max())
+    for found in (nvfp4.calculate_gparam(weight), nvfp4.get_gparam(weight), nvfp4.get_global_scale(weight)):
+        assert found is not None
+        assert torch.equal(found, shared)
+    with pytest.raises(ValueError, match="need tensor; use `scale, zero_point = observer"):
+        channel.calculate_qparams(weight)
+    with pytest.raises(ValueError, match="got dim 1, need 0"):
+        channel.get_qparams_along_dim(weight, 1)
+
+
+class Quantile(Observer):
+    """As llm-compressor's tutorial writes one: statistics, keywords and history are its own."""
+
+    _act_sync_dict: ClassVar[dict[str, object]] = {}
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        keep = float((self.args.observer_kwargs or {}).get("keep", 1.0))
+        low, high = torch.amin(observed, dim=(0, -1)) * keep, torch.amax(observed, dim=(0, -1)) * keep
+        if self.has_statistics:
+            low, high = torch.minimum(low, self.min_vals), torch.maximum(high, self.max_vals)
+        self.min_vals, self.max_vals = low, high
+
+
+@pytest.mark.parametrize("args", [TENSOR, CHANNEL, replace(GROUP, group_size=16), BLOCK, NVFP4])
+def test_a_subclass_that_keeps_its_own_statistics_is_honoured(args: QuantArgs) -> None:
+    weight = normal(16, 64)
+    own = Quantile("weight", args, keep=0.5)(weight).get_qparams()
+    plain = load_observer("memoryless_minmax", "weight", args)(weight * 0.5).get_qparams()
+    assert torch.equal(own["scale"], plain["scale"])
+    assert (own["global_scale"] is None) == (plain["global_scale"] is None)
+    inputs = Quantile("input", TENSOR)
+    assert not hasattr(inputs, "min_vals")
+    inputs(normal(3, 8) * 5)(normal(3, 8, seed=1))
+    assert torch.equal(inputs.range()[1], (normal(3, 8) * 5).max().reshape(1))
+    assert inputs.tokens == 6
+
+
+class Halved(MemorylessMinMaxObserver):
+    """Half of the range."""
+
+    def find_range(self, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = super().find_range(tiles)
+        return low / 2, high / 2
+
+
+@pytest.mark.parametrize("args", [TENSOR, CHANNEL, GROUP, BLOCK])
+def test_a_subclass_that_finds_another_range_is_honoured(args: QuantArgs) -> None:
+    weight = normal(4, 16)
+    halved, whole = (
+        kind("weight", args)(weight).get_qparams() for kind in (Halved, MemorylessMinMaxObserver)
+    )
+    torch.testing.assert_close(halved["scale"] * 2, whole["scale"])

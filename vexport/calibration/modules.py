@@ -140,18 +140,19 @@ def freeze_module_quantization(module: torch.nn.Module) -> None:
     module.quantization_status = QuantizationStatus.FROZEN
 
 
-def get_modules(model: torch.nn.Module, base_name: str | None = None) -> list[torch.nn.Module]:
-    """The modules of a model that have a quantization scheme, or, if named, an observer of `base_name`.
+def get_modules(parents: Modules, base_name: str | None = None) -> list[torch.nn.Module]:
+    """The modules in one parent or several that have a quantization scheme, or an observer of `base_name`.
 
-    Each module comes once, however many names it has, in the order of registration: ranks that built the
-    same model agree on it.
+    Each module comes once, however many names and parents it has, in the order of registration: ranks that
+    built the same model agree on it.
     """
+    modules = dict.fromkeys(module for parent in _each(parents) for module in parent.modules())
     if base_name is None:
-        return [one for one in model.modules() if getattr(one, "quantization_scheme", None) is not None]
-    return [one for one in model.modules() if observer_of(one, base_name) is not None]
+        return [one for one in modules if getattr(one, "quantization_scheme", None) is not None]
+    return [one for one in modules if observer_of(one, base_name) is not None]
 
 
-def sync_activation_stats(model: torch.nn.Module, base_names: Sequence[str] = ACTIVATIONS) -> None:
+def sync_activation_stats(model: Modules, base_names: Sequence[str] = ACTIVATIONS) -> None:
     """Reduce the statistics of all activation observers over the ranks of the process group.
 
     Every rank calls it once, after the last observation, with the same model; alone it does nothing.
@@ -209,8 +210,7 @@ def _require_statistics(module: torch.nn.Module, base_name: str, observer: Obser
 
 
 def _require_finite(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
-    ends = [end for end in (observer.low, observer.high) if end is not None]
-    if not all(bool(torch.isfinite(end).all()) for end in ends):
+    if not all(bool(torch.isfinite(end)) for end in observer.extremes()):
         raise CheckpointFailed(
             f"{_describe(module)}: {base_name}",
             got="values that are not finite",

@@ -12,6 +12,7 @@ from vexport.observers.flatten import flatten_for_calibration
 from vexport.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
 from vexport.observers.importance import Importance
 from vexport.observers.minmax import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
+from vexport.observers.model_fusion import fuse_weight_observers
 from vexport.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
 from vexport.observers.tokens import get_observer_token_count
 from vexport.types import observer_names
@@ -52,6 +53,7 @@ __all__ = [
     "QParamsDict",
     "StaticMinMaxObserver",
     "flatten_for_calibration",
+    "fuse_weight_observers",
     "get_observer_token_count",
     "load_observer",
 ]
