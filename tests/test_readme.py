@@ -75,6 +75,19 @@ def test_a_command_mentioned_exists(page: str, code: str) -> None:
     assert {word.partition("=")[0] for word in rest if word.startswith("-")} <= options | {"--help"}
 
 
+@EVERY_PAGE
+def test_an_option_named_alone_is_one_of_some_command(page: str) -> None:
+    known = {
+        option
+        for command in cli.commands.values()
+        for one in command.params
+        for option in (*one.opts, *one.secondary_opts)
+    }
+    of_others = {"--log_samples", "--nproc-per-node"}
+    named = {code.split()[0].partition("=")[0] for code in inline(PAGES[page]) if code.startswith("--")}
+    assert named <= known | of_others
+
+
 def test_every_command_is_shown_somewhere() -> None:
     assert {shlex.split(line)[1] for _, line in COMMANDS} == set(cli.commands)
 

@@ -26,29 +26,10 @@ CALLS: Mapping[str, Sequence[Call]] = {
     "demo": [((), WORKS), (("here",), WORKS)],
     "run": [((ROOT / "scenarios" / "demo-nvfp4.yaml", "--run-dir", "run"), "vllm")],
     "plan": [((PLAIN, "--scheme", "NVFP4A16"), WORKS), ((ROOT / "scenarios" / "demo-nvfp4.yaml",), WORKS)],
-    "quantize": [
-        ((PLAIN, "nvfp4a16", "--scheme", "NVFP4A16"), WORKS),
-        ((PLAIN, "fp8-dynamic", "--scheme", "FP8_DYNAMIC"), WORKS),
-        ((PLAIN, "w8a8", "--scheme", "W8A8"), WORKS),
-        (
-            (
-                DEMO / "model",
-                "nvfp4",
-                "--scheme",
-                "NVFP4",
-                "--rounding",
-                "nearest",
-                "--calibration",
-                DEMO / "calibration.jsonl",
-            ),
-            "quantize",
-        ),
-        ((PLAIN, "mse", "--scheme", "FP8_DYNAMIC", "--observer", "memoryless_mse"), "quantize"),
-    ],
+    "quantize": [((PLAIN, "fp8-dynamic", "--scheme", "FP8_DYNAMIC"), "quantize")],
     "check": [
         ((QUANTIZED, "--tp", "1", "--sm", "90"), WORKS),
         ((QUANTIZED, "--source", PLAIN), "quantize"),
-        ((QUANTIZED, "--source", PLAIN, "--calibration", DEMO / "calibration.jsonl"), "quantize"),
     ],
     "repair": [
         (("damaged-config", "repaired"), WORKS),
@@ -112,15 +93,10 @@ def test_every_command_has_a_call() -> None:
     assert set(CALLS) == set(cli.commands)
 
 
-def test_what_the_plain_installation_quantizes_is_sound(plain: Path, tmp_path: Path) -> None:
-    found = subprocess.run([plain, "-c", "import torch"], capture_output=True, text=True, check=False)
-    assert "No module named 'torch'" in found.stderr
-    ran = run(
-        plain, "quantize", PLAIN, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--debug", folder=tmp_path
-    )
-    assert ran.code == 0, ran.stderr
-    ran = run(plain, "check", tmp_path / "out", folder=tmp_path)
-    assert ran.stdout.startswith("PASS")
+def test_the_plain_installation_has_neither_torch_nor_numba(plain: Path) -> None:
+    code = "from importlib.util import find_spec; print([*map(find_spec, ('torch', 'numba', 'vllm'))])"
+    found = subprocess.run([plain, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[None, None, None]\n"
 
 
 @pytest.mark.parametrize(("name", "call"), [(name, call) for name, calls in CALLS.items() for call in calls])

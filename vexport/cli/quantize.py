@@ -28,6 +28,7 @@ from vexport.cli.planning import (
     requested_rules,
     scheme_option,
 )
+from vexport.errors.extras import require_extra
 from vexport.types import Calibration, ExpertCoverage, Plan
 from vexport.types.rounding import RoundingReport
 
@@ -70,6 +71,7 @@ def quantize(
       vexport quantize MODEL OUT --recipe recipe.yaml
       vexport quantize MODEL OUT --scheme W4A16 --group-size 64 --ignore re:.*layers[.]0[.].*
     """
+    require_extra("numba", "quantizing")
     from vexport.checkpoint.data_name import DEFAULT
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display

@@ -23,6 +23,8 @@ T = TypeVar("T")
 EXTRAS: Mapping[str, str] = {
     "compressed_tensors": "quantize",
     "greenlet": "quantize",
+    "llvmlite": "quantize",
+    "numba": "quantize",
     "psutil": "quantize",
     "safetensors": "quantize",
     "torch": "quantize",
