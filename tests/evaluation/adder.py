@@ -3,8 +3,7 @@
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -12,14 +11,11 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.loggers import EvaluationTracker
-from lm_eval.result_schema import EvalResults
 from lm_eval.tasks import TaskManager
 
 from tests.evaluation.make import Runs
 from vexport.engine.worker import end_with_parent
 from vexport.evaluation.lm_eval_environment import computed_once
-from vexport.evaluation.lm_eval_runner import outermost, until_decided
-from vexport.evaluation.stopping import Stopping, write_looks
 from vexport.files import from_json, to_json, write_text
 
 
@@ -50,10 +46,6 @@ class Adder(LM):  # type: ignore[misc]
         raise NotImplementedError
 
 
-def _on(run: Callable[..., EvalResults], tasks: list[object], documents: dict[str, list[int]]) -> EvalResults:
-    return run(tasks=tasks, samples=documents)
-
-
 def preload() -> None:
     """What is above is all."""
 
@@ -73,27 +65,19 @@ def main(arguments: list[str]) -> int:
         datasets.config.HF_DATASETS_CACHE = Path(cache)
         for folder, wrong in request.wrong.items():
             tracker = EvaluationTracker(output_path=folder)
-            run = partial(
-                simple_evaluate,
+            results = simple_evaluate(
                 model=Adder(wrong),
+                tasks=names,
                 model_args={"pretrained": "test/adder"},
                 task_manager=manager,
                 log_samples=True,
                 bootstrap_iters=0,
                 evaluation_tracker=tracker,
             )
-            if request.rule is not None:
-                rule = from_json(Stopping, request.rule)
-                loaded = [one for name in names for one in outermost(manager.load([name]))]
-                results, looks = until_decided(partial(_on, run), loaded, rule, lambda *step: None)
-            else:
-                results, looks = run(tasks=names), ()
             samples = results.pop("samples")
             tracker.save_results_aggregated(results=results, samples=samples)
             for name, rows in samples.items():
                 tracker.save_results_samples(task_name=name, samples=rows)
-            if looks:
-                write_looks(next(Path(folder).rglob("results_*.json")).parent, looks)
     write_text(result_file, to_json(request))
     return 0
 

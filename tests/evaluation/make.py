@@ -72,25 +72,22 @@ def make_group(folder: Path, subjects: int, documents: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """lm-eval's tasks, the documents that are answered wrong by the folder of a run, and a stopping rule."""
+    """lm-eval's tasks, the documents that are answered wrong by the folder of a run."""
 
     tasks: tuple[str, ...]
     wrong: dict[str, tuple[int, ...]]
-    rule: Path | None = None
 
 
-def run_lm_eval(
-    tasks: Sequence[str], runs: Mapping[Path, Sequence[int]], *, rule: Path | None = None
-) -> None:
+def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> None:
     """Evaluate a model that errs on the given documents, one lm-eval run for each output folder.
 
-    With the file of a stopping `rule` a run ends when it is decided. In a separate process: lm-eval's imports
+    In a separate process: lm-eval's imports
     warn, and take seconds, where it is no fork of one that has them (the fixture `vllm_imported_once`).
     """
     folder = next(iter(runs)).parent
     run_worker(
         "tests.evaluation.adder",
-        Runs(tasks=tuple(tasks), wrong={str(run): tuple(wrong) for run, wrong in runs.items()}, rule=rule),
+        Runs(tasks=tuple(tasks), wrong={str(run): tuple(wrong) for run, wrong in runs.items()}),
         Runs,
         where="lm-eval",
         log=folder / "lm_eval.log",

@@ -1,18 +1,15 @@
 """The parts of a sample report that not every run has: signals, sensitivity, other devices."""
 
 from vexport.types import (
-    Attempt,
     Attribution,
     Choice,
     Distance,
     Drift,
     DryLoadReport,
     GroupSensitivity,
-    Look,
     MatrixCell,
     MatrixRow,
     MixedScheme,
-    Promotion,
     PromptDrift,
     SchemeLoss,
     Sensitivity,
@@ -21,21 +18,6 @@ from vexport.types import (
 
 DEVICES = tuple((tp, sm) for tp in (1, 2) for sm in (90, 100))
 _LOSSES = {"mlp.down_proj": 0.021, "self_attn.qkv_proj": 0.0041, "mlp.gate_up_proj": 0.009}
-
-
-def looks(task: str = "addition") -> tuple[Look, ...]:
-    """An evaluation that was decided after 600 of 2000 documents."""
-    return tuple(
-        Look(
-            task=task,
-            read=read,
-            of=2000,
-            low=-0.11 - 40 / read,
-            high=-0.1 + 40 / read,
-            outcome="FAIL" if read == 600 else "INCONCLUSIVE",
-        )
-        for read in (100, 200, 300, 400, 500, 600)
-    )
 
 
 def drift(prompt: str = "47 + 85 = 2 3 1") -> Drift:
@@ -125,33 +107,6 @@ def mixed() -> MixedScheme:
         output_bytes=900_000,
         loss=0.0089,
         choices=choices,
-    )
-
-
-def attempts(words: str = "addition: a loss beyond the margin") -> tuple[Attempt, ...]:
-    """A failure, a promotion, a pass."""
-    promoted = Promotion(
-        name="model.layers.0.mlp.down_proj", before="NVFP4", after="FP8_DYNAMIC", num_bytes=57_472, loss=0.02
-    )
-    return (
-        Attempt(
-            number=1,
-            folder="attempts/1",
-            promotions=(),
-            output_bytes=1_363_968,
-            loss=0.05,
-            outcome="FAIL",
-            reason=words,
-        ),
-        Attempt(
-            number=2,
-            folder=".",
-            promotions=(promoted,),
-            output_bytes=1_421_440,
-            loss=0.03,
-            outcome="PASS",
-            reason="every task passes",
-        ),
     )
 
 

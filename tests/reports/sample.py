@@ -313,12 +313,10 @@ def full(outcome: Outcome = "PASS") -> Report:
     return replace(
         base,
         source_card={"license": "apache-2.0", "language": ("en",)},
-        verdict=replace(base.verdict, looks=parts.looks()),
         drift=parts.drift(),
         attribution=parts.attribution(),
         sensitivity=parts.sensitivity(),
         mixed=parts.mixed(),
-        attempts=parts.attempts(),
         dry_load=parts.dry_load(),
     )
 
@@ -388,12 +386,10 @@ def hostile() -> Report:
             method=HOSTILE,
             tasks=tasks,
             warnings=(HOSTILE,),
-            looks=parts.looks(HOSTILE),
         ),
         source_card={"license": HOSTILE, "language": (HOSTILE,)},
         drift=parts.drift(HOSTILE),
         attribution=parts.attribution(HOSTILE),
-        attempts=parts.attempts(HOSTILE),
         dry_load=parts.dry_load(HOSTILE),
     )
 

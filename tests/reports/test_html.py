@@ -242,7 +242,7 @@ def test_the_page_in_a_run_directory_links_to_what_is_there_wherever_it_is(
     ("build", "words"),
     [
         (sample.report, "vllm serve runs/demo-nvfp4/checkpoint"),
-        (lambda: sample.report("FAIL"), "--until-pass"),
+        (lambda: sample.report("FAIL"), "Keep the layers that lose most"),
         (lambda: sample.report("INCONCLUSIVE"), "Evaluate more documents"),
         (sample.unloaded, "Fix the findings below"),
     ],

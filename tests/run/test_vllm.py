@@ -187,7 +187,6 @@ def test_after_a_failed_load_the_answers_are_shown_and_decide_nothing(tmp_path: 
     for name in ("report.md", "report.html"):
         text = (folder / name).read_text()
         assert "what it answered is for information" in text
-        assert "--until-pass" not in text
 
 
 def test_the_same_function_is_indistinguishable(tmp_path: Path, runs: Path) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from vexport.run.evaluating import EvalJob
     from vexport.scenario import Evaluate
 
-Stopping = Literal["fixed", "early"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -37,13 +35,11 @@ class Comparison:
     against: Path | None
     accept: Path | None
 
-    def require_consistent(self, stopping: Stopping, drift: DriftOptions) -> None:
+    def require_consistent(self, drift: DriftOptions) -> None:
         """UsageError where options of `eval` do not go together."""
         compared = bool(self.baseline or self.against)
         if self.baseline and self.against or not (compared or self.accept):
             raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
-        if stopping == "early" and (self.accept or not compared):
-            raise click.UsageError("--stopping early needs a baseline, and leaves too little to --accept.")
         if (drift.kl_limit or drift.nll_limit) and not self.baseline:
             raise click.UsageError(
                 "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
@@ -61,7 +57,7 @@ class Subject:
     text_rows: int | None
     text_tokens: int | None
 
-    def require_consistent(self, stopping: Stopping, comparison: Comparison) -> None:
+    def require_consistent(self, comparison: Comparison) -> None:
         """UsageError where options of `eval` do not go together."""
         if bool(self.tasks) == bool(self.text):
             raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
@@ -69,8 +65,6 @@ class Subject:
             if self.text_rows or self.text_tokens:
                 raise click.UsageError("--text-rows and --text-tokens need --text.")
             return
-        if stopping == "early":
-            raise click.UsageError("--stopping early needs tasks: text is read as a whole.")
         if comparison.baseline is None or comparison.accept:
             raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
         note_unused(("margin", "gate"), "with --text: --kl-limit and --nll-limit decide")
@@ -112,13 +106,6 @@ class Results:
 @click.option("--text-tokens", type=POSITIVE, metavar="N", help="Tokens of a row [default: 512].")
 @verdict_options
 @drift_options
-@click.option(
-    "--stopping",
-    type=click.Choice(("fixed", "early")),
-    default="fixed",
-    show_default=True,
-    help="early: stop as soon as the result is statistically clear.",
-)
 @prompting_options
 @click.option(
     "--output-dir",
@@ -144,7 +131,6 @@ def evaluate(
     subject: Subject,
     verdict: VerdictOptions,
     drift: DriftOptions,
-    stopping: Stopping,
     prompts: PromptOptions,
     results: Results,
     interpreter: Interpreter,
@@ -170,8 +156,8 @@ def evaluate(
     from vexport.engine.session import require_engine
 
     prompts.require_consistent()
-    comparison.require_consistent(stopping, drift)
-    subject.require_consistent(stopping, comparison)
+    comparison.require_consistent(drift)
+    subject.require_consistent(comparison)
     serve = session.serve(tp, dp)
     require_engine((interpreter.vllm_python,))
     from vexport.evaluation.accepted import require_writable
@@ -182,7 +168,7 @@ def evaluate(
     with progress_display(quiet=answer.quiet) as on_progress:
         job = EvalJob(
             checkpoint=checkpoint,
-            settings=_settings(subject, comparison.baseline, verdict, drift, stopping, prompts),
+            settings=_settings(subject, comparison.baseline, verdict, drift, prompts),
             folder=results.output_dir or Path("runs") / f"eval-{Path(checkpoint).name}",
             options=interpreter.options(serve, on_progress),
             overwrite=results.overwrite,
@@ -198,7 +184,6 @@ def _settings(
     baseline: str | None,
     verdict: VerdictOptions,
     drift: DriftOptions,
-    stopping: Stopping,
     prompts: PromptOptions,
 ) -> "Evaluate":
     """The options as what a scenario says under `evaluate`; InputErrors for values out of bounds."""
@@ -221,7 +206,6 @@ def _settings(
             margin=verdict.margin,
             alpha=verdict.alpha,
             gate=verdict.gate,
-            stopping=stopping,
             kl_limit=drift.kl_limit or DEFAULT_KL_LIMIT,
             nll_limit=drift.nll_limit or DEFAULT_NLL_LIMIT,
             num_fewshot=prompts.num_fewshot,

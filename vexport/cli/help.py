@@ -30,7 +30,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     ),
     "Comparison": ("baseline", "against", "accept", "source"),
     "Calibration": ("calibration", "samples", "seq_len", "seed", "pack", "all_experts", "device"),
-    "Tasks": ("tasks", "text", "text_rows", "text_tokens", "include_path", "limit", "stopping", "batch_size"),
+    "Tasks": ("tasks", "text", "text_rows", "text_tokens", "include_path", "limit", "batch_size"),
     "Prompts": (
         "apply_chat_template",
         "chat_template",

@@ -21,11 +21,6 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 @click.argument("scenario", type=PATH)
 @click.option("--run-dir", type=PATH, help="Where everything goes [default: runs/NAME].")
 @click.option("--overwrite", is_flag=True, help="Start again in a run directory that exists.")
-@click.option(
-    "--until-pass",
-    is_flag=True,
-    help="After FAIL give the layers that lose most more bits (FP8, then 16) and try again.",
-)
 @interpreter_option
 @serve_options
 @replicas_option
@@ -34,7 +29,6 @@ def run(
     scenario: Path,
     run_dir: Path | None,
     overwrite: bool,
-    until_pass: bool,
     interpreter: Interpreter,
     tp: int | None,
     engine_args: "dict[str, JsonValue]",
@@ -49,7 +43,6 @@ def run(
     Examples:
       vexport run SCENARIO.yaml
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
-      vexport run SCENARIO.yaml --until-pass
     """
     from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
@@ -67,9 +60,7 @@ def run(
     folder = run_dir or parsed.run_dir
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(parsed.serve, on_progress)
-        report = run_scenario(
-            parsed, folder, options, overwrite=overwrite, until_pass=until_pass, file=scenario
-        )
+        report = run_scenario(parsed, folder, options, overwrite=overwrite, file=scenario)
     print_text(render(report, answer.format_, scenario=scenario))
     if answer.format_ == "github":
         add_step_summary(render(report, "markdown"))

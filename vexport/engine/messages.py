@@ -34,7 +34,6 @@ class SessionRequest:
     to `text_file`. `tasks` are lm-eval task names or YAML files; with any, `output` is the
     folder for lm-eval's own result and sample files, and `lm_eval` says how they are asked. `limit` bounds
     the documents of each task, below 1 to a share of them. With
-    `stopping_file` (a `vexport.evaluation.stopping.Stopping`) the evaluation ends when it is decided; with
     `repeat` a part of the documents is asked again. `identity` names what the answers depend on besides the
     engine: with it they are kept in `output` as they come, and those of an earlier session are not asked
     again. `workload` is what is timed, unless kernels are emulated.
@@ -58,7 +57,6 @@ class SessionRequest:
     include_paths: tuple[Path, ...] = ()
     lm_eval: LmEvalSettings = LmEvalSettings()
     limit: int | float | None = None
-    stopping_file: Path | None = None
     repeat: bool = False
     output: Path | None = None
     identity: str | None = None

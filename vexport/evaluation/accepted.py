@@ -105,10 +105,8 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
     return accepted
 
 
-def pair_with(accepted: Accepted, candidate: Results, *, early: bool = False) -> tuple[GatedTask, ...]:
+def pair_with(accepted: Accepted, candidate: Results) -> tuple[GatedTask, ...]:
     """Pair a run with an accepted baseline, on the metrics and filters that were accepted.
-
-    With `early`, the run stopped when it was decided and may have fewer documents.
 
     InputError, for all tasks at once: a task or document that one side lacks, questions that differ.
     """
@@ -120,7 +118,7 @@ def pair_with(accepted: Accepted, candidate: Results, *, early: bool = False) ->
     for name, task in accepted.tasks.items():
         try:
             if name not in lost:
-                pairs[name] = _pair(name, task, accepted, candidate, early)
+                pairs[name] = _pair(name, task, accepted, candidate)
         except InputError as problem:
             problems.append(problem)
     raise_all(problems)
@@ -222,7 +220,7 @@ def _damage(path: Path, name: str, task: AcceptedTask) -> Iterator[InputError]:
         yield InputError(where, got=str(error), need=need, fix="restore it from git, or accept it again")
 
 
-def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results, early: bool) -> TaskPair:
+def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results) -> TaskPair:
     samples = _ordered(candidate, name, task.filter)
     where, old = f"{candidate.file}: task {name}", stored_scores(task)
     if (
@@ -231,7 +229,7 @@ def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results,
     ):
         raise different_direction(where, task.metric)
     complete = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
-    if not complete or not samples or not (early or len(samples) == task.documents):
+    if not complete or not samples or len(samples) != task.documents:
         got = f"{len(samples)} documents with {task.metric},{task.filter}"
         fix = "evaluate with the same --limit, or accept it again"
         raise InputError(where, got=got, need=f"the {task.documents} that were accepted", fix=fix)
@@ -250,7 +248,6 @@ def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results,
         baseline=np.array([old[sample.doc_id][0] for sample in samples]),
         candidate=np.array([sample.scores[task.metric] for sample in samples]),
         answers_known=False,
-        early=early,
     )
 
 

@@ -1,13 +1,11 @@
 """The comparison of two models on one task: from scores to a TaskVerdict."""
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 from scipy import stats
 
-from vexport.evaluation.betting import anytime_interval, times_to_decide
 from vexport.evaluation.clusters import clustered_bootstrap, clustered_tango, effective
 from vexport.evaluation.gates import Compared
 from vexport.evaluation.pairs import TaskPair
@@ -35,14 +33,10 @@ MAX_FLIPS = 50
 def difference_interval(compared: Compared, alpha: float) -> Interval:
     """One-sided 1 - alpha bounds of the mean gain.
 
-    Paired: Tango's score interval, or a bootstrap if not 0/1, over clusters where there are some; where one
-    looked before, bounds that hold at all times.
+    Paired: Tango's score interval, or a bootstrap if not 0/1, over clusters where there are some.
     """
     if isinstance(compared, UnpairedTask):
         return compared.interval(alpha)
-    if compared.early:
-        values, counts = np.unique(compared.gain, return_counts=True)
-        return anytime_interval(counts, alpha, gains=values)
     if compared.clusters is not None:
         if compared.binary:
             return clustered_tango(compared.gain, compared.clusters, alpha)
@@ -235,7 +229,7 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | No
     baseline, candidate = float(pair.baseline.mean()), float(pair.candidate.mean())
     if baseline <= 0 or pair.sign < 0:
         return None, None
-    if pair.binary and pair.clusters is None and not pair.early:
+    if pair.binary and pair.clusters is None:
         both = int((pair.baseline * pair.candidate).sum())
         return candidate / baseline, recovery_interval(both, _wins(pair), _losses(pair), alpha)
     low, high = difference_interval(pair, alpha)
@@ -247,10 +241,6 @@ def _needed(compared: Compared, margin: float, alpha: float, fail_alpha: float) 
     if isinstance(compared, UnpairedTask):
         statistic = compared.statistic(-margin)
         return documents_to_settle(documents, statistic, alpha if statistic > 0 else fail_alpha)
-    if compared.early:
-        values, counts = np.unique(compared.gain, return_counts=True)
-        times = times_to_decide(counts, margin, alpha, fail_alpha, gains=values)
-        return None if times is None else math.ceil(times * documents)
     if compared.binary:
         statistic = tango_statistic(_wins(compared), _losses(compared), documents, -margin)
         spread = spread_over_null(_wins(compared), _losses(compared), documents, margin)

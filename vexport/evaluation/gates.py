@@ -32,15 +32,12 @@ class GatedTask:
     also: tuple[Compared, ...]
 
 
-def gated_tasks(
-    baseline: Results, candidate: Results, choice: Choice, *, early: bool = False
-) -> tuple[GatedTask, ...]:
+def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[GatedTask, ...]:
     """One gate for each task; a group with an aggregate in lm-eval counts as one task.
 
     Tasks without samples on a side are compared by their means. `choice` names gates other than those of
-    PREFERRED_METRICS; with `early`, the candidate stopped when it was decided. InputError, for all tasks at
-    once: tasks that one run lacks, documents that differ, tasks without a number a document, a choice that
-    no task has.
+    PREFERRED_METRICS. InputError, for all tasks at once: tasks that one run lacks, documents that differ,
+    tasks without a number a document, a choice that no task has.
     """
     _require_equal_tasks(baseline, candidate)
     units = list(_units(baseline))
@@ -49,7 +46,7 @@ def gated_tasks(
     problems: list[InputError] = []
     for name, members in units:
         try:
-            by_name.append((name, _compared(name, members, baseline, candidate, early)))
+            by_name.append((name, _compared(name, members, baseline, candidate)))
         except InputError as problem:
             problems.append(problem)
     raise_all(problems)
@@ -80,14 +77,12 @@ def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from ((name, (name,)) for name in results.summaries if name not in done)
 
 
-def _compared(
-    name: str, members: Sequence[str], baseline: Results, candidate: Results, early: bool
-) -> list[Compared]:
+def _compared(name: str, members: Sequence[str], baseline: Results, candidate: Results) -> list[Compared]:
     """Every metric of a task; for a group the joined ones, then its tasks' own."""
     if all(member in run.tasks for member in members for run in (baseline, candidate)):
         sides = baseline.fingerprint, candidate.fingerprint
         pairs = [
-            list(pair_metrics(*tasks, early=early, changed=causes(*sides, member)))
+            list(pair_metrics(*tasks, changed=causes(*sides, member)))
             for member, tasks in ((name, (baseline.tasks[name], candidate.tasks[name])) for name in members)
         ]
         metrics: list[Compared] = [*_with_joined(name, pairs, join_group)]

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import JsonValue
 
@@ -26,22 +26,19 @@ if TYPE_CHECKING:
 
 ModelArguments = Mapping[str, JsonValue]
 
-AnswerCache = dict[str, object]
-"""Answers that were given already, by request; where one model is asked again about the same documents."""
 Answer = TypeVar("Answer")
 
 _PROGRESS_STEPS = 100
 _ORDER_SEED = 0
 
 
-class StoredAnswers(ServedChat):
-    """Asks only what was not answered before, where `answers` is a dictionary and not None.
+class ReportedChat(ServedChat):
+    """Says which tasks it is asked about.
 
     `requests` are those whose log-likelihoods are asked for, in the order of their tokens.
     """
 
     model: "_ReportingLLM"
-    answers: AnswerCache | None = None
     requests: Sequence["Instance"] = ()
 
     def answered(
@@ -50,22 +47,7 @@ class StoredAnswers(ServedChat):
         ask: Callable[..., list[Answer]],
         prepare: Callable[[list["Instance"]], None] = lambda requests: None,
     ) -> list[Answer]:
-        """Answers to all requests, of which only the new ones are prepared and asked."""
-        if self.answers is None:
-            return self._ask(requests, ask, prepare)
-        keys = [f"{request.request_type} {request.args!r}" for request in requests]
-        new = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
-        if new:
-            answers = self._ask(list(new.values()), ask, prepare)
-            self.answers.update(zip(new, answers, strict=True))
-        return [cast(Answer, self.answers[key]) for key in keys]
-
-    def _ask(
-        self,
-        requests: list["Instance"],
-        ask: Callable[..., list[Answer]],
-        prepare: Callable[[list["Instance"]], None],
-    ) -> list[Answer]:
+        """Answers to all requests, which are prepared first."""
         self.model.stage = ", ".join(dict.fromkeys(str(request.task_name) for request in requests))
         prepare(requests)
         answers = ask(requests, disable_tqdm=True)
@@ -90,7 +72,7 @@ def wrap_engine(
     """
     from lm_eval.models import vllm_causallms
 
-    class BuiltVLLM(StoredAnswers, vllm_causallms.VLLM):  # type: ignore[misc]
+    class BuiltVLLM(ReportedChat, vllm_causallms.VLLM):  # type: ignore[misc]
         def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
             return self.answered(requests, super().generate_until, self._require_room_to_generate)
 

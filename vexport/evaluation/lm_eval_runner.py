@@ -30,12 +30,11 @@ from vexport.evaluation.lm_eval_environment import (
 from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
 from vexport.evaluation.replicas import Engines, started_replicas
-from vexport.evaluation.stopping import SequentialTest, Stopping, look_line, require_unit_range, write_looks
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.task_needs import allow_code, missing, require_allowed
 from vexport.evaluation.tasks import GROUP_SUFFIX
-from vexport.files import atomic_path, from_json
-from vexport.types import Look, OnProgress
+from vexport.files import atomic_path
+from vexport.types import OnProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
@@ -77,13 +76,11 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
         replicas = stack.enter_context(started_replicas(request, model_args))
         engines = Engines(llm=llm, replicas=replicas)
         model = wrap_engine(engines, arguments, settings, progress, journal)
-        _evaluate(model, arguments, request, scratch / "output", progress)
+        _evaluate(model, arguments, request, scratch / "output")
         _move_files(scratch / "output", request.output)
 
 
-def _evaluate(
-    model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path, progress: OnProgress
-) -> None:
+def _evaluate(model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path) -> None:
     from lm_eval.loggers import EvaluationTracker
 
     tracker = EvaluationTracker(output_path=str(output))
@@ -91,15 +88,7 @@ def _evaluate(
     run = partial(_simple_evaluate, model, dict(arguments), manager, tracker, request)
     tasks = load_tasks(request, manager, request.tasks)
     try:
-        if request.stopping_file is None:
-            results = run(tasks, None)
-        else:
-            assert request.output is not None
-            model.answers = {}
-            rule = from_json(Stopping, request.stopping_file)
-            results, looks = until_decided(run, tasks, rule, progress)
-            write_looks(request.output, looks)
-            model.answers = None
+        results = run(tasks, None)
         if request.repeat:
             assert request.output is not None
             model.model.begin_round()
@@ -147,31 +136,6 @@ def _simple_evaluate(
     )
 
 
-def until_decided(
-    run: "Callable[[list[Task | Group], Mapping[str, list[int]]], EvalResults]",
-    tasks: "list[Task | Group]",
-    stopping: Stopping,
-    progress: OnProgress,
-) -> "tuple[EvalResults, tuple[Look, ...]]":
-    """Evaluate more and more documents until they decide; each run has all so far, most of it from memory.
-
-    Returns the last results and every look. InputError where the tasks are not the baseline's.
-    """
-    test = SequentialTest(stopping)
-    seen: dict[Look, None] = {}
-    while True:
-        documents = test.more()
-        results = run(tasks, _chosen(tasks, documents))
-        if set(results["samples"]) != set(documents):
-            got, need = f"tasks {', '.join(results['samples'])}", f"the baseline's, {', '.join(documents)}"
-            raise InputError("evaluation", got=got, need=need, fix="evaluate the same tasks")
-        for look in test.look(_scores(results, stopping)):
-            seen[look] = None  # a task that is settled is not looked at again
-            progress(look_line(look, stopping.margin), look.read, look.of)
-        if test.decided:
-            return results, tuple(seen)
-
-
 def _repeat(
     run: "Callable[[list[Task | Group], Mapping[str, list[int]]], EvalResults]",
     results: "EvalResults",
@@ -206,16 +170,6 @@ class Documents(list[int]):
 
     def __contains__(self, document: object) -> bool:
         return document in self._set
-
-
-def _scores(results: "EvalResults", stopping: Stopping) -> dict[str, dict[int, float]]:
-    """The candidate's scores on what decides, by task and document."""
-    scores: dict[str, dict[int, float]] = {}
-    for name, task in stopping.tasks.items():
-        rows = [row for row in results["samples"][name] if row["filter"] == task.filter]
-        scores[name] = {row["doc_id"]: float(row[task.metric]) for row in rows}
-        require_unit_range(f"task {name}", task.metric, scores[name].values())
-    return scores
 
 
 def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) -> None:

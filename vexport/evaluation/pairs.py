@@ -1,7 +1,7 @@
 """Pairs two models' answers to the same documents, by task, metric and filter."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -23,8 +23,7 @@ class TaskPair:
 
     `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better. `clusters`,
     of the same shape, numbers the tasks of a group whose documents are clustered. `answers_known` is off
-    where the baseline's answers were not kept, only whether they were right. `early` is on where the
-    evaluation looked at what it had to decide when to stop.
+    where the baseline's answers were not kept, only whether they were right.
     """
 
     task: str
@@ -36,7 +35,6 @@ class TaskPair:
     candidate: Scores
     clusters: Clusters | None = None
     answers_known: bool = True
-    early: bool = False
 
     @property
     def binary(self) -> bool:
@@ -54,18 +52,11 @@ class TaskPair:
         return self.metric, self.filter, self.sign
 
 
-def pair_metrics(
-    left: TaskSamples, right: TaskSamples, *, early: bool = False, changed: Sequence[str] = ()
-) -> Iterator[TaskPair]:
+def pair_metrics(left: TaskSamples, right: TaskSamples, *, changed: Sequence[str] = ()) -> Iterator[TaskPair]:
     """Yield every (metric, filter) of a task that has one number a document, in the task's order.
-
-    With `early`, `right` stopped when it was decided and may lack documents.
 
     InputError names the document where the two runs did not answer the same question, and what `changed`.
     """
-    if early:
-        read = {key: sample for key, sample in left.samples.items() if key in right.samples}
-        left = replace(left, samples=read)
     _require_equal_documents(left, right, ", ".join(changed) or "nothing known")
     for filter_name in dict.fromkeys(key[0] for key in left.samples):
         pairs = tuple(
@@ -73,17 +64,13 @@ def pair_metrics(
         )
         for metric in _common_metrics(pairs):
             _require_same_direction(left, right, metric)
-            yield replace(_pair(left, metric, pairs), early=early)
+            yield _pair(left, metric, pairs)
 
 
 def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
-    """The documents of a group's tasks as one task's, clustered by task where there are MIN_CLUSTERS.
-
-    Those of an evaluation that stopped early were drawn from all tasks alike, and count one by one.
-    """
-    clustered = len(pairs) >= MIN_CLUSTERS and not any(pair.early for pair in pairs)
+    """The documents of a group's tasks as one task's, clustered by task where there are MIN_CLUSTERS."""
     by_task = np.repeat(np.arange(len(pairs)), [len(pair.gain) for pair in pairs])
-    return _join(name, pairs, by_task if clustered else None)
+    return _join(name, pairs, by_task if len(pairs) >= MIN_CLUSTERS else None)
 
 
 def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
@@ -108,7 +95,6 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
         candidate=np.concatenate([pair.candidate for pair in pairs]),
         clusters=clusters,
         answers_known=all(pair.answers_known for pair in pairs),
-        early=any(pair.early for pair in pairs),
     )
 
 

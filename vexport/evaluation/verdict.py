@@ -22,8 +22,6 @@ from vexport.evaluation.fingerprint import (
     EMULATED,
     MODEL,
     REVISION,
-    TASK_HASH,
-    Fingerprint,
     changes,
     device_of,
 )
@@ -32,9 +30,8 @@ from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.reason import reason_for
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.results import Results, read_results
-from vexport.evaluation.stopping import read_looks
 from vexport.evaluation.unpaired import USUAL_DISAGREEMENT, UnpairedTask
-from vexport.types import Comparison, Look, Outcome, TaskVerdict, Verdict
+from vexport.types import Comparison, Outcome, TaskVerdict, Verdict
 
 NO_CHOICE: Choice = MappingProxyType({})
 
@@ -46,47 +43,40 @@ def decide(
     margin: float,
     alpha: float,
     gate: Choice = NO_CHOICE,
-    early: bool = False,
 ) -> Verdict:
     """Compare two lm-eval output folders, wherever they were made, or one with an accepted baseline.
 
     `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), `alpha` the
-    probability of a wrong PASS, and of a wrong FAIL, `gate` the metric that decides for a task (gates.py);
-    with `early`, the candidate's evaluation stopped when it was decided, and bounds are those of bets.
+    probability of a wrong PASS, and of a wrong FAIL, `gate` the metric that decides for a task (gates.py).
     InputError where the runs cannot be compared, EnvironmentFault where the engine proved not deterministic.
     """
     _check_limits(margin, alpha)
     if is_accepted(baseline):
         right = read_results(candidate)
         repeated = _asked_again(right, alpha)
-        verdict = _decide_against(read_accepted(baseline), right, margin, alpha, gate, early)
-        return _with_run(verdict, right, repeated, early)
+        verdict = _decide_against(read_accepted(baseline), right, margin, alpha, gate)
+        return _with_run(verdict, right, repeated)
     left, right = attempt_all((str(run), partial(read_results, run)) for run in (baseline, candidate))
     repeated = "".join(_asked_again(run, alpha) for run in (left, right))
     where = ("in the baseline", "in the results")
     others = {
         name: value for name, value in left.fingerprint.items() if name not in (MODEL, REVISION, EMULATED)
     }
-    changed = _circumstances(others, right.fingerprint, where, early)
-    gated = gated_tasks(left, right, gate, early=early)
+    changed = changes(others, right.fingerprint, where=where)
+    gated = gated_tasks(left, right, gate)
     verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed)
-    return _with_run(verdict, right, repeated, early)
+    return _with_run(verdict, right, repeated)
 
 
-def _with_run(verdict: Verdict, candidate: Results, repeated: str, early: bool) -> Verdict:
+def _with_run(verdict: Verdict, candidate: Results, repeated: str) -> Verdict:
     """The verdict with what the candidate's folder tells beyond its scores."""
     return replace(
         verdict,
         method=verdict.method + repeated,
-        looks=_looks(candidate, early),
         warnings=(*verdict.warnings, *((candidate.warning,) if candidate.warning else ())),
         prompting=candidate.prompting,
         device=device_of(candidate.fingerprint),
     )
-
-
-def _looks(candidate: Results, early: bool) -> tuple[Look, ...]:
-    return read_looks(candidate.file.parent) if early else ()
 
 
 def _asked_again(run: Results, alpha: float) -> str:
@@ -99,23 +89,15 @@ def _asked_again(run: Results, alpha: float) -> str:
     return f"; asked again, {repeated.changed} of {repeated.documents} answers changed"
 
 
-def _circumstances(
-    old: Fingerprint, new: Fingerprint, where: tuple[str, str], early: bool
-) -> tuple[str, ...]:
-    """What changed; lm-eval's task hash is of the documents read, which an early end makes fewer."""
-    recorded = {name: value for name, value in old.items() if not (early and name.startswith(TASK_HASH))}
-    return changes(recorded, new, where=where)
-
-
 def _decide_against(
-    accepted: Accepted, candidate: Results, margin: float, alpha: float, gate: Choice, early: bool
+    accepted: Accepted, candidate: Results, margin: float, alpha: float, gate: Choice
 ) -> Verdict:
     if gate:
         got, need = "another choice of gates", "those that were accepted"
         raise InputError("gate", got=got, need=need, fix="leave it out, or accept it again")
     where = ("when the baseline was accepted", "now")
-    changed = _circumstances(accepted.fingerprint, candidate.fingerprint, where, early)
-    return judge(pair_with(accepted, candidate, early=early), margin=margin, alpha=alpha, warnings=changed)
+    changed = changes(accepted.fingerprint, candidate.fingerprint, where=where)
+    return judge(pair_with(accepted, candidate), margin=margin, alpha=alpha, warnings=changed)
 
 
 def judge(
@@ -195,8 +177,6 @@ def _method(gates: Sequence[Compared], alpha: float) -> str:
 def _interval_name(gate: Compared) -> str:
     if isinstance(gate, UnpairedTask):
         return f"unpaired {'Newcombe' if gate.binary else 'normal'} interval"
-    if gate.early:
-        return "bets that may stop at any document"
     name = "Tango's score interval" if gate.binary else "BCa bootstrap"
     return name if gate.clusters is None else f"{name} clustered by task"
 

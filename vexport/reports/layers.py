@@ -12,7 +12,6 @@ from vexport.reports.formatting import bits_per_weight, count, decibels, percent
 from vexport.reports.mixing import budget_of
 from vexport.reports.sentences import attribution_line, schemes_in_use
 from vexport.types import (
-    Attempt,
     Attribution,
     Drift,
     KindSize,
@@ -67,11 +66,10 @@ def _noise_first(layer: LayerError) -> float:
 
 
 def sensitivity_sections(report: Report) -> tuple[doc.Part, ...]:
-    """What each group of layers loses, the mixture that was chosen from that, the rounds until it passed."""
+    """What each group of layers loses, and the mixture that was chosen from that."""
     return parts(
         _sensitivity(report.sensitivity, report.mixed) if report.sensitivity else None,
         _mixed(report.mixed) if report.mixed else None,
-        _attempts(report.attempts) if report.attempts else None,
     )
 
 
@@ -115,30 +113,6 @@ def _mixed(mixed: MixedScheme) -> doc.Section:
         f"predicted loss of {small(mixed.loss)} nats per token."
     )
     return doc.Section("Mixed scheme", (), lead=lead, forms=PAGE)
-
-
-def _attempts(attempts: Sequence[Attempt]) -> doc.Section:
-    rows = tuple(
-        row(
-            str(attempt.number),
-            badge(attempt.outcome, attempt.reason),
-            _promoted(attempt),
-            size(attempt.output_bytes),
-            small(attempt.loss),
-        )
-        for attempt in attempts
-    )
-    table = doc.Table(columns("Round", "Result", "Promoted", ">Size", ">Predicted loss"), rows)
-    lead = "After every failure the groups that cost most were given more bits."
-    return doc.Section("Until it passed", (table,), lead=lead, forms=PAGE)
-
-
-def _promoted(attempt: Attempt) -> str:
-    lines = (
-        f"{promotion.name} {promotion.before} to {promotion.after} (+{size(promotion.num_bytes)})"
-        for promotion in attempt.promotions
-    )
-    return "\n".join(lines) or "nothing"
 
 
 _WARNS = "An early signal: it warns, it never decides."

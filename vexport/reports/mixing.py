@@ -1,9 +1,9 @@
-"""What was chosen for groups of layers, and what promoting them cost, in a sentence each."""
+"""What was chosen for groups of layers, in a sentence."""
 
 from collections import Counter
 
 from vexport.reports.formatting import percent, plural, size, small
-from vexport.types import Attempt, MixedScheme
+from vexport.types import MixedScheme
 
 
 def budget_of(mixed: MixedScheme) -> str:
@@ -22,14 +22,3 @@ def mixed_line(mixed: MixedScheme) -> str:
     counts = Counter(one.scheme for one in mixed.choices)
     chosen = ", ".join(f"{scheme} for {plural(number, 'group')}" for scheme, number in counts.items())
     return f"within {budget_of(mixed)}: {chosen}; predicted loss {small(mixed.loss)} nats per token"
-
-
-def attempt_line(attempt: Attempt) -> str:
-    """The outcome of a round, the size of its checkpoint, and the price of what was promoted for it."""
-    line = f"{attempt.outcome} at {size(attempt.output_bytes)}"
-    if not attempt.promotions:
-        return f"{line}, predicted loss {small(attempt.loss)} nats per token"
-    price = size(sum(one.num_bytes for one in attempt.promotions))
-    steps = Counter(f"{one.before} to {one.after}" for one in attempt.promotions)
-    promoted = ", ".join(f"{plural(number, 'group')} from {step}" for step, number in steps.items())
-    return f"{line}, {price} more for {promoted}, predicted loss {small(attempt.loss)} nats per token"

@@ -11,7 +11,7 @@ from vexport.reports.files import RunFile
 from vexport.reports.formatting import bits_per_weight, count, duration, percent, plural, ratio, size, small
 from vexport.reports.gates import finding_counts, report_gates, staged_findings
 from vexport.reports.layers import noise_section, sensitivity_sections, signals_section, size_section
-from vexport.reports.mixing import attempt_line, mixed_line
+from vexport.reports.mixing import mixed_line
 from vexport.reports.rounding import rounding_lines, rounding_section
 from vexport.reports.sentences import (
     next_step,
@@ -70,7 +70,6 @@ def _summary(report: Report) -> doc.Facts:
         ("size", size_change(report.plan)),
         ("schemes", schemes_in_use(report.plan)),
         ("auto", mixed_line(report.mixed)) if report.mixed else None,
-        *((f"round {attempt.number}", attempt_line(attempt)) for attempt in report.attempts),
         *(("experts", line) for line in coverage_lines(report.experts)),
         *(("rounding", line) for line in rounding_lines(report.rounding)),
         *load_facts(report.load).rows,

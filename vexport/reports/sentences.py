@@ -59,8 +59,8 @@ def next_step(report: Report) -> tuple[str, str]:
         )
     if report.load.ok:
         return "", (
-            "Keep the layers that lose most, choose a scheme with more bits, or let vexport do so: "
-            "vexport run SCENARIO --until-pass."
+            "Keep the layers that lose most, choose a scheme with more bits, or leave the choice to `scheme: "
+            "auto`."
         )
     return "", "Fix the findings below; vexport repair CHECKPOINT OUT fixes those that can be fixed."
 

@@ -1,4 +1,4 @@
-"""The stages that settle which layer gets which scheme: by the rules, by measured losses, by promotion."""
+"""The stages that settle which layer gets which scheme: by the rules, or by measured losses."""
 
 from dataclasses import replace
 
@@ -8,8 +8,12 @@ from vexport.plan import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothing_strength
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
+<<<<<<< HEAD
 from vexport.run.attempts import read_attempts
 from vexport.run.directory import Digests, data_digest, value_digest
+=======
+from vexport.run.directory import Digests, FolderDigest, data_digest, value_digest
+>>>>>>> 95f57b7 (Delete early stopping and promotion: a fixed number of documents)
 from vexport.run.state import CALIBRATION, CANDIDATES, MIXED, PLAN, SENSITIVITY, Run
 from vexport.scenario import Rule
 from vexport.scenario import Sensitivity as SensitivitySettings
@@ -70,9 +74,8 @@ def calibrate(run: Run) -> Calibration | None:
 
 
 def is_sensitivity_asked(run: Run) -> bool:
-    """Whether the scenario asks for losses, or a round of `--until-pass` has needed them."""
-    asked = is_mixed(run) or run.scenario.sensitivity is not None
-    return asked or (run.folder / str(SENSITIVITY.file)).is_file()
+    """Whether the scenario asks for losses."""
+    return is_mixed(run) or run.scenario.sensitivity is not None
 
 
 def measure(run: Run) -> Sensitivity:
@@ -106,19 +109,14 @@ def choose(run: Run) -> MixedScheme:
     )
 
 
-def chosen_schemes(run: Run) -> dict[str, str]:
-    """The scheme of every unit: of its rule, else what was chosen, else what it was promoted to since."""
-    mixed = run.get(MIXED)
-    chosen = {choice.name: choice.scheme for choice in mixed.choices} if mixed else {}
-    promoted = {promotion.name: promotion.after for promotion in read_attempts(run.folder).promotions}
-    return {unit.name: unit.allowed[0] for unit in run.units} | chosen | promoted
-
-
 def chosen_rules(run: Run) -> tuple[Rule, ...]:
     """The scenario's rules, and before them one for each layer that they do not decide about alone."""
-    if not is_mixed(run) and not read_attempts(run.folder).promotions:
+    mixed = run.get(MIXED)
+    if mixed is None:
         return run.scenario.rules
-    return rules_with(run.units, chosen_schemes(run), run.scenario.rules)
+    schemes = {unit.name: unit.allowed[0] for unit in run.units}
+    chosen = {choice.name: choice.scheme for choice in mixed.choices}
+    return rules_with(run.units, schemes | chosen, run.scenario.rules)
 
 
 def scenario_inputs(run: Run) -> Digests:

@@ -11,11 +11,9 @@ from vexport.errors import VexportError
 from vexport.files import from_json, write_text
 from vexport.reports import render
 from vexport.reports.gates import checkpoint_gate
-from vexport.run.attempts import read_attempts
 from vexport.run.directory import LAYERS, REPORT_FILE, rounding_of
 from vexport.run.judging import cause_of, drift_between, verdict_on, verdict_on_text, warnings_of
 from vexport.run.naming import commit_of, portable, source_name
-from vexport.run.promoting import attempts_with
 from vexport.run.serving import BASELINE, CANDIDATE
 from vexport.run.sizes import size_by_kind
 from vexport.run.state import (
@@ -166,12 +164,5 @@ def _report(run: Run) -> Report:
         attribution=run.get(ATTRIBUTION),
         sensitivity=sensitivity,
         mixed=run.get(MIXED),
-        attempts=attempts_with(run, plan, conclusion),
-        seconds=_seconds(run),
+        seconds=run.directory.seconds,
     )
-
-
-def _seconds(run: Run) -> dict[str, float]:
-    """How long each stage took, and all that failed rounds had for themselves."""
-    failed = read_attempts(run.folder).seconds
-    return run.directory.seconds | ({"failed rounds": failed} if failed else {})

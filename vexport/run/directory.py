@@ -1,7 +1,7 @@
 """The run directory: which stage is done, and from what it was made."""
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ KIND = FolderKind(
     mark=MARK,
     text="A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n",
     entries=frozenset(
-        (STAGES_FILE, CHECKPOINT, SCENARIO, "calibration", "sensitivity", "eval", "attempts")
+        (STAGES_FILE, CHECKPOINT, SCENARIO, "calibration", "sensitivity", "eval")
         + (
             "plan.json",
             "layers.json",
@@ -39,7 +39,7 @@ KIND = FolderKind(
             "dry-load.json",
             "sensitivity.json",
         )
-        + ("mixed.json", "attempts.json", "report.*", "junit.xml", "model-card.md")
+        + ("mixed.json", "report.*", "junit.xml", "model-card.md")
     ),
     checkpoints=frozenset((CHECKPOINT,)),
 )
@@ -127,11 +127,6 @@ class RunDirectory:
         shutil.rmtree(self.root / folder, ignore_errors=True)
         shutil.copytree(other.root / folder, self.root / folder)
         self._stages |= {name: other._stages[name] for name in stages if name in other._stages}
-        write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
-
-    def forget_all_but(self, names: Collection[str]) -> None:
-        """Forget that other stages are done."""
-        self._stages = {name: record for name, record in self._stages.items() if name in names}
         write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
 
     @property

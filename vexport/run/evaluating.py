@@ -115,7 +115,6 @@ def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Verdict | None:
         questions = Questions(
             evaluate=job.settings,
             lm_eval=lm_eval,
-            baseline=job.known if role == CANDIDATE else None,
             repeat=role == BASELINE or job.against is not None,
         )
         served[role] = serve_model(role, model, job.folder / role, job.options, questions)

@@ -40,7 +40,6 @@ def verdict_on(baseline: Path, candidate: Path, settings: Evaluate) -> Verdict:
         margin=settings.margin,
         alpha=settings.alpha,
         gate=settings.gate,
-        early=settings.stopping == "early",
     )
 
 

@@ -29,8 +29,7 @@ from vexport.scenario import Calibration
 from vexport.types import DryLoadReport, LmEvalSettings, LoadReport
 
 # Settings of the evaluation that a session does not depend on: those that warn, those that decide.
-_WARN = {"kl_limit", "nll_limit"}
-_DECIDE = {"margin", "alpha", "gate"}
+_UNREAD = {"kl_limit", "nll_limit", "margin", "alpha", "gate"}
 
 
 def settle_questions(run: Run) -> LmEvalSettings:
@@ -107,7 +106,6 @@ def _served(run: Run, role: str, model: Path) -> Served:
         texts=_texts(run),
         evaluate=run.scenario.evaluate,
         lm_eval=run.result(QUESTIONS),
-        baseline=None if is_baseline else folder.with_name(BASELINE),
         repeat=is_baseline,
         earlier=_neighbours(run) if is_baseline else (),
     )
@@ -165,8 +163,7 @@ def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
     evaluation = None
     files: list[Path] = []
     if settings is not None:
-        unread = _WARN if settings.stopping == "early" else _WARN | _DECIDE
-        evaluation = settings.model_dump(mode="json", exclude=unread)
+        evaluation = settings.model_dump(mode="json", exclude=_UNREAD)
         files = [Path(task) for task in settings.tasks]
         files += [file for folder in settings.include_path for file in sorted(folder.rglob("*"))]
     templates = chat_templates(run.baseline) if run.result(QUESTIONS).apply_chat_template else None

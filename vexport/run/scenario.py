@@ -9,15 +9,16 @@ from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate, written_alone
-from vexport.run.attempts import BASELINE_STAGES
 from vexport.run.directory import KIND, SCENARIO, RunDirectory
 from vexport.run.naming import portable
-from vexport.run.promoting import may_promote, promote, require_promotable
 from vexport.run.serving import BASELINE, EngineOptions, require_tasks, task_files
-from vexport.run.stages import MEASURE, do, finish
-from vexport.run.state import SENSITIVITY, Run
+from vexport.run.stages import finish
+from vexport.run.state import Run
 from vexport.scenario import Scenario
 from vexport.types import Report
+
+# What is known of the baseline, whatever is compared with it.
+BASELINE_STAGES = (f"serve {BASELINE}", f"load {BASELINE}")
 
 
 def run_scenario(
@@ -26,43 +27,32 @@ def run_scenario(
     options: EngineOptions,
     *,
     overwrite: bool,
-    until_pass: bool = False,
     file: Path | None = None,
     baseline_of: Path | None = None,
 ) -> Report:
     """Do every stage of a scenario that is not done yet and write the report.
 
-    With `until_pass` the groups that lose most get more bits after a verdict of FAIL, round by round, until
-    it is another or the rounds are used up. With `baseline_of`, a finished run directory, its baseline's
+    With `baseline_of`, a finished run directory, its baseline's
     results are taken where this run has none. Raises InputError for an unusable source, rule, calibration or
     task, and where `folder` overlaps one of them or the scenario's `file`; EnvironmentFault where vLLM is
     missing or dies. A checkpoint that fails is a report with outcome FAIL.
     """
     require_separate([NamedPath(label="--run-dir", path=folder)], list(_inputs(scenario, file)))
-    if until_pass:
-        require_promotable(scenario)
     _require_usable(scenario, options)
     KIND.require_own(folder)
     with written_alone(folder, "--run-dir"):
         run = Run(scenario, folder, options)
         run.directory.begin(overwrite=overwrite)
-        return _finished(run, until_pass=until_pass, file=file, baseline_of=baseline_of)
+        return _finished(run, file=file, baseline_of=baseline_of)
 
 
-def _finished(run: Run, *, until_pass: bool, file: Path | None, baseline_of: Path | None) -> Report:
+def _finished(run: Run, *, file: Path | None, baseline_of: Path | None) -> Report:
     """The report of a run whose directory has begun."""
     if baseline_of is not None:
         run.directory.adopt(RunDirectory(baseline_of), BASELINE_STAGES, f"eval/{BASELINE}")
     if file is not None:
         _keep_scenario(file, run.folder)
-    report = finish(run)
-    while until_pass and may_promote(report, run):
-        if run.get(SENSITIVITY) is None:
-            do(run, MEASURE)
-        if not promote(report, run):
-            break
-        report = finish(run)
-    return report
+    return finish(run)
 
 
 def _require_usable(scenario: Scenario, options: EngineOptions) -> None:

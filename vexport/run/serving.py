@@ -20,10 +20,9 @@ from vexport.evaluation.held_out import ReadText, Rows
 from vexport.evaluation.journal import FILE as ANSWERS
 from vexport.evaluation.journal import are_answers_to
 from vexport.evaluation.repeat import read_repeated, require_deterministic
-from vexport.evaluation.stopping import stopping_rule
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
-from vexport.files import atomic_path, digest_bytes, to_json, write_text
+from vexport.files import atomic_path, digest_bytes, to_json
 from vexport.outputs import NamedPath
 from vexport.run.directory import value_digest
 from vexport.run.held_out import KL_TOKENS, read_rows, with_text
@@ -83,15 +82,13 @@ class Questions:
     """What a model is asked besides the fixed prompts.
 
     `texts` are prompts to continue; `evaluate` has the tasks of lm-eval, `lm_eval` how they are asked. With
-    `baseline`, lm-eval's folder of it or an accepted one, and `stopping: early`, the tasks end when they are
-    decided; with `repeat` a part of them is asked again, and an engine that is not deterministic is an error.
+    `repeat` a part of them is asked again, and an engine that is not deterministic is an error.
     `earlier` are files of answers, used where they are the same model's to the same questions.
     """
 
     texts: Sequence[str] = ()
     evaluate: Evaluate | None = None
     lm_eval: LmEvalSettings = PLAIN
-    baseline: Path | None = None
     repeat: bool = False
     earlier: Sequence[Path] = ()
 
@@ -162,8 +159,6 @@ def _request(
         return _identified(request)
     request = _with_tasks(request, settings, options, folder, repeat=questions.repeat)
     request = replace(request, lm_eval=questions.lm_eval)
-    if settings.stopping == "early" and questions.baseline is not None:
-        request = _stopping_early(request, settings, questions.baseline, folder)
     return _identified(request)
 
 
@@ -226,18 +221,6 @@ def _take_answers(request: SessionRequest, folder: Path, earlier: Sequence[Path]
     if found is not None:
         with atomic_path(folder / ANSWERS) as temporary:
             shutil.copyfile(found, temporary)
-
-
-def _stopping_early(
-    request: SessionRequest, settings: Evaluate, baseline: Path, folder: Path
-) -> SessionRequest:
-    """The request whose tasks end when the comparison with the baseline's answers is decided."""
-    rule = stopping_rule(
-        baseline, settings.gate, margin=settings.margin, alpha=settings.alpha, seed=settings.seed
-    )
-    file = folder / "stopping.json"
-    write_text(file, to_json(rule))
-    return replace(request, stopping_file=file)
 
 
 def task_files(settings: Evaluate, label: str) -> list[NamedPath]:

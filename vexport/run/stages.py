@@ -29,7 +29,7 @@ from vexport.run.state import (
     Output,
     Run,
 )
-from vexport.types import Report, Sensitivity
+from vexport.types import Report
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -56,14 +56,6 @@ class Stage(Generic[T_co]):
     when: Callable[[Run], bool] = always
 
 
-MEASURE: Stage[Sensitivity] = Stage(
-    name="sensitivity",
-    reads=(CALIBRATION,),
-    digest=choosing.sensitivity_inputs,
-    make=choosing.measure,
-    output=SENSITIVITY,
-    when=choosing.is_sensitivity_asked,
-)
 # fmt: off
 STAGES: tuple[Stage[object], ...] = (
     Stage(name="plan candidates",
@@ -72,7 +64,8 @@ STAGES: tuple[Stage[object], ...] = (
           make=proving.settle_questions, output=QUESTIONS),
     Stage(name="calibrate", when=choosing.needs_samples, reads=(CANDIDATES,), digest=choosing.scenario_inputs,
           make=choosing.calibrate, output=CALIBRATION),
-    MEASURE,
+    Stage(name="sensitivity", when=choosing.is_sensitivity_asked, reads=(CALIBRATION,),
+          digest=choosing.sensitivity_inputs, make=choosing.measure, output=SENSITIVITY),
     Stage(name="choose", when=choosing.is_mixed, reads=(CANDIDATES, SENSITIVITY),
           make=choosing.choose, output=MIXED),
     Stage(name="plan", reads=(MIXED,),
@@ -111,7 +104,6 @@ STAGES: tuple[Stage[object], ...] = (
 
 def finish(run: Run) -> Report:
     """Do every stage that is not done yet; the report of all of them."""
-    run.begin_round()
     for stage in STAGES:
         if is_due(run, stage):
             do(run, stage)

@@ -136,7 +136,3 @@ class Run:
         assert output.file is not None
         path = self.folder / output.file
         self._values[output.name] = read_index(path) if output == WRITTEN else from_json(output.type, path)
-
-    def begin_round(self) -> None:
-        """Forget the values of a round of `--until-pass`; files stay."""
-        self._values.clear()

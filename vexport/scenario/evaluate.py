@@ -1,7 +1,7 @@
 """What decides, and how the models are asked."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import Field, field_validator, model_validator
@@ -30,10 +30,9 @@ class Evaluate(Section):
     `suite` names a list of tasks with margin and limit in their place. In the place of tasks, `text`, named
     like calibration data, decides by the log-probabilities of its first `text_rows` rows of `text_tokens`
     tokens. `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the
-    metric that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists). With
-    `stopping: early` the checkpoint is read no further than the answer needs. `kl_limit` bounds the mean KL
-    to the baseline and `nll_limit` the rise of the NLL, in nats a token, over the text or `kl_prompts`
-    prompts at most: beyond them text fails, and where tasks decide is a warning.
+    metric that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists).
+    `kl_limit` bounds the mean KL to the baseline and `nll_limit` the rise of the NLL, in nats a token, over
+    the text or `kl_prompts` prompts at most: beyond them text fails, and where tasks decide is a warning.
 
     How the models are asked has lm-eval's own names and meanings, for both models alike. Without
     `apply_chat_template` (true, false or a template's name) a template is applied where the models have one;
@@ -60,7 +59,6 @@ class Evaluate(Section):
     alpha: Annotated[float, Gt(0), Lt(0.5)] = DEFAULT_ALPHA
     limit: int | float | None = None
     gate: dict[str, str] = {}
-    stopping: Literal["fixed", "early"] = "fixed"
     baseline: str | None = None
     seed: int = 0
     kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
@@ -120,8 +118,6 @@ class Evaluate(Section):
         if bool(self.tasks) == bool(self.text):
             need, fix = "either tasks (or a suite) or text", "give one of the two"
             raise located_errors([(("tasks",), list(self.tasks), need, fix)])
-        if self.text and self.stopping == "early":
-            raise ValueError("`stopping: early` with tasks: text is read as a whole")
         return self
 
     @model_validator(mode="after")

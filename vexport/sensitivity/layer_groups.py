@@ -6,7 +6,7 @@ is asked of the planner, scheme by scheme, so that shapes, ranks and architectur
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vexport.architectures.fusion import moe_layer
@@ -16,11 +16,9 @@ from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan import Settings, build_plan, group_layout, output_bytes, require_accepted
 from vexport.plan.shapes import KEPT
-from vexport.scenario import AUTO, DEFAULT_OBSERVERS, Auto, Rule
+from vexport.scenario import AUTO, Auto, Rule
 from vexport.types import Finding, FusionGroup, Plan
 
-# What a group is promoted to, step by step: FP8 that needs no calibration, then its own dtype.
-LADDER = ("FP8_DYNAMIC", KEEP)
 Groups = tuple[FusionGroup, ...]
 
 
@@ -38,8 +36,7 @@ class LayerGroup:
     """Linear layers that need one scheme together.
 
     `allowed` are the schemes that the rules leave to choose from, in the candidates' order; one where a rule
-    names it. `options` has those and the next step of the ladder, but for `keep`. `refused` says which vLLM
-    could not run.
+    names it. `options` has those but for `keep`. `refused` says which vLLM could not run.
     """
 
     name: str
@@ -92,19 +89,17 @@ def find_layer_groups(
     }
     for plan in plans.values():
         require_accepted(plan)
-    higher = build_plan(index, [_promoted(rule) for rule in rules], lenient)
     named, mixed = _by_layer_group(fixed), {scheme: _by_layer_group(plan) for scheme, plan in plans.items()}
     options: dict[str, dict[str, Groups]] = {}
-    for found in (*mixed.values(), named, _by_layer_group(higher)):
+    for found in (*mixed.values(), named):
         for name, groups in found.items():
             options.setdefault(name, {}).setdefault(groups[0].scheme, groups)
-    layer_groups = tuple(
+    if settings.on_unsupported_shape == "refuse" and KEEP not in candidates:
+        raise_all(_unfit(plans.values(), options))
+    return tuple(
         _layer_group(index, name, _allowed(name, named, mixed, candidates), found, _refusals(name, plans))
         for name, found in options.items()
     )
-    if settings.on_unsupported_shape == "refuse" and KEEP not in candidates:
-        raise_all([_unfit(layer_group) for layer_group in layer_groups if layer_group.allowed == (KEEP,)])
-    return layer_groups
 
 
 def rules_with(
@@ -155,13 +150,6 @@ def _how(group: FusionGroup) -> dict[str, object]:
     """The keys of a rule that treats layers as a group is treated, but for its scheme."""
     keys = ("observer", "observer_kwargs", "input_observer", "input_observer_kwargs", "rounding")
     return {key: getattr(group, key) for key in keys}
-
-
-def _promoted(rule: Rule) -> Rule:
-    """The rule with the first step of the ladder in the place of any scheme."""
-    if rule.scheme == KEEP:
-        return rule
-    return rule.model_copy(update={"scheme": LADDER[0], **DEFAULT_OBSERVERS, "rounding": None})
 
 
 def _by_layer_group(plan: Plan) -> dict[str, Groups]:
@@ -224,11 +212,16 @@ def _refusals(name: str, plans: Mapping[str, Plan]) -> tuple[Finding, ...]:
     )
 
 
-def _unfit(layer_group: LayerGroup) -> InputError:
-    first = layer_group.refused[0]
-    return InputError(
-        layer_group.name,
-        got=f"candidates of which none fits ({first.got})",
-        need=first.expected,
-        fix="add keep to the candidates, or use on_unsupported_shape: keep",
-    )
+def _unfit(plans: Iterable[Plan], fitting: Collection[str]) -> list[InputError]:
+    """An error for each layer group that no candidate fits, by what the first says."""
+    notes = {note.where: note for plan in plans for note in reversed(plan.notes) if note.fix == KEPT}
+    return [
+        InputError(
+            name,
+            got=f"candidates of which none fits ({note.got})",
+            need=note.expected,
+            fix="add keep to the candidates, or use on_unsupported_shape: keep",
+        )
+        for name, note in notes.items()
+        if name not in fitting
+    ]

@@ -6,7 +6,6 @@ No module imported here loads torch: `vexport --help` and `vexport check` start 
 from vexport.types.accuracy import (
     Comparison,
     Flip,
-    Look,
     Score,
     TaskVerdict,
     TextLimit,
@@ -47,14 +46,12 @@ from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEva
 from vexport.types.quantized import Quantized
 from vexport.types.report import KindSize, LayerError, LayerErrors, Report
 from vexport.types.sensitivity import (
-    Attempt,
     BudgetKind,
     Choice,
     GroupSensitivity,
     LayerLoss,
     Method,
     MixedScheme,
-    Promotion,
     SchemeLoss,
     Sensitivity,
 )
@@ -72,7 +69,6 @@ __all__ = [
     "ENGINE_CHECK",
     "GENERATION_KEYS",
     "PROGRESS_DETAIL",
-    "Attempt",
     "AttentionLayer",
     "Attribution",
     "BatchSize",
@@ -111,7 +107,6 @@ __all__ = [
     "LmEvalSettings",
     "LoadReport",
     "LogprobAgreement",
-    "Look",
     "MatrixCell",
     "MatrixRow",
     "RankMemory",
@@ -122,7 +117,6 @@ __all__ = [
     "OnUnsupportedShape",
     "Outcome",
     "Plan",
-    "Promotion",
     "Quantized",
     "PromptDrift",
     "Prompting",

@@ -141,28 +141,13 @@ class TextVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What an evaluation that may stop early knew of a task, or group, after `read` of `of` documents.
-
-    `low` and `high` are one-sided bounds of the difference that hold at all looks at once.
-    """
-
-    task: str
-    read: int
-    of: int
-    low: float
-    high: float
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """One answer for all tasks, with the sentence that justifies it.
 
     `pooled` takes all documents as one task, None where there is one task or a metric is not 0/1.
     `warnings` say what weakens the answer: samples that are missing, an environment that changed.
     `prompting` says how the documents were asked, None in reports that were written before it was recorded.
-    `looks` has every look of an evaluation that stopped early, in order. `drift` and `attribution` are what
+    `drift` and `attribution` are what
     `vexport eval` measured apart from the tasks; a run has its own in its report. `device` ran the candidate
     (`CPU, emulated`), empty where its results do not tell. `text` decides where there are no tasks: `margin`
     is then the limit of the NLL.
@@ -178,7 +163,6 @@ class Verdict:
     pooled: Comparison | None = None
     warnings: tuple[str, ...] = ()
     prompting: Prompting | None = None
-    looks: tuple[Look, ...] = ()
     drift: Drift | None = None
     attribution: Attribution | None = None
     text: TextVerdict | None = None

@@ -10,7 +10,7 @@ from vexport.types.findings import CheckReport
 from vexport.types.loading import DryLoadReport, LoadReport
 from vexport.types.plan import Plan
 from vexport.types.rounding import RoundingReport
-from vexport.types.sensitivity import Attempt, MixedScheme, Sensitivity
+from vexport.types.sensitivity import MixedScheme, Sensitivity
 from vexport.types.signals import Attribution, Drift
 from vexport.types.values import Outcome
 
@@ -75,7 +75,6 @@ class Report:
     verdict: Verdict | None
     sensitivity: Sensitivity | None = None
     mixed: MixedScheme | None = None
-    attempts: tuple[Attempt, ...] = ()
     drift: Drift | None = None
     attribution: Attribution | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)

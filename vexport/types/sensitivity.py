@@ -1,11 +1,10 @@
-"""What quantizing each part of a model costs, the mixed scheme chosen from that, and what was promoted."""
+"""What quantizing each part of a model costs, and the mixed scheme chosen from that."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from vexport.types.findings import Finding
 from vexport.types.rounding import Rounding
-from vexport.types.values import Outcome
 
 # What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole
 # checkpoint, or loss in nats per token.
@@ -98,31 +97,3 @@ class MixedScheme:
     output_bytes: int
     loss: float
     choices: tuple[Choice, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Promotion:
-    """A group that was given more bits: its schemes, the price in bytes and the loss it was to save."""
-
-    name: str
-    before: str
-    after: str
-    num_bytes: int
-    loss: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One round of `vexport run --until-pass`, numbered from 1: what was promoted for it, and its outcome.
-
-    `folder` holds its results, relative to the run directory (`.` for the last round); `output_bytes` is the
-    size of its checkpoint, `loss` the predicted sum over its groups in nats per token.
-    """
-
-    number: int
-    folder: str
-    promotions: tuple[Promotion, ...]
-    output_bytes: int
-    loss: float
-    outcome: Outcome
-    reason: str
