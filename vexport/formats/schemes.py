@@ -209,12 +209,6 @@ def regrouped_name(preset: str, group_size: int | None) -> str:
     return f"{preset}_{'CHANNEL' if group_size is None else f'G{group_size}'}"
 
 
-def preset_of(name: str) -> str:
-    """The preset that a name with other groups is made of: W4A16 of W4A16_G64; else the name."""
-    other = OTHER_GROUPS.fullmatch(name)
-    return other["preset"] if other else name
-
-
 def grouped_schemes(group_size: int | None) -> tuple[str, ...]:
     """The presets that have, or may have, this group size, by the names that they then have."""
     names = []

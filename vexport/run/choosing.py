@@ -8,12 +8,7 @@ from vexport.plan import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothing_strength
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
-<<<<<<< HEAD
-from vexport.run.attempts import read_attempts
 from vexport.run.directory import Digests, data_digest, value_digest
-=======
-from vexport.run.directory import Digests, FolderDigest, data_digest, value_digest
->>>>>>> 95f57b7 (Delete early stopping and promotion: a fixed number of documents)
 from vexport.run.state import CALIBRATION, CANDIDATES, MIXED, PLAN, SENSITIVITY, Run
 from vexport.scenario import Rule
 from vexport.scenario import Sensitivity as SensitivitySettings

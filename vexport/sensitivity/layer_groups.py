@@ -57,11 +57,6 @@ class LayerGroup:
             return self.source_bytes
         return next(option.num_bytes for option in self.options if option.scheme == scheme)
 
-    def groups_in(self, scheme: str) -> tuple[FusionGroup, ...]:
-        """The plan's groups in a scheme; of `keep` any that name the same layers."""
-        own = (option.groups for option in self.options if option.scheme == scheme)
-        return next(own, self.options[0].groups)
-
     def rules(self, scheme: str) -> Iterator[Rule]:
         """Rules that give this layer group a scheme and touch no other."""
         own = next((option.groups[0] for option in self.options if option.scheme == scheme), None)
