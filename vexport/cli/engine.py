@@ -113,7 +113,7 @@ engine_arg_option = click.option(
     multiple=True,
     metavar="NAME=VALUE",
     callback=_engine_args,
-    help="Argument of vLLM's engine, as gpu_memory_utilization=0.8; VALUE is JSON or text; repeatable.",
+    help="Argument of vLLM's engine, as block_size=32; repeatable.",
 )
 
 

@@ -100,7 +100,7 @@ class Results:
 @click.option(
     "--text",
     metavar="DATA",
-    help="Held-out text whose log-probabilities decide in the place of tasks, named like calibration data.",
+    help="Held-out text that decides in the place of tasks (file or data set).",
 )
 @click.option("--text-rows", type=POSITIVE, metavar="N", help="Rows of the text [default: 32].")
 @click.option("--text-tokens", type=POSITIVE, metavar="N", help="Tokens of a row [default: 512].")

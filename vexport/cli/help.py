@@ -27,6 +27,8 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "ignore",
         "kv_cache",
         "on_unsupported_shape",
+        "smoothing",
+        "revision",
     ),
     "Comparison": ("baseline", "against", "accept", "source"),
     "Calibration": ("calibration", "samples", "seq_len", "seed", "pack", "all_experts", "device"),
@@ -43,8 +45,20 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "enable_thinking",
     ),
     "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit"),
-    "Target": ("tp", "dp", "sm", "vllm"),
-    "vLLM": ("dry", "mode", "vllm_python", "engine_args", "max_model_len", "timeout", "trust_remote_code"),
+    "vLLM": (
+        "tp",
+        "dp",
+        "sm",
+        "cards",
+        "vllm",
+        "dry",
+        "mode",
+        "vllm_python",
+        "engine_args",
+        "max_model_len",
+        "timeout",
+        "trust_remote_code",
+    ),
     OTHERS: (),
     "Output": (
         "format_",
@@ -55,8 +69,9 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "max_shard_size",
         "overwrite",
         "quiet",
+        "debug",
+        "help",
     ),
-    "Help": ("debug", "version", "help"),
 }
 _SECTION_OF = {name: title for title, names in SECTIONS.items() for name in names}
 
@@ -144,7 +159,9 @@ class OrderedGroup(click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The commands, then the options of all."""
         self.format_commands(ctx, formatter)
-        write_sections(self.get_params(ctx), ctx, formatter)
+        records = (parameter.get_help_record(ctx) for parameter in self.get_params(ctx))
+        with formatter.section(OTHERS):
+            formatter.write_dl([record for record in records if record is not None])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Name and first sentence of each command."""

@@ -218,7 +218,7 @@ def format_option(
 
 
 revision_option = click.option(
-    "--revision", metavar="REV", help="Branch, tag or commit of a SOURCE on the hub, as in ORG/NAME@REV."
+    "--revision", metavar="REV", help="Branch, tag or commit of a SOURCE on the hub."
 )
 
 

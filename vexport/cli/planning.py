@@ -86,7 +86,7 @@ scheme_option = stacked(
         "--recipe",
         type=PATH,
         metavar="FILE.yaml",
-        help="Recipe of llm-compressor (Quantization-, GPTQ-, SmoothQuantModifier) in the place of a scheme.",
+        help="Recipe of llm-compressor in the place of a scheme.",
     ),
 )
 
@@ -150,13 +150,12 @@ plan_options = stacked(
         "--group-size",
         type=GroupSizeType(),
         metavar="N|channel",
-        help="Columns that share a scale (32, 64, 128 ...), or channel: one scale a row.",
+        help="Columns that share a scale, or channel: a whole row.",
     ),
     click.option(
         "--observer",
         metavar="O",
-        help="How weight ranges are found [default: memoryless_minmax; with gptq and refit, below 8 bits, "
-        "imatrix_mse, for NVFP4 nvfp4_expanded_imatrix].",
+        help="How weight ranges are found [default: what suits the rounding].",
     ),
     click.option(
         "--input-observer",
@@ -166,8 +165,7 @@ plan_options = stacked(
     click.option(
         "--rounding",
         type=click.Choice(ROUNDINGS),
-        help="How weights are rounded: each by itself, or by what calibration text shows of their inputs "
-        "[default: refit below 8 bits where text is given, else nearest].",
+        help="How weights are rounded [default: refit below 8 bits where text is given, else nearest].",
     ),
     click.option(
         "--ignore",
@@ -178,14 +176,14 @@ plan_options = stacked(
     click.option(
         "--kv-cache",
         type=click.Choice(("fp8", "fp8_per_head")),
-        help="Calibrate scales of an fp8 KV cache, for all heads of a layer or for each.",
+        help="Calibrate scales of an fp8 KV cache.",
     ),
     click.option(
         "--smoothing",
         type=Real(0, 1),
         metavar="S",
-        help="Scale large channels of inputs down and their weights up before both are rounded: 0 is off, "
-        "1 fully [default: 0.5 for INT8 and 4-bit inputs where text is given, else 0].",
+        help="How far large channels of inputs are scaled down [default: 0.5 for INT8 and 4-bit "
+        "inputs where text is given, else 0].",
     ),
     click.option(
         "--on-unsupported-shape",
@@ -195,8 +193,7 @@ plan_options = stacked(
         type=click.Choice(("refuse", "keep", "smaller-group")),
         default="refuse",
         show_default=True,
-        help="Where vLLM could not run a layer's shape: refuse the model, keep that layer, or "
-        "quantize it in the largest group size that fits.",
+        help="What becomes of layers whose shape vLLM could not run.",
     ),
     tp_option,
 )

@@ -122,13 +122,13 @@ prompting_options = stacked(
     click.option(
         "--apply-chat-template/--no-apply-chat-template",
         default=None,
-        help="Ask through the models' chat template [default: where they have one].",
+        help="Apply the chat template [default: where there is one].",
     ),
     click.option("--chat-template", metavar="NAME", help="Which of several chat templates to apply."),
     click.option(
         "--fewshot-as-multiturn/--no-fewshot-as-multiturn",
         default=None,
-        help="Examples as turns of the conversation [default: with a chat template].",
+        help="Examples as turns [default: with a chat template].",
     ),
     click.option(
         "--system-instruction",
@@ -144,7 +144,7 @@ prompting_options = stacked(
         multiple=True,
         metavar="K=V,...",
         callback=_generation,
-        help="Generation arguments that replace the tasks' own (or a JSON object); repeatable.",
+        help="Replace the tasks' generation arguments; repeatable.",
     ),
     click.option(
         "--max-gen-toks",

@@ -50,15 +50,15 @@ verdict_options = stacked(
         metavar="A",
         default=0.05,
         show_default=True,
-        help="Probability of a wrong PASS that is accepted.",
+        help="Accepted probability of a wrong PASS.",
     ),
     click.option(
         "--gate",
         multiple=True,
         metavar="[TASK=]METRIC[,FILTER]",
         callback=_gates,
-        help="Metric that decides, for one task or group, or for all; repeatable "
-        "[default: exact_match if present, else acc, else the first metric; first filter].",
+        help="Metric that decides, for a task, a group or all; repeatable "
+        "[default: exact_match, else acc, else the first].",
     ),
 )
 drift_options = stacked(
@@ -66,13 +66,12 @@ drift_options = stacked(
         "--kl-limit",
         type=Real(0, min_open=True),
         metavar="NATS",
-        help="Warn, with --text fail, where the mean KL to the baseline is more, "
-        "in nats a token [default: 0.1].",
+        help="Warn, with --text fail, above this mean KL [default: 0.1].",
     ),
     click.option(
         "--nll-limit",
         type=Real(0, min_open=True),
         metavar="NATS",
-        help="Warn, with --text fail, where the NLL rises by more, in nats a token [default: 0.05].",
+        help="The same for the rise of the NLL [default: 0.05].",
     ),
 )
