@@ -55,8 +55,8 @@ def test_text_and_tasks_that_do_not_fit_are_refused(options: tuple[str, ...], me
 
 def test_the_help_names_the_limits_of_a_scenario() -> None:
     shown = " ".join(vexport("eval", "--help").stdout.split())
-    assert f"in nats a token [default: {DEFAULT_KL_LIMIT:g}]" in shown
-    assert f"in nats a token [default: {DEFAULT_NLL_LIMIT:g}]" in shown
+    assert f"this mean KL [default: {DEFAULT_KL_LIMIT:g}]" in shown
+    assert f"the rise of the NLL [default: {DEFAULT_NLL_LIMIT:g}]" in shown
 
 
 def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) -> None:

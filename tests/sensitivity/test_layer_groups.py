@@ -33,7 +33,7 @@ def test_a_unit_is_what_needs_one_scheme(llama: Path) -> None:
     units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
     kinds = Counter(unit.name.rpartition(".")[2] for unit in units)
     assert kinds == {"qkv_proj": 3, "o_proj": 3, "gate_up_proj": 3, "down_proj": 3}
-    assert all([one.scheme for one in unit.options] == ["NVFP4", "FP8_DYNAMIC"] for unit in units)
+    assert all([one.scheme for one in unit.options] == ["NVFP4"] for unit in units)
 
 
 def test_experts_of_a_layer_are_one_unit() -> None:

@@ -87,8 +87,6 @@ def test_the_outliers_are_found(measured: Sensitivity) -> None:
     ]
     assert len(hard) == len(easy) == 6
     assert min(hard) > max(easy)
-    eight_bits = [one.loss for (_, scheme), one in found.items() if scheme == "FP8_DYNAMIC"]
-    assert max(eight_bits) < min(hard) / 10
 
 
 @pytest.mark.parametrize(
