@@ -46,10 +46,6 @@ class Adder(LM):  # type: ignore[misc]
         raise NotImplementedError
 
 
-def preload() -> None:
-    """What is above is all."""
-
-
 def main(arguments: list[str]) -> int:
     """Read the request, make its runs, and write it as the result."""
     request_file, result_file = map(Path, arguments)

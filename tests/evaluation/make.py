@@ -81,8 +81,7 @@ class Runs:
 def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> None:
     """Evaluate a model that errs on the given documents, one lm-eval run for each output folder.
 
-    In a separate process: lm-eval's imports
-    warn, and take seconds, where it is no fork of one that has them (the fixture `vllm_imported_once`).
+    In a separate process: lm-eval's imports warn.
     """
     folder = next(iter(runs)).parent
     run_worker(

@@ -28,7 +28,7 @@ SUBJECTS, DOCUMENTS = 12, 30
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, vllm_imported_once: None) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A group of 12 subjects of 30 documents: the baseline errs on one of each, `worse` on five."""
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("group")
