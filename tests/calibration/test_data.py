@@ -121,35 +121,6 @@ def test_no_more_is_read_and_tokenized_than_samples_need(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ("[" * 100_000, "nested too deeply"),
-        ('{"text": "\\ud800"}', "lone surrogate"),
-        ('{"messages": 5}', "no string and no list"),
-        ('{"messages": null}', "a row without text"),
-        ('{"messages": [[]]}', "a turn that is no object"),
-        ('{"messages": [1]}', "a turn that is no object"),
-        ('{"messages": [{"role": "user"}]}', "no role and content"),
-        ('{"input_ids": [true, false]}', "no list of integers"),
-        ('{"input_ids": [9999]}', "outside the vocabulary"),
-        ('{"input_ids": []}', "a row without tokens"),
-        ('{"title": "x"}', "a row without text, messages, conversations"),
-        ("[1]", "list, no JSON object"),
-        ("\x80", "can't decode"),
-    ],
-)
-def test_what_is_wrong_with_a_row_is_an_error_of_its_line(
-    chat: Path, tmp_path: Path, row: str, words: str
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' + row.encode("latin-1") + b"\n")
-    with pytest.raises(InputError, match=r"rows.jsonl:2: got ") as caught:
-        read(path, chat)
-    assert words in str(caught.value)
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
     "template", ["{{ 1/0 }}", "{% if %}", "{{ raise_exception('no\x1b[2J') }}", "{{ messages.x.y }}"]
 )
 def test_what_a_chat_template_raises_is_an_error_of_the_row(tmp_path: Path, template: str) -> None:

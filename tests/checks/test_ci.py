@@ -11,12 +11,8 @@ from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.mutations.edits import all_of, drop, element, put, spoiled
 from vexport.checks import CHECKS
-from vexport.reports import summarize_checks
-from vexport.reports.places import place_of
-from vexport.types import CheckReport, Finding
 
 DOWN = "model.layers.2.mlp.down_proj"
-SUMMARY_BYTES = 1 << 20
 
 
 def test_junit_has_a_case_for_every_family(good: Callable[[str], Path], tmp_path: Path) -> None:
@@ -61,18 +57,6 @@ def test_annotations_and_the_summary_are_folded(
     assert summary.read_text() == text
 
 
-def test_a_summary_stays_in_its_limit() -> None:
-    finding = Finding(
-        check="x" * 300, severity="error", where="|" * 900, expected="&" * 900, got="@" * 900, fix="<" * 900
-    )
-    reports = [
-        CheckReport(checkpoint=f"{number}", ok=False, findings=(finding,) * 50) for number in range(500)
-    ]
-    text = summarize_checks(reports)
-    assert len(text.encode()) < SUMMARY_BYTES
-    assert "more checkpoints with findings" in text
-
-
 def test_one_that_is_no_checkpoint_hides_no_other(good: Callable[[str], Path], tmp_path: Path) -> None:
     ran = vexport("check", tmp_path / "none", good("FP8"), "--format", "json", "--quiet")
     none, sound = json.loads(ran.stdout)
@@ -105,26 +89,3 @@ def test_annotations_stand_at_the_file_and_line(
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "elsewhere"))
     (outside,) = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
     assert outside.startswith("::error title=")
-
-
-def test_annotations_find_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {
-        "model.layers.0.a.weight": "model-1.safetensors",
-        "model.layers.1.b.weight": "model-2.safetensors",
-    }
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
-
-    def file_of(where: str) -> str:
-        found = place_of(
-            str(tmp_path), Finding(check="x", severity="error", where=where, expected="", got="", fix="")
-        )
-        assert found is not None
-        return found.file
-
-    assert file_of("model.layers.0.a.weight") == "model-1.safetensors"
-    assert file_of("model.layers.1.b") == "model-2.safetensors"
-    assert file_of("model.layers.1.c.weight") == "model-2.safetensors"
-    assert file_of("lm_head.weight") == "model.safetensors.index.json"
-    assert file_of("model.safetensors.index.json: a") == "model.safetensors.index.json"
-    assert file_of("quantization_config: ignore") == "config.json"

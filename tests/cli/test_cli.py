@@ -138,22 +138,6 @@ def test_every_input_that_is_missing_is_named(
     ] == ran.errors
 
 
-@pytest.mark.vllm
-def test_eval_names_every_input_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    ran = vexport("eval", "A", "--baseline", "B", "--task", "C.yaml")
-    assert (ran.code, [line.split(":")[1] for line in ran.errors]) == (2, [" C.yaml", " B", " A"])
-
-
-def test_every_broken_calibration_line_is_reported(llama: Path, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"input_ids": [9999]}\n[]\n{"text": 3}\n{"txt": "a"}\n')
-    ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "FP8", "--calibration", path, "--quiet")
-    assert ran.code == 2
-    assert [line.split(":")[2] for line in ran.errors] == ["1", "2", "3", "4"]
-    assert not (tmp_path / "out").exists()
-
-
 def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nexec python3 -I -S "$@"\n')

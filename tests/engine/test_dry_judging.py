@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
-from tests.command import vexport
 from vexport.engine.dry.judge import judge
 from vexport.engine.dry.messages import Cell, CellResult, LayerKind, Miscopy, merge_ranks
 
@@ -93,22 +90,3 @@ def test_the_ranks_of_a_cell_are_one_result() -> None:
     both = merge_ranks([loaded(CELLS[3], NARROWED), loaded(CELLS[3], NARROWED, UNUSED)])
     assert {fault.kind for fault in both.faults} == {"narrowed", "unused"}
     assert len(both.faults) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--sm", "90"), "--sm needs --dry"),
-        (("--gpu", "H100"), "--gpu needs --dry"),
-        (("--dry", "--gpu", "H1"), "'h1' is not a known GPU. Known: A100, "),
-        (("--dry", "--tp", "1,a"), "'a' is not a number of GPUs"),
-        (("--dry", "--sm", "0"), "'0' is not a known compute capability"),
-        (("--dry", "--max-model-len", "8"), "do not go with --dry"),
-        (("--dry", "--mode", "both"), "do not go with --dry"),
-        (("--dry",), "no such folder"),
-    ],
-)
-def test_wrong_usage_starts_no_vllm(arguments: tuple[str, ...], words: str) -> None:
-    ran = vexport("load", "nowhere", *arguments)
-    assert ran.code == 2
-    assert [words in error for error in ran.errors] == [True]

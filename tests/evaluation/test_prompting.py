@@ -22,7 +22,6 @@ from vexport.types import LmEvalSettings
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 SPACED = TEMPLATE.replace("}}{% endfor", "}} {% endfor")
-RENAMED = TEMPLATE.replace("in messages", "in  messages")
 
 
 def model(folder: Path, files: dict[str, str] | None = None) -> Path:
@@ -129,40 +128,6 @@ def test_models_that_cannot_be_asked_alike_are_refused(
     with pytest.raises(InputError) as caught:
         lm_eval_settings(Evaluate(tasks=("a",), **settings), models)
     assert message in str(caught.value)
-
-
-def test_templates_that_render_alike_may_be_written_differently(tmp_path: Path) -> None:
-    texts = {"baseline": TEMPLATE, "candidate": RENAMED}
-    models = {role: model(tmp_path / role, {"chat_template.jinja": text}) for role, text in texts.items()}
-    assert lm_eval_settings(Evaluate(tasks=("a",)), models).apply_chat_template is True
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--gen-kwargs", "temperature"), "'temperature' is not K=V,..."),
-        (("--gen-kwargs", "{broken"), "is not a JSON object"),
-        (("--gen-kwargs", "temprature=0"), "not temprature (did you mean temperature?)"),
-        (("--limit", "1.5"), "'1.5' is neither a number of documents nor a share below 1"),
-        (("--batch-size", "0"), "'0' is neither auto nor a number of requests"),
-        (("--chat-template", "x", "--no-apply-chat-template"), "--no-apply-chat-template applies none"),
-        (
-            ("--no-apply-chat-template", "--fewshot-as-multiturn"),
-            "--fewshot-as-multiturn needs a chat template",
-        ),
-        (("--enable-thinking",), "--enable-thinking needs --think-end-token"),
-        (("--include-path", "nowhere"), "Directory 'nowhere' does not exist"),
-        (("--apply-chat-template",), "candidate: chat template: got none, need one, to be applied"),
-    ],
-)
-def test_options_are_checked_before_an_engine_starts(
-    options: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    task = DEMO.parent / "tasks" / "addition.yaml"
-    done = vexport("eval", DEMO, "--accept", tmp_path / "a.json", "--task", task, *options)
-    assert done.code == 2
-    assert message in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -77,16 +77,6 @@ def test_the_newest_run_of_a_folder_counts(copies: Path) -> None:
     assert "_20" in read_results(copies / "twin").file.name
 
 
-def test_two_models_in_one_folder_are_not_guessed_between(copies: Path) -> None:
-    with pytest.raises(InputError, match="results of 2 models"):
-        read_results(copies)
-
-
-def test_a_results_file_may_be_given_itself(copies: Path) -> None:
-    file = read_results(copies / "twin").file
-    assert read_results(file).file == file
-
-
 @pytest.mark.parametrize("key", ["doc_hash", "prompt_hash", "target_hash"])
 def test_another_question_is_refused_by_task_and_document(copies: Path, key: str) -> None:
     edit(sample_file(copies / "twin", "sums"), 7, key, "0" * 64)
@@ -108,33 +98,6 @@ def test_a_missing_task_is_named(copies: Path) -> None:
     file.write_text(json.dumps(content))
     with pytest.raises(InputError, match="got no task near"):
         pair(copies)
-
-
-@pytest.mark.parametrize("broken", ['{"doc_id": 3', "[1]", "{}", "\xff"])
-def test_a_broken_line_is_refused_by_file_and_line(copies: Path, broken: str) -> None:
-    file = sample_file(copies / "twin", "sums")
-    lines = file.read_text().splitlines()
-    file.write_bytes("\n".join([*lines[:2], broken, *lines[3:]]).encode("latin-1"))
-    with pytest.raises(InputError) as caught:
-        read_results(copies / "twin")
-    assert caught.value.where == f"{file}:3"
-
-
-def test_a_document_twice_is_refused(copies: Path) -> None:
-    edit(sample_file(copies / "twin", "sums"), 3, "doc_id", 2)
-    with pytest.raises(InputError, match="document 2 twice"):
-        read_results(copies / "twin")
-
-
-def test_a_score_that_is_no_number_is_refused(copies: Path) -> None:
-    edit(sample_file(copies / "twin", "near"), 3, "nearness", float("nan"))
-    with pytest.raises(InputError, match="task near, document 3: got nearness of .* nan"):
-        pair(copies)
-
-
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no results_"):
-        read_results(tmp_path)
 
 
 def test_a_group_with_an_aggregate_counts_as_one_task(copies: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.evaluation.make import SUMS, make_tasks
-from vexport.errors import InputError, InputErrors
+from vexport.errors import InputError
 from vexport.evaluation.tasks import TaskFile, resolve_tasks
 
 
@@ -74,26 +74,6 @@ def test_a_broken_file_is_refused_by_place(tmp_path: Path, text: str, message: s
     make_tasks(tmp_path, 3)
     with pytest.raises(InputError, match=message):
         resolve_tasks([write(tmp_path / "t.yaml", text)], folder=tmp_path / "run")
-
-
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
-    empty = write(tmp_path / "t.yaml", "output_type: generate_until\n")
-    with pytest.raises(InputErrors) as caught:
-        resolve_tasks([str(tmp_path / "no.yaml"), empty], folder=tmp_path / "run")
-    assert "no.yaml: got no such file" in str(caught.value)
-
-
-def test_every_missing_key_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputErrors) as caught:
-        resolve_tasks([write(tmp_path / "t.yaml", "task: t\n")], folder=tmp_path / "run")
-    text = str(caught.value)
-    assert all(key in text for key in ("dataset_path", "test_split or validation_split", "doc_to_target"))
-
-
-def test_the_same_name_twice_is_refused(tmp_path: Path) -> None:
-    sums, *_ = make_tasks(tmp_path / "tasks", 3)
-    with pytest.raises(InputError, match="a second task sums"):
-        resolve_tasks([sums, sums], folder=tmp_path / "run")
 
 
 def test_lm_evals_own_tasks_are_known(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vexport.formats.partition import Split
-from vexport.formats.schemes import all_schemes, get_scheme
+from vexport.formats.schemes import get_scheme
 from vexport.types import LinearPlan
 
 
@@ -115,10 +115,3 @@ def test_experts_ask_for_more() -> None:
         "routed experts, which vLLM runs in this scheme on no GPU"
     )
     assert get_scheme("W4A16").unsupported_shape(experts) is None
-
-
-@pytest.mark.parametrize("scheme", [scheme.name for scheme in all_schemes()])
-def test_round_sizes_fit_every_scheme(scheme: str) -> None:
-    members = layers(512, 256, 256, columns=1024)
-    assert get_scheme(scheme).unsupported_shape(members, ranks=2, split="in") is None
-    assert get_scheme(scheme).unsupported_shape(members, ranks=2, split="out") is None

@@ -1,8 +1,6 @@
 """Models of the hub: what is fetched, what is not, and why something cannot be had."""
 
 import json
-import shutil
-import struct
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,6 @@ from tests.hub.server import TOKEN, Hub, Repository
 from vexport.errors import InputError
 from vexport.scenario import read_scenario
 
-COUNT = """
-from vexport.checkpoint.index import read_index
-from vexport.checkpoint.source import source_headers
-
-with source_headers("acme/long") as root:
-    print(len(read_index(root).tensors))
-"""
 FP8 = ("--scheme", "FP8_DYNAMIC")
 
 
@@ -133,34 +124,6 @@ def test_the_files_of_an_index_are_read(machine: Machine, hub: Hub, tmp_path: Pa
         assert sorted(read) == names
 
 
-def test_a_long_header_takes_a_second_request(machine: Machine, hub: Hub, tmp_path: Path) -> None:
-    entries = {
-        f"model.layers.{at}.weight": {"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]}
-        for at in range(0, 8000, 4)
-    }
-    header = json.dumps(entries).encode()
-    repository = tmp_path / "long"
-    repository.mkdir()
-    (repository / "config.json").write_text("{}")
-    data = struct.pack("<Q", len(header)) + header + bytes(8000)
-    (repository / "model.safetensors").write_bytes(data)
-    hub.repositories["acme/long"] = Repository(folder=repository)
-    ran = machine.python("-c", COUNT)
-    assert ran.stdout.strip() == "2000", ran.stderr
-    assert hub.content("/model.safetensors") < len(data)
-    ranges = [one.range for one in hub.requests if one.path.endswith("/model.safetensors")]
-    assert ranges == ["bytes=0-99999", f"bytes=100000-{8 + len(header) - 1}"]
-
-
-def test_a_broken_header_is_named_by_the_model(machine: Machine, hub: Hub, tmp_path: Path) -> None:
-    shutil.copytree(hub.repositories[MODEL].folder, tmp_path / "broken")
-    (tmp_path / "broken/model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
-    hub.repositories["acme/broken"] = Repository(folder=tmp_path / "broken")
-    ran = machine.run("plan", "acme/broken", *FP8)
-    assert ran.code == 2
-    assert f"acme/broken@{hub.repositories['acme/broken'].commit}/model.safetensors" in ran.stderr
-
-
 def test_a_revision_is_one_of_the_hub_and_recorded(machine: Machine, hub: Hub) -> None:
     hub.repositories[MODEL].branches = ("main", "v1", "refs/pr/2")
     commit = hub.repositories[MODEL].commit
@@ -191,13 +154,6 @@ def test_a_checkpoint_of_the_hub_is_checked(machine: Machine, hub: Hub) -> None:
     mistake = machine.run("check", "runs/nope", HF_ENDPOINT="http://127.0.0.1:9")
     assert mistake.code == 2
     assert "no such folder, and the hub cannot be asked" in mistake.stderr
-
-
-def test_a_download_whose_connection_is_reset_is_begun_again(machine: Machine, hub: Hub) -> None:
-    hub.cut["model.safetensors"], hub.reset = 1000, True
-    ran = machine.run("quantize", MODEL, "out", *FP8)
-    assert ran.code == 0, ran.stderr
-    assert len([path for path in hub.paths("GET") if path.endswith("/model.safetensors")]) == 2
 
 
 def test_without_network_a_whole_copy_in_the_cache_is_used(machine: Machine, hub: Hub) -> None:

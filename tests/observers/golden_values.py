@@ -1,4 +1,4 @@
-"""Golden values of llm-compressor 0.14.0.1, written by scripts/bench/golden.py."""
+"""Golden values of llm-compressor 0.14.0.1, recorded."""
 
 import json
 import warnings

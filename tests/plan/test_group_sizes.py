@@ -8,7 +8,6 @@ import pytest
 from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import save_llama
-from vexport.errors import InputError
 from vexport.formats.own_schemes import spelled, spelled_args
 from vexport.formats.schemes import all_schemes, named_scheme
 from vexport.scenario import read_scenario
@@ -114,27 +113,6 @@ def test_what_no_size_fits_is_refused_still(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "size", "need"),
-    [
-        ("FP8_DYNAMIC", "64", "one scale a row"),
-        ("NVFP4", "32", "groups of 16"),
-        ("FP8_BLOCK", "128", "scales by block"),
-        ("W4AFP8", "64", "128 it runs"),
-        ("W4A16_G64", "32", "give the group size once"),
-        ("W4A16", "0", "is no group size"),
-        ("W4A16", "big", "is no group size"),
-    ],
-)
-def test_a_size_that_a_scheme_has_not_is_one_error(narrow: Path, scheme: str, size: str, need: str) -> None:
-    for command in ("plan", "quantize"):
-        out = ("out",) if command == "quantize" else ()
-        ran = vexport(command, narrow, *out, "--scheme", scheme, "--group-size", size)
-        assert ran.code == 2
-        assert len(ran.errors) == 1
-        assert need in ran.errors[0]
-
-
-@pytest.mark.parametrize(
     ("keys", "scheme"),
     [
         ("scheme: W4A16, group_size: 64", "W4A16_G64"),
@@ -171,34 +149,6 @@ def test_the_observer_of_the_weights_is_that_of_the_rule(narrow: Path, tmp_path:
     )
     (rule,) = read_scenario(path).rules
     assert (rule.scheme, rule.observer) == ("W4A16_G32", "memoryless_mse")
-
-
-@pytest.mark.parametrize(
-    ("keys", "place", "need"),
-    [
-        ("scheme: FP8_DYNAMIC, group_size: 64", "rules.0.group_size", "one scale a row"),
-        ("scheme: keep, group_size: 64", "rules.0.group_size", "no group size with scheme: keep"),
-        ("scheme: W4A16, group_size: many", "rules.0.group_size", "a number of columns"),
-        ("scheme: W4A16, weights: {num_bits: 4, group_size: 64}", "rules.0.scheme", "remove one of the two"),
-        ("scheme: W4A16, input_activations: {num_bits: 8}", "rules.0.input_activations", "weights as well"),
-        ("weights: {num_bits: 4, grup_size: 64}", "rules.0.weights", "unknown keys grup_size"),
-        ("weights: {num_bits: 9, group_size: 64}", "rules.0.weights", "vLLM runs"),
-        ("weights: {num_bits: 4, strategy: group}", "rules.0.weights", "with group_size None"),
-        ("weights: {num_bits: 4, group_size: 64, actorder: group}", "rules.0.weights", "actorder static"),
-        ("weights: {num_bits: 6, type: float, group_size: 32}", "rules.0.weights", "floats of 6 bits"),
-        ("weights: {num_bits: 8, type: float, group_size: 64}", "rules.0.weights", "floats in groups"),
-    ],
-)
-def test_what_vllm_does_not_run_is_an_error_at_its_key(
-    tmp_path: Path, keys: str, place: str, need: str
-) -> None:
-    path = tmp_path / "scenario.yaml"
-    path.write_text(RULE.format(source="b", keys=keys))
-    with pytest.raises(InputError) as caught:
-        read_scenario(path)
-    (line,) = str(caught.value).splitlines()
-    assert place in line
-    assert need in line
 
 
 def test_candidates_have_sizes_and_take_smaller_ones(narrow: Path, tmp_path: Path) -> None:

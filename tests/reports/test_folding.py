@@ -60,14 +60,6 @@ def test_kinds_differ_by_check_severity_and_words_but_not_by_numbers() -> None:
     assert fold(found)[0].finding.fix == "export again (1 more like it)"
 
 
-def test_what_may_follow_from_a_config_stands_under_the_last_of_its_errors() -> None:
-    causes = [finding(f"config.json: quantization_config.config_groups.{n}", check="config") for n in "ab"]
-    others = [finding("model.layers.0.a"), finding("tokenizer.json", check="tokenizer")]
-    first, other = fold([causes[0], *others, causes[1]])
-    assert (first.count, first.following, other.first.check) == (2, 1, "tokenizer")
-    assert [kind.first for kind in first.follow] == [others[0]]
-
-
 def _group(change: Mapping[str, Json], **arguments: Json) -> Change:
     """Edits the only config group and its weights."""
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import jsonschema
-import pytest
 
 import vexport.reports
 from vexport.reports import render_dry_loads
@@ -85,13 +84,6 @@ def test_junit_and_github_tell_the_failure() -> None:
     suite = ElementTree.fromstring(render_dry_loads([REPORT], "junit"))
     assert [case.get("type") for case in suite.iter("failure")] == ["FAIL"] * 5
     assert render_dry_loads([REPORT], "github").startswith("::error title=load")
-
-
-@pytest.mark.parametrize("format_", ["text", "junit", "github"])
-def test_hostile_names_stay_text(format_: str) -> None:
-    row = replace(REPORT.rows[0], name="a.[red]\x1b[31mx")
-    text = render_dry_loads([replace(REPORT, checkpoint="[bold]\x1b[1m", rows=(row,))], format_)
-    assert "\x1b" not in text
 
 
 def test_junit_has_a_case_per_cell() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Ran, vexport
-from vexport.errors import InputError, InputErrors
+from tests.command import vexport
+from vexport.errors import InputError
 from vexport.scenario import read_scenario
 from vexport.scenario.serve import Serve, with_options
 
@@ -82,22 +82,6 @@ def test_all_contradictions_and_refusals_at_once(tmp_path: Path) -> None:
     assert "use evaluate.seed" in found["engine_args.seed"]
 
 
-@pytest.mark.parametrize(
-    ("serve", "need"),
-    [
-        ("{data_parallel_size: 0}", "greater than"),
-        ("{data_parallel_size: 2, distributed_executor_backend: ray}", "the GPUs of one host"),
-        ("{distributed_executor_backend: external_launcher}", "'mp', 'ray' or 'uni'"),
-        ("{distributed_executor_backend: uni, tensor_parallel_size: 2}", "mp or ray for 2 devices"),
-        ("{engine_args: {nnodes: 2}}", "set distributed_executor_backend to ray"),
-        ("{tensor_parallel_siz: 2}", "did you mean tensor_parallel_size?"),
-    ],
-)
-def test_what_cannot_run_is_refused_with_the_reason(serve: str, need: str, tmp_path: Path) -> None:
-    (line,) = refused(tmp_path, serve)
-    assert need in line
-
-
 def test_the_command_line_replaces_what_a_scenario_says() -> None:
     serve = Serve(tensor_parallel_size=4, max_num_seqs=8, engine_args={"block_size": 16, "dtype": "float32"})
     changed = with_options(
@@ -110,46 +94,6 @@ def test_the_command_line_replaces_what_a_scenario_says() -> None:
         "block_size": 32,
         "dtype": "float32",
     }
-
-
-def test_options_that_cannot_be_name_themselves() -> None:
-    with pytest.raises(InputErrors) as caught:
-        with_options(Serve(), {"tensor_parallel_size": 2}, {"seed": 1, "gpu_memory_utilization": 2})
-    seed, memory = sorted(str(caught.value).splitlines(), reverse=True)
-    assert seed.startswith("--engine-arg seed: got 1, need evaluate.seed")
-    assert memory.startswith("--engine-arg gpu_memory_utilization: got 2, ")
-
-
-CONTRADICTION = "--engine-arg tensor_parallel_size: got 2, need 4, as --tp has it; give one of the two"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--tp", "4", "--engine-arg", "tensor-parallel-size=2"), CONTRADICTION),
-        (("--max-model-len", "64", "--engine-arg", "max_model_len=128"), "64, as --max-model-len has it"),
-        (("--engine-arg", "max_num_seqs"), "'max_num_seqs' is not NAME=VALUE."),
-        (("--engine-arg", "a=1", "--engine-arg", "a=2"), "a is given as 1 and as 2."),
-        (("--engine-arg", "seed=1"), "need evaluate.seed"),
-        (("--tp", "0"), "'--tp'"),
-    ],
-)
-@pytest.mark.parametrize("command", ["load", "eval"])
-def test_the_command_line_is_refused_before_anything_starts(
-    command: str, arguments: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    ran = run(command, tmp_path, *arguments)
-    assert (ran.code, ran.stdout) == (2, "")
-    assert message in ran.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def run(command: str, folder: Path, *options: str) -> Ran:
-    """`load` or `eval` of the demo model with these options."""
-    if command == "load":
-        return vexport("load", DEMO, *options)
-    asked = ("--baseline", DEMO, "--task", "gsm8k", "--output", folder / "out")
-    return vexport("eval", DEMO, *asked, *options)
 
 
 def test_a_dry_load_starts_no_engine_that_could_have_arguments() -> None:
