@@ -1,23 +1,29 @@
 """Write vexport/architectures/vllm.json: what vLLM's model classes fuse, rename and never quantize.
 
-Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. Nothing is
-instantiated: class attributes are read, and the source of a class and of the classes that it is made of is
-searched for the tables of its loader (`stacked_params_mapping`), for layers built without `quant_config`, and
-for the attribute that holds the language model (`_mark_language_model`).
+Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. Of vLLM's own
+classes nothing is instantiated: class attributes are read, and the source of a class and of the classes that
+it is made of is searched for the tables of its loader (`stacked_params_mapping`), for layers built without
+`quant_config`, and for the attribute that holds the language model (`_mark_language_model`). What vLLM runs
+with its Transformers backend is built without memory: see transformers_backend.py. vLLM believes in a CUDA
+device, for some of its classes differ by platform.
 """
 
 import argparse
 import ast
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
-import vllm
-from model_classes import (
+from vexport.engine.dry.worker import preload
+
+preload()
+
+import transformers  # noqa: E402
+import vllm  # noqa: E402
+from model_classes import (  # noqa: E402
     assigned,
     calls_in,
-    find_absent_packages,
     language_models,
     literal,
     load_class,
@@ -26,9 +32,14 @@ from model_classes import (
     source,
     tree,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.model_executor.models import registry
-from vllm.model_executor.models.utils import WeightsMapper
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+from transformers_backend import (  # noqa: E402
+    describe_backed,
+    generating_classes,
+    has_tensor_parallel_plan,
+)
+from vllm.model_executor.models import registry  # noqa: E402
+from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
 
 TARGET = Path(__file__).parent.parent / "vexport" / "architectures" / "vllm.json"
 DEFAULT_EXPERTS = ("gate_proj", "down_proj", "up_proj")  # FusedMoE's own `ckpt_names`
@@ -60,22 +71,86 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TARGET, help="where the table goes (vexport's own)")
     target: Path = parser.parse_args().out
     logging.disable(logging.WARNING)
-    find_absent_packages()
-    models = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}
+    own, left_out = own_classes()
+    backed, failed = backed_classes(own.keys() | left_out.keys())
+    table = dict(sorted({**own, **backed}.items()))
+    out = {**other_tasks(), **left_out, **failed}
+    inner = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in table}
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in table.items())
+    head = {"vllm": vllm.__version__, "transformers": transformers.__version__, "text_models": inner}
+    reasons = {name: reason for name, reason in sorted(out.items()) if name not in table}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
+    listed = ",\n".join(f"  {json.dumps(name)}: {json.dumps(reason)}" for name, reason in reasons.items())
+    target.write_text(
+        f'{{\n{"".join(lines)} "left_out": {{\n{listed}\n }},\n "architectures": {{\n{rows}\n }}\n}}\n'
+    )
+    print(f"{target.name}: {len(own)} own classes of vLLM {vllm.__version__}, {len(backed)} of transformers")
+    for name in sorted(reasons.keys() & {*left_out, *failed}):
+        print(f"left out {name}: {reasons[name]}")
+
+
+def own_classes() -> tuple[dict[str, Table], dict[str, str]]:
+    """(entries, reasons) of the generating classes with vLLM's own code."""
     table: dict[str, Table] = {}
+    left_out: dict[str, str] = {}
+    models = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}
     for architecture, (module, name) in sorted(models.items()):
         try:
             model = load_class(module, name)
-            entry = describe(model)
-            if "language_model" in entry or architecture in registry._TEXT_GENERATION_MODELS:
-                table[architecture] = entry
         except ImportError as error:
-            print(f"left out {architecture}: {error}")
-    inner = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in table}
-    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in table.items())
-    head = f'{{\n "vllm": "{vllm.__version__}",\n "text_models": {json.dumps(inner)},\n "architectures": {{\n'
-    target.write_text(f"{head}{rows}\n }}\n}}\n")
-    print(f"{target.name}: {len(table)} classes of vLLM {vllm.__version__}")
+            left_out[architecture] = f"it could not be imported where the table was made: {error}"
+            continue
+        entry = describe(model)
+        if getattr(model, "supports_transcription_only", False) and "_mark_language_model" not in source(
+            model
+        ):
+            left_out[architecture] = "vLLM runs it to transcribe speech and for nothing else"
+        elif "language_model" in entry or architecture in registry._TEXT_GENERATION_MODELS:
+            table[architecture] = entry
+        else:
+            left_out[architecture] = "vLLM's code does not say which part of it is the language model"
+    return table, left_out
+
+
+def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, str]]:
+    """(entries, reasons) of what vLLM runs by its Transformers backend.
+
+    That is what its registry lists for it, and the classes of transformers with a plan for tensor parallelism
+    that no registry of vLLM lists.
+    """
+    kinds = generating_classes()
+    listed = registry._TRANSFORMERS_SUPPORTED_MODELS
+    classes = {
+        name: kind
+        for name, kind in kinds.items()
+        if name in listed or name not in {*known, *registry._VLLM_MODELS} and has_tensor_parallel_plan(kind)
+    }
+    results = dict(describe_backed(classes))
+    reasons = {
+        name: f"vLLM's Transformers backend: {why}" for name, why in results.items() if isinstance(why, str)
+    }
+    absent = {name: "transformers does not have it" for name in listed if name not in kinds}
+    return {name: entry for name, entry in results.items() if not isinstance(entry, str)}, {
+        **reasons,
+        **absent,
+    }
+
+
+def other_tasks() -> dict[str, str]:
+    """What vLLM runs for something else than to generate text, and what it does not run any more."""
+    pooling = {
+        **registry._EMBEDDING_MODELS,
+        **registry._LATE_INTERACTION_MODELS,
+        **registry._REWARD_MODELS,
+        **registry._TOKEN_CLASSIFICATION_MODELS,
+        **registry._SEQUENCE_CLASSIFICATION_MODELS,
+    }
+    return {
+        **{name: f"vLLM had it until {last}" for name, last in registry._PREVIOUSLY_SUPPORTED_MODELS.items()},
+        **{name: f"vLLM runs it by a plug-in: {url}" for name, url in registry._OOT_SUPPORTED_MODELS.items()},
+        **dict.fromkeys(registry._SPECULATIVE_DECODING_MODELS, "vLLM runs it as the draft of another model"),
+        **dict.fromkeys(pooling, "vLLM runs it to embed, score or classify, not to generate text"),
+    }
 
 
 def reordered(parts: list[type]) -> dict[str, str]:

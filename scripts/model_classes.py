@@ -2,62 +2,18 @@
 
 import ast
 import importlib
-import importlib.abc
-import importlib.machinery
 import inspect
-import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
+from inspect import isfunction
 from types import ModuleType
+from typing import get_args, get_origin
 
 from torch import nn
 from vllm.model_executor.models import registry
 
 MODELS = ("vllm.model_executor.models", "vllm.models", "vllm.model_executor.layers.mamba")
-# Imported for pictures, sound and other methods only; may be missing where the table is generated.
-OPTIONAL_PACKAGES = ("gguf", "timm", "torchaudio", "torchvision")
-
-
-class AnyName(type):
-    """The type of a class that has any attribute: another such class."""
-
-    def __getattr__(cls, name: str) -> "AnyName":
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return AnyName(name, (), {})
-
-
-class Absent(ModuleType):
-    """Stands for an optional package that is not installed: any name in it is an empty class."""
-
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> AnyName:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return AnyName(name, (), {})
-
-
-class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the optional packages, after everything that is installed."""
-
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        wanted = fullname.partition(".")[0] in OPTIONAL_PACKAGES
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if wanted else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return Absent(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
-
-
-def find_absent_packages() -> None:
-    """Let models be imported that use optional packages, without these."""
-    sys.meta_path.append(AbsentFinder())
 
 
 def load_class(module: str, name: str) -> type:
@@ -72,11 +28,6 @@ def parts_of(model: type) -> list[type]:
     """The classes that a model, of a multimodal one its language model, is made of."""
     _, inner = language_models(model)
     return list(dict.fromkeys(part for root in (inner or [model]) for part in reachable(root)))
-
-
-def sources(classes: Iterable[type]) -> dict[str, ast.Module]:
-    """The syntax trees of classes by name."""
-    return {part.__name__: tree(part) for part in classes}
 
 
 @cache
@@ -112,6 +63,7 @@ def reachable(model: type) -> tuple[type, ...]:
         todo.extend(base for base in current.__mro__[1:] if issubclass(base, nn.Module))
         names = {node.id for node in ast.walk(tree(current)) if isinstance(node, ast.Name)}
         values = [item for name in sorted(names) for item in listed(getattr(namespace(current), name, None))]
+        values += [returns for value in values for returns in chosen_classes(value)]
         todo.extend(value for value in values if isinstance(value, type) and issubclass(value, nn.Module))
     return tuple(found)
 
@@ -121,19 +73,54 @@ def listed(value: object) -> list[object]:
     return list(value.values()) if isinstance(value, dict) else [value]
 
 
+def chosen_classes(value: object) -> tuple[object, ...]:
+    """The class of which a function returns one, by its annotation `type[Class]`."""
+    returned = getattr(value, "__annotations__", {}).get("return") if isfunction(value) else None
+    return get_args(returned) if get_origin(returned) is type else ()
+
+
 def language_models(model: type) -> tuple[set[str], list[type]]:
-    """The attributes that hold a wrapper's language model, and its classes where the source names them."""
-    attributes: set[str] = set()
-    classes: list[type] = []
+    """The attributes that hold a wrapper's language model, and its classes where the source names them.
+
+    Where no block marks the language model, the class names it for LoRA (`get_mm_mapping`), and what it is
+    made of as `language_targets`; else it is what `get_language_model` returns or another class of vLLM.
+    """
     for owner in model.__mro__:
         blocks = [node for node in ast.walk(tree(owner)) if isinstance(node, ast.With) and marks(node)]
-        for block in blocks:
-            for node in ast.walk(block):
-                attributes.update(assigned(node))
-                classes.extend(named_class(node, owner))
+        attributes = {name for block in blocks for node in ast.walk(block) for name in assigned(node)}
         if attributes:
-            return attributes, list(dict.fromkeys(classes))
+            nodes = [node for block in blocks for node in ast.walk(block)]
+            return attributes, list(
+                dict.fromkeys(part for node in nodes for part in named_class(node, owner))
+            )
+    for owner in model.__mro__:
+        keywords = [keyword for call in calls_in(owner) for keyword in call.keywords]
+        targets = [keyword.value for keyword in keywords if keyword.arg == "language_targets"]
+        named = [literal(keyword.value) for keyword in keywords if keyword.arg == "language_model"]
+        attributes = {name for name in named if isinstance(name, str)} or {
+            *returned(owner),
+            *registered(owner),
+        }
+        if attributes:
+            return attributes, [part for target in targets for part in named_class(target, owner)]
     return set(), []
+
+
+def returned(owner: type) -> Iterator[str]:
+    """The attribute that `get_language_model` returns."""
+    for node in ast.walk(tree(owner)):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_language_model":
+            ends = [
+                ast.unparse(end.value) for end in ast.walk(node) if isinstance(end, ast.Return) and end.value
+            ]
+            yield from (end.removeprefix("self.") for end in ends if end.startswith("self."))
+
+
+def registered(owner: type) -> Iterator[str]:
+    """The attributes that hold what is made by the name of its class."""
+    for node in ast.walk(tree(owner)):
+        if isinstance(node, ast.Assign) and "init_vllm_registered_model(" in ast.unparse(node.value):
+            yield from assigned(node)
 
 
 def marks(block: ast.With) -> bool:

@@ -42,7 +42,7 @@ SHARED = {
 # layers of a checkpoint that go into each.
 FUSED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3-tied", "gemma2", "gemma3"), DENSE),
-    **dict.fromkeys(("qwen2.5-vl", "gemma3-vision", "mistral3"), DENSE),
+    **dict.fromkeys(("qwen2.5-vl", "gemma3-vision", "mistral3", "smollm3", "olmo2", "idefics3"), DENSE),
     **dict.fromkeys(("falcon", "bloom"), GPT_NEO),
     "gpt2": {
         "attn.c_attn": "c_attn",
@@ -124,6 +124,8 @@ NEVER = re.compile(
 TRANSPOSED = ("gpt2",)
 # Experts that vLLM loads in no compressed-tensors form stay whole, and the plan says so.
 KEEPS_EXPERTS = ("gpt-oss",)
+# Run by vLLM's Transformers backend: what it fuses depends on transformers, and the plan says so.
+BACKED = ("smollm3", "olmo2")
 # What vLLM's loaders cannot take, of the schemes that are tried here: see test_reordering.py.
 REFUSED = {
     "gpt2": ("FP8_DYNAMIC", "FP8_BLOCK"),
@@ -158,7 +160,7 @@ def test_groups_are_the_modules_that_vllm_builds(family: str, tmp_path: Path) ->
     }
     assert found == FUSED[family]
     assert not any(NEVER.search(member.name) for group in plan.groups for member in group.members)
-    assert [note.check for note in plan.notes] == ["architecture"] * (family in KEEPS_EXPERTS)
+    assert [note.check for note in plan.notes] == ["architecture"] * (family in (*KEEPS_EXPERTS, *BACKED))
 
 
 @pytest.mark.parametrize(

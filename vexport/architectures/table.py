@@ -73,9 +73,12 @@ class Architecture:
     looks for the config group of the table of tokens, None where it never quantizes it. `language_model` are
     the attributes of a multimodal class that hold one, empty for a text model; `inner_unknown` where the
     checkpoint's config chooses its class. `kinds` are modules outside the decoder layers, and `asked` names
-    under which vLLM asks for modules, both in vLLM's names with `*` for numbers (`modules.py`).
+    under which vLLM asks for modules, both in vLLM's names with `*` for numbers (`modules.py`). `backend` is
+    "transformers" for a class that vLLM runs with transformers' code, in which it replaces and fuses the
+    layers that it recognizes.
     """
 
+    backend: Literal["transformers"] | None = None
     fused: FusedModules = field(default_factory=dict)
     resolved: tuple[str, ...] = ()
     experts: tuple[str, str, str | None] | None = None
@@ -122,10 +125,16 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureTable:
-    """One vLLM version's classes with a language model, and the text ones by transformers' model type."""
+    """One vLLM version's classes with a language model, and the text ones by transformers' model type.
+
+    `transformers` is the version whose code the Transformers backend was asked about, `left_out` why a class
+    that vLLM or transformers has is not among the architectures.
+    """
 
     vllm: str
+    transformers: str
     text_models: Mapping[str, str]
+    left_out: Mapping[str, str]
     architectures: Mapping[str, Architecture]
 
 
@@ -141,10 +150,13 @@ def get_architecture(name: str) -> Architecture:
     table = architecture_table()
     if name in table.architectures:
         return _with_modules(name, table.architectures[name])
+    unknown = (
+        f"neither a class of vLLM nor one with a tensor parallel plan of transformers {table.transformers}"
+    )
     raise InputError(
         f"architecture {name}",
-        got="a model class that is not in the table",
-        need=f"a class of vLLM {table.vllm} with a language model",
+        got=table.left_out.get(name, unknown),
+        need=f"a class that vLLM {table.vllm} generates text with",
         fix="see `vexport list architectures`",
     )
 
@@ -156,10 +168,11 @@ def resolve(name: str, config: Mapping[str, Json]) -> tuple[Architecture, tuple[
     """
     outer, notes = get_architecture(name), _unknown_modules(name)
     if not outer.inner_unknown:
-        return outer, notes
+        return outer, (*notes, *_backed(name, outer))
     inner_name = next(_text_models(config), None)
     if inner_name is not None:
-        return _joined(outer, get_architecture(inner_name)), notes
+        inner = get_architecture(inner_name)
+        return _joined(outer, inner), (*notes, *_backed(inner_name, inner))
     usual = Architecture(fused=USUAL, experts=USUAL_EXPERTS, row_parallel=USUAL_ROW_PARALLEL)
     return _joined(outer, usual), (*notes, _assumed(name))
 
@@ -230,4 +243,22 @@ def _assumed(name: str) -> Finding:
         expected="a nested config that names a text model of the table",
         got=f"none: the usual fused layers are assumed ({usual})",
         fix="check the groups of the plan, and load the result in vLLM before it is used",
+    )
+
+
+def _backed(name: str, architecture: Architecture) -> tuple[Finding, ...]:
+    """What is not known of a class that vLLM runs with transformers' code."""
+    if architecture.backend is None:
+        return ()
+    table = architecture_table()
+    return (
+        Finding(
+            check="architecture",
+            severity="info",
+            where=name,
+            expected="a class of vLLM's own code",
+            got=f"vLLM {table.vllm}'s Transformers backend: it fuses what it recognizes in the model's code, "
+            f"here of transformers {table.transformers}",
+            fix="another transformers may be fused otherwise: ask it with `vexport load --dry`",
+        ),
     )

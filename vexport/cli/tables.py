@@ -83,12 +83,13 @@ def checks() -> Rows:
 
 
 def architectures() -> Rows:
-    """Model classes and what vLLM fuses in each."""
+    """Model classes, whether vLLM runs them with its own code or transformers', and what it fuses."""
     from vexport.architectures import architecture_table
 
     return [
         {
             "architecture": name,
+            "code": entry.backend or "vLLM",
             "fused": "; ".join(f"{fused} = {' + '.join(members)}" for fused, members in entry.fused.items())
             or "nothing",
         }

@@ -1,0 +1,217 @@
+"""What vLLM's Transformers backend makes of a model class: its own objects, built on the meta device.
+
+The backend fuses what it recognizes in a model's code (vllm/model_executor/models/transformers/fusers), so
+that only a model that it has built says what is fused, and under which names it is quantized.
+"""
+
+import multiprocessing
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import shorten
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.models.auto import modeling_auto
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.transformers.base import Base
+from vllm.model_executor.models.transformers.multimodal import MultiModalProcessingInfo
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from vexport.engine.dry.cell import configure
+from vexport.engine.dry.fake_platform import set_capability
+from vexport.engine.dry.ranks import join_group
+from vexport.engine.dry.stubs import AbsentValues
+
+Table = dict[str, object]
+TASKS = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM")
+# Few layers for speed; sizes for a class whose config has no defaults that a model can be made of.
+TRIED: tuple[Mapping[str, int], ...] = (
+    {"num_hidden_layers": 4},
+    {},
+    {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+)
+COMMON = {
+    pattern
+    for renaming in get_checkpoint_conversion_mapping("legacy")
+    for pattern in renaming.source_patterns
+}
+
+
+class AskedNames(QuantizationConfig):  # type: ignore[misc]
+    """Quantizes nothing and notes each layer that could be, by the name that a quantization config gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[str, nn.Module] = {}
+
+    def get_name(self) -> str:
+        return "compressed-tensors"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, object]) -> "AskedNames":
+        return cls()
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """As without a config."""
+        self.layers[prefix] = layer
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+
+def generating_classes() -> dict[str, str]:
+    """The classes of transformers that generate text, to their model types."""
+    found: dict[str, str] = {}
+    for task in TASKS:
+        for kind, names in getattr(modeling_auto, f"{task}_MAPPING_NAMES").items():
+            for name in [names] if isinstance(names, str) else names:
+                found.setdefault(name, kind)
+    return found
+
+
+def has_tensor_parallel_plan(kind: str) -> bool:
+    """Whether the config of a model type, or of its language model, says how its layers are cut."""
+    config = CONFIG_MAPPING[kind]
+    inner = config.sub_configs.get("text_config", config)
+    return bool(getattr(inner, "base_model_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
+
+
+def describe_backed(classes: Mapping[str, str]) -> Iterator[tuple[str, Table | str]]:
+    """For each class its entry, or what vLLM's backend says against it.
+
+    Each in a separate process, for vLLM has one set of groups in each.
+    """
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        yield from pool.imap(_described, sorted(classes.items()), chunksize=1)
+
+
+def _described(item: tuple[str, str]) -> tuple[str, Table | str]:
+    name, kind = item
+    reason = "no sizes to try"
+    for sizes in TRIED:
+        try:
+            return name, _entry(*_built(AutoConfig.for_model(kind, **sizes), name))
+        except Exception as error:
+            reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+    return name, reason
+
+
+def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
+    """The model as vLLM builds it, which raises what vLLM raises, and the names that it asked for."""
+    MultiModalProcessingInfo._get_supported_modalities = lambda self: ["image"]  # no processor is saved
+    set_capability(90)
+    config.architectures = [name]
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        engine = configure(Path(folder), tp=1, trust_remote_code=False)
+    asked = engine.quant_config = AskedNames()
+    with set_current_vllm_config(engine):
+        if not torch.distributed.is_initialized():
+            join_group(1, 0)
+        with torch.device("meta"), AbsentValues(), set_default_torch_dtype(engine.model_config.dtype):
+            model = initialize_model(engine)
+    if not isinstance(model, Base) or not hasattr(model, "lm_head"):
+        raise TypeError(f"vLLM runs it as {type(model).__name__}, which generates no text")
+    return model, asked
+
+
+def _entry(model: Base, asked: AskedNames) -> Table:
+    """The row of the table, from a model and the names that it asked for."""
+    decoder = next(prefix for prefix, module in model.named_modules() if module is model.model.get_decoder())
+    linears = {name: layer for name, layer in asked.layers.items() if isinstance(layer, LinearBase)}
+    inside = {name: layer for name, layer in linears.items() if name.startswith(f"{decoder}.")}
+    multimodal = decoder not in ("model", "model.decoder") and model.config is not model.text_config
+    entry: Table = {
+        "backend": "transformers",
+        "fused": {
+            name: members for name, members in model.packed_modules_mapping.items() if len(members) > 1
+        },
+        "resolved": sorted(model.packed_modules_mapping),
+        "experts": _expert_names(model),
+        "unquantized": sorted({*_plain_leaves(model, {*map(_leaf, asked.layers)})}),
+        "row_parallel": _leaves(inside, RowParallelLinear),
+        "replicated": _leaves(inside, ReplicatedLinear),
+        "embedding": "name" if any(is_table(layer) for layer in asked.layers.values()) else None,
+        "renames": {"regex": dict(_renames(model))},
+        "language_model": [decoder] if multimodal else [],
+    }
+    return {key: value for key, value in entry.items() if value not in ({}, [], None, False)}
+
+
+def is_table(layer: nn.Module) -> bool:
+    """Whether a layer is the table of tokens; a head is made of the same class."""
+    return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _leaves(layers: Mapping[str, nn.Module], kind: type[nn.Module]) -> list[str]:
+    return sorted({_leaf(name) for name, layer in layers.items() if isinstance(layer, kind)})
+
+
+def _plain_leaves(model: Base, asked: set[str]) -> Iterator[str]:
+    """The modules with a matrix that are never built with a quantization config."""
+    fused = {member for members in model.packed_modules_mapping.values() for member in members}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
+        if matrix and not isinstance(module, nn.Embedding) and _leaf(name) not in asked | fused:
+            yield _leaf(name)
+
+
+def _expert_names(model: Base) -> list[str] | None:
+    """The names of an expert's gate, down and up projections in a checkpoint of this class."""
+    if not any(isinstance(module, RoutedExperts) for module in model.modules()):
+        return None
+    patterns = [
+        pattern
+        for mapping in get_model_conversion_mapping(model.model)
+        for pattern in mapping.source_patterns
+    ]
+    mixtral = any(re.search(r"experts.*\bw1\b", pattern) for pattern in patterns)
+    return ["w1", "w2", "w3"] if mixtral else ["gate_proj", "down_proj", "up_proj"]
+
+
+def _renames(model: Base) -> Iterator[tuple[str, str]]:
+    """How the names of a checkpoint become vLLM's, in vLLM's order."""
+    mapper = model.hf_to_vllm_mapper
+    for renaming in mapper.orig_to_new_renaming:
+        if isinstance(renaming, WeightRenaming) and not COMMON & set(renaming.source_patterns):
+            for pattern in renaming.source_patterns:
+                yield pattern, renaming.target_patterns[0]
+    for pattern, new in mapper.orig_to_new_regex.items():
+        if new is not None:
+            yield pattern.pattern, new
