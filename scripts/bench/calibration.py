@@ -1,19 +1,14 @@
 """Time and peak memory of calibration against a bare forward over the same tokens, and against the peer.
 
-    .venv/bin/python scripts/bench/calibration.py [--samples 32] [--tokens 512] [--scheme NVFP4] [--json]
-                                                  [--experts 8]
+    .venv/bin/python scripts/bench/calibration.py [--samples 32] [--tokens 512] [--scheme NVFP4]
 
-The model is a Llama of about 100 million random weights in bf16, written to a temporary folder, or with
---experts a Qwen3 mixture of that many experts, two a token. `bare` has the whole model in memory and runs its
-forward sample by sample, loading not counted; `vexport` is all of `calibrate`, from the checkpoint on disk to
-the ranges, every expert seeing all tokens; with --experts `routed` is the same with experts that see the
-tokens routed to them, and `every` is what `vexport` compares with, a bare forward that runs all tokens
-through all experts; `peer` is llm-compressor's `oneshot` with the
+The model is a Llama of about 100 million random weights in bf16, written to a temporary folder. `bare` has
+the whole model in memory and runs its forward sample by sample, loading not counted; `vexport` is all of
+`calibrate`, from the checkpoint on disk to the ranges; `peer` is llm-compressor's `oneshot` with the
 sequential pipeline, when scripts/bench/setup-peer has made .venv-peer. Each is a process of its own, the
-others run a few samples before, so that no import and no kernel's first use counts. Rounds alternate and
-the fastest counts. On a machine that is busy with other work compare CPU seconds, with OMP_NUM_THREADS=1.
-Memory is the peak during the run, and beside it what the process had before: libraries and, for bare and
-peer, the model.
+others run a few samples before, so that no import and no kernel's first use counts. Rounds alternate and the
+fastest counts. On a machine that is busy with other work compare CPU seconds, with OMP_NUM_THREADS=1. Memory
+is the peak during the run, after what the process had before: libraries and, for bare and peer, the model.
 """
 
 import argparse
@@ -49,30 +44,24 @@ class Measured:
     peak_mb: float
 
 
-def write_model(folder: Path, experts: int) -> None:
-    """A Llama of 12 layers and 110 million weights, tied embeddings included, or a mixture of experts."""
+def write_model(folder: Path) -> None:
+    """A Llama of 12 layers and 110 million weights, tied embeddings included."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    }
-    dense = LlamaConfig(**sizes, intermediate_size=2048)
-    mixture = Qwen3MoeConfig(
-        **sizes, head_dim=64, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=1024
+    config = LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
     )
-    model = AutoModelForCausalLM.from_config(mixture if experts else dense, dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):
-            torch.nn.init.normal_(parameter)  # a router that uses all experts
-    model.save_pretrained(folder)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for file in TOKENIZER.glob("tokenizer*"):  # the peer asks for one, though rows are token ids
         shutil.copyfile(file, folder / file.name)
 
@@ -100,29 +89,7 @@ def run_bare(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], No
     return run
 
 
-def run_every(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], None]:
-    """The bare forward where every expert runs all tokens, those not routed to it with the weight 0."""
-    import torch
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    def forward(
-        self: Qwen3MoeExperts, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        shares = torch.zeros(len(hidden), self.num_experts, dtype=weights.dtype).scatter_(1, chosen, weights)
-        total = torch.zeros_like(hidden)
-        for expert, share in enumerate(shares.T):
-            gate, up = torch.nn.functional.linear(hidden, self.gate_up_proj[expert]).chunk(2, dim=-1)
-            made = torch.nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            total += made * share.unsqueeze(-1)
-        return total
-
-    Qwen3MoeExperts.forward = forward
-    return run_bare(folder, ids, scheme)
-
-
-def run_vexport(
-    folder: Path, ids: list[list[int]], scheme: str, *, all_experts: bool = True
-) -> Callable[[], None]:
+def run_vexport(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], None]:
     """Calibration, from the files on."""
     from vexport.calibration import Samples, calibrate
     from vexport.plan.source import plan_source, rules_for
@@ -132,7 +99,7 @@ def run_vexport(
     def run_rows(rows: list[list[int]]) -> None:
         samples = Samples(token_ids=tuple(map(tuple, rows)), rows=tuple(range(1, len(rows) + 1)))
         index, plan = plan_source(str(folder), rules)
-        found = calibrate(index, plan, samples, all_experts=all_experts)
+        found = calibrate(index, plan, samples)
         assert len(found.ranges) == sum(len(group.members) for group in plan.groups)
 
     run_rows(ids[:4])
@@ -167,9 +134,7 @@ def run_peer(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], No
 
 RUNS: dict[str, Callable[[Path, list[list[int]], str], Callable[[], None]]] = {
     "bare": run_bare,
-    "every": run_every,
     "vexport": run_vexport,
-    "routed": partial(run_vexport, all_experts=False),
     "peer": run_peer,
 }
 
@@ -212,9 +177,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--scheme", default="NVFP4")
-    parser.add_argument("--experts", type=int, default=0, help="a mixture of experts, without the peer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -225,30 +188,22 @@ def main() -> None:
         print(json.dumps(asdict(found)))
         return
     results = measure_all(arguments)
-    if arguments.json:
-        print(json.dumps([asdict(one) for one in results], indent=2))
-        return
     bare = results[0]
-    every = next((one for one in results if one.what == "every"), bare)
     print(f"{arguments.samples} samples of {arguments.tokens} tokens, {arguments.scheme}; bound {BOUND}")
     for one in results:
-        base = every if one.what == "vexport" else bare
         print(
-            f"{one.what:8} {one.seconds:7.2f} s {one.seconds / base.seconds:6.2f} x {base.what:5}, "
-            f"CPU {one.cpu_seconds:7.2f} s {one.cpu_seconds / base.cpu_seconds:6.2f} x, "
+            f"{one.what:8} {one.seconds:7.2f} s {one.seconds / bare.seconds:6.2f} x bare, "
+            f"CPU {one.cpu_seconds:7.2f} s {one.cpu_seconds / bare.cpu_seconds:6.2f} x, "
             f"memory {one.before_mb:5.0f} to {one.peak_mb:5.0f} MB"
         )
 
 
 def measure_all(arguments: argparse.Namespace) -> list[Measured]:
     """The fastest round of each."""
-    without = {"peer"} if arguments.experts else {"routed", "every"}
-    if not PEER.exists():
-        without.add("peer")
-    kinds = [what for what in RUNS if what not in without]
+    kinds = [what for what in RUNS if what != "peer" or PEER.exists()]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, arguments.experts)
+        write_model(folder)
         rounds = [
             measure(what, folder, arguments)
             for number in range(arguments.rounds)

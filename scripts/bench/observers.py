@@ -1,25 +1,19 @@
-"""Speed and memory of the observers' searches over weights, against llm-compressor's.
+"""Speed of the observers' searches over weights, against llm-compressor's.
 
-    .venv/bin/python scripts/bench/observers.py [--rows 8192] [--columns 4096] [--peer-rows 256] [--json]
+    .venv/bin/python scripts/bench/observers.py [--rows 8192] [--columns 4096] [--peer-rows 256]
 
 Each row of the table is an observer and a scheme on random heavy-tailed bf16 weights: from the weight to its
 qparams, MB of bf16 per second, the fastest of some repeats after a first one that compiles. The peer is slow,
 so it has fewer rows; both are measured in turns, in processes of their own, the peer's in .venv-peer
-(scripts/bench/setup-peer; without it that column is empty). Memory is the peak above what the process had
-before, without the weight itself and without the scales and zero points that are the result; a fresh process
-measures each case after a first call on a small weight. Linux only. `--memory` measures that alone, for
-every observer and scheme.
+(scripts/bench/setup-peer; without it that column is empty).
 """
 
 import argparse
-import ctypes
 import json
-import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,28 +36,11 @@ class Case:
 SCHEMES: Mapping[str, Mapping[str, object]] = {
     "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
     "int4 group 128": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
-    "int4 group 32": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
-    "int4 group 32 asymmetric": {
-        "num_bits": 4,
-        "type": "int",
-        "strategy": "group",
-        "group_size": 32,
-        "symmetric": False,
-    },
     "int8 channel": {"num_bits": 8, "type": "int", "strategy": "channel"},
     "fp8 channel": {"num_bits": 8, "type": "float", "strategy": "channel"},
     "fp8 block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
     "fp8 tensor": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }
-OBSERVERS = (
-    "memoryless_minmax",
-    "static_minmax",
-    "minmax",
-    "memoryless_mse",
-    "mse",
-    "imatrix_mse",
-    "nvfp4_expanded_mse",
-)
 CASES = (
     Case(observer="memoryless_mse", scheme="NVFP4", goal=100),
     Case(observer="nvfp4_expanded_mse", scheme="NVFP4", goal=100),
@@ -125,52 +102,6 @@ def seconds(observe: Callable[[], object], repeats: int) -> float:
     return min(taken)
 
 
-def extra_memory(case: Case, weight: torch.Tensor) -> float | None:
-    """Peak of the resident memory above what was there and what is the result, MB; None without /proc."""
-    warm_up = observation(case, weight[:256].clone(), peer=False)
-    warm_up()
-    observe = observation(case, weight, peer=False)
-    # What was freed before but is still held would hide as much of what is taken now.
-    ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return None
-    before = _status_mb("VmRSS")
-    qparams = observe()
-    assert isinstance(qparams, dict)
-    results = sum(value.nbytes for value in qparams.values() if value is not None)
-    return _status_mb("VmHWM") - before - float(results / MB)
-
-
-def memory_of(case: Case, rows: int, columns: int) -> float | None:
-    """`extra_memory` on a weight of that size; equal rows take as much as others and are sooner made."""
-    weight = heavy_tailed(min(rows, 256), columns).repeat(-(-rows // 256), 1)[:rows]
-    return extra_memory(case, weight)
-
-
-def memory_in_fresh_process(case: Case, rows: int, columns: int) -> float | None:
-    """`memory_of` in a process of its own, which has nothing but the imports."""
-    fresh = multiprocessing.get_context("forkserver")
-    fresh.set_forkserver_preload(["compressed_tensors.quantization", "vexport.observers"])
-    with ProcessPoolExecutor(1, mp_context=fresh) as process:
-        return process.submit(memory_of, case, rows, columns).result()
-
-
-def all_memory(rows: int, columns: int) -> Iterator[dict[str, object]]:
-    """Extra memory of every observer on every scheme."""
-    for scheme in SCHEMES:
-        for name in OBSERVERS:
-            case = Case(observer=name, scheme=scheme, goal=64)
-            print(f"{name} {scheme}", file=sys.stderr, flush=True)
-            yield {**asdict(case), "memory": memory_in_fresh_process(case, rows, columns)}
-
-
-def _status_mb(field: str) -> float:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(float(line.split()[1]) * 1024 / MB for line in lines if line.startswith(f"{field}:"))
-
-
 def work(rows: int, columns: int, repeats: int, *, peer: bool) -> None:
     """Measure the cases named on stdin by their index, and answer each with a line of JSON."""
     weight = heavy_tailed(rows, columns)
@@ -219,8 +150,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, object]]:
         theirs = peer.measure(index)["speed"] if peer else None
         speed = mine["speed"] or 0.0
         ratio = speed / theirs if theirs else None
-        memory = memory_in_fresh_process(case, options.rows, options.columns)
-        found.append({**asdict(case), **mine, "peer_speed": theirs, "ratio": ratio, "memory": memory})
+        found.append({**asdict(case), **mine, "peer_speed": theirs, "ratio": ratio})
     ours.close()
     if peer:
         peer.close()
@@ -229,8 +159,8 @@ def compare(options: argparse.Namespace) -> list[dict[str, object]]:
 
 def table(found: list[dict[str, object]]) -> str:
     """The measurements as aligned columns."""
-    head = ("observer", "scheme", "MB/s", "peer MB/s", "ratio", "goal", "extra MB")
-    keys = ("observer", "scheme", "speed", "peer_speed", "ratio", "goal", "memory")
+    head = ("observer", "scheme", "MB/s", "peer MB/s", "ratio", "goal")
+    keys = ("observer", "scheme", "speed", "peer_speed", "ratio", "goal")
     cells = [head, *([_cell(row.get(key)) for key in keys] for row in found)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     lines = ([text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in cells)
@@ -252,17 +182,12 @@ def main() -> int:
     parser.add_argument("--columns", type=int, default=4096, help="columns of both weights (default 4096)")
     parser.add_argument("--peer-rows", type=int, default=256, help="rows of the peer's weight (default 256)")
     parser.add_argument("--repeats", type=int, default=3, help="repeats of ours (default 3)")
-    parser.add_argument("--json", action="store_true", help="print JSON and no table")
     parser.add_argument("--worker", choices=("ours", "peer"), help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--memory", action="store_true", help="measure memory only, of all observers and schemes"
-    )
     options = parser.parse_args()
     if options.worker:
         work(options.rows, options.columns, options.repeats, peer=options.worker == "peer")
         return 0
-    found = list(all_memory(options.rows, options.columns)) if options.memory else compare(options)
-    print(json.dumps(found, indent=2) if options.json else table(found))
+    print(table(compare(options)))
     return 0
 
 
