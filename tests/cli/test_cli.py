@@ -48,6 +48,10 @@ def test_help_teaches_and_tells_exit_codes(command: str) -> None:
     ("words", "instead"),
     [
         (("bench", "OUT"), "No such command 'bench': time it with `vllm bench serve`."),
+        (
+            ("quantize", "MODEL", "OUT", "--part", "1/2"),
+            "No such option '--part': share the work by torchrun",
+        ),
         (("plan", "MODEL", "--gpu", "L40S"), "No such option '--gpu': ask vLLM's own code: `vexport load"),
     ],
 )

@@ -2,22 +2,29 @@
 
 from collections.abc import Mapping
 
+_BUDGET = "set a budget of bits, bytes, share or loss"
 _DRY = "ask vLLM's own code: `vexport load CHECKPOINT --dry --gpu NAME`"
 _FIXED = "evaluate a number of documents: limit (--limit), or what `vexport plan` says"
 _MORE = "choose more bits, or `scheme: auto` with a budget, which measures what each layer loses"
+_RANKS = "share the work by torchrun: `torchrun --nproc-per-node N -m vexport quantize ...`"
+_SOURCE = "`vexport check CHECKPOINT --source MODEL` compares with the model it was made from"
 _TIME = "time it with `vllm bench serve`"
 INSTEAD: Mapping[str, str] = {
-    "recommend": "the README has a table of GPUs; `vexport load CHECKPOINT --dry --gpu NAME` tells memory",
     "bench": _TIME,
-    "speed": _TIME,
-    "--gpu": _DRY,
-    "--stopping": _FIXED,
-    "stopping": _FIXED,
-    "--until-pass": _MORE,
+    "convert": "export it again from the model; compressed-tensors has converters",
+    "diff": _SOURCE,
+    "merge": _RANKS,
+    "recommend": "the README has a table of GPUs; `vexport load CHECKPOINT --dry --gpu NAME` tells memory",
     "--context": _DRY,
-    "gpu": "set a budget of bits, bytes, share or loss",
-    "step_ms": "set a budget of bits, bytes, share or loss",
-    "tokens_per_second": "set a budget of bits, bytes, share or loss",
+    "--gpu": _DRY,
+    "--part": _RANKS,
+    "--stopping": _FIXED,
+    "--until-pass": _MORE,
+    "gpu": _BUDGET,
+    "speed": _TIME,
+    "step_ms": _BUDGET,
+    "stopping": _FIXED,
+    "tokens_per_second": _BUDGET,
 }
 
 
