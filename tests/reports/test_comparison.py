@@ -46,7 +46,7 @@ def test_the_smallest_that_passes_is_marked() -> None:
     ]
     text = render_comparison(rows(), "text")
     assert "second is the smallest that passes" in text
-    (line,) = [line for line in text.splitlines() if line.lstrip().startswith("second *")]
+    (line,) = [line for line in text.splitlines() if line.lstrip().startswith("runs/second *")]
     assert "NVFP4" in line
     assert line.rstrip().endswith("PASS")
     failed = [row for row in rows() if row.outcome != "PASS"]

@@ -10,9 +10,7 @@ from vexport.reports.sentences import scale_of, schemes_in_use
 from vexport.types import ComparedRun, Report
 
 _COLUMNS = (
-    Column("run", nowrap=True),
-    Column("scheme"),
-    *columns(">size", ">bits", ">KL", "worst task"),
+    *columns("run", "scheme", ">size", ">bits", ">KL", "worst task"),
     Column("change", numeric=True, noted=True),
     Column("result", nowrap=True),
 )
@@ -49,20 +47,19 @@ def marked(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
 def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
     """The table, and why a run did not pass."""
     best = next((run for run in runs if run.smallest), None)
-    answer = f"{best.name} is the smallest that passes" if best else "none passes"
-    whys = [(run.name, run.reason) for run in runs if run.outcome != "PASS"]
+    answer = f"{best.folder} is the smallest that passes" if best else "none passes"
+    whys = [(run.folder, run.reason) for run in runs if run.outcome != "PASS"]
     table = doc.Table(_COLUMNS, tuple(map(_cells, runs)))
     parts = doc.parts(doc.Paragraph(answer), table, muted(_LEGEND), facts(*whys) if whys else None)
     return doc.Document(title=plural(len(runs), "run"), parts=(doc.Section("Runs", parts),), wide=True)
 
 
 def _cells(run: ComparedRun) -> tuple[Cell, ...]:
-    made = run.outcome is not None
     return row(
-        f"{run.name} *" if run.smallest else run.name,
+        f"{run.folder} *" if run.smallest else run.folder,
         run.schemes or NOT_AVAILABLE,
-        size(run.num_bytes) if made else NOT_AVAILABLE,
-        f"{run.bits_per_weight:.2f}" if made else NOT_AVAILABLE,
+        size(run.num_bytes) if run.outcome else NOT_AVAILABLE,
+        f"{run.bits_per_weight:.2f}" if run.outcome else NOT_AVAILABLE,
         NOT_AVAILABLE if run.mean_kl is None else small(run.mean_kl),
         run.worst.task if run.worst else NOT_AVAILABLE,
         _change(run),

@@ -47,5 +47,4 @@ def with_scheme(scenario: Scenario, scheme: str) -> Scenario:
         rule if rule.scheme == KEEP else rule.model_copy(update={"scheme": scheme, **DEFAULT_OBSERVERS})
         for rule in scenario.rules
     )
-    name = f"{scenario.name}-{scheme}"
-    return scenario.model_copy(update={"rules": rules, "name": name, "auto": None})
+    return scenario.model_copy(update={"rules": rules, "name": f"{scenario.name}-{scheme}", "auto": None})
