@@ -40,7 +40,7 @@ LATE = {
     "fidelity": ("vexport",),
     "formats": ("numpy", "vexport"),
     "engine": ("vllm", "vexport"),
-    "reports": ("huggingface_hub",),
+    "reports": ("huggingface_hub", "vexport"),
     "evaluation": ("vllm", "lm_eval", "datasets", "msgspec", "torch"),
 }
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "scipy", "matplotlib", "compressed_tensors", "numpy")

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from vexport.cli import tables
 from vexport.cli.entry import cli
 from vexport.formats.schemes import all_schemes
+from vexport.reports import catalog
 from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
 from vexport.scenario.serve import Serve
 
@@ -146,7 +146,7 @@ def test_every_page_is_listed_and_linked_from_the_readme() -> None:
 
 def test_every_scheme_is_in_the_table() -> None:
     cells = re.findall(r"^\| `(\w+)` \|.*?\|.*?\| (.+?) \| (.+?) \|", PAGES["schemes"], flags=re.MULTILINE)
-    rows = {row["scheme"]: (row["loads from SM"], row["in full from SM"]) for row in tables.schemes()}
+    rows = {row["scheme"]: (row["loads from SM"], row["in full from SM"]) for row in catalog.schemes()}
     assert {name: spans for name, *spans in cells} == {name: list(spans) for name, spans in rows.items()}
 
 

@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
-from tests.command import vexport
+import vexport.api
+from tests.command import vexport as call
 from vexport.api import Calibration, Evaluate, Rule, check, evaluate, quantize, verdict
+from vexport.cli.commands import COMMANDS
 from vexport.errors import InputError
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
@@ -19,7 +22,7 @@ def test_quantize_and_check_as_the_command_line(llama: Path, calibration: Path, 
     answer = quantize(llama, tmp_path / "a", scheme="NVFP4", calibration=data, ignore=["down_proj"])
     assert (answer.schemes, answer.calibration_rows) == (("NVFP4",), 4)
     options = ("--calibration", calibration, "--samples", "4", "--ignore", "down_proj", "--format", "json")
-    ran = vexport("quantize", llama, tmp_path / "b", "--scheme", "NVFP4", *options)
+    ran = call("quantize", llama, tmp_path / "b", "--scheme", "NVFP4", *options)
     assert json.loads(ran.stdout)["calibration_digest"] == answer.calibration_digest
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
     assert one == two
@@ -33,7 +36,7 @@ def test_quantize_and_check_as_the_command_line(llama: Path, calibration: Path, 
 def test_rules_in_the_place_of_a_scheme(llama: Path, tmp_path: Path) -> None:
     rules = [Rule(match="down_proj", scheme="W8A8"), Rule(match="Linear", scheme="FP8_DYNAMIC")]
     assert set(quantize(llama, tmp_path / "a", rules=rules).schemes) == {"W8A8", "FP8_DYNAMIC"}
-    with pytest.raises(ValueError, match="scheme and rules"):
+    with pytest.raises(ValueError, match="scheme, recipe and rules"):
         quantize(llama, tmp_path / "b")
     with pytest.raises(InputError, match="no calibration data"):
         quantize(llama, tmp_path / "b", scheme="FP8")
@@ -46,6 +49,41 @@ def test_verdict_of_folders_that_are_none(tmp_path: Path) -> None:
         verdict(tmp_path / "a", tmp_path / "b")
     with pytest.raises(InputError, match="margin"):
         verdict(tmp_path, tmp_path, margin=2)
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    """Each command is a function; `dir` shows these and the types they take, and no helper."""
+    heavy = ("torch", "transformers", "vllm", "numba", "scipy", "numpy", "pydantic", "compressed_tensors")
+    code = f"import sys, vexport.api; print([name for name in {heavy} if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+    commands = {command.name for command in COMMANDS} - {"demo"}
+    assert commands <= set(dir(vexport.api))
+    assert all(callable(getattr(vexport.api, name)) for name in dir(vexport.api))
+    others = set(dir(vexport.api)) - commands
+    assert others == {"Calibration", "Engine", "Evaluate", "Rule", "Serve", "entries", "evaluate"}
+    with pytest.raises(AttributeError, match="quantise"):
+        vexport.api.quantise  # noqa: B018
+
+
+def test_functions_have_the_arguments_of_their_commands() -> None:
+    """But for what is printed and how, and what the types have: calibration, engines, evaluations."""
+    ours = {"answer", "format_", "answer_file", "quiet", "debug", "every", "help"}
+    in_types = {"samples", "seq_len", "seed", "pack", "all_experts", "device"}
+    for command in COMMANDS:
+        if command.name in ("plan", "quantize", "check", "repair", "verdict"):
+            function = getattr(vexport.api, command.name)
+            known = {*signature(function).parameters, "run_dir"}
+            known |= {"checkpoints"} & {f"{name}s" for name in known}
+            asked = {parameter.name for parameter in command.params} - ours - in_types
+            assert asked <= known, command.name
+
+
+def test_the_reference_and_a_plan(llama: Path) -> None:
+    assert {row["observer"] for row in vexport.api.entries("observers")} >= {"minmax", "mse"}
+    assert vexport.api.explain("minmax").startswith("## minmax")
+    found = vexport.api.plan(llama, scheme="FP8", observer="mse", input_observer="minmax")
+    assert {group.observers for group in found.groups} == {"mse, inputs minmax"}
 
 
 def test_the_api_does_not_end_its_caller_s_process_and_loads_no_vllm(llama: Path) -> None:

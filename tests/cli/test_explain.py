@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport.cli.sections import all_sections, find_section
-from vexport.cli.tables import checks, observers, schemes
+from vexport.reports.catalog import checks, observers, schemes
+from vexport.reports.sections import all_sections, find_section
 
 ROOT = Path(__file__).parent.parent.parent
 LISTED = [next(iter(row.values())) for rows in (schemes(), observers(), checks()) for row in rows]

@@ -21,7 +21,7 @@ def list_command(what: str, answer: Answer) -> None:
       vexport list schemes
       vexport list checks --format json
     """
-    from vexport.cli.tables import render_catalog
+    from vexport.reports.catalog import render_catalog
 
     print_text(render_catalog(what, answer.format_))
 
@@ -41,7 +41,7 @@ def explain_command(name: tuple[str, ...], answer: Answer) -> None:
       vexport explain completeness
       vexport explain margin
     """
-    from vexport.cli.sections import all_sections, contents, find_section
+    from vexport.reports.sections import all_sections, contents, find_section
 
     if not name:
         sections = [asdict(section) for section in all_sections()]

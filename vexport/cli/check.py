@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from vexport.cli.base import add_step_summary, command, print_text, require_no_internal_error, require_ok
 from vexport.cli.options import Answer, device_options, format_option, vllm_option
-from vexport.errors import InputError, VexportError, file_problem
+from vexport.errors import VexportError, file_problem
 from vexport.errors.extras import raise_problems
 from vexport.types import CheckReport
 
@@ -90,12 +89,13 @@ def _checked(
     """A report for each name, and why some could not be read: no checkpoints at all, or a fault elsewhere."""
     from vexport.checkpoint.source import resolve_source
     from vexport.checks import check_checkpoint, findings_of, internal_error
+    from vexport.outputs.digests import named_digests
 
     reports, problems = list[CheckReport](), list[VexportError]()
     for name in names:
         try:
             root = resolve_source(name, on_progress)
-            known = _digests(digests, root)
+            known = named_digests(digests, root)
             reports.append(check_checkpoint(name, target, against, root=root, digests=known))
         except (VexportError, OSError) as error:
             problem = file_problem(error) if isinstance(error, OSError) else error
@@ -105,20 +105,6 @@ def _checked(
             findings = (internal_error(f"the check of {name}", error),)
             reports.append(CheckReport(checkpoint=name, ok=False, findings=findings))
     return reports, problems
-
-
-def _digests(name: str | None, root: Path) -> dict[str, str] | None:
-    """The digests of a list, or those in vexport.json where that is named."""
-    from vexport.outputs import RECIPE
-    from vexport.outputs.digests import DIGESTS, listed_digests, recorded_digests
-
-    if name is None or Path(name).name != RECIPE:
-        return None if name is None else listed_digests(Path(name))
-    digests = recorded_digests(root)
-    if not digests:
-        got, fix = f"no {DIGESTS}", "leave --digests out, or name a list that sha256sum wrote"
-        raise InputError(str(root / RECIPE), got=got, need="a checkpoint that vexport wrote", fix=fix)
-    return digests
 
 
 def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":

@@ -1,8 +1,6 @@
 """Several schemes of one model in one table."""
 
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -11,9 +9,6 @@ from vexport.cli.effects import with_default_text
 from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import PATH, Answer, format_option
 from vexport.errors.extras import raise_problems
-
-if TYPE_CHECKING:
-    from vexport.scenario import Scenario
 
 
 def _schemes(text: str) -> tuple[str, ...]:
@@ -65,9 +60,10 @@ def compare(
 
     if not schemes:
         raise click.UsageError("--schemes: name at least one scheme.")
-    base = _base(source, schemes[0], scenario_file)
     require_engine((interpreter.vllm_python,))
-    from vexport.run.comparing import compare_schemes, with_scheme
+    from vexport.run.comparing import base_scenario, compare_schemes, with_scheme
+
+    base = base_scenario(source, schemes[0], scenario_file)
 
     scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes])
     folder = run_dir or Path("runs") / f"compare-{base.name}"
@@ -80,20 +76,3 @@ def compare(
     passed = any(run.outcome == "PASS" for run in runs)
     outcome = "PASS" if passed else "FAIL" if all(run.outcome == "FAIL" for run in runs) else "INCONCLUSIVE"
     conclude(outcome, base.name, "; ".join(f"{run.schemes}: {run.reason}" for run in runs))
-
-
-def _base(source: str, scheme: str, file: Path | None) -> "Scenario":
-    """What all schemes have in common: the scenario of a file, or text with all defaults."""
-    from vexport.checkpoint.data_name import DEFAULT
-    from vexport.scenario import Evaluate, Rule, Scenario, read_scenario
-
-    if file is not None:
-        return read_scenario(file).model_copy(update={"source": source})
-    path = Path(source).expanduser()
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", path.resolve().name if path.is_dir() else path.name)
-    return Scenario(
-        name=name.lstrip("._-") or "model",
-        source=source,
-        rules=(Rule(match="Linear", scheme=scheme),),
-        evaluate=Evaluate(text=DEFAULT),
-    )

@@ -48,6 +48,17 @@ def recorded_digests(folder: Path) -> dict[str, str]:
     return digests
 
 
+def named_digests(name: str | None, root: Path) -> dict[str, str] | None:
+    """The digests of a list, or the checkpoint's own where vexport.json is named; None where nothing is."""
+    if name is None or Path(name).name != RECIPE:
+        return None if name is None else listed_digests(Path(name))
+    digests = recorded_digests(root)
+    if not digests:
+        got, fix = f"no {DIGESTS}", "leave --digests out, or name a list that sha256sum wrote"
+        raise InputError(str(root / RECIPE), got=got, need="a checkpoint that vexport wrote", fix=fix)
+    return digests
+
+
 def record_digests(folder: Path, digests: Mapping[str, str]) -> None:
     """Put the digests of a checkpoint's files of weights into its vexport.json, in place of others."""
     file = folder / RECIPE

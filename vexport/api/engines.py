@@ -1,0 +1,146 @@
+"""What starts vLLM, in processes of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vexport.engine.dry.checkpoints import dry_load_checkpoints
+from vexport.engine.session import require_engine
+from vexport.run.comparing import base_scenario, compare_schemes, with_scheme
+from vexport.run.evaluating import EvalJob, evaluate_checkpoint
+from vexport.run.loading import load_checkpoints
+from vexport.run.scenario import run_scenario
+from vexport.run.serving import EngineOptions
+from vexport.scenario import Evaluate, Serve, read_scenario
+from vexport.types import (
+    ComparedRun,
+    DryLoadReport,
+    EngineMode,
+    LoadReport,
+    OnProgress,
+    Report,
+    Verdict,
+    silent,
+)
+
+Name = str | Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """How vLLM is started: as `serve` of a scenario, by vexport's interpreter or another one."""
+
+    serve: Serve = field(default_factory=Serve)
+    vllm_python: Path | None = None
+    trust_remote_code: bool = False
+
+    def options(self, on_progress: OnProgress, serve: Serve | None = None) -> EngineOptions:
+        """The same for an engine of vexport's. EnvironmentFault where there is no vLLM."""
+        require_engine((self.vllm_python,))
+        return EngineOptions(
+            serve=serve or self.serve,
+            vllm_python=self.vllm_python,
+            trust_remote_code=self.trust_remote_code,
+            on_progress=on_progress,
+        )
+
+
+def load(
+    checkpoint: Name,
+    *,
+    dry: bool = False,
+    tp: Sequence[int] = (1,),
+    sm: Sequence[int] | None = None,
+    mode: EngineMode = "eager",
+    engine: Engine | None = None,
+    on_progress: OnProgress = silent,
+) -> LoadReport | DryLoadReport:
+    """Load a checkpoint in vLLM, as `vexport load` does; with `dry` from headers, for `tp` and `sm`.
+
+    A real load has the tensor parallel size of `engine.serve`.
+    """
+    own = engine or Engine()
+    if dry:
+        (found,) = dry_load_checkpoints(
+            (str(checkpoint),),
+            (own.vllm_python,),
+            tp=tuple(tp),
+            sm=None if sm is None else tuple(sm),
+            trust_remote_code=own.trust_remote_code,
+            timeout=own.serve.timeout,
+            on_progress=on_progress,
+        )
+        return found
+    if sm is not None or tuple(tp) != (1,):
+        raise ValueError("load: got tp or sm without dry, need dry=True, or the size in engine.serve")
+    options = own.options(on_progress)
+    (report,) = load_checkpoints((str(checkpoint),), (own.vllm_python,), [own.serve], (mode,), options)
+    return report
+
+
+def evaluate(
+    checkpoint: Name,
+    settings: Evaluate,
+    folder: Name,
+    *,
+    engine: Engine | None = None,
+    against: Name | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress = silent,
+) -> Verdict:
+    """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
+
+    As `vexport eval` does; lm-eval's results and the logs of vLLM go to `folder`.
+    """
+    if (settings.baseline is None) == (against is None):
+        raise ValueError("evaluate: got no baseline or two, need one: settings.baseline or against")
+    job = EvalJob(
+        checkpoint=str(checkpoint),
+        settings=settings,
+        folder=Path(folder),
+        options=(engine or Engine()).options(on_progress),
+        overwrite=overwrite,
+        against=None if against is None else Path(against),
+        accept=None,
+    )
+    judged = evaluate_checkpoint(job)
+    assert judged is not None, "there is a baseline"
+    return judged
+
+
+def run(
+    scenario: Name,
+    *,
+    run_dir: Name | None = None,
+    overwrite: bool = False,
+    engine: Engine | None = None,
+    on_progress: OnProgress = silent,
+) -> Report:
+    """Every stage of a scenario that is not done yet, as `vexport run` does; `serve` is the scenario's."""
+    parsed = read_scenario(Path(scenario))
+    options = (engine or Engine()).options(on_progress, parsed.serve)
+    folder = parsed.run_dir if run_dir is None else Path(run_dir)
+    return run_scenario(parsed, folder, options, overwrite=overwrite, file=Path(scenario))
+
+
+def compare(
+    source: Name,
+    schemes: Sequence[str],
+    *,
+    scenario: Name | None = None,
+    run_dir: Name | None = None,
+    overwrite: bool = False,
+    engine: Engine | None = None,
+    on_progress: OnProgress = silent,
+) -> tuple[ComparedRun, ...]:
+    """A run for each scheme with one baseline, as `vexport compare` does; the first fault is raised."""
+    if not schemes:
+        raise ValueError("compare: got no scheme, need one or more")
+    base = base_scenario(str(source), schemes[0], None if scenario is None else Path(scenario))
+    options = (engine or Engine()).options(on_progress, base.serve)
+    folder = Path("runs") / f"compare-{base.name}" if run_dir is None else Path(run_dir)
+    scenarios = {scheme: with_scheme(base, scheme) for scheme in schemes}
+    rows, faults = compare_schemes(scenarios, folder, options, overwrite=overwrite)
+    if faults:
+        raise faults[0]
+    return rows

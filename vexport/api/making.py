@@ -1,0 +1,191 @@
+"""What reads a source and makes a checkpoint."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vexport.checkpoint.source import with_revision
+from vexport.plan import Settings
+from vexport.plan.source import ignored_rules, plan_headers, rules_for
+from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.reports.quantized import quantized_answer
+from vexport.scenario import Calibration, GroupSize, Rule
+from vexport.scenario.llmcompressor import read_recipe
+from vexport.types import (
+    KvCache,
+    OnProgress,
+    OnUnsupportedShape,
+    Plan,
+    Quantized,
+    silent,
+)
+from vexport.types.rounding import Rounding
+
+if TYPE_CHECKING:
+    from vexport.repair.changes import RepairReport
+
+Name = str | Path
+
+
+def plan(
+    source: Name,
+    *,
+    scheme: str | None = None,
+    recipe: Name | None = None,
+    rules: Sequence[Rule] = (),
+    revision: str | None = None,
+    group_size: GroupSize | None = None,
+    observer: str | None = None,
+    input_observer: str | None = None,
+    rounding: Rounding | None = None,
+    ignore: Sequence[str] = (),
+    kv_cache: KvCache | None = None,
+    smoothing: float | None = None,
+    on_unsupported_shape: OnUnsupportedShape = "refuse",
+    tp: Sequence[int] = (1,),
+    has_text: bool = False,
+    on_progress: OnProgress = silent,
+) -> Plan:
+    """What quantizing would do, from headers alone, as `vexport plan` shows; its `refusals` are not raised.
+
+    One of `scheme`, `recipe` and `rules` says how; `has_text` says whether there will be calibration text.
+    """
+    wanted, settings = _wanted(
+        scheme,
+        recipe,
+        rules,
+        Settings(
+            ranks=tuple(tp),
+            on_unsupported_shape=on_unsupported_shape,
+            kv_cache=kv_cache,
+            has_text=has_text,
+            smoothing=smoothing,
+        ),
+        group_size=group_size,
+        observer=observer,
+        input_observer=input_observer,
+        rounding=rounding,
+        ignore=ignore,
+    )
+    return plan_headers(with_revision(str(source), revision), wanted, settings, on_progress)[1]
+
+
+def quantize(
+    source: Name,
+    out: Name,
+    *,
+    scheme: str | None = None,
+    recipe: Name | None = None,
+    rules: Sequence[Rule] = (),
+    revision: str | None = None,
+    group_size: GroupSize | None = None,
+    observer: str | None = None,
+    input_observer: str | None = None,
+    rounding: Rounding | None = None,
+    ignore: Sequence[str] = (),
+    kv_cache: KvCache | None = None,
+    smoothing: float | None = None,
+    on_unsupported_shape: OnUnsupportedShape = "refuse",
+    tp: Sequence[int] = (1,),
+    calibration: Calibration | Name | None = None,
+    max_shard_size: int = 5_000_000_000,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    on_progress: OnProgress = silent,
+) -> Quantized:
+    """Quantize a folder or a model of the hub into the folder `out`, as `vexport quantize` does.
+
+    `scheme` is for all linear layers but those to `ignore`; `rules` say the same layer by layer, `recipe` is
+    a file of llm-compressor. `calibration` may be the name of the data alone; without any a scheme that needs
+    samples is an InputError.
+    """
+    data = Calibration(data=str(calibration)) if isinstance(calibration, str | Path) else calibration
+    wanted, settings = _wanted(
+        scheme,
+        recipe,
+        rules,
+        Settings(
+            ranks=tuple(tp),
+            on_unsupported_shape=on_unsupported_shape,
+            kv_cache=kv_cache,
+            has_text=data is not None,
+            smoothing=smoothing,
+        ),
+        group_size=group_size,
+        observer=observer,
+        input_observer=input_observer,
+        rounding=rounding,
+        ignore=ignore,
+    )
+    job = QuantizeJob(
+        source=with_revision(str(source), revision),
+        out=Path(out),
+        rules=wanted,
+        planning=settings,
+        calibration=data,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        shard_bytes=max_shard_size,
+        on_progress=on_progress,
+    )
+    planned, seen, rounded = quantize_source(job)
+    if seen is None:
+        return quantized_answer(str(out), planned, seen, (), rounded)
+    from vexport.calibration.coverage import expert_coverage
+
+    return quantized_answer(str(out), planned, seen, expert_coverage(seen), rounded)
+
+
+def repair(
+    checkpoint: Name,
+    out: Name,
+    *,
+    source: Name | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress = silent,
+) -> "RepairReport":
+    """Repair what can be repaired into the folder `out`, as `vexport repair` does."""
+    from vexport.repair import repair_checkpoint
+
+    origin = None if source is None else Path(source)
+    return repair_checkpoint(
+        Path(checkpoint), Path(out), origin, overwrite=overwrite, on_progress=on_progress
+    )
+
+
+def _wanted(
+    scheme: str | None,
+    recipe: Name | None,
+    rules: Sequence[Rule],
+    settings: Settings,
+    *,
+    group_size: GroupSize | None,
+    observer: str | None,
+    input_observer: str | None,
+    rounding: Rounding | None,
+    ignore: Sequence[str],
+) -> tuple[tuple[Rule, ...], Settings]:
+    """The rules of a call, and its settings with what a recipe says besides."""
+    if [scheme is None, recipe is None, not rules].count(False) != 1:
+        raise ValueError("got several or none of scheme, recipe and rules, need one of them")
+    if scheme is not None:
+        return rules_for(
+            scheme,
+            observer=observer,
+            input_observer=input_observer,
+            ignore=ignore,
+            rounding=rounding,
+            group_size=group_size,
+        ), settings
+    if any(each is not None for each in (observer, input_observer, rounding, group_size)):
+        raise ValueError("got an observer, rounding or group_size next to what says the same, need it there")
+    if recipe is None:
+        return (*ignored_rules(ignore), *rules), settings
+    found = read_recipe(Path(recipe))
+    for text in found.notes:
+        warnings.warn(text, stacklevel=3)
+    smoothing = found.smoothing if settings.smoothing is None else settings.smoothing
+    own = replace(settings, kv_cache=settings.kv_cache or found.kv_cache, smoothing=smoothing)
+    return (*ignored_rules(ignore), *found.rules), own

@@ -1,0 +1,75 @@
+"""What reads checkpoints, results and the reference, and starts nothing."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from vexport.checkpoint.source import resolve_source
+from vexport.checks import check_checkpoint
+from vexport.checks.vllm.target import Target
+from vexport.outputs.digests import named_digests
+from vexport.reports.catalog import CATALOGS, Rows
+from vexport.reports.sections import find_section
+from vexport.scenario import DEFAULT_ALPHA, DEFAULT_MARGIN, Evaluate, problems_at
+from vexport.types import CheckReport, OnProgress, Report, Verdict, silent
+from vexport.version import PINNED, Version
+
+Name = str | Path
+
+
+def check(
+    checkpoint: Name,
+    *,
+    tp: Sequence[int] = (),
+    sm: Sequence[int] = (),
+    vllm: Version = PINNED,
+    source: Name | None = None,
+    digests: Name | None = None,
+    on_progress: OnProgress = silent,
+) -> CheckReport:
+    """Whether vLLM loads a checkpoint, as `vexport check` says; `source` compares the weights as well."""
+    against = None
+    if source is not None:
+        from vexport.fidelity.compare import against as compared
+
+        origin = resolve_source(str(source), on_progress)
+        against = compared(origin, on_layer=partial(on_progress, "compare (layers)"))
+    target = Target(tp=tuple(tp), sm=tuple(sm), vllm=vllm)
+    root = resolve_source(str(checkpoint), on_progress)
+    known = named_digests(None if digests is None else str(digests), root)
+    return check_checkpoint(str(checkpoint), target, against, root=root, digests=known)
+
+
+def verdict(
+    baseline_results: Name,
+    results: Name,
+    *,
+    margin: float = DEFAULT_MARGIN,
+    alpha: float = DEFAULT_ALPHA,
+    gate: Mapping[str, str] | None = None,
+) -> Verdict:
+    """Compare two lm-eval result folders, as `vexport verdict` does; starts no model."""
+    from vexport.evaluation.verdict import decide
+
+    with problems_at("verdict"):
+        Evaluate(tasks=("any",), margin=margin, alpha=alpha, gate=dict(gate or {}))
+    return decide(Path(baseline_results), Path(results), margin=margin, alpha=alpha, gate=gate or {})
+
+
+def report(run_dir: Name) -> Report:
+    """The report of a run, as `vexport report` reads it; InputError where there is none."""
+    from vexport.run.directory import read_report
+
+    return read_report(Path(run_dir))
+
+
+def entries(what: str) -> Rows:
+    """The rows of `vexport list`: of schemes, observers, roundings, checks or architectures."""
+    if what not in CATALOGS:
+        raise ValueError(f"list: got {what!r}, need one of {', '.join(CATALOGS)}")
+    return CATALOGS[what]()
+
+
+def explain(name: str) -> str:
+    """The section of the reference with that heading, in Markdown; InputError where there is none."""
+    return find_section(name).text
