@@ -44,7 +44,6 @@ SHARED = {
         "model_fusion",
         "older_names",
         "qparams",
-        "ranks",
         "registry",
         "rounding",
         "search",

@@ -1,10 +1,7 @@
 """What the command line and a scenario say about calibration reaches it."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,26 +65,6 @@ def test_experts_that_no_token_reaches_are_named(folder: Path, tmp_path: Path) -
     assert ran.code == 0, ran.stderr
     assert "16 experts in 2 layers: 0 to 1 calibration tokens routed to each, median 0" in ran.stdout
     assert "no token was routed to 12 experts: model.layers.0.mlp.experts " in ran.stdout
-
-
-def test_two_processes_of_torchrun_write_what_one_writes(folder: Path, tmp_path: Path) -> None:
-    """Each runs half of the samples; the first one writes and speaks."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    call = ["quantize", folder / "model", tmp_path / "two", "--scheme", "FP8"]
-    call += ["--calibration", folder / "samples.jsonl", "--device", "cpu"]
-    ran = subprocess.run(
-        [str(part) for part in (*launch, "-m", "vexport", *call)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ran.returncode == 0, ran.stderr
-    spoken = [line for line in ran.stdout.splitlines() if line.startswith(f"{tmp_path / 'two'}: FP8")]
-    assert len(spoken) == 1
-    input_scales(folder, tmp_path / "one", "--device", "cpu")
-    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
-    assert one.read_bytes() == two.read_bytes()
 
 
 def test_a_device_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -62,18 +62,19 @@ def check_extremes(rank: int) -> None:
 
 
 def check_averages(rank: int) -> None:
-    """One moving average over all observations in their order, as of one process; of any share of them."""
+    """The mean of the moving averages of the ranks that saw something."""
     for name in ("minmax", "mse"):
+        halves = [observed(name, TENSOR, share(other)).range() for other in range(RANKS)]
+        shared = observed(name, TENSOR, share(rank))
+        shared.sync_activation_stats()
+        for end in (0, 1):
+            mean = torch.stack([half[end] for half in halves]).float().mean(0)
+            assert torch.equal(shared.range()[end], mean.to(halves[0][end].dtype))
+        assert shared.tokens == 42
         alone = observed(name, TENSOR, samples()).range()
-        for own in (share(rank), samples() if rank == 0 else []):
-            shared = Observer.load_from_registry(name, base_name="input", args=TENSOR)
-            for position, value in enumerate(own):
-                shared.position = rank * len(own) + position
-                shared(value)
-            shared.sync_activation_stats()
-            assert torch.equal(shared.range()[0], alone[0])
-            assert torch.equal(shared.range()[1], alone[1])
-            assert shared.tokens == 42
+        lonely = observed(name, TENSOR, samples() if rank == 0 else [])
+        lonely.sync_activation_stats()
+        assert torch.equal(lonely.range()[1], alone[1])
 
 
 def check_importance(rank: int) -> None:

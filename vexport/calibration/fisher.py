@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vexport.calibration.capture import LayerCall, Rest, replayed_layers
-from vexport.calibration.forward import raise_first
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import Failure, LayerByLayer, OnLayer
 from vexport.calibration.model import tie_head, unload
@@ -36,7 +35,8 @@ class UpAndBack(LayerByLayer):
         self._generator = torch.Generator(self.device).manual_seed(0)
         with hidden_states(entered_bytes) as self._entered:
             failure = self.run(lambda done, total: on_layer(done, 2 * total))
-        raise_first([failure] if failure else [])
+        if failure:
+            raise failure.found.error(failure.row)
 
     def visit(self, number: int, calls: Sequence[LayerCall], flow: Callable[[], None]) -> None:
         """See a layer that has its weights; `flow` runs all batches through it and their gradients back."""

@@ -6,7 +6,7 @@ Llama), and a moving average takes one step per forward.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -14,12 +14,12 @@ from vexport.calibration.attention import CachedStates
 from vexport.calibration.data import Samples
 from vexport.calibration.device import require_device
 from vexport.calibration.hidden import MEMORY_BYTES, hidden_states
-from vexport.calibration.layerwise import Batch, Failure, LayerByLayer, OnLayer
-from vexport.calibration.ranks import gather, process_group, rank_and_size, require_same_weights, sync
+from vexport.calibration.layerwise import Batch, LayerByLayer, OnLayer
 from vexport.calibration.watch import Watched, watched_by
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import reader_of
 from vexport.errors import CheckpointFailed, InputError
+from vexport.numerics.ranks import add_up, all_reduce, gather, process_group, rank_and_size
 from vexport.observers import Importance, Observer
 from vexport.types import Calibration, InputRange, KeyValueRanges, Plan, Smoothing
 
@@ -87,9 +87,8 @@ def watch(
     turn, and every statistic in the end, is in main memory. `batch_size` samples of equal length run at once
     (see above for what that changes); hidden states beyond `memory_bytes` go to a temporary file. The source
     is read as smoothed. Under torchrun, or in a process group, the batches are dealt to the ranks and every
-    rank ends with what one process would find. Raises CheckpointFailed where an activation is not finite,
-    InputError for a model that cannot run layer by layer, for an unusable device and where ranks have
-    different weights.
+    rank ends with the statistics of all. Raises CheckpointFailed where an activation is not finite,
+    InputError for a model that cannot run layer by layer and for an unusable device.
     """
     require_device(device)
     with process_group(), torch.no_grad():
@@ -100,9 +99,21 @@ def watch(
                 index, reader, batches, hidden, watched, trust_remote_code=trust_remote_code, device=device
             )
             failure = model.run(on_layer if rank == 0 else _quiet) if batches else None
-        require_same_weights(index.root, model.weights.checksums if batches else {})
-        raise_first([one for found in gather([failure] if failure else []) for one in found])
-        sync(watched)
+        if failure:
+            raise failure.found.error(failure.row)
+        _sync(watched)
+
+
+def _sync(watched: Watched) -> None:
+    """Give every rank, also one that saw nothing, the statistics of all."""
+    for observer in watched.inputs.values():
+        observer.sync_activation_stats()
+    for gathered in watched.importance.values():
+        all_reduce(gathered.total)
+        gathered.tokens = sum(gather(gathered.tokens))
+    add_up(watched.routed)
+    if watched.cached is not None:
+        add_up(watched.cached)
 
 
 def make_batches(samples: Samples, batch_size: int) -> list[Batch]:
@@ -122,13 +133,6 @@ def make_batches(samples: Samples, batch_size: int) -> list[Batch]:
         )
         for chunk in chunks
     ]
-
-
-def raise_first(failures: Sequence[Failure]) -> None:
-    """Raise the failure that lies first in the model, and there the one of the first row, if there is one."""
-    if failures:
-        first = min(failures, key=lambda failure: (failure.depth, failure.row))
-        raise first.found.error(first.row)
 
 
 def _quiet(done: int, total: int) -> None:

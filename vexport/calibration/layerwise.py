@@ -11,7 +11,6 @@ from vexport.calibration.finite import NotFinite, first_not_finite, is_finite
 from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.model import build_on_meta, decoder_layers, unload
 from vexport.calibration.products import fast_products
-from vexport.calibration.ranks import rank_and_size
 from vexport.calibration.watch import Watched
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
@@ -22,9 +21,8 @@ OnLayer = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A value that is not finite: how deep in the model (-1: before the layers), from which row."""
+    """A value that is not finite, and from which row."""
 
-    depth: int
     row: int
     found: NotFinite
 
@@ -83,10 +81,8 @@ class LayerByLayer:
     def _layer(self, number: int, calls: Sequence[LayerCall]) -> Failure | None:
         """Run all batches through one layer, each in place."""
         layer, name = self.layers[number], f"{self.name}.{number}"
-        rank, size = rank_and_size()
         with self.watched.watching(layer, name, self.weights) as inputs:
             for position, call in enumerate(calls):
-                self.watched.position.batch = position * size + rank
                 output = call.run(layer, self._states(position))
                 if inputs.not_finite or not is_finite(output):
                     break
@@ -94,7 +90,7 @@ class LayerByLayer:
             else:
                 return None
         again = partial(call.run, layer, self._states(position))
-        return self._locate(number, layer, name, position, again, inputs.not_finite)
+        return self._locate(layer, name, position, again, inputs.not_finite)
 
     def _states(self, position: int) -> torch.Tensor:
         """The hidden states of a batch, on the device."""
@@ -110,9 +106,8 @@ class LayerByLayer:
             states = self._states(position)
             if not is_finite(states):
                 with replayed_layers(self.layers, states, rest):
-                    return self._locate(
-                        -1, self.model, "", position, self._forward(base_of(self.model), position)
-                    )
+                    forward = self._forward(base_of(self.model), position)
+                    return self._locate(self.model, "", position, forward)
         return None
 
     def _after_layers(self, rest: Rest) -> Failure | None:
@@ -127,21 +122,17 @@ class LayerByLayer:
             return None
         in_base = set(base_of(self.model).modules())
         part = base_of(self.model) if in_base.issuperset(outside) else self.model
-        rank, size = rank_and_size()
         for position in range(len(self.batches)):
-            self.watched.position.batch = position * size + rank
             forward = self._forward(part, position)
             with replayed_layers(self.layers, self._states(position), rest):
                 with self.watched.watching(self.model, "", self.weights) as inputs:
                     forward()
                 if inputs.not_finite:
-                    depth = len(self.layers)
-                    return self._locate(depth, self.model, "", position, forward, inputs.not_finite)
+                    return self._locate(self.model, "", position, forward, inputs.not_finite)
         return None
 
     def _locate(
         self,
-        depth: int,
         module: torch.nn.Module,
         name: str,
         position: int,
@@ -159,4 +150,4 @@ class LayerByLayer:
         found = replace(found, module=self.weights.stored_name(found.module))
         if layer and layer.startswith(f"{found.module}."):
             found = replace(found, module=layer, side="input")
-        return Failure(depth=depth, row=rows[found.sample], found=found)
+        return Failure(row=rows[found.sample], found=found)

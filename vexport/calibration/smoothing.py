@@ -28,11 +28,11 @@ from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import joined
-from vexport.calibration.ranks import on_first, process_group
 from vexport.calibration.watch import Watched
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import MOST, encode
+from vexport.numerics.ranks import on_first, process_group
 from vexport.types import FusionGroup, Smoothing
 
 # Rows of text that are looked at, spread over all.

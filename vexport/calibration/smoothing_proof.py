@@ -11,7 +11,6 @@ import torch
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.calibration.capture import LayerCall
-from vexport.calibration.forward import raise_first
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import Batch, Failure, LayerByLayer
 from vexport.calibration.model import joined
@@ -41,7 +40,8 @@ def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: s
         model = _Compared(index, plain, batches, hidden, nothing, trust_remote_code=False, device=device)
         model.prepare(index, smoothing, reader)
         failure = model.run(lambda done, total: None)
-    raise_first([failure] if failure else [])
+    if failure:
+        raise failure.found.error(failure.row)
     return [*model.changed, *sorted(smoothing.keys() - model.applied)]
 
 

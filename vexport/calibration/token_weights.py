@@ -22,10 +22,10 @@ from vexport.calibration.forward import make_batches
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import joined
-from vexport.calibration.ranks import on_first
 from vexport.calibration.watch import Watched
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
+from vexport.numerics.ranks import on_first
 
 # A token counts at most so many octaves more or less than the mean.
 MOST = 10

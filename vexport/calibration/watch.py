@@ -31,13 +31,6 @@ OF_RANGES = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
 OF_CHANNELS = ("tensor", "group", "tensor_group")
 
 
-@dataclass(slots=True)
-class Position:
-    """The place of a batch in the order of all batches."""
-
-    batch: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
     """What is watched, and the statistics so far.
@@ -45,7 +38,7 @@ class Watched:
     `inputs` and `importance` go by the name of the linear layer whose input they see; `layers` has the same
     layers by the stored tensor of their weight. `routed` counts tokens by module of experts and expert.
     With `all_experts` the experts' statistics see all tokens. `cached` is None where no KV cache is
-    calibrated. `position` says where the batch that runs stands among those of all ranks.
+    calibrated.
     """
 
     inputs: Mapping[str, Observer]
@@ -54,7 +47,6 @@ class Watched:
     all_experts: bool = True
     routed: dict[str, torch.Tensor] = field(default_factory=dict)
     cached: dict[str, CachedStates] | None = None
-    position: Position = field(default_factory=Position)
 
     @contextmanager
     def watching(self, module: torch.nn.Module, prefix: str, weights: Weights) -> Iterator[Extremes]:
@@ -88,7 +80,6 @@ class Watched:
             return
         rows = extremes.of(value, layer)
         if layer in self.inputs:
-            self.inputs[layer].position = self.position.batch
             show(self.inputs[layer], value, rows)
         if layer in self.importance:
             self.importance[layer].add(value)

@@ -6,7 +6,6 @@ in its GPT-NeoX), those of a bare base model (`h.0` in many a GPT-2), and parame
 """
 
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -83,9 +81,6 @@ class Weights:
             for tensor in recipe.stored:
                 self._parameters[tensor.name] = (*self._parameters.get(tensor.name, ()), name)
         self._float32 = tuple(model._get_dtype_plan(model.dtype))
-        self._is_compared = dist.is_available() and dist.is_initialized()
-        # CRC-32 of the tensors read so far, where other ranks read them too.
-        self.checksums: dict[str, int] = {}
 
     def stored_as(self, parameter: str) -> tuple[tuple[str, ...], ...]:
         """The tensors that a parameter is made of: one tuple for each part of it, in it one name an expert.
@@ -182,8 +177,6 @@ class Weights:
 
     def _values(self, recipe: ParameterRecipe) -> Mapping[str, torch.Tensor]:
         try:
-            if self._is_compared:
-                self.checksums |= {one.name: zlib.crc32(self._reader.raw(one)) for one in recipe.stored}
             return recipe.values(partial(read_tensor, self._reader), self._model)
         except (ValueError, RuntimeError) as error:
             raise _unfit(self.root, recipe, first_line(error)) from None

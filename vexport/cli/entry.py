@@ -12,7 +12,7 @@ from vexport.cli import INTERRUPTED
 from vexport.cli.colour import wants_colour
 from vexport.cli.commands import COMMANDS
 from vexport.cli.help import WIDEST, OrderedGroup
-from vexport.errors import EnvironmentFaults, InputErrors, ToldElsewhere, VexportError, file_problem
+from vexport.errors import EnvironmentFaults, InputErrors, VexportError, file_problem
 from vexport.errors.escaping import clip, visible
 from vexport.errors.extras import unforeseen
 from vexport.errors.removed import instead_of
@@ -66,8 +66,6 @@ def _failed(error: BaseException) -> int:
             message = f"No such option {error.option_name!r}: {instead}"
         message = message if message.endswith((".", "?")) else f"{message}."
         return _say([f"{command}: {message} See `{command} --help`."], error.exit_code)
-    if isinstance(error, ToldElsewhere):
-        return error.exit_code
     if isinstance(error, InputErrors | EnvironmentFaults):
         return _say([str(problem) for problem in error.problems], error.exit_code)
     if isinstance(error, BrokenPipeError):

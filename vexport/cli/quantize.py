@@ -1,5 +1,6 @@
 """The quantized checkpoint."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,8 +77,9 @@ def quantize(
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
     from vexport.plan.needs import rounded_to_nearest, rules_need_calibration
-    from vexport.quantize.job import QuantizeJob, is_rank_zero, quantize_source
+    from vexport.quantize.job import QuantizeJob, quantize_source
 
+    is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, or alone: the one that speaks
     rules, options = requested_rules(scheme, recipe, options)
     samples = calibration.settings
     is_default = samples is None and rules_need_calibration(rules, options.kv_cache, options.smoothing)
@@ -85,7 +87,7 @@ def quantize(
         samples, rules = calibration.with_data(DEFAULT), rounded_to_nearest(rules)
 
     def notes(plan: Plan) -> None:
-        if not is_rank_zero():
+        if not is_first:
             return
         if is_default:
             note_default_calibration()
@@ -94,7 +96,7 @@ def quantize(
         else:
             note_unused(CALIBRATION_OPTIONS, "without --calibration")
 
-    with progress_display(quiet=answer.quiet or not is_rank_zero()) as on_progress:
+    with progress_display(quiet=answer.quiet or not is_first) as on_progress:
         job = QuantizeJob(
             source=with_revision(source, revision),
             out=out,
@@ -107,7 +109,7 @@ def quantize(
             on_progress=on_progress,
         )
         plan, seen, rounding = quantize_source(job, notes)
-    if is_rank_zero():
+    if is_first:
         _print(out, plan, seen, rounding, answer)
 
 

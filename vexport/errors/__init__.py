@@ -73,14 +73,6 @@ class EnvironmentFaults(EnvironmentFault):
         return "\n".join(str(problem) for problem in self.problems)
 
 
-class ToldElsewhere(VexportError):
-    """What another process of the same work has failed with and told of: nothing is printed here."""
-
-    def __init__(self, line: str, exit_code: int) -> None:
-        self.exit_code = exit_code
-        super().__init__("another process", got=line, need="", fix="see its output")
-
-
 class InternalError(VexportError):
     """A mistake of ours in one part of the work, which the others go on without (exit 4).
 

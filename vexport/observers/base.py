@@ -1,12 +1,12 @@
 """The observer: it sees tensors, keeps a range and answers with quantization parameters."""
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
 import torch
 from torch import distributed
 
-from vexport.observers import ranks
+from vexport.numerics.ranks import gather, rank_and_size
 from vexport.observers.args import ObserverArgs, is_nvfp4, strategy_of, with_keywords
 from vexport.observers.flatten import WEIGHT, flatten_for_calibration, require_layout
 from vexport.observers.fusion import SharedRange
@@ -20,6 +20,7 @@ from vexport.observers.tokens import tokens_in
 from vexport.types.observer_options import Options, OptionsT, OptionValue, read_options
 
 Range = tuple[torch.Tensor, torch.Tensor]
+Reduction = Literal["extremes", "average"]
 
 
 class QParamsDict(TypedDict):
@@ -49,8 +50,8 @@ class Observer(Named, OlderNames):
     """
 
     defaults: ClassVar[Options] = Options()
-    # How statistics of activations are reduced over ranks: "average" combines all observations once more.
-    reduction: ClassVar[ranks.Reduction | None] = None
+    # How statistics of activations are reduced over ranks; None where each observation stands for itself.
+    reduction: ClassVar[Reduction | None] = None
 
     def __init__(self, base_name: str, args: ObserverArgs, **observer_kwargs: OptionValue) -> None:
         super().__init__(base_name, args)
@@ -63,9 +64,6 @@ class Observer(Named, OlderNames):
         self._shared: SharedRange | None = None
         self._seat = 0
         self._weight: Tiles | None = None
-        # Where what comes next stands in the order of all ranks, and what was seen, where that counts.
-        self.position = 0
-        self._observed: list[tuple[int, Range]] = []
         self.configure(dict(self.args.observer_kwargs or {}))
 
     def configure(self, given: dict[str, OptionValue]) -> None:
@@ -209,7 +207,6 @@ class Observer(Named, OlderNames):
         """Forget everything seen, the token count and with whom a scale is shared."""
         self.low = self.high = self._weight = None
         self.tokens = 0
-        self._observed = []
         if self._shared is not None:
             self._shared.leave(self._seat)
         self._shared = None
@@ -226,25 +223,22 @@ class Observer(Named, OlderNames):
         Every rank must call it, also one that saw nothing. The reduction is complete when this returns, so
         the list of works to wait for is empty. Without a process group nothing happens.
         """
-        if ranks.is_distributed():
+        if rank_and_size()[1] > 1:
             self.reduce_over_ranks()
         return []
 
     def reduce_over_ranks(self) -> None:
         """The reductions of `sync_activation_stats`."""
-        self.tokens = ranks.count_over_ranks(self.tokens)
+        self.tokens = sum(gather(self.tokens))
         if self.reduction is None or self.base_name == WEIGHT:
             return
-        if self.reduction == "average":
-            observed = ranks.in_order(self._observed)
-            self.low = self.high = None
-            for low, high in observed:
-                self._combine(low, high)
-            self._observed = []
-            return
-        reduced = ranks.reduce_range(self.low, self.high)
-        if reduced is not None:
-            self.low, self.high = reduced
+        own = None if self.low is None or self.high is None else torch.stack((self.low, self.high)).cpu()
+        seen = [ends for ends in gather(own) if ends is not None]
+        if seen:
+            ends = torch.stack(seen)
+            mean = ends.to(torch.float32).mean(0).to(ends.dtype)
+            extremes = ends[:, 0].amin(0), ends[:, 1].amax(0)
+            self.low, self.high = mean if self.reduction == "average" else extremes
             self._deposit()
 
     @staticmethod
@@ -296,8 +290,6 @@ class Observer(Named, OlderNames):
             self._combine(*extremes_of(tiles))
 
     def _combine(self, low: torch.Tensor, high: torch.Tensor) -> None:
-        if self.reduction == "average" and self.base_name != WEIGHT and ranks.is_distributed():
-            self._observed.append((self.position, (low, high)))
         if self.low is not None and self.high is not None and self.base_name != WEIGHT:
             low, high = self.combine((self.low, self.high), (low, high))
         self.low, self.high = low, high

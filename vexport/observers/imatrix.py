@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from vexport.observers import ranks
+from vexport.numerics.ranks import all_reduce, gather
 from vexport.observers.flatten import WEIGHT, flatten_for_calibration
 from vexport.observers.importance import Importance
 from vexport.observers.mse import MemorylessMSEObserver
@@ -90,8 +90,8 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         """Sum what was gathered over all ranks."""
         super().reduce_over_ranks()
         if self.gathered is not None:
-            self.gathered.total = ranks.sum_over_ranks(self.gathered.total)
-            self.gathered.tokens = ranks.count_over_ranks(self.gathered.tokens)
+            all_reduce(self.gathered.total)
+            self.gathered.tokens = sum(gather(self.gathered.tokens))
 
     def _problem(self, channels: int) -> str | None:
         if self.base_name != WEIGHT:

@@ -4,8 +4,7 @@ from typing import ClassVar
 
 import torch
 
-from vexport.observers import ranks
-from vexport.observers.base import Observer, Range
+from vexport.observers.base import Observer, Range, Reduction
 from vexport.types.observer_options import AverageOptions, OptionValue
 
 
@@ -19,7 +18,7 @@ class StaticMinMaxObserver(Observer):
     """The running minimum and maximum over all tensors observed [static_minmax]."""
 
     registry_name = "static_minmax"
-    reduction: ClassVar[ranks.Reduction | None] = "extremes"
+    reduction: ClassVar[Reduction | None] = "extremes"
 
     def combine(self, old: Range, new: Range) -> Range:
         """The union of both ranges."""
@@ -34,7 +33,7 @@ class MinMaxObserver(Observer):
 
     registry_name = "minmax"
     defaults: ClassVar[AverageOptions] = AverageOptions()
-    reduction: ClassVar[ranks.Reduction | None] = "average"
+    reduction: ClassVar[Reduction | None] = "average"
 
     def configure(self, given: dict[str, OptionValue]) -> None:
         """Read `averaging_constant`."""

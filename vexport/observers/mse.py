@@ -4,9 +4,8 @@ from typing import ClassVar
 
 import torch
 
-from vexport.observers import ranks
 from vexport.observers.args import is_nvfp4
-from vexport.observers.base import Observer, Range
+from vexport.observers.base import Observer, Range, Reduction
 from vexport.observers.block_scales import search_nvfp4
 from vexport.observers.group_scales import scales_of_rows
 from vexport.observers.minmax import moving_average
@@ -71,7 +70,7 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
 
     registry_name = "mse"
     defaults: ClassVar[AverageSearchOptions] = AverageSearchOptions()
-    reduction: ClassVar[ranks.Reduction | None] = "average"
+    reduction: ClassVar[Reduction | None] = "average"
 
     def configure(self, given: dict[str, OptionValue]) -> None:
         """Read the keywords of the search and `averaging_constant`."""

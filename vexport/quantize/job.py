@@ -1,18 +1,18 @@
 """One quantization: what is asked for, and its steps plan, calibrate, write."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex, unchanged
-from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard
+from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
 from vexport.formats.packing.base import Array
 from vexport.numerics.compiling import watch_compilation
+from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import (
     NamedPath,
     aside_folder,
@@ -28,7 +28,7 @@ from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.finishing import finish, forget_progress
 from vexport.quantize.recipe import recipe, write_recipe
 from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
-from vexport.quantize.stream import Search, input_digest, planned_shards, write_shards
+from vexport.quantize.stream import Search, dealt, input_digest, planned_shards, write_shards
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
 from vexport.types import Calibration, OnProgress, Plan, silent
@@ -60,62 +60,26 @@ class QuantizeJob:
         )
 
 
-def is_rank_zero() -> bool:
-    """Whether this process is the first of torchrun's, or the only one: it alone writes and speaks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def has_ranks() -> bool:
-    """Whether torchrun has started several processes for this work."""
-    return os.environ.get("WORLD_SIZE", "1") != "1"
-
-
 def quantize_source(
     job: QuantizeJob, on_plan: Callable[[Plan], None] = lambda plan: None
 ) -> tuple[Plan, Calibration | None, RoundingReport | None]:
     """Quantize a checkpoint; `on_plan` sees the plan before anything else is done.
 
     The answer is what was done, what the samples showed where they were run, and how the weights were rounded
-    by them. Under torchrun all ranks calibrate, round and write.
+    by them. Torchrun's ranks calibrate, round and write together, in a folder that all of them see.
     """
     _require_separate(job, Path(job.source).expanduser())
-    with _ranks():
-        if is_rank_zero():
+    with process_group():
+        if rank_and_size()[0] == 0:
             refuse_existing(job.out, overwrite=job.overwrite)
         index, plan = plan_source(job.source, job.rules, job.planning, on_progress=job.on_progress)
         _require_separate(job, index.root)
         require_accepted(plan)
         require_calibration(plan, job.calibration)
         on_plan(plan)
-        if has_ranks():
-            from vexport.quantize.over_ranks import require_equal_inputs
-
-            require_equal_inputs(index, plan, _settings(job))
         calibration = job.calibrate(index, plan)
-        if is_rank_zero():
-            rounding = write_checkpoint(job, index, plan, calibration)
-        else:
-            shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
-            rounding = _write_weights(job, index, plan, calibration, shards, None)
+        rounding = write_checkpoint(job, index, plan, calibration)
     return plan, calibration, rounding
-
-
-def _settings(job: QuantizeJob) -> object:
-    """What decides the bytes besides the source and the plan."""
-    return job.shard_bytes, job.calibration.model_dump_json() if job.calibration else None
-
-
-@contextmanager
-def _ranks() -> Iterator[None]:
-    """Within the block torchrun's ranks work together; a process alone needs no torch for it."""
-    if not has_ranks():
-        yield
-        return
-    require_extra("torch", "several ranks")
-    from vexport.calibration.rank_watch import watched_ranks
-
-    with watched_ranks():
-        yield
 
 
 def write_checkpoint(
@@ -127,6 +91,48 @@ def write_checkpoint(
     weights were rounded, where calibration text decided it. InputError where a file of the source has
     changed since `index` was read.
     """
+    shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
+    with (
+        _working_folder(job, index, plan, calibration) as folder,
+        watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
+    ):
+
+        def on_progress(stage: str, done: int, total: int) -> None:
+            compilation.end()
+            job.on_progress(stage, done, total)
+
+        with unchanged(index):
+            finished, rounding = _rounded(
+                replace(job, on_progress=on_progress), index, plan, calibration, aside_folder(folder)
+            )
+            if rounding is not None and calibration is not None:
+                calibration = replace(calibration, kv_ranges={**calibration.kv_ranges, **rounding.cached})
+            write_shards(
+                index,
+                plan,
+                calibration,
+                folder,
+                dealt(shards),
+                search=_search() if needs_search(plan) else None,
+                finished=finished,
+                on_progress=on_progress,
+            )
+        gather(None)  # all files are written
+        if rank_and_size()[0] == 0:
+            with unchanged(index):
+                finish(index, plan, calibration, folder, shards)
+            forget_progress(folder, shards)
+    return rounding
+
+
+@contextmanager
+def _working_folder(
+    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None
+) -> Iterator[Path]:
+    """Where OUT is made, with its recipe: the first rank's, which publishes it at the end of the block."""
+    if rank_and_size()[0] > 0:
+        yield on_first(Path)
+        return
     digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
     # What is continued was begun with as many rows held out.
     held_out = job.calibration.held_out if job.calibration else None
@@ -145,63 +151,9 @@ def write_checkpoint(
     def note(text: str) -> None:
         job.on_progress(f"quantize {text}", 1, 1)
 
-    with (
-        resumable_directory(job.out, input_digest=work, overwrite=job.overwrite, note=note) as folder,
-        watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
-        unchanged(index),
-    ):
+    with resumable_directory(job.out, input_digest=work, overwrite=job.overwrite, note=note) as folder:
         write_recipe(text, folder)
-
-        def on_progress(stage: str, done: int, total: int) -> None:
-            compilation.end()
-            job.on_progress(stage, done, total)
-
-        shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
-        watched = replace(job, on_progress=on_progress)
-        rounding = _write_weights(watched, index, plan, calibration, shards, folder)
-        finish(index, plan, calibration, folder, shards)
-        forget_progress(folder, shards)
-    return rounding
-
-
-def _write_weights(
-    job: QuantizeJob,
-    index: SourceIndex,
-    plan: Plan,
-    calibration: Calibration | None,
-    shards: Sequence[Shard],
-    folder: Path | None,
-) -> RoundingReport | None:
-    """Round the weights and write, of all `shards`, those of this rank; all ranks call.
-
-    `folder` is the working folder, of the first rank's host; others pass None.
-    """
-    if has_ranks():
-        from vexport.quantize.over_ranks import folder_and_share
-
-        folder, shards = folder_and_share(folder, shards, index)
-    assert folder is not None
-    finished, rounding = _rounded(job, index, plan, calibration, aside_folder(folder))
-    if rounding is not None and calibration is not None:
-        calibration = replace(calibration, kv_ranges={**calibration.kv_ranges, **rounding.cached})
-    write = partial(
-        write_shards,
-        index,
-        plan,
-        calibration,
-        folder,
-        shards,
-        search=_search() if needs_search(plan) else None,
-        finished=finished,
-        on_progress=job.on_progress,
-    )
-    if has_ranks():
-        from vexport.quantize.over_ranks import written_by_all
-
-        written_by_all(write)
-    else:
-        write()
-    return rounding
+        yield on_first(lambda: folder)
 
 
 def _rounded(

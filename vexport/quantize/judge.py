@@ -6,8 +6,8 @@ import torch
 
 from vexport.calibration.capture import Rest, replayed_layers
 from vexport.calibration.hidden import HiddenStates
-from vexport.calibration.ranks import in_row_order
 from vexport.numerics.metrics import divergence_of_logits
+from vexport.numerics.ranks import gather
 from vexport.quantize.applied import QuantizedModel
 from vexport.quantize.passage import Branch
 from vexport.quantize.text_rows import TextRows
@@ -38,12 +38,12 @@ def judge(
     head: Head, model: QuantizedModel, rows: TextRows, branches: Sequence[Branch], source: HiddenStates
 ) -> None:
     """Give each branch its mean KL(source || branch), nats per token, over the rows held out."""
-    own = list[tuple[int, tuple[int, list[float]]]]()
-    for position, row in enumerate(rows.own):
-        if row >= rows.fitted:
-            divergences = _divergences(head, model, position, branches, source[position])
-            own.append((row, (rows.lengths[row], divergences)))
-    found = in_row_order(own)
+    own = [
+        (rows.lengths[row], _divergences(head, model, position, branches, source[position]))
+        for position, row in enumerate(rows.own)
+        if row >= rows.fitted
+    ]
+    found = [one for each in gather(own) for one in each]
     tokens = sum(number for number, _ in found)
     for place, branch in enumerate(branches):
         branch.divergence = sum(each[place] for _, each in found) / tokens if tokens else None

@@ -9,8 +9,8 @@ import torch
 from vexport.calibration.attention import CachedStates, watching_attention
 from vexport.calibration.capture import LayerCall
 from vexport.calibration.hidden import HiddenStates
-from vexport.calibration.ranks import add_up, in_row_order
 from vexport.calibration.weights import Weights
+from vexport.numerics.ranks import add_up, gather
 from vexport.quantize.applied import QuantizedLayer
 from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.text_rows import TextRows
@@ -47,18 +47,17 @@ class Passage:
     source: HiddenStates
     rows: TextRows
     device: str
-    _errors: list[tuple[int, tuple[float, float]]] = field(default_factory=list)
+    _errors: list[tuple[float, float]] = field(default_factory=list)
     _cached: dict[str, CachedStates] = field(default_factory=dict)
 
     def run(self, position: int) -> None:
         """Run one row of this rank."""
         states = self.hidden[position].to(self.device)
         self.hidden[position] = self.calls[position].run(self.layer, states)
-        row = self.rows.own[position]
-        if row < self.rows.compared:
+        if self.rows.own[position] < self.rows.compared:
             exact = self.source[position].to(torch.float32)
             noise = (self.hidden[position].to(torch.float32) - exact).square().sum()
-            self._errors.append((row, (float(exact.square().sum()), float(noise))))
+            self._errors.append((float(exact.square().sum()), float(noise)))
 
     @contextmanager
     def watching_cache(self) -> Iterator[None]:
@@ -69,7 +68,7 @@ class Passage:
     def outcome(self) -> tuple[float, Mapping[str, KeyValueRanges]]:
         """|h~ - h|^2 / |h|^2 of the compared rows, and what was noted of the KV cache. All ranks call."""
         add_up(self._cached)
-        every = in_row_order(self._errors)
+        every = [one for errors in gather(self._errors) for one in errors]
         signal = sum(one for one, _ in every)
         error = sum(one for _, one in every) / signal if signal else 0.0
         return error, {name: states.ranges() for name, states in self._cached.items()}

@@ -3,15 +3,13 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from vexport.calibration.ranks import gather
 from vexport.formats.packing.base import Array
+from vexport.numerics.ranks import gather
 from vexport.quantize.applied import QuantizedLayer, QuantizedModel
 from vexport.quantize.group_inputs import GroupInputs, Value
-from vexport.quantize.ranked_sums import RankedSums
-from vexport.quantize.round_by_owners import round_by_owners
+from vexport.quantize.layer_sums import LayerSums
 from vexport.quantize.rounded_layers import Stored
 from vexport.quantize.waiting_rows import WaitingRows
-from vexport.rounding.settings import Recipe
 from vexport.types import FusionGroup
 from vexport.types.rounding import GroupRounding
 
@@ -21,23 +19,20 @@ def round_in_order(
     groups: Sequence[FusionGroup],
     inputs: GroupInputs,
     rows: WaitingRows,
-    source: Sequence[dict[str, Value] | None],
-    sums_of: Callable[[GroupInputs], RankedSums],
-    branch: int,
-    recipe: Recipe,
+    source: Sequence[dict[str, Value]],
+    sums_of: Callable[[GroupInputs], LayerSums],
 ) -> tuple[Stored, tuple[GroupRounding, ...]]:
     """The bytes that replace the weights of the groups, and how each was rounded. All ranks call.
 
-    `source` has what enters the source's layer of each row of this rank that counts, None where only other
-    ranks have one more; what was used is taken out. In the end all `rows` have gone through the layer as it
-    was rounded.
+    `source` has what enters the source's layer of each row of this rank that is fitted; what was used is
+    taken out. In the end all `rows` have gone through the layer as it was rounded.
     """
     stored, how = dict[str, Array](), dict[str, GroupRounding]()
     layers = list[QuantizedLayer]()
     with ExitStack() as block:
 
-        def round_here(here: GroupInputs, own: Sequence[FusionGroup], sums: RankedSums) -> None:
-            part, told = round_by_owners(model, own, here, sums, branch, recipe)
+        def round_here(own: Sequence[FusionGroup], sums: LayerSums) -> None:
+            part, told = sums.round(model, own)
             stored.update(part)
             how.update({one.name: one for one in told})
             layers.extend(layer for group in own for layer in model.layers_of(group, part))
@@ -47,9 +42,8 @@ def round_in_order(
             block.enter_context(model.with_weights(whole))
 
         block.enter_context(model.rounding_inputs(groups))
-        apart = inputs.only(None)
         reached = {group.name for site in inputs.sites for group in site.groups}
-        round_here(apart, [group for group in groups if group.name not in reached], sums_of(apart))
+        round_here([group for group in groups if group.name not in reached], sums_of(inputs.only(None)))
         block.enter_context(rows.stopping(inputs))
         left = list(inputs.modules)
         while left:
@@ -59,12 +53,10 @@ def round_in_order(
             here = inputs.only(name)
             sums = sums_of(here)
             for position, exact in enumerate(source):
-                sums.note_source(exact)
-                sums.add(branch, None if exact is None else rows.noted(position, name))
-            round_here(here, [group for site in here.sites for group in site.groups], sums)
+                sums.add(rows.noted(position, name), exact)
+            round_here([group for site in here.sites for group in site.groups], sums)
             for exact in source:
-                if exact is not None:
-                    exact.pop(name, None)
+                exact.pop(name, None)
             rows.let_through(name)
     names = [*inputs.unreachable, *(group.name for site in inputs.sites for group in site.groups)]
     return stored, tuple(how[name] for name in names)

@@ -9,12 +9,12 @@ from pathlib import Path
 from vexport.calibration.data import Samples
 from vexport.calibration.hidden import hidden_states
 from vexport.calibration.layerwise import OnLayer
-from vexport.calibration.ranks import on_first, rank_and_size
 from vexport.calibration.token_weights import EQUAL, TokenWeights, find_token_weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import reader_of
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
+from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.quantize.passage import Branch
 from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.two_streams import RoundingStream
@@ -46,8 +46,8 @@ def round_weights(
     Finished layers lie in `folder`: a call that was broken off is continued by the next one. Where a refit
     is asked for and there are rows to hold out, `held_out` or a share of them, several strengths run next to
     each other and the one with the least KL over those rows is taken; plain GPTQ is among them. Of much text
-    only a part is used to choose, and all of it to round. Torchrun's ranks call it together; `folder` is the
-    first one's, which alone writes there. Where another does not see it, it gets no bytes.
+    only a part is used to choose, and all of it to round. Torchrun's ranks call it together; all see the
+    `folder`, and the first one writes there.
     """
     if not on_first((folder / CHOICE).is_file):
         with reader_of(calibration.smoothing) as reader:

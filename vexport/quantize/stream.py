@@ -43,6 +43,7 @@ from vexport.formats.packing.base import (
 )
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.codes import largest_magnitude
+from vexport.numerics.ranks import rank_and_size
 from vexport.plan import blocks, output_blocks
 from vexport.plan.blocks import group_layout
 from vexport.plan.needs import calibration_need, needs_search
@@ -152,6 +153,18 @@ def planned_shards(index: SourceIndex, plan: Plan, *, shard_bytes: int) -> tuple
     specs = output_blocks(index, plan.groups, plan.attention)
     units = [WriteUnit(source=unit, tensors=tensors) for unit, tensors in zip(sources, specs, strict=True)]
     return split_shards(units, shard_bytes=shard_bytes)
+
+
+def dealt(shards: Sequence[Shard]) -> Sequence[Shard]:
+    """Those that this rank writes: the largest first, each to the rank with least to write."""
+    rank, size = rank_and_size()
+    loads, own = [0] * size, list[Shard]()
+    for shard in sorted(shards, key=lambda shard: -shard.num_bytes):
+        owner = loads.index(min(loads))
+        loads[owner] += shard.num_bytes
+        if owner == rank:
+            own.append(shard)
+    return own if size > 1 else shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Rows of calibration text, dealt to torchrun's ranks one by one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vexport.calibration.ranks import rank_and_size
+from vexport.numerics.ranks import rank_and_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,7 @@ class TextRows:
         """Those of the rows that weights are rounded for."""
         return sum(self.lengths[: self.fitted])
 
-    def turns(self) -> Iterator[tuple[int, int, bool]]:
-        """This rank's rows, in turns that all ranks take part in, while any has one that weights are rounded
-        for: the position among its own, the number, and whether the rank has such a row in this turn."""
-        rank, size = rank_and_size()
-        for first in range(0, self.fitted, size):
-            yield first // size, first + rank, first + rank < self.fitted
+    @property
+    def own_fitted(self) -> range:
+        """The positions, among those that this rank runs, of rows that weights are rounded for."""
+        return range(sum(row < self.fitted for row in self.own))

@@ -19,17 +19,16 @@ from vexport.calibration.hidden import HiddenStates
 from vexport.calibration.layerwise import OnLayer
 from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
 from vexport.calibration.products import fast_products
-from vexport.calibration.ranks import on_first, rank_and_size, require_same_weights
 from vexport.calibration.token_weights import EQUAL, TokenWeights
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
+from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.quantize.applied import QuantizedModel
 from vexport.quantize.group_inputs import GroupInputs, Value
 from vexport.quantize.judge import Head, judge
+from vexport.quantize.layer_sums import LayerSums
 from vexport.quantize.passage import Branch, Passage
-from vexport.quantize.ranked_sums import RankedSums
-from vexport.quantize.round_by_owners import recipe_of, round_by_owners
 from vexport.quantize.round_in_order import round_in_order
 from vexport.quantize.rounded_layers import Stored
 from vexport.quantize.text_rows import TextRows
@@ -125,7 +124,6 @@ class RoundingStream:
 
     def _load(self, number: int) -> None:
         self.weights.load(self.layers[number], f"{self.name}.{number}")
-        require_same_weights(self.weights.root, self.weights.checksums)
 
     def _layer(
         self, number: int, calls: Sequence[LayerCall], branches: Sequence[Branch], source: HiddenStates
@@ -159,28 +157,24 @@ class RoundingStream:
         def round_layer(place: int, passage: Passage) -> Rounded:
             # The last branch lets go of what it has used.
             is_last = place == max(pending.branches)
-            used = exact if is_last else [None if row is None else dict(row) for row in exact]
+            used = exact if is_last else [dict(row) for row in exact]
             rows = WaitingRows([partial(passage.run, position) for position in range(len(self.rows.own))])
-            sums_of = partial(self._sums, branches={place: pending.branches[place]})
-            recipe = pending.branches[place].recipe
+            sums_of = partial(self._sums, branch=pending.branches[place])
             with self._watched(passage):
-                return round_in_order(
-                    self.quantized, pending.groups, pending.inputs, rows, used, sums_of, place, recipe
-                )
+                return round_in_order(self.quantized, pending.groups, pending.inputs, rows, used, sums_of)
 
         return round_layer
 
     def _at_once(self, pending: Pending) -> RoundLayer:
         """Each row runs before and after all of the layer is rounded."""
-        sums = self._sums(pending.inputs, pending.branches)
+        sums = self._sums_of(pending)
         self._take_in(pending, sums)
         for position, row in enumerate(self.rows.own):
             if self.rows.fitted <= row < self.rows.compared:
                 pending.follow(position)
 
         def round_layer(place: int, passage: Passage) -> Rounded:
-            recipe = pending.branches[place].recipe
-            stored, how = round_by_owners(self.quantized, pending.groups, pending.inputs, sums, place, recipe)
+            stored, how = sums[place].round(self.quantized, pending.groups)
             self._pass(pending.groups, stored, passage)
             return stored, how
 
@@ -192,29 +186,27 @@ class RoundingStream:
         refits = any(is_refit(group.rounding) for group in self.groups)
         return waiting_bytes(columns, self.tokens, refits=refits) <= self.most_waiting
 
-    def _follow(self, pending: Pending) -> list[dict[str, Value] | None]:
-        """Run this rank's rows in the source's stream: in each turn what entered, where a branch needs it."""
+    def _follow(self, pending: Pending) -> list[dict[str, Value]]:
+        """Run this rank's rows in the source's stream: what entered of those fitted, for a refit."""
         refits = any(branch.recipe.strength for branch in pending.branches.values())
-        noted = dict[int, dict[str, Value]]()
+        noted = []
         for position, row in enumerate(self.rows.own):
             with pending.inputs.noted() as exact:
                 if row < self.rows.compared:
                     pending.follow(position)
-            noted[position] = exact if refits and row < self.rows.fitted else {}
-        return [noted[position] if counts else None for position, _, counts in self.rows.turns()]
+            noted.append(exact if refits and row < self.rows.fitted else {})
+        return noted[: len(self.rows.own_fitted)]
 
-    def _take_in(self, pending: Pending, sums: RankedSums) -> None:
-        """Add up what enters layers before any of them is rounded."""
-        for position, row, counts in self.rows.turns():
+    def _take_in(self, pending: Pending, sums: Mapping[int, LayerSums]) -> None:
+        """Add up what enters layers before any of them is rounded, in each branch."""
+        for position in self.rows.own_fitted:
             with pending.inputs.noted() as exact:
-                if counts and row < self.rows.compared:
+                if self.rows.own[position] < self.rows.compared:
                     pending.follow(position)
-            sums.note_source(exact if counts else None)
             for place, branch in pending.branches.items():
                 with self.quantized.rounding_inputs(pending.groups), pending.inputs.noted(only=True) as seen:
-                    if counts:
-                        pending.run(position, branch.hidden[position])
-                sums.add(place, seen if counts else None)
+                    pending.run(position, branch.hidden[position])
+                sums[place].add(seen, exact)
 
     def _pass(self, groups: Sequence[FusionGroup], stored: Stored, passage: Passage) -> None:
         """Run a branch's stream through a layer that is rounded."""
@@ -266,13 +258,13 @@ class RoundingStream:
             head.logits(position, states)
 
         begun = {place: branches[place] for place, done in enumerate(found) if done is None}
-        sums = self._sums(inputs, begun)
+        pending = Pending(groups=groups, inputs=inputs, branches=begun, follow=follow, run=run)
+        sums = self._sums_of(pending)
         if inputs.sites:
-            pending = Pending(groups=groups, inputs=inputs, branches=begun, follow=follow, run=run)
             self._take_in(pending, sums)
         for place, (branch, stored) in enumerate(zip(branches, found, strict=True) if groups else ()):
             if stored is None:
-                stored, how = round_by_owners(self.quantized, groups, inputs, sums, place, branch.recipe)
+                stored, how = sums[place].round(self.quantized, groups)
                 self._put(branch, number, stored, LayerRounding(groups=how, state_error=0.0))
             branch.outside = [
                 one
@@ -289,11 +281,8 @@ class RoundingStream:
     def _inside(self) -> list[FusionGroup]:
         return [group for number in range(len(self.layers)) for group in self._groups_of(number)]
 
-    def _sums(self, inputs: GroupInputs, branches: Mapping[int, Branch]) -> RankedSums:
-        return RankedSums(
-            inputs,
-            list(branches),
-            lambda place, group, site: recipe_of(group, site, branches[place].recipe),
-            text=self.rows.tokens,
-            device=self.device,
-        )
+    def _sums_of(self, pending: Pending) -> Mapping[int, LayerSums]:
+        return {place: self._sums(pending.inputs, branch) for place, branch in pending.branches.items()}
+
+    def _sums(self, inputs: GroupInputs, branch: Branch) -> LayerSums:
+        return LayerSums(inputs, branch.recipe, text=self.rows.tokens, device=self.device)

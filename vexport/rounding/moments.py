@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
+from vexport.numerics.ranks import all_reduce
+
 # Columns of H that are added up together, up to its diagonal: half the products of a whole matrix.
 BLOCK_COLUMNS = 256
 
@@ -58,6 +60,15 @@ class Moments:
                 self.cross.addmm_(weighed.T, exact, alpha=alpha)
         if share is None:
             self.tokens += len(found)
+
+    def all_reduce(self) -> None:
+        """Add up what all ranks have taken in; all call."""
+        all_reduce(self.hessian)
+        if self.cross is not None:
+            all_reduce(self.cross)
+        tokens = torch.tensor(self.tokens, device=self.hessian.device)
+        all_reduce(tokens)
+        self.tokens = int(tokens)
 
     def complete(self) -> "Moments":
         """Fill the upper triangle of `hessian`, in place, when all tokens are in."""

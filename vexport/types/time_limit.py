@@ -1,14 +1,11 @@
-"""Bounds on the time of what may not end: a regular expression, a chat template, a wait for an answer."""
+"""Bounds on the time of what may not end: a regular expression, a chat template."""
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
-
-from vexport.errors import InputError
 
 # Of the wall, or of this process' own time, whatever else runs.
 Clock = Literal["wall", "processor"]
@@ -44,15 +41,3 @@ def time_limit(seconds: float, clock: Clock) -> Iterator[None]:
     finally:
         signal.setitimer(timer, 0)
         signal.signal(number, before)
-
-
-def seconds_of(variable: str, default: float) -> float:
-    """Seconds by a variable of the environment. InputError where it says no number above 0."""
-    text = os.environ.get(variable, str(default))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise InputError(variable, got=repr(text), need="seconds above 0", fix="set it, or leave it out")
-    return seconds

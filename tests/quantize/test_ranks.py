@@ -1,0 +1,112 @@
+"""Two ranks of torchrun calibrate, round and write together; one that dies ends the other."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models import save_llama, write_calibration
+from tests.packaging.environment import ROOT
+from vexport.files import digest_file
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers and its calibration text, an odd number of rows."""
+    root = tmp_path_factory.mktemp("ranks")
+    save_llama(root / "model", num_hidden_layers=2, intermediate_size=256)
+    write_calibration(root / "text.jsonl", rows=7)
+    return root
+
+
+def start(
+    folder: Path, out: Path, scheme: str, *options: str, launch: Sequence[str] = TORCHRUN
+) -> "subprocess.Popen[str]":
+    call = ["-m", "vexport", "quantize", folder / "model", out, "--scheme", scheme, "--device", "cpu"]
+    call += [
+        "--calibration",
+        folder / "text.jsonl",
+        "--smoothing",
+        "0",
+        "--max-shard-size",
+        "200KB",
+        *options,
+    ]
+    return subprocess.Popen(
+        [sys.executable, *launch, *map(str, call)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+    )
+
+
+def finished(process: "subprocess.Popen[str]", out: Path) -> dict[str, torch.Tensor]:
+    """The weights of a call that must come to a good end; one rank speaks."""
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert len([line for line in stdout.splitlines() if line.startswith(f"{out}: ")]) == 1
+    return {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def digests(out: Path) -> dict[str, str]:
+    return {file.name: digest_file(file) for file in out.iterdir()}
+
+
+def test_statistics_of_two_ranks_are_those_of_one(folder: Path, tmp_path: Path) -> None:
+    """Byte for byte; each rank writes some of the files."""
+    nearest = ("--rounding", "nearest", "--kv-cache", "fp8")
+    finished(start(folder, tmp_path / "one", "NVFP4", *nearest, launch=()), tmp_path / "one")
+    finished(start(folder, tmp_path / "two", "NVFP4", *nearest), tmp_path / "two")
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+    assert len(list((tmp_path / "two").glob("*.safetensors"))) >= 2
+
+
+def test_gptq_of_two_ranks_differs_by_the_order_of_sums(folder: Path, tmp_path: Path) -> None:
+    gptq = ("--rounding", "gptq")
+    one = finished(start(folder, tmp_path / "one", "W4A16", *gptq, launch=()), tmp_path / "one")
+    two = finished(start(folder, tmp_path / "two", "W4A16", *gptq), tmp_path / "two")
+    assert one.keys() == two.keys()
+    packed = [name for name in one if name.endswith("weight_packed")]
+    assert len(packed) == 14
+    equal = torch.cat([(one[name] == two[name]).flatten() for name in packed]).float().mean()
+    assert equal > 0.5
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_the_other_and_a_second_call_goes_on(
+    victim: int, folder: Path, tmp_path: Path
+) -> None:
+    gptq = ("--rounding", "gptq")
+    process = start(folder, tmp_path / "out", "W4A16", *gptq)
+    rounded = tmp_path / ".out.partial" / "aside"
+    deadline = time.monotonic() + 120
+    while not list(rounded.glob("*.layer-0000.json")) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    os.kill(rank_of(process, victim), signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert not (tmp_path / "out").exists()
+    kept = {file.name: file.stat().st_mtime_ns for file in rounded.glob("*.layer-0000.*")}
+    assert kept
+    finished(start(folder, tmp_path / "out", "W4A16", *gptq), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def rank_of(process: "subprocess.Popen[str]", rank: int) -> int:
+    """The process that torchrun has started as this rank."""
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if f"RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
+            return int(child)
+    raise AssertionError(f"no rank {rank}")

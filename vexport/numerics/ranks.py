@@ -1,0 +1,104 @@
+"""torch.distributed under torchrun; a process alone is a world without calls, and needs no torch.
+
+All ranks call each of these functions, in the same order.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast
+
+from vexport.errors import EnvironmentFault
+from vexport.errors.escaping import first_line
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+# Ranks wait for each other's longest work; torchrun ends them where one dies.
+PATIENCE = timedelta(days=7)
+
+
+class Addable(Protocol):
+    """What can be added up."""
+
+    def __add__(self, other: Self, /) -> Self: ...
+
+
+A = TypeVar("A", bound=Addable)
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Within the block torchrun's ranks form a process group; one that exists already is used as it is.
+
+    With GPUs the device "cuda" is each rank's own. EnvironmentFault where the ranks lose each other.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or rank_and_size()[1] > 1:
+        yield
+        return
+    import torch
+    from torch import distributed
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group(timeout=PATIENCE)
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+            raise
+        need, fix = "all ranks", "see torchrun's table, then run the same command again to resume"
+        raise EnvironmentFault("torchrun", got=first_line(error), need=need, fix=fix) from error
+    finally:
+        distributed.destroy_process_group()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and how many there are: (0, 1) without a process group."""
+    if "torch.distributed" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def all_reduce(value: "torch.Tensor") -> None:
+    """Replace a tensor, which all ranks have in one shape, by the sum of theirs."""
+    if rank_and_size()[1] > 1:
+        from torch import distributed
+
+        distributed.all_reduce(value)
+
+
+def broadcast(value: T, source: int = 0) -> T:
+    """The value of the rank `source`, of a kind that can be pickled."""
+    if rank_and_size()[1] == 1:
+        return value
+    from torch import distributed
+
+    box = [value]
+    distributed.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def on_first(make: Callable[[], T]) -> T:
+    """What `make` gives on the first rank, which alone calls it."""
+    return broadcast(make() if rank_and_size()[0] == 0 else cast(T, None))
+
+
+def gather(value: T) -> list[T]:
+    """The values of all ranks, in their order."""
+    return [broadcast(value, source) for source in range(rank_and_size()[1])]
+
+
+def add_up(found: dict[str, A]) -> None:
+    """Replace what this rank found by the sums over all ranks; a rank may not have all names."""
+    first, *others = gather(dict(found))
+    found.clear()
+    found.update(first)
+    for name, value in (item for other in others for item in other.items()):
+        found[name] = found[name] + value if name in found else value
