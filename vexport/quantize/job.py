@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex, unchanged
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
+from vexport.errors import InputError
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
 from vexport.formats.packing.base import Array
@@ -77,9 +78,19 @@ def quantize_source(
         require_accepted(plan)
         require_calibration(plan, job.calibration)
         on_plan(plan)
+        _require_same_on_all_ranks(plan)
         calibration = job.calibrate(index, plan)
         rounding = write_checkpoint(job, index, plan, calibration)
     return plan, calibration, rounding
+
+
+def _require_same_on_all_ranks(plan: Plan) -> None:
+    """InputError where this rank has another plan than the first: they would wait without end."""
+    rank, size = rank_and_size()
+    own = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
+    if on_first(lambda: own) != own:
+        need, fix = "the same on all ranks", "give all of them the same source and arguments"
+        raise InputError(f"rank {rank} of {size}", got="another plan than rank 0", need=need, fix=fix)
 
 
 def write_checkpoint(
