@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two layers and its calibration text, an odd number of rows."""
     root = tmp_path_factory.mktemp("ranks")
     save_llama(root / "model", num_hidden_layers=2, intermediate_size=256)
-    write_calibration(root / "text.jsonl", rows=7)
+    write_calibration(root / "text.jsonl", rows=31)
     return root
 
 
@@ -59,6 +59,11 @@ def finished(process: "subprocess.Popen[str]", out: Path) -> dict[str, torch.Ten
     return {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+def codes(packed: torch.Tensor) -> torch.Tensor:
+    """Eight of four bits in each int32."""
+    return torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)])
+
+
 def digests(out: Path) -> dict[str, str]:
     return {file.name: digest_file(file) for file in out.iterdir()}
 
@@ -79,8 +84,10 @@ def test_gptq_of_two_ranks_differs_by_the_order_of_sums(folder: Path, tmp_path: 
     assert one.keys() == two.keys()
     packed = [name for name in one if name.endswith("weight_packed")]
     assert len(packed) == 14
-    equal = torch.cat([(one[name] == two[name]).flatten() for name in packed]).float().mean()
-    assert equal > 0.5
+    equal = {name: float((codes(one[name]) == codes(two[name])).float().mean()) for name in packed}
+    # One code that a sum tips over changes the layers behind it a little.
+    assert min(equal[name] for name in packed if ".layers.0.self_attn." in name) > 0.999, equal
+    assert sum(equal.values()) / len(equal) > 0.9, equal
 
 
 @pytest.mark.parametrize("victim", [0, 1])
