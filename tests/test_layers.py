@@ -27,8 +27,9 @@ LAYERS = (
 MOST_LAYERS = 12
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: the command line imports what it runs, the catalog the table that is asked for, a
-# quantization, a plan, a repair, a diff and a format what needs torch or numba, a download or card the hub's
-# client; workers, separate programs, import vLLM, lm-eval and what of vexport they are asked for.
+# quantization, a plan, a repair and a format what needs torch or numba, several ranks torch, a download or
+# card the hub's client; workers, separate programs, import vLLM, lm-eval and what of vexport they are asked
+# for.
 LATE = {
     "api": ("vexport",),
     "calibration": ("datasets", "huggingface_hub", "pyarrow", "transformers"),
@@ -39,6 +40,7 @@ LATE = {
     "repair": ("vexport",),
     "fidelity": ("vexport",),
     "formats": ("numpy", "vexport"),
+    "numerics": ("torch",),
     "engine": ("vllm", "vexport"),
     "reports": ("huggingface_hub", "vexport"),
     "evaluation": ("vllm", "lm_eval", "datasets", "msgspec", "torch"),
