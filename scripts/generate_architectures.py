@@ -32,6 +32,7 @@ from model_classes import (  # noqa: E402
     source,
     tree,
 )
+from output_sizes import groups, output_sizes, repeated  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from transformers_backend import (  # noqa: E402
     describe_backed,
@@ -170,6 +171,8 @@ def describe(model: type) -> Table:
     packed = packed_modules([*parts, model])
     merged = {name: members for name, members in packed.items() if len(members) > 1}
     fused = {**stacked_modules(parts), **merged}
+    plain = [member for name in unquantized(parts) for member in fused.get(name, [name])]
+    sizes = output_sizes(parts)
     entry: Table = {
         "fused": fused,
         "resolved": sorted(getattr(model, "packed_modules_mapping", None) or {}),
@@ -177,7 +180,10 @@ def describe(model: type) -> Table:
         "transposed_experts": any(mark in source(part) for part in parts for mark in TRANSPOSED),
         "stacked_experts": stacked_experts(parts),
         "reordered": reordered([*parts, model]),
-        "unquantized": [member for name in unquantized(parts) for member in fused.get(name, [name])],
+        "parts": {name: sizes[name] for name in sizes if name not in (*plain, *unquantized(parts))},
+        "groups": groups(parts),
+        "repeated": repeated([*parts, model], fused),
+        "unquantized": plain,
         "routers": sorted({*named_layers(parts, is_quantizable_router)} - {*unquantized(parts)}),
         "row_parallel": named_layers(parts, lambda call: name_of(call) == "RowParallelLinear"),
         "replicated": named_layers(parts, is_replicated),

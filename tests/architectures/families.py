@@ -83,6 +83,14 @@ class Family:
         return AutoConfig.for_model(self.model_type, dtype="bfloat16", **nested, **(self.values or {}))
 
 
+GEMMA4: Values = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+}
 QWEN_NEXT = Family(model_type="qwen3_next", text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4})
 QWEN35_MOE = Family(
     model_type="qwen3_5_moe",
@@ -218,16 +226,10 @@ FAMILIES: Mapping[str, Family] = {
             }
         },
     ),
+    "gemma4": Family(model_type="gemma4_text", text=GEMMA4),
     "gemma4-vision": Family(
         model_type="gemma4",
-        text={
-            "layer_types": ["sliding_attention", "full_attention"],
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 2,
-            "global_head_dim": 64,
-            "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 0,
-        },
+        text=GEMMA4,
         towers={
             "vision_config": {
                 "hidden_size": 128,
@@ -268,8 +270,6 @@ FAMILIES: Mapping[str, Family] = {
 }
 # What the plan, the export or vLLM's loader do not take yet: empty this list.
 UNFINISHED = (
-    "nemotron-h",
-    "granite-hybrid",
     "gemma4-vision",
     "glm4.5v",
 )

@@ -62,6 +62,25 @@ FUSED: Mapping[str, Mapping[str, str]] = {
         "fc1": "fc1",
         "fc2": "fc2",
     },
+    "gemma4": {**DENSE, "self_attn.qkv_proj": "q_proj k_proj"},  # the last layer has no v_proj
+    "nemotron-h": {
+        "mixer.in_proj": "in_proj",
+        "mixer.out_proj": "out_proj",
+        "mixer.qkv_proj": "q_proj k_proj v_proj",
+        "mixer.o_proj": "o_proj",
+        **{
+            f"mixer.{mlp}{layer}": layer
+            for mlp in ("", "experts.*.", "shared_experts.")
+            for layer in ("up_proj", "down_proj")
+        },
+    },
+    "granite-hybrid": {
+        **QKV,
+        "mamba.in_proj": "in_proj",
+        "mamba.out_proj": "out_proj",
+        "shared_mlp.input_linear": "input_linear",
+        "shared_mlp.output_linear": "output_linear",
+    },
     "phi3": {
         "self_attn.qkv_proj": "qkv_proj",
         "self_attn.o_proj": "o_proj",
@@ -123,7 +142,7 @@ NEVER = re.compile(
 # Weights are stored (in, out), which the written ones are not: vLLM turns only what it finds unpacked.
 TRANSPOSED = ("gpt2",)
 # Experts that vLLM loads in no compressed-tensors form stay whole, and the plan says so.
-KEEPS_EXPERTS = ("gpt-oss",)
+KEEPS_EXPERTS = ("gpt-oss", "granite-hybrid")
 # Run by vLLM's Transformers backend: what it fuses depends on transformers, and the plan says so.
 BACKED = ("smollm3", "olmo2")
 # What vLLM's loaders cannot take, of the schemes that are tried here: see test_reordering.py.
@@ -132,6 +151,8 @@ REFUSED = {
     "bloom": ("NVFP4A16", "W4A16", "FP8_BLOCK"),
     "falcon": ("FP8_BLOCK",),
     "llama4": ("FP8_BLOCK",),
+    # parts of a layer that is stored as one, of keys that are the values, too
+    **dict.fromkeys(("nemotron-h", "granite-hybrid", "gemma4"), ("FP8_BLOCK",)),
 }
 # Schemes whose checkpoints are loaded dry, of every family.
 LOADED = ("NVFP4A16", "W4A16", "FP8_BLOCK")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -23,12 +23,22 @@ USUAL: FusedModules = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
 }
+USUAL_PARTS = {"qkv_proj": ("queries", "keys", "values"), "gate_up_proj": ("1", "1")}
 USUAL_EXPERTS = ("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 # Tables of embeddings of a module that is not in the table of modules, by the last part of its name.
 TABLE_NAMES = re.compile(
     r"wte|wpe|(?!.*patch)\w*embed(?:ding)?s?|embed_(?:tokens(?:_per_layer)?|positions|in)"
 )
+
+
+class RepeatedPart(NamedTuple):
+    """Which part of a fused layer vLLM loads in the place of one that layers of a type do not have, where
+    the config sets a key; an empty key stands for every config."""
+
+    part: str
+    key: str
+    layer_type: str
 
 
 # Whether vLLM can quantize a class's table of tokens: found by its name or its class, or by its class alone.
@@ -68,14 +78,16 @@ class Architecture:
     where it has no gate; `stacked_experts` other endings of the tensors that hold all experts, to vLLM's own;
     `transposed_experts` whether these are (experts, in, out). `reordered` layers get their rows in another
     order when vLLM loads them. `unquantized` layers are built without a quantization config, `routers` with
-    one: vLLM quantizes them unless `ignore` names them. `row_parallel` layers are cut along in_features by
-    tensor parallelism, `replicated` ones not at all, the rest along out_features. `embedding` says how vLLM
-    looks for the config group of the table of tokens, None where it never quantizes it. `language_model` are
-    the attributes of a multimodal class that hold one, empty for a text model; `inner_unknown` where the
-    checkpoint's config chooses its class. `kinds` are modules outside the decoder layers, and `asked` names
-    under which vLLM asks for modules, both in vLLM's names with `*` for numbers (`modules.py`). `backend` is
-    "transformers" for a class that vLLM runs with transformers' code, in which it replaces and fuses the
-    layers that it recognizes.
+    one: vLLM quantizes them unless `ignore` names them. `parts` are the sizes of what layers are merged of,
+    also where a checkpoint stores them as one (`parts.py`), `groups` the number of groups of which each rank
+    needs whole ones, `repeated` the parts of fused layers that some layers do not have. `row_parallel` layers
+    are cut along in_features by tensor parallelism, `replicated` ones not at all, the rest along
+    out_features. `embedding` says how vLLM looks for the config group of the table of tokens, None where it
+    never quantizes it. `language_model` are the attributes of a multimodal class that hold one, empty for a
+    text model; `inner_unknown` where the checkpoint's config chooses its class. `kinds` are modules outside
+    the decoder layers, and `asked` names under which vLLM asks for modules, both in vLLM's names with `*` for
+    numbers (`modules.py`). `backend` is "transformers" for a class that vLLM runs with
+    transformers' code, in which it replaces and fuses the layers that it recognizes.
     """
 
     backend: Literal["transformers"] | None = None
@@ -85,6 +97,9 @@ class Architecture:
     stacked_experts: Mapping[str, str] = field(default_factory=dict)
     transposed_experts: bool = False
     reordered: Mapping[str, Reordering] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+    repeated: Mapping[str, RepeatedPart] = field(default_factory=dict)
     unquantized: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
     row_parallel: tuple[str, ...] = ()
@@ -173,7 +188,9 @@ def resolve(name: str, config: Mapping[str, Json]) -> tuple[Architecture, tuple[
     if inner_name is not None:
         inner = get_architecture(inner_name)
         return _joined(outer, inner), (*notes, *_backed(inner_name, inner))
-    usual = Architecture(fused=USUAL, experts=USUAL_EXPERTS, row_parallel=USUAL_ROW_PARALLEL)
+    usual = Architecture(
+        fused=USUAL, parts=USUAL_PARTS, experts=USUAL_EXPERTS, row_parallel=USUAL_ROW_PARALLEL
+    )
     return _joined(outer, usual), (*notes, _assumed(name))
 
 

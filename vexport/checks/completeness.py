@@ -21,6 +21,7 @@ from vexport.checks.vllm.view import (
     quantized_parameters,
     warning,
 )
+from vexport.plan.linears import STACK
 from vexport.types import Finding
 from vexport.version import short_version
 
@@ -237,7 +238,8 @@ def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
     for part in view.fused_modules.get(projection, ()):
         module = f"{prefix}{dot}{part}"
         stored_apart = fused.name not in fused.members
-        if fused.is_quantized and stored_apart and module not in fused.members:
+        missing = fused.is_quantized and stored_apart and module not in fused.members
+        if missing and not _is_repeated(view, module):
             yield error(
                 NAME,
                 module,
@@ -245,6 +247,17 @@ def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
                 got="no tensor of it",
                 fix="export the checkpoint again",
             )
+
+
+def _is_repeated(view: CheckpointView, module: str) -> bool:
+    """Whether vLLM loads another part in the place of one that a layer does not have."""
+    repeats, layer = view.architecture.repeated.get(module.rpartition(".")[2]), STACK.search(module)
+    text = text_config(view.index.config)
+    kinds = text.get("layer_types")
+    if repeats is None or layer is None or repeats.key and not text.get(repeats.key):
+        return False
+    number = int(layer[1])
+    return isinstance(kinds, list) and number < len(kinds) and kinds[number] == repeats.layer_type
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
@@ -258,7 +271,7 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
         if mark and dot and number.isdigit():
             stacks.setdefault(prefix + mark, {}).setdefault(int(number), set()).add(_parameter(relative))
     for prefix, layers in stacks.items():
-        yield from _siblings(prefix, layers)
+        yield from _siblings(view, prefix, layers)
     declared = text_config(view.index.config).get("num_hidden_layers")
     if (
         isinstance(declared, int)
@@ -276,7 +289,7 @@ def _parameter(name: str) -> str:
     return f"{module}{dot}weight" if parameter in WEIGHTS else name
 
 
-def _siblings(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
+def _siblings(view: CheckpointView, prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
     counts = Counter(name for names in layers.values() for name in names)
     if len(layers) < 3:
         return
@@ -284,7 +297,9 @@ def _siblings(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
     for layer, names in sorted(layers.items()):
         own = {_block(name) for name in names if counts[name] == 1}
         for name in sorted(common - names):
-            if not _is_of_another_kind(name, names, common - names, own):
+            module = f"{prefix}{layer}.{name}".rpartition(".")[0]
+            of_another_kind = _is_of_another_kind(name, names, common - names, own)
+            if not of_another_kind and not _is_repeated(view, module):
                 yield _missing(f"{prefix}{layer}.{name}", "the tensor that all other layers have")
 
 

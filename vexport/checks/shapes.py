@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.tensors.casts import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.arguments import ConfigGroup
@@ -11,9 +12,11 @@ from vexport.checks.vllm.decoder import Layout
 from vexport.checks.vllm.quant_methods import MethodGroup
 from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
 from vexport.formats.base import Parameter
-from vexport.formats.partition import EXPERT, Partition, is_head
+from vexport.formats.partition import EXPERT, is_head, partition_of
 from vexport.numerics.constants import INT32_BITS
-from vexport.types import Finding, TensorInfo
+from vexport.plan.linears import Names, names_of
+from vexport.plan.shapes import parts_of
+from vexport.types import Finding, FusionGroup, LinearPlan, TensorInfo
 
 NAME = "shapes"
 DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
@@ -26,12 +29,12 @@ CACHE_SCALES = (".k_scale", ".v_scale")
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on tensors that vLLM would refuse, narrow or cast."""
-    right = _right_somewhere(view)
+    right, names = _right_somewhere(view), names_of(view.index, view.architecture)
     for fused in view.fused_linears:
         group = view.group_of(fused)
         if group is not None and fused.is_quantized:
             yield from _fit_together(view, group, fused)
-            yield from _whole_blocks(view, group, fused)
+            yield from _whole_blocks(view, names, group, fused)
             yield from _quantized(view, group, fused, right)
             yield from _unusable(view, group, fused)
     yield from _rounded_scales(view)
@@ -276,22 +279,20 @@ def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) 
             )
 
 
-def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
+def _whole_blocks(
+    view: CheckpointView, names: Names, group: ConfigGroup, fused: FusedLinear
+) -> Iterator[Finding]:
     """What vLLM refuses at every tensor parallel size."""
-    fused_shapes = [
-        shape
+    members = tuple(
+        LinearPlan(name=module, weight=module, out_features=shape[0], in_features=shape[1])
         for module, parameters in fused.members.items()
         if (shape := view.linear_shape(group, module, parameters))
-    ]
-    if group.weights.block is None or not fused_shapes:
-        return
-    partition = Partition(
-        out_features=tuple(shape[0] for shape in fused_shapes),
-        in_features=fused_shapes[0][1],
-        experts=EXPERT.search(next(iter(fused.members))) is not None,
-        head=is_head(fused.name),
     )
-    reason = group.storage.unsupported_shape(group, partition)
+    if group.weights.block is None or not members:
+        return
+    planned = FusionGroup(name=fused.name, scheme=NAME, observer="", members=members)
+    parts = parts_of(planned, names, text_config(view.index.config))
+    reason = group.storage.unsupported_shape(group, partition_of(parts, 1, "none"))
     if reason:
         yield error(
             NAME,

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-from vexport.architectures.fusion import moe_layer
+from vexport.architectures.fusion import looked_up, moe_layer
+from vexport.architectures.parts import QUERIES, evaluate, part_sizes
 from vexport.formats.partition import Split, is_head, partition_of, uneven
 from vexport.formats.schemes import Scheme, get_scheme
 from vexport.plan.linears import Names
@@ -14,9 +16,9 @@ from vexport.types import Finding, FusionGroup, Json, LinearPlan
 SHAPE = "shape"
 KEPT = "kept unquantized"
 KEY_VALUE = ("k_proj", "v_proj")
-# Stored as one weight what vLLM treats as parts of a merged layer.
-GATE_AND_UP = ("gate_up_proj", "dense_h_to_4h")
-QUERY_KEY_VALUE = ("qkv_proj", "query_key_value", "Wqkv", "W_pack")
+QUERY_KEY_VALUE = ("q_proj", *KEY_VALUE)
+# Tensors of a layer that vLLM cuts by whole groups: mamba_v2_sharded_weight_loader in mamba/mamba_mixer2.py.
+CUT_BY_GROUPS = ("weight", "weight_scale", "input_scale")
 
 
 def unsupported(
@@ -74,7 +76,10 @@ def unsupported_on(
     group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int, text: Mapping[str, Json]
 ) -> str | None:
     """Why vLLM could not run a group on so many ranks, None where it can; None as a scheme is unquantized."""
-    split, members = split_of(group, names), _members_on(group, ranks, text)
+    split, members = split_of(group, names), _members_on(group, names, ranks, text)
+    ungrouped = _ungrouped(group, scheme, names, ranks, text)
+    if ungrouped:
+        return ungrouped
     if scheme is None:
         return uneven(members, ranks, split)
     return scheme.unsupported_shape(members, ranks=ranks, split=split)
@@ -84,17 +89,63 @@ def rank_part(
     group: FusionGroup, names: Names, ranks: int, text: Mapping[str, Json]
 ) -> tuple[int, int] | None:
     """(out, in) of what one rank holds of a group, None where it cannot be cut."""
-    split, members = split_of(group, names), _members_on(group, ranks, text)
+    split, members = split_of(group, names), _members_on(group, names, ranks, text)
     if uneven(members, ranks, split):
         return None
     part = partition_of(members, ranks, split)
     return sum(part.out_features), part.in_features
 
 
-def _members_on(group: FusionGroup, ranks: int, text: Mapping[str, Json]) -> list[LinearPlan]:
+def _members_on(group: FusionGroup, names: Names, ranks: int, text: Mapping[str, Json]) -> list[LinearPlan]:
     """The layers that vLLM makes of a group, with keys and values as often as ranks need them."""
-    parts = (part for member in group.members for part in _parts(member, text))
-    return [repeated(part, ranks, text) for part in parts]
+    return [repeated(part, ranks, text) for part in parts_of(group, names, text)]
+
+
+def parts_of(group: FusionGroup, names: Names, text: Mapping[str, Json]) -> list[LinearPlan]:
+    """The layers that vLLM makes of a group, also of one that is stored in one weight, and with a part that
+    it loads twice (keys that are the values, too)."""
+    members = {member.name: member for member in group.members}
+    first, rows = group.members[0], sum(member.out_features for member in group.members)
+    architecture = names.architecture
+    if moe_layer(first.name) is not None or not names.in_decoder(first.name):
+        return [*group.members]
+    prefix, dot, last_part = group.name.rpartition(".")
+    sizes = part_sizes(last_part, rows, architecture, text)
+    if _ends(member.out_features for member in group.members) <= _ends(sizes):
+        attention = QUERIES in architecture.parts[last_part]
+        parts = QUERY_KEY_VALUE if attention else (last_part,) * len(sizes)
+        called = [f"{prefix}{dot}{part}" for part in parts]
+        return [
+            replace(first, name=name, out_features=size) for name, size in zip(called, sizes, strict=True)
+        ]
+    for name in looked_up(group.name, tuple(members), architecture):
+        repeats = architecture.repeated.get(name.rpartition(".")[2])
+        of = members.get(f"{prefix}{dot}{repeats.part}") if repeats else None
+        if name not in members and of is not None:
+            members[name] = replace(of, name=name)
+    return [*members.values()]
+
+
+def _ends(sizes: Iterable[int]) -> set[int]:
+    """The last row of each part."""
+    return {*accumulate(sizes)}
+
+
+def _ungrouped(
+    group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int, text: Mapping[str, Json]
+) -> str | None:
+    """Why ranks cannot share the groups of a layer, one of which is repeated for all of them."""
+    expression = names.architecture.groups.get(group.name.rpartition(".")[2])
+    count = evaluate(expression, text) if expression else 0
+    if not count or count % ranks == 0:
+        return None
+    if count > 1:
+        return f"{count} groups, which {ranks} ranks cannot share"
+    for spec in scheme.layout(group.members[0], "BF16") if scheme is not None else ():
+        last_part, by_row = spec.name.rpartition(".")[2], spec.shape[0] == group.members[0].out_features
+        if last_part not in CUT_BY_GROUPS or not by_row:
+            return f"{last_part} {list(spec.shape)}, which vLLM does not cut for {ranks} ranks with one group"
+    return None
 
 
 def split_of(group: FusionGroup, names: Names) -> Split:
@@ -106,27 +157,6 @@ def split_of(group: FusionGroup, names: Names) -> Split:
     if last_part in architecture.row_parallel:
         return "in"
     return "none" if last_part in architecture.replicated or is_head(last_part) else "out"
-
-
-def _parts(member: LinearPlan, text: Mapping[str, Json]) -> tuple[LinearPlan, ...]:
-    """The layers that are stored in one weight, by their sizes; the layer itself where it is one."""
-    last_part, rows = member.name.rpartition(".")[2], member.out_features
-    if last_part in GATE_AND_UP:
-        return (replace(member, out_features=rows // 2),) * 2
-    queries = query_rows(text)
-    if last_part not in QUERY_KEY_VALUE or not 0 < queries < rows:
-        return (member,)
-    return tuple(replace(member, out_features=part) for part in (queries, *((rows - queries) // 2,) * 2))
-
-
-def query_rows(text: Mapping[str, Json]) -> int:
-    """Heads times their width; 0 where the config does not tell."""
-    heads, width, hidden = (text.get(key) for key in ("num_attention_heads", "head_dim", "hidden_size"))
-    if not isinstance(heads, int) or heads < 1:
-        return 0
-    if isinstance(width, int):
-        return heads * width
-    return hidden if isinstance(hidden, int) else 0
 
 
 def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:

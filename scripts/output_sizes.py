@@ -1,0 +1,276 @@
+"""The sizes of the parts of linear layers that vLLM builds merged, as sums and products of config keys."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import FunctionType
+
+from model_classes import literal, name_of, namespace, tree
+
+MERGED = "MergedColumnParallelLinear"
+QKV = "QKVParallelLinear"
+SHARDED = "mamba_v2_sharded_weight_loader"
+# Names of sizes that vexport/architectures/parts.py knows.
+QUERIES_KEYS_VALUES = ["queries", "keys", "values"]
+OPERATORS = {ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.FloorDiv: "//"}
+DEEPEST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """A function, with the arguments of a call of it and the scope that these are written in."""
+
+    function: ast.FunctionDef
+    arguments: Mapping[str, ast.expr] = field(default_factory=dict)
+    caller: "Scope | None" = None
+
+    def look_up(self, node: ast.expr) -> "tuple[ast.expr, Scope] | None":
+        """What a name or an attribute of self was assigned, and where."""
+        if isinstance(node, ast.Name):
+            if node.id in self.arguments and self.caller is not None:
+                return self.arguments[node.id], self.caller
+            found = assignment(self.function, node.id) or default(self.function, node.id)
+            return (found, self) if found is not None else None
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            built = self if self.function.name == "__init__" else self.caller
+            found = assignment(built.function, f"self.{node.attr}") if built is not None else None
+            return (found, built) if found is not None and built is not None else None
+        return None
+
+
+def output_sizes(parts: list[type]) -> dict[str, list[str]]:
+    """The merged layers of classes, by the last part of their names: an expression in config keys for each
+    of their parts, ["1", "1"] where these are equal."""
+    found: dict[str, list[str]] = {}
+    for part in parts:
+        for function, calls in functions(part):
+            for call in calls:
+                if name_of(call).endswith((MERGED, QKV)):
+                    known = (
+                        (layer_of(call, scope), sizes_of(call, scope))
+                        for scope in scopes(part, function, parts)
+                    )
+                    name, sizes = next(((name, sizes) for name, sizes in known if name and sizes), ("", []))
+                    found.setdefault(name or "", ["1"] * len(sizes) if len({*sizes}) == 1 else sizes)
+    return {name: sizes for name, sizes in sorted(found.items()) if len(sizes) > 1}
+
+
+@cache
+def functions(part: type) -> list[tuple[ast.FunctionDef, list[ast.Call]]]:
+    """The methods that are written in a class, and the calls in each."""
+    found = [node for node in ast.walk(tree(part)) if isinstance(node, ast.FunctionDef)]
+    return [(each, [node for node in ast.walk(each) if isinstance(node, ast.Call)]) for each in found]
+
+
+def scopes(part: type, function: ast.FunctionDef, parts: Sequence[type], depth: int = 0) -> Iterator[Scope]:
+    """A method as it is called by the class itself or, for `__init__`, by classes that build it; last, as
+    nothing is known of its arguments."""
+    wanted = part.__name__ if function.name == "__init__" else f"self.{function.name}"
+    for caller in (parts if function.name == "__init__" else [part]) if depth < DEEPEST else ():
+        for other, calls in functions(caller):
+            for call in (call for call in calls if other is not function and text_of(call) == wanted):
+                for scope in scopes(caller, other, parts, depth + 1):
+                    yield Scope(function=function, arguments=given(call, function), caller=scope)
+    yield Scope(function=function)
+
+
+@cache
+def text_of(call: ast.Call) -> str:
+    """What is called, as it is written."""
+    return ast.unparse(call.func)
+
+
+def given(call: ast.Call, function: ast.FunctionDef) -> dict[str, ast.expr]:
+    """The arguments of a call by name."""
+    names = [argument.arg for argument in function.args.args[1:]]
+    return {
+        **dict(zip(names, call.args, strict=False)),
+        **{word.arg: word.value for word in call.keywords if word.arg is not None},
+    }
+
+
+def default(function: ast.FunctionDef, name: str) -> ast.expr | None:
+    """The default of a parameter."""
+    named = function.args.args[::-1]
+    pairs = zip(named, function.args.defaults[::-1], strict=False)
+    return next((value for argument, value in pairs if argument.arg == name), None)
+
+
+def assignment(function: ast.FunctionDef, target: str) -> ast.expr | None:
+    """What a name is assigned in a function: once, or once outside its branches."""
+    for nodes in (function.body, [*ast.walk(function)]):
+        values = [
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            and node.value is not None
+            and target in map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target])
+        ]
+        if values:
+            return values[0] if len(values) == 1 else None
+    return None
+
+
+def layer_of(call: ast.Call, scope: Scope) -> str | None:
+    """The last part of the prefix that a layer is built with."""
+    node = next((word.value for word in call.keywords if word.arg == "prefix"), None)
+    while isinstance(node, ast.Name):
+        found = scope.look_up(node)
+        node, scope = found if found is not None else (None, scope)
+    last = ast.unparse(node).strip("'\")").rpartition(".")[2] if node is not None else ""
+    return last if last.isidentifier() else None
+
+
+def sizes_of(call: ast.Call, scope: Scope) -> list[str] | None:
+    """An expression for each part of a merged layer; None where that is not known."""
+    if name_of(call).endswith(QKV):
+        return QUERIES_KEYS_VALUES
+    sizes = next((word.value for word in call.keywords if word.arg == "output_sizes"), None)
+    return listed(sizes if sizes is not None else call.args[1] if len(call.args) > 1 else None, scope)
+
+
+def listed(node: ast.expr | None, scope: Scope) -> list[str] | None:
+    """A list of sizes, written out or repeated."""
+    if isinstance(node, ast.List):
+        sizes = [expression(item, scope) for item in node.elts]
+        return [size for size in sizes if size] if all(sizes) else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = sorted((node.left, node.right), key=lambda side: not isinstance(side, ast.List))
+        times = literal(right)
+        if isinstance(left, ast.List) and len(left.elts) == 1 and isinstance(times, int):
+            return [expression(left.elts[0], scope) or "1"] * times
+        return None
+    if isinstance(node, ast.IfExp):
+        test = constant(node.test, scope)
+        return listed(node.body if test else node.orelse, scope) if test is not None else None
+    found = scope.look_up(node) if node is not None else None
+    return listed(*found) if found is not None else None
+
+
+def constant(node: ast.expr, scope: Scope) -> bool | None:
+    """A truth value that is written in the code."""
+    if isinstance(node, ast.Constant):
+        return bool(node.value)
+    found = scope.look_up(node)
+    return constant(*found) if found is not None else None
+
+
+def expression(node: ast.expr, scope: Scope) -> str | None:
+    """A size in config keys: `a or b` is b where the config has no a."""
+    if isinstance(node, ast.Constant):
+        return str(node.value) if isinstance(node.value, int) else None
+    if isinstance(node, ast.BinOp):
+        left, right = expression(node.left, scope), expression(node.right, scope)
+        operator = OPERATORS.get(type(node.op))
+        return f"({left} {operator} {right})" if left and right and operator else None
+    if isinstance(node, ast.IfExp):
+        return optional(node, scope)
+    if isinstance(node, ast.Call):
+        return called_size(node, scope)
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config"):
+        return node.attr
+    found = scope.look_up(node)
+    return expression(*found) if found is not None else None
+
+
+def optional(node: ast.IfExp, scope: Scope) -> str | None:
+    """`other if key is None else key`."""
+    test = node.test
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Is):
+        return None
+    key, other = expression(node.orelse, scope), expression(node.body, scope)
+    return f"({key} or {other})" if key and other and ast.unparse(test.left).endswith(key) else None
+
+
+def called_size(call: ast.Call, scope: Scope) -> str | None:
+    """A key that may be absent, a size made whole, a sum."""
+    name, arguments = name_of(call), call.args
+    if name == "getattr" and ast.unparse(arguments[0]).endswith("config"):
+        key = literal(arguments[1])
+        other = expression(arguments[2], scope) if len(arguments) > 2 else None
+        return f"({key} or {other})" if other else str(key)
+    if name == "int" and len(arguments) == 1:
+        return expression(arguments[0], scope)
+    if name == "sum" and isinstance(arguments[0], ast.Tuple | ast.List):
+        sizes = [expression(item, scope) for item in arguments[0].elts]
+        return f"({' + '.join(size for size in sizes if size)})" if all(sizes) else None
+    return None
+
+
+def groups(parts: list[type]) -> dict[str, str]:
+    """Layers of which each rank needs whole groups, which are repeated where there are fewer than ranks by a
+    loader that cuts tensors by row (mamba_v2_sharded_weight_loader), with the number of groups."""
+    found: dict[str, str] = {}
+    for part in parts:
+        for function, calls in functions(part):
+            if all(name_of(call) != SHARDED for call in calls) or part.__name__ == SHARDED:
+                continue
+            for scope in scopes(part, function, parts):
+                count = expression(ast.Name("n_groups"), scope)
+                quantized = (call for call in calls if name_of(call).endswith("ColumnParallelLinear"))
+                for name in (
+                    layer_of(call, scope)
+                    for call in quantized
+                    if "quant_config=quant_config" in ast.unparse(call)
+                ):
+                    if count and name:
+                        found.setdefault(name, count)
+    return found
+
+
+def repeated(parts: Sequence[type], fused: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Parts of fused layers that some layers do not have, as vLLM loads another in their place: that one,
+    the key of the config that says so and the type of these layers.
+
+    Written as the shards of a tensor, `("k", ["k", "v"])`, by a function that makes a loader's mapping.
+    """
+    found: dict[str, list[str]] = {}
+    for function in loaders(parts):
+        for node in ast.walk(function):
+            shards = literal(node) if isinstance(node, ast.Tuple) else None
+            if not isinstance(shards, tuple) or len(shards) != 2 or not isinstance(shards[1], list):
+                continue
+            flags = [call for call in ast.walk(function) if isinstance(call, ast.Call) and is_flag(call)]
+            kinds = [
+                literal(test.comparators[0]) for test in ast.walk(function) if isinstance(test, ast.Compare)
+            ]
+            kinds = [kind for kind in kinds if isinstance(kind, str)]
+            for members in fused.values():
+                names = {shard: name for shard in shards[1] for name in members if name.startswith(shard)}
+                if len(names) == len(shards[1]) and len(flags) == len(kinds) == 1:
+                    flag = str(literal(flags[0].args[1]))
+                    flag = "" if is_set(parts, flag) else flag
+                    for shard in names.keys() - {shards[0]}:
+                        found[names[shard]] = [names[shards[0]], flag, str(kinds[0])]
+    return found
+
+
+def loaders(parts: Iterable[type]) -> list[ast.FunctionDef]:
+    """The functions, in the modules of classes, that classes name."""
+    found: dict[str, ast.FunctionDef] = {}
+    for part in parts:
+        for node in ast.walk(tree(part)):
+            value = getattr(namespace(part), node.id, None) if isinstance(node, ast.Name) else None
+            if isinstance(value, FunctionType) and value.__module__ == part.__module__:
+                (function,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+                if isinstance(function, ast.FunctionDef):
+                    found[value.__qualname__] = function
+    return list(found.values())
+
+
+def is_flag(call: ast.Call) -> bool:
+    """Whether a call reads a key that is false where the config does not have it."""
+    return name_of(call) == "getattr" and len(call.args) == 3 and literal(call.args[2]) is False
+
+
+def is_set(parts: Iterable[type], flag: str) -> bool:
+    """Whether a class sets a key of the config itself."""
+    return any(
+        isinstance(node, ast.Assign) and literal(node.value) is True
+        for part in parts
+        for node in ast.walk(tree(part))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith(f"config.{flag}")
+    )

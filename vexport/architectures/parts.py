@@ -1,0 +1,56 @@
+"""What vLLM makes of layers that it merges: the sizes of their parts, as functions of the model's config.
+
+The expressions come with the table (scripts/output_sizes.py): keys of config.json, `queries`, `keys` and
+`values` for those of attention, whole numbers, `+ - * //`, and `a or b`, which is b where there is no a.
+"""
+
+import ast
+from collections.abc import Mapping
+
+from vexport.architectures.table import Architecture
+from vexport.types import Json
+
+QUERIES, KEYS, VALUES = "queries", "keys", "values"
+
+
+def part_sizes(
+    layer: str, rows: int, architecture: Architecture, text: Mapping[str, Json]
+) -> tuple[int, ...]:
+    """The out_features of the parts of a layer of so many, by the last part of its name; none where they are
+    not known or not these."""
+    expressions = architecture.parts.get(layer, ())
+    if len({*expressions}) == 1 and rows % len(expressions) == 0:
+        return (rows // len(expressions),) * len(expressions)
+    queries = query_rows(text)
+    attention = {QUERIES: queries, KEYS: (rows - queries) // 2, VALUES: (rows - queries) // 2}
+    sizes = tuple(evaluate(expression, {**text, **attention}) for expression in expressions)
+    return sizes if sum(sizes) == rows and min(sizes, default=0) > 0 else ()
+
+
+def query_rows(text: Mapping[str, Json]) -> int:
+    """Heads times their width; 0 where the config does not tell."""
+    width = evaluate("head_dim", text) or evaluate("hidden_size // num_attention_heads", text)
+    return width * evaluate("num_attention_heads", text)
+
+
+def evaluate(expression: str, values: Mapping[str, Json]) -> int:
+    """A size; 0 where the config does not tell."""
+    return _evaluate(ast.parse(expression, mode="eval").body, values)
+
+
+def _evaluate(node: ast.expr, values: Mapping[str, Json]) -> int:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, int) else 0
+    if isinstance(node, ast.Name):
+        value = values.get(node.id)
+        return value if isinstance(value, int) and value > 0 else 0
+    if isinstance(node, ast.BoolOp):
+        return next((size for size in (_evaluate(each, values) for each in node.values) if size), 0)
+    if not isinstance(node, ast.BinOp):
+        return 0
+    left, right = _evaluate(node.left, values), _evaluate(node.right, values)
+    if isinstance(node.op, ast.Mult):
+        return left * right
+    if isinstance(node.op, ast.FloorDiv):
+        return left // right if right else 0
+    return left + right if isinstance(node.op, ast.Add) else left - right
