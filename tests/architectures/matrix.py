@@ -59,15 +59,12 @@ def attempts(families: Iterable[str], folder: Path) -> Iterator[list[Attempt]]:
 def attempt(
     family: str, scheme: str, source: Path, options: tuple[str, ...], advised: tuple[str, ...]
 ) -> Attempt:
-    """Call `quantize`; without proof of its own, since all outputs are loaded together."""
+    """Call `quantize` on a source, next to which the output comes."""
     out = source.with_name(f"{family}-{scheme}-{len(advised)}")
-    ran = vexport("quantize", source, out, *options, "--rounding", "nearest", "--quiet", *NO_PROOF)
+    ran = vexport("quantize", source, out, *options, "--rounding", "nearest", "--quiet")
     return Attempt(
         family=family, scheme=scheme, advised=advised, out=out, code=ran.code, message=" ".join(ran.errors)
     )
-
-
-NO_PROOF: tuple[str, ...] = ()
 
 
 def advice(message: str, scheme: str) -> tuple[str, ...]:
@@ -95,16 +92,16 @@ def cells(families: Iterable[str], folder: Path) -> dict[tuple[str, str], str]:
             found[key] = f"WRONG: {last.message or 'a refusal left an output'}"
         elif checked[last.out].code:
             found[key] = f"WRONG: check: {first_line(checked[last.out].stdout)}"
-        elif findings := reports[last.out.name].findings:
-            found[key] = f"WRONG: vLLM: {findings[0].where}: {findings[0].got}"
+        elif errors := [each for each in reports[last.out.name].findings if each.severity == "error"]:
+            found[key] = f"WRONG: vLLM: {errors[0].where}: {errors[0].got}"
         else:
             found[key] = " ".join(("loads with", *last.advised)) if last.advised else "loads"
     return found
 
 
 def first_line(text: str) -> str:
-    """The first finding of a report."""
-    return next((line.strip() for line in text.splitlines() if "error" in line), text[:200])
+    """The first error of a report."""
+    return next((line.strip() for line in text.splitlines() if line.lstrip().startswith("error")), text[:200])
 
 
 def table(found: Mapping[tuple[str, str], str]) -> str:
