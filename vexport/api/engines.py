@@ -6,12 +6,12 @@ from pathlib import Path
 
 from vexport.engine.dry.checkpoints import dry_load_checkpoints
 from vexport.engine.session import require_engine
-from vexport.run.comparing import base_scenario, compare_schemes, with_scheme
+from vexport.run.comparing import compare_schemes, with_scheme
 from vexport.run.evaluating import EvalJob, evaluate_checkpoint
 from vexport.run.loading import load_checkpoints
 from vexport.run.scenario import run_scenario
 from vexport.run.serving import EngineOptions
-from vexport.scenario import Evaluate, Serve, read_scenario
+from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
 from vexport.types import (
     ComparedRun,
     DryLoadReport,

@@ -57,13 +57,13 @@ def compare(
     from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
     from vexport.reports import render_comparison
+    from vexport.scenario import base_scenario
 
     if not schemes:
         raise click.UsageError("--schemes: name at least one scheme.")
-    require_engine((interpreter.vllm_python,))
-    from vexport.run.comparing import base_scenario, compare_schemes, with_scheme
-
     base = base_scenario(source, schemes[0], scenario_file)
+    require_engine((interpreter.vllm_python,))
+    from vexport.run.comparing import compare_schemes, with_scheme
 
     scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes])
     folder = run_dir or Path("runs") / f"compare-{base.name}"

@@ -1,16 +1,14 @@
 """`vexport compare`: a run for each scheme in one folder, with the baseline of the first."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from vexport.checkpoint.data_name import DEFAULT
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.formats.schemes import KEEP
 from vexport.reports.comparison import compared_run, marked
 from vexport.run.scenario import run_scenario
 from vexport.run.serving import EngineOptions
-from vexport.scenario import DEFAULT_OBSERVERS, Evaluate, Rule, Scenario, read_scenario
+from vexport.scenario import DEFAULT_OBSERVERS, Scenario
 from vexport.types import ComparedRun
 
 
@@ -50,17 +48,3 @@ def with_scheme(scenario: Scenario, scheme: str) -> Scenario:
         for rule in scenario.rules
     )
     return scenario.model_copy(update={"rules": rules, "name": f"{scenario.name}-{scheme}", "auto": None})
-
-
-def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
-    """What all schemes have in common: the scenario of a file, or text with all defaults."""
-    if file is not None:
-        return read_scenario(file).model_copy(update={"source": source})
-    path = Path(source).expanduser()
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", path.resolve().name if path.is_dir() else path.name)
-    return Scenario(
-        name=name.lstrip("._-") or "model",
-        source=source,
-        rules=(Rule(match="Linear", scheme=scheme),),
-        evaluate=Evaluate(text=DEFAULT),
-    )

@@ -19,7 +19,7 @@ from vexport.scenario.evaluate import (
 )
 from vexport.scenario.model import Scenario
 from vexport.scenario.problems import problems_at
-from vexport.scenario.reading import read_scenario
+from vexport.scenario.reading import base_scenario, read_scenario
 from vexport.scenario.rules import DEFAULT_OBSERVERS, Auto, IgnoredLayers, Rule
 from vexport.scenario.scheme_keys import AUTO, GroupSize, parse_group_size
 from vexport.scenario.serve import Serve
@@ -45,6 +45,7 @@ __all__ = [
     "Scenario",
     "Sensitivity",
     "Serve",
+    "base_scenario",
     "default_calibration",
     "parse_group_size",
     "problems_at",

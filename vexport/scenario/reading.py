@@ -1,19 +1,22 @@
 """Read a scenario from YAML, with its paths made absolute."""
 
 import os
+import re
 from collections.abc import Hashable
 from pathlib import Path
 
 import yaml
 
-from vexport.checkpoint.data_name import parse_data
+from vexport.checkpoint.data_name import DEFAULT, parse_data
 from vexport.checkpoint.source import with_revision
 from vexport.errors import InputError, require_working_disk
 from vexport.errors.escaping import clip
 from vexport.files import require_no_device
 from vexport.outputs.replaceable import RECIPE
+from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.model import Scenario
 from vexport.scenario.problems import problems_at
+from vexport.scenario.rules import Rule
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -136,3 +139,17 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
         update = {"tasks": tasks, "text": text, "baseline": baseline, "include_path": folders}
         changes["evaluate"] = scenario.evaluate.model_copy(update=update)
     return scenario.model_copy(update=changes)
+
+
+def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
+    """What all schemes have in common: the scenario of a file, or text with all defaults."""
+    if file is not None:
+        return read_scenario(file).model_copy(update={"source": source})
+    path = Path(source).expanduser()
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", path.resolve().name if path.is_dir() else path.name)
+    return Scenario(
+        name=name.lstrip("._-") or "model",
+        source=source,
+        rules=(Rule(match="Linear", scheme=scheme),),
+        evaluate=Evaluate(text=DEFAULT),
+    )
