@@ -45,6 +45,17 @@ class Built:
     asked: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a module asks for: its name, and the members that the quantization config knew it to have then.
+
+    Each model adds its own, so that a tower may ask before the language model has.
+    """
+
+    prefix: str
+    members: tuple[str, ...]
+
+
 class Books(Audit):  # type: ignore[no-untyped-call]
     """An audit that forgets no tensor."""
 
@@ -67,11 +78,12 @@ def storage(tensor: torch.Tensor) -> int:
 
 def build(folder: Path) -> Built:
     """Build the class that a folder's config names on the meta device, and load its tensors if it has any."""
-    heard: dict[nn.Module, str] = {}
+    heard: dict[nn.Module, Asked] = {}
     method = CompressedTensorsConfig.get_quant_method
 
     def listen(self: CompressedTensorsConfig, layer: nn.Module, prefix: str) -> object:
-        heard[layer] = prefix
+        known = self.packed_modules_mapping.get(prefix.rpartition(".")[2], ())
+        heard[layer] = Asked(prefix=prefix, members=tuple(known))
         return method(self, layer, prefix)
 
     CompressedTensorsConfig.get_quant_method = listen
@@ -86,7 +98,7 @@ def build(folder: Path) -> Built:
 
 
 def described(
-    model: nn.Module, config: VllmConfig, heard: Mapping[nn.Module, str], loaded: Mapping[str, str]
+    model: nn.Module, config: VllmConfig, heard: Mapping[nn.Module, Asked], loaded: Mapping[str, str]
 ) -> Built:
     """The kinds of a model's modules by their names in files; `loaded` are vLLM's own by those of files."""
     built = Built()
@@ -102,17 +114,17 @@ def described(
         if not (in_language_model and STACK.search(name)):
             built.kinds[with_stars(name)] = kind
         if kind in ("linear", "head") and modules[module] in heard:
-            built.asked.update(other_names(name, heard[modules[module]], packed))
+            built.asked.update(other_names(name, heard[modules[module]]))
     return built
 
 
-def other_names(name: str, prefix: str, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
+def other_names(name: str, asked: Asked) -> Iterator[tuple[str, str]]:
     """(name in files, name that is asked for) of a module, where they differ: of a part, and of the whole."""
     holder, dot, last_part = name.rpartition(".")
-    asked_holder, _, whole = prefix.rpartition(".")
-    names = {name: prefix}
-    if last_part in packed.get(whole, ()):
-        names = {name: f"{asked_holder}{dot}{last_part}", f"{holder}{dot}{whole}": prefix}
+    asked_holder, _, whole = asked.prefix.rpartition(".")
+    names = {name: asked.prefix}
+    if last_part in asked.members:
+        names = {name: f"{asked_holder}{dot}{last_part}", f"{holder}{dot}{whole}": asked.prefix}
     for old, new in names.items():
         if old != new and with_numbers(with_stars(new), old) == new:
             yield with_stars(old), with_stars(new)
@@ -124,7 +136,7 @@ def parts(name: str, packed: Mapping[str, list[str]]) -> tuple[str, ...]:
     return (name, *(f"{holder}{dot}{member}" for member in packed.get(last_part, ())))
 
 
-def kind_of(module: nn.Module, heard: Mapping[nn.Module, str]) -> Kind | None:
+def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> Kind | None:
     """What a module is to a quantization config; None for what has no weight or is no layer of its own."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None or isinstance(module, RoutedExperts):

@@ -309,7 +309,7 @@ class CheckpointView:
                 tuple(map(self.architecture.asked_name, members)),
             )
         if fused.name not in fused.members:
-            return looked_up(name, members, self.architecture)
+            return members if {*members} == {name} else looked_up(name, members, self.architecture)
         prefix, dot, projection = name.rpartition(".")
         parts = self.fused_modules.get(projection, ())
         return tuple(f"{prefix}{dot}{part}" for part in parts) or members
