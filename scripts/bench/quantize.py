@@ -6,15 +6,16 @@
 The source is a synthetic Llama of 1.1 B parameters (2.2 GB of bf16 in 4 shards, random normal weights whose
 rows differ in size), made once in DIR, by default a folder of its own under the system's temporary one. All
 are run in turns with the source in the page cache, each into a new folder, after a sync; the fastest of the
-repeats counts. "span" is from the first read to the last write, imports and compiled kernels being there;
-"whole" is the command with its start, "cpu" the seconds of processor time of that, which say more on a busy
-machine. Memory is the largest resident set of the process. The peer runs in
+repeats counts. The copy is synced, as the output is. "span" is from the first read to the last write, imports
+and compiled kernels being there; "whole" is the command with its start, "cpu" the processor seconds of that,
+which say more on a busy machine. Memory is the largest resident set of the process. The peer runs in
 .venv-peer (scripts/bench/setup-peer; without it its columns are empty). Linux only.
 """
 
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -222,9 +223,10 @@ def largest_resident(pid: int) -> float:
 
 
 def copied(source: Path, scratch: Path) -> float:
-    """Seconds that cp takes for the weights."""
+    """Seconds that cp takes for the weights until the disk holds them, as it holds what is quantized."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        return timed(["cp", *source.glob("*.safetensors"), folder]).seconds
+        words = " ".join(map(shlex.quote, map(str, source.glob("*.safetensors"))))
+        return timed(["sh", "-c", f"cp {words} {folder} && sync {folder}/*"]).seconds
 
 
 def ours(scheme: str, source: Path, scratch: Path) -> Measured:
@@ -232,6 +234,7 @@ def ours(scheme: str, source: Path, scratch: Path) -> Measured:
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         out = Path(folder) / "out"
         command = [sys.executable, "-m", "vexport", "quantize", source, out, "--scheme", scheme, "--quiet"]
+        command.append("--no-verify")
         whole = timed(command)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         out = Path(folder) / "out"

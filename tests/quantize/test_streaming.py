@@ -36,13 +36,16 @@ def write_model(folder: Path, *, hidden: int, layers: int) -> Path:
     """A Llama of random bf16 weights in two shards, large enough to be killed in the middle."""
     folder.mkdir()
     generator = np.random.default_rng(0)
-    names: dict[str, tuple[int, int]] = {"model.embed_tokens.weight": (4096, hidden)}
+    names: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (4096, hidden)}
     for layer in range(layers):
         for name, rows in (("q", hidden), ("k", hidden // 4), ("v", hidden // 4), ("o", hidden)):
             names[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, hidden)
         for name in ("gate", "up"):
             names[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (3 * hidden, hidden)
         names[f"model.layers.{layer}.mlp.down_proj.weight"] = (hidden, 3 * hidden)
+        for name in ("input", "post_attention"):
+            names[f"model.layers.{layer}.{name}_layernorm.weight"] = (hidden,)
+    names["model.norm.weight"] = (hidden,)
     names["lm_head.weight"] = (4096, hidden)
     weight_map = {}
     for shard, part in enumerate(np.array_split(np.array(list(names)), 2)):
@@ -54,7 +57,10 @@ def write_model(folder: Path, *, hidden: int, layers: int) -> Path:
             weight_map[name] = f"model-{shard}.safetensors"
         save_file(tensors, folder / f"model-{shard}.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "head_dim": hidden // 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 4096}
+    config = {**CONFIG, **sizes, **heads, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     return folder
 

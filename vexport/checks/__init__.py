@@ -32,6 +32,8 @@ COMPARED = "weights, kept tensors, tokenizer, template and configs are those of 
 OF_ANY_METHOD = ("shards", "digests", "config")
 # What looks at numbers: of other methods in compressed-tensors' terms.
 OF_NUMBERS = ("values", "fusion")
+# What is told from config.json, names and headers alone, of what vexport writes itself.
+OF_HEADERS = ("shards", "model", "config", "targets", "completeness", "shapes", "kv_cache", "transforms")
 Against = Callable[[CheckpointView], Iterator[Finding]]
 
 
@@ -107,6 +109,17 @@ def check_checkpoint(
         tp=tuple(target.tp) or (1,),
         sm=tuple(target.sm),
     )
+
+
+def findings_of_headers(root: Path) -> tuple[Finding, ...]:
+    """The findings on a checkpoint that need no look at its weights, in less than a second."""
+    try:
+        with Reader() as reader:
+            view = CheckpointView(read_index(root), reader)
+            found = [each for name in OF_HEADERS for each in _or_internal_error(name, CHECKS[name].run, view)]
+    except InputError as problem:
+        return findings_of(problem)
+    return tuple(dict.fromkeys(found))
 
 
 def _refuses_missing_files(target: Target) -> bool:

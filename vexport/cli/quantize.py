@@ -1,12 +1,17 @@
 """The quantized checkpoint."""
 
 import os
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import command, print_text
+from vexport.cli.base import command, note, print_text
 from vexport.cli.effects import (
     CALIBRATION_OPTIONS,
     note_default_calibration,
@@ -29,9 +34,13 @@ from vexport.cli.planning import (
     requested_rules,
     scheme_option,
 )
+from vexport.errors import CheckpointFailed
 from vexport.errors.extras import require_extra
 from vexport.types import Calibration, ExpertCoverage, Plan
 from vexport.types.rounding import RoundingReport
+
+if TYPE_CHECKING:
+    from vexport.types import OnProgress
 
 
 @command()
@@ -43,6 +52,12 @@ from vexport.types.rounding import RoundingReport
 @calibration_options
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of weights."
+)
+@click.option(
+    "--no-verify",
+    is_flag=True,
+    envvar="VEXPORT_NO_VERIFY",
+    help="Leave out the dry load of OUT in vLLM, which takes about 10 seconds.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if vexport made it and nothing else is in it.")
 @trust_option
@@ -56,6 +71,7 @@ def quantize(
     options: PlanOptions,
     calibration: CalibrationOptions,
     max_shard_size: int,
+    no_verify: bool,
     overwrite: bool,
     trust_remote_code: bool,
     answer: Answer,
@@ -63,7 +79,8 @@ def quantize(
     """Quantize SOURCE, a folder or a hub id (ORG/NAME or ORG/NAME@REVISION), into the folder OUT.
 
     lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT is written
-    atomically; rerun an interrupted command to resume.
+    atomically; rerun an interrupted command to resume. Its config and names are checked first, and vLLM,
+    where it is installed, loads it dry: what fails becomes OUT.failed.
 
     \b
     Examples:
@@ -106,11 +123,36 @@ def quantize(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             shard_bytes=max_shard_size,
+            prove=partial(_prove, out, options.settings.ranks, no_verify, trust_remote_code, on_progress),
             on_progress=on_progress,
         )
         plan, seen, rounding = quantize_source(job, notes)
     if is_first:
         _print(out, plan, seen, rounding, answer)
+
+
+def _prove(
+    out: Path,
+    tp: Sequence[int],
+    no_verify: bool,
+    trust_remote_code: bool,
+    on_progress: "OnProgress",
+    folder: Path,
+    plan: Plan,
+) -> CheckpointFailed | None:
+    """Why what was written is not to become OUT, with the command that keeps the layer at fault."""
+    from vexport.engine.proof import prove
+
+    proof = prove(
+        folder, plan, tp=tp, dry=not no_verify, trust_remote_code=trust_remote_code, on_progress=on_progress
+    )
+    for text in proof.not_judged:
+        note(text.replace(str(folder), str(out)))
+    if not proof.errors:
+        return None
+    words = [word for pattern in proof.keep for word in ("--ignore", pattern)]
+    again = shlex.join(["vexport", *sys.argv[1:], *words])
+    return proof.failure(folder, out, f"keep it: `{again}`" if words else "complete SOURCE, or report it")
 
 
 def _print(

@@ -2,6 +2,7 @@
 
 from vexport.outputs.directory import (
     aside_folder,
+    kept_as_failed,
     new_directory,
     resumable_directory,
     working_folder,
@@ -15,6 +16,7 @@ __all__ = [
     "FolderKind",
     "NamedPath",
     "aside_folder",
+    "kept_as_failed",
     "new_directory",
     "refuse_existing",
     "refuse_others",

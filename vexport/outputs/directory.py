@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from vexport.errors import InputError, VexportError
+from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.files import read_json_object, write_text
 from vexport.outputs.replaceable import FILES, RECIPE, refuse_existing
 from vexport.outputs.separate import resolved
@@ -37,6 +37,24 @@ def working_folder(path: Path) -> Path:
 def aside_folder(folder: Path) -> Path:
     """Next to a folder of `resumable_directory`, one for files that a later call finds and OUT has not."""
     return folder.parent / ASIDE
+
+
+def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> CheckpointFailed:
+    """Rename the `folder` of `resumable_directory` to `PATH.failed`, and say so in what it failed with.
+
+    An earlier one is replaced where vexport made it; where something else is there the folder is not kept.
+    """
+    failed = resolved(path).with_name(f"{resolved(path).name}.failed")
+    try:
+        refuse_existing(failed, overwrite=True)
+    except InputError:
+        return failure
+    _sign(folder)
+    if failed.exists():
+        shutil.rmtree(failed)
+    folder.rename(failed)
+    fix = f"{failure.fix}; it is kept as {failed}"
+    return CheckpointFailed(failure.where, got=failure.got, need=failure.need, fix=fix)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex, unchanged
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
-from vexport.errors import InputError
+from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
 from vexport.formats.packing.base import Array
@@ -17,6 +17,7 @@ from vexport.numerics.ranks import gather, on_first, process_group, rank_and_siz
 from vexport.outputs import (
     NamedPath,
     aside_folder,
+    kept_as_failed,
     refuse_existing,
     require_separate,
     resumable_directory,
@@ -48,6 +49,8 @@ class QuantizeJob:
     overwrite: bool = False
     trust_remote_code: bool = False
     shard_bytes: int = DEFAULT_SHARD_BYTES
+    # Judges the finished folder before it becomes `out`; what it returns is raised.
+    prove: Callable[[Path, Plan], CheckpointFailed | None] = lambda folder, plan: None
     on_progress: OnProgress = silent
 
     def calibrate(self, index: SourceIndex, plan: Plan) -> Calibration | None:
@@ -100,7 +103,7 @@ def write_checkpoint(
 
     A call that was broken off is continued by the next one with the same arguments. The answer is how the
     weights were rounded, where calibration text decided it. InputError where a file of the source has
-    changed since `index` was read.
+    changed since `index` was read; CheckpointFailed, with OUT.failed in the place of OUT, by `job.prove`.
     """
     shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
     with (
@@ -132,7 +135,10 @@ def write_checkpoint(
         if rank_and_size()[0] == 0:
             with unchanged(index):
                 finish(index, plan, calibration, folder, shards)
+            failure = job.prove(folder, plan)
             forget_progress(folder, shards)
+            if failure is not None:
+                raise kept_as_failed(folder, job.out, failure)
     return rounding
 
 

@@ -1,0 +1,91 @@
+"""What quantize proves before the output takes its name."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.command import vexport
+from tests.models import quantize, save_llama
+from tests.mutations.edits import drop, put, spoiled
+from vexport.checkpoint.index import read_index
+from vexport.engine.proof import Proof, prove
+from vexport.plan import build_plan
+from vexport.plan.source import rules_for
+
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+QKV = [Q.replace("q_proj", f"{part}_proj") for part in "qkv"]
+
+
+@pytest.fixture
+def incomplete(llama: Path, tmp_path: Path) -> Path:
+    """A source without its last norm, of which vLLM would read what is in memory."""
+    source = copytree(llama, tmp_path / "incomplete")
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+def test_an_output_that_vllm_would_misread_is_not_called_out(incomplete: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # the second one replaces what the first one left
+        ran = vexport("quantize", incomplete, tmp_path / "out", "--scheme", "W8A16", "--rounding", "nearest")
+        assert ran.code == 1
+        (error,) = ran.errors
+        assert f"{tmp_path / 'out'}: model.norm.weight: got no such tensor" in error
+        assert str(tmp_path / "out.failed") in error
+        assert "next" not in ran.stdout
+        left = {path.name for path in tmp_path.iterdir() if "out" in path.name}
+        assert left == {"out.failed"}
+        assert not list((tmp_path / "out.failed").glob("*.progress"))
+    assert vexport("check", tmp_path / "out.failed").code == 1
+
+
+def test_what_others_put_there_is_not_replaced(incomplete: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.failed").mkdir()
+    (tmp_path / "out.failed" / "mine").write_text("mine")
+    ran = vexport("quantize", incomplete, tmp_path / "out", "--scheme", "W8A16", "--rounding", "nearest")
+    assert ran.code == 1
+    assert [path.name for path in (tmp_path / "out.failed").iterdir()] == ["mine"]
+
+
+def proof_of(source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool = True) -> Proof:
+    plan = build_plan(read_index(source), rules_for("NVFP4A16", observer=None, ignore=()))
+    return prove(folder, plan, tp=tp, dry=dry)
+
+
+@pytest.mark.parametrize(
+    ("change", "keep"),
+    [
+        (drop(f"{DOWN}.weight_scale"), [DOWN]),
+        (put(f"{Q}.weight_packed", lambda packed: packed[:, :-1].contiguous()), QKV),
+    ],
+)
+def test_the_layer_at_fault_is_named_so_that_it_can_be_kept(
+    llama: Path, tmp_path: Path, change: object, keep: list[str]
+) -> None:
+    assert callable(change)
+    out = quantize(llama, tmp_path / "out", "NVFP4A16")
+    assert proof_of(llama, out, dry=False) == Proof(errors=(), keep=(), not_judged=())
+    proof = proof_of(llama, spoiled(out, tmp_path / "spoiled", change), dry=False)
+    assert proof.errors
+    assert list(proof.keep) == keep
+    words = [word for name in proof.keep for word in ("--ignore", name)]
+    kept = quantize(llama, tmp_path / "kept", "NVFP4A16", *words)
+    assert all(f"{name}.weight" in read_index(kept).tensors for name in keep)
+
+
+@pytest.mark.vllm
+def test_vllm_loads_the_output_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VEXPORT_NO_VERIFY")
+    source = save_llama(tmp_path / "source", num_hidden_layers=2)
+    ran = vexport("quantize", source, tmp_path / "out", "--scheme", "NVFP4A16", "--format", "json")
+    assert ran.code == 0, ran.stderr
+    assert "dry load" in ran.stderr
+    assert json.loads(ran.stdout)["next_commands"][-1] == shlex.join(["vllm", "serve", str(tmp_path / "out")])
+    (error,) = proof_of(source, tmp_path / "out", tp=(3,)).errors  # its four heads, of which no name tells
+    assert "divisible by tensor parallel size" in error.got

@@ -1,0 +1,128 @@
+"""Proves a quantized checkpoint before it takes its name: its config and names, and that vLLM loads it."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vexport.architectures.fusion import moe_layer
+from vexport.checks import INTERNAL, findings_of_headers
+from vexport.engine.dry.load import dry_loads
+from vexport.engine.session import EngineFault
+from vexport.errors import CheckpointFailed
+from vexport.errors.extras import is_installed
+from vexport.formats.schemes import get_scheme
+from vexport.types import Finding, FusionGroup, OnProgress, Plan, silent
+
+# The least capability on which vLLM runs bfloat16 (Platform.check_if_supports_dtype).
+_LEAST_SM = 80
+_SECONDS = 600.0
+# Layers that are named one by one in advice; of more their projections are.
+_FEW = 6
+_NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What is wrong with a checkpoint, the patterns of layers to keep instead, and what was not judged."""
+
+    errors: tuple[Finding, ...]
+    keep: tuple[str, ...]
+    not_judged: tuple[str, ...]
+
+    def failure(self, folder: Path, out: Path, fix: str) -> CheckpointFailed:
+        """The first error, on `out` instead of the `folder` in which it was written."""
+        first, number = self.errors[0], len(self.errors)
+        where = first.where if str(folder) in first.where else f"{out}: {first.where}"
+        got = first.got + (f" ({number - 1:,} more)" if number > 1 else "")
+        return CheckpointFailed(where.replace(str(folder), str(out)), got=got, need=first.expected, fix=fix)
+
+
+def prove(
+    folder: Path,
+    plan: Plan,
+    *,
+    tp: Sequence[int] = (1,),
+    dry: bool = True,
+    trust_remote_code: bool = False,
+    on_progress: OnProgress = silent,
+) -> Proof:
+    """Judge what was written into `folder` by the plan: in this process by config, names and headers.
+
+    With `dry` also by a dry load in vLLM, where it is installed, on the least GPU that runs the schemes. What
+    that cannot judge is in `not_judged`, and no error.
+    """
+    on_progress("prove (config and names)", 0, 1)
+    findings = [each for each in findings_of_headers(folder) if each.severity == "error"]
+    unsure = [f"{each.where}: {each.got}" for each in findings if each.check == INTERNAL]
+    errors = [each for each in findings if each.check != INTERNAL]
+    on_progress("prove (config and names)", 1, 1)
+    if dry and not errors:
+        judged = _dry_loaded(folder, plan, tp, trust_remote_code, on_progress)
+        errors += judged if not isinstance(judged, str) else ()
+        unsure += [judged] if isinstance(judged, str) else ()
+    keep = tuple(_patterns(list(_groups(plan, errors)))) if errors else ()
+    return Proof(errors=tuple(errors), keep=keep, not_judged=tuple(unsure))
+
+
+def _dry_loaded(
+    folder: Path, plan: Plan, tp: Sequence[int], trust_remote_code: bool, on_progress: OnProgress
+) -> list[Finding] | str:
+    """What vLLM's loaders find wrong, or why they cannot tell."""
+    if not is_installed("vllm"):
+        return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
+    schemes = [get_scheme(name) for name in plan.schemes]
+    supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
+    sm = max((_LEAST_SM, *(support.loads_from for support in supports)))
+    if any(support.package or support.refuses(sm) for support in supports):
+        return "a dry load has no kernel for these schemes"
+    try:
+        (report,) = dry_loads(
+            [folder],
+            tp=tp,
+            sm=(sm,),
+            trust_remote_code=trust_remote_code,
+            timeout=_SECONDS,
+            on_progress=on_progress,
+        )
+    except EngineFault as fault:
+        return f"the dry load ended early: {fault.got}"
+    unknown = {cell.reason for cell in report.cells if cell.status == "not shown"}
+    errors = [each for each in report.findings if each.severity == "error" and each.got not in unknown]
+    if unknown and not errors:
+        return f"the dry load cannot build this model: {min(unknown)}"
+    return errors
+
+
+def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
+    """The layers of the plan that findings name, by names of the files or by vLLM's."""
+    named = {_tail(word) for each in errors for word in re.findall(r"[\w.]+", each.where)} - {""}
+    for group in plan.groups:
+        tails = {_tail(name) for name in (group.name, *(member.name for member in group.members))} - {""}
+        if any(
+            word == tail or word.startswith(f"{tail}.") or (moe_layer(tail) or tail) == word
+            for tail in tails
+            for word in named
+        ):
+            yield group
+
+
+def _tail(name: str) -> str:
+    """A layer's name from the one that numbers its decoder layer: `layers.0.mlp.down_proj`."""
+    found = _NUMBERED.search(name)
+    return found[0] if found else ""
+
+
+def _patterns(groups: Sequence[FusionGroup]) -> Iterator[str]:
+    """What --ignore takes to keep layers whole: all that are fused, and all experts of a layer."""
+    names = [member.name for group in groups for member in group.members]
+    experts = dict.fromkeys(layer for name in names if (layer := moe_layer(name)))
+    singles = [name for name in names if moe_layer(name) is None]
+    if len(experts) + len(singles) <= _FEW:
+        yield from singles
+        yield from (f"re:{re.escape(layer)}[.].*" for layer in experts)
+        return
+    leaves = dict.fromkeys(name.rpartition(".")[2] for name in singles)
+    yield from (f"re:.*[.]{leaf}" for leaf in leaves)
+    if experts:
+        yield "re:.*[.]experts[.].*"
