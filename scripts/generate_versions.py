@@ -2,10 +2,9 @@
 
     PYTHONPATH=. .venv/bin/python scripts/generate_versions.py 0.33.0 [0.31.0 ...] [--cache FOLDER]
 
-The wheels of that vLLM, of `PINNED` and of the compressed-tensors that it requires are fetched into a cache
-and read as text. What is read are literals: schemes and their least capabilities, widths, the order of
-kernels, names of methods and formats, patterns of the KV cache's scales, and of the model classes what they
-fuse and whether they quantize their tables of tokens, as far as `PINNED` has them otherwise.
+The wheels of that vLLM and of `PINNED` are fetched into a cache and read as text. What is read are literals:
+schemes and their least capabilities, widths, the order of kernels, names of methods, and of the model classes
+what they fuse and whether they quantize their tables of tokens, as far as `PINNED` has them otherwise.
 """
 
 import argparse
@@ -24,9 +23,6 @@ FOLDER = Path(__file__).parent.parent / "vexport" / "architectures" / "versions"
 QUANTIZATION = "vllm/model_executor/layers/quantization"
 CT = f"{QUANTIZATION}/compressed_tensors"
 KERNELS = "vllm/model_executor/kernels/linear/__init__.py"
-ARGUMENTS = "compressed_tensors/quantization/quant_args.py"
-FORMATS = "compressed_tensors/config/base.py"
-WEIGHTS = "vllm/model_executor/model_loader/weight_utils.py"
 REGISTRIES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 PLATFORMS = ("CPU", "CUDA")
 TABLE = "VocabParallelEmbedding"
@@ -47,7 +43,7 @@ def main() -> None:
         wheel = Wheel("vllm", version, given.cache)
         classes, minor = model_classes(wheel), version.rpartition(".")[0]
         changed = {name: entry for name, entry in classes.items() if name in pinned and entry != pinned[name]}
-        entry: Entry = {"vllm": version, **facts(wheel, given.cache)}
+        entry: Entry = {"vllm": version, **facts(wheel)}
         entry["absent"] = sorted(pinned.keys() - classes.keys())
         entry["added"] = {name: classes[name] for name in sorted(classes.keys() - pinned.keys())}
         entry["classes"] = changed
@@ -69,35 +65,18 @@ def items(value: object) -> Iterator[tuple[str, object]]:
     yield from value.items() if isinstance(value, dict) else ()
 
 
-def facts(wheel: Wheel, cache: Path) -> Entry:
+def facts(wheel: Wheel) -> Entry:
     """What does not depend on a model class."""
     required = re.search(r"compressed-tensors==([\w.]+)", wheel.metadata)
     assert required is not None
-    other = Wheel("compressed-tensors", required[1], cache)
-    config = wheel.text(f"{CT}/compressed_tensors.py")
     return {
         "compressed_tensors": required[1],
-        "formats": enumeration(other, FORMATS, "CompressionFormat"),
-        "orderings_need_groups": "actorder is not None and strategy not in" in other.text(ARGUMENTS),
-        "refuses_orderings": "activation ordering" in config,
-        "quantizes_tables": f"isinstance(layer, {TABLE})" in config,
-        "refuses_sparsity": "model without sparsity" in config,
-        "ignores_fused_patterns": "layer_name not in ignore" not in wheel.text(f"{CT}/utils.py"),
-        "unties_heads": "def maybe_untie_word_embeddings" in wheel.text("vllm/config/model.py"),
-        "refuses_missing_files": "referenced in index but missing" in wheel.text(WEIGHTS),
         "schemes": schemes(wheel),
-        **widths(wheel),
+        "asymmetric_widths": asymmetric_widths(wheel),
         "kernels": kernels(wheel),
         "supported": capabilities(wheel),
         "methods": methods(wheel),
-        "cache_scales": cache_scales(wheel),
     }
-
-
-def enumeration(wheel: Wheel, file: str, name: str) -> list[str]:
-    """The values of an enumeration."""
-    lines = [line for line in wheel.classes(file)[name].body if isinstance(line, ast.Assign)]
-    return [ast.literal_eval(line.value) for line in lines]
 
 
 def schemes(wheel: Wheel) -> dict[str, int]:
@@ -128,17 +107,14 @@ def returned(wheel: Wheel, file: str, name: str) -> int | None:
     return None
 
 
-def widths(wheel: Wheel) -> Entry:
-    """Bits of packed integers: with a symmetric range, and with zero points."""
+def asymmetric_widths(wheel: Wheel) -> list[int]:
+    """Bits of packed integers with zero points."""
     tables = {
         ast.unparse(node.targets[0]): [ast.literal_eval(key) for key in node.value.keys if key is not None]
         for node in wheel.tree(f"{CT}/schemes/compressed_tensors_wNa16.py").body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
     }
-    return {
-        "widths": tables["WNA16_SUPPORTED_TYPES_MAP"],
-        "asymmetric_widths": tables["WNA16_ZP_SUPPORTED_TYPES_MAP"],
-    }
+    return tables["WNA16_ZP_SUPPORTED_TYPES_MAP"]
 
 
 def kernels(wheel: Wheel) -> dict[str, dict[str, list[str]]]:
@@ -173,18 +149,6 @@ def methods(wheel: Wheel) -> list[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "QuantizationMethods"
     )
     return [each.value for each in ast.walk(literal) if isinstance(each, ast.Constant)]  # type: ignore[misc]
-
-
-def cache_scales(wheel: Wheel) -> list[str]:
-    """The patterns by which names of the KV cache's scales are found, sorted."""
-    files = (f"{QUANTIZATION}/base_config.py", WEIGHTS)
-    texts = {
-        node.value
-        for file in files
-        for node in ast.walk(wheel.tree(file))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith("$")
-    }
-    return sorted(text for text in texts if text.startswith(("\\.", "(?<")))
 
 
 def model_classes(wheel: Wheel) -> dict[str, Entry]:

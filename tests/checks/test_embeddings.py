@@ -11,9 +11,7 @@ import pytest
 
 from tests.engine.sketches import LLAMA, Tensor, sketch
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.target import Target
 from vexport.types import Json
-from vexport.version import PINNED, Version
 
 ROWS, COLUMNS, GROUP = 384, 256, 32
 NAMED, OF_CLASS = "re:.*embed_tokens$", "Embedding"
@@ -39,9 +37,9 @@ def checkpoint(folder: Path, model: str, target: str, *, tied: bool, packed: boo
     return folder
 
 
-def said(folder: Path, vllm: Version = PINNED) -> str:
+def said(folder: Path) -> str:
     """What the check says of the table."""
-    found = check_checkpoint(str(folder), Target(vllm=vllm)).findings
+    found = check_checkpoint(str(folder)).findings
     return " ".join(one.got for one in found if (one.check, one.where) == ("targets", "model.embed_tokens"))
 
 
@@ -79,9 +77,6 @@ def test_targeted_tables_that_are_not_quantized(
     assert got == ("an unquantized weight" if refused else "")
 
 
-def test_other_numbers_and_versions(tmp_path: Path) -> None:
-    sound = checkpoint(tmp_path / "table", "Qwen3ForCausalLM", NAMED, tied=False, packed=True)
-    assert "quantizes no embeddings" in said(sound, (0, 22))
-    assert said(sound, (0, 23)) == ""
+def test_other_numbers(tmp_path: Path) -> None:
     odd = checkpoint(tmp_path / "odd", "Qwen3ForCausalLM", NAMED, tied=False, packed=True, symmetric=False)
     assert "symmetric integers" in said(odd)

@@ -24,7 +24,7 @@ def _broken(view: CheckpointView) -> Iterator[Finding]:
 def three(good: Callable[[str], Path], tmp_path: Path) -> list[Path]:
     """Two sound checkpoints and between them one on which a check ends with an exception."""
     copytree(good("W4A16"), tmp_path / "bad")
-    (tmp_path / "bad" / "generation_config.json").write_text("[]")
+    (tmp_path / "bad" / "tokenizer_config.json").write_text("[]")
     return [good("W4A16"), tmp_path / "bad", good("FP8_BLOCK")]
 
 

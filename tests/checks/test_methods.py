@@ -9,9 +9,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import problems
-from vexport.checks import check_checkpoint
 from vexport.checks.vllm.producers import PRODUCERS
-from vexport.checks.vllm.target import Target
 from vexport.types import Finding, Json
 
 # As the producers write them, shortened.
@@ -104,15 +102,3 @@ def test_the_methods_are_those_of_vllm() -> None:
 
     known = {*QUANTIZATION_METHODS, "auto-round"}
     assert {name for name in PRODUCERS if name not in known} == {"bitsandbytes", "gguf"}
-
-
-def test_a_method_that_left_vllm_is_known_by_version(good: Good, tmp_path: Path) -> None:
-    """bitsandbytes is no method of vLLM 0.32; it was one of 0.25."""
-    changed = rewritten(
-        good("W8A8"),
-        tmp_path / "other",
-        lambda config: config.update(quantization_config=CONFIGS["bitsandbytes"]),
-    )
-    assert "which vLLM 0.32 has not; 0.27 is the last known one that has" in only(changed).got
-    report = check_checkpoint(str(changed), Target(vllm=(0, 25)))
-    assert "which vLLM may well load" in report.findings[0].got

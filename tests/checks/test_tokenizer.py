@@ -7,6 +7,7 @@ from shutil import copytree
 
 import pytest
 
+from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.models import VOCABULARY
 from tests.mutations.edits import Change, all_of, file_bytes, spoiled
@@ -62,25 +63,12 @@ REFUSED: list[tuple[str, Change]] = [
     (TOKENIZER, changed(lambda content: content.update(pre_tokenizer={"type": "Magic"}))),
     (f"{TOKENIZER}: added_tokens", changed(lambda content: content.pop("added_tokens"))),
     (SETTINGS, written(SETTINGS, [])),
-    ("special_tokens_map.json:1", raw("special_tokens_map.json", b"{")),
-    ("added_tokens.json:1", raw("added_tokens.json", b"{")),
-    (GENERATION, written(GENERATION, [])),
-    (GENERATION, written(GENERATION, None)),
-    (f"{GENERATION}: temperature", written(GENERATION, {"temperature": "hot"})),
-    (f"{GENERATION}: temperature", written(GENERATION, {"temperature": -1.0})),
-    (f"{GENERATION}: top_p", written(GENERATION, {"top_p": 5.0})),
-    (f"{GENERATION}: max_new_tokens", written(GENERATION, {"max_new_tokens": 0})),
-    (f"{GENERATION}: early_stopping", written(GENERATION, {"early_stopping": "soon"})),
-    (f"{GENERATION}: cache_implementation", written(GENERATION, {"cache_implementation": "fast"})),
-    (f"{GENERATION}: num_return_sequences", written(GENERATION, {"num_return_sequences": 2})),
-    (f"{GENERATION}: eos_token_id", written(GENERATION, {"eos_token_id": "2"})),
-    (f"{SETTINGS}: eos_token", written(SETTINGS, {"eos_token": {"content": "</s>"}})),
-    (f"{SETTINGS}: padding_side", written(SETTINGS, {"padding_side": "top"})),
-    (f"{SETTINGS}: tokenizer_class", written(SETTINGS, {"tokenizer_class": 5})),
-    (f"{SETTINGS}: added_tokens_decoder", written(SETTINGS, {"added_tokens_decoder": {"one": {}}})),
-    (f"{SETTINGS}: extra_special_tokens", written(SETTINGS, {"extra_special_tokens": [5]})),
-    ("special_tokens_map.json: eos_token", written("special_tokens_map.json", {"eos_token": 5})),
-    ("added_tokens.json: new", written("added_tokens.json", {"new": "7"})),
+]
+# What transformers judges, and `load --dry` with it.
+JUDGED_BY_TRANSFORMERS: list[Change] = [
+    written(GENERATION, {"num_return_sequences": 2}),
+    written(SETTINGS, {"eos_token": {"content": "</s>"}}),
+    written(SETTINGS, {"added_tokens_decoder": {"one": {}}}),
 ]
 STARTED: list[Change] = [
     without(SETTINGS),
@@ -92,7 +80,6 @@ STARTED: list[Change] = [
     raw("preprocessor_config.json", b"{"),
     written(SETTINGS, {"eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False}}),
     written("special_tokens_map.json", {"eos_token": {"content": "</s>", "lstrip": False}}),
-    all_of(written(SETTINGS, {"added_tokens_decoder": {}}), raw("special_tokens_map.json", b"{")),
     written(GENERATION, {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 1.5}),
 ]
 
@@ -115,6 +102,17 @@ def test_vllm_does_not_start_with(
 @pytest.mark.parametrize("change", STARTED)
 def test_vllm_starts_with(good: Callable[[str], Path], tmp_path: Path, change: Change) -> None:
     assert errors(good("W8A8"), tmp_path / "changed", change) == []
+
+
+@pytest.mark.vllm
+def test_the_dry_load_asks_transformers(good: Callable[[str], Path], tmp_path: Path) -> None:
+    folders = [copytree(good("W8A8"), tmp_path / str(number)) for number in range(4)]
+    for folder in folders:
+        write_tokenizer(folder)
+    for folder, change in zip(folders[1:], JUDGED_BY_TRANSFORMERS, strict=True):
+        change(folder)
+    ran = vexport("load", "--dry", *folders, "--tp", "1", "--sm", "90", "--format", "json", "--quiet")
+    assert [report["ok"] for report in json.loads(ran.stdout)] == [True, False, False, False]
 
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# The newest vLLM that runs on a CPU, and the oldest whose wheel was read.
+# The newest vLLM that runs on a CPU.
 PINNED_RECORDS = FOLDER / "vllm-0.32.0.jsonl"
-OLDEST_RECORDS = FOLDER / "vllm-0.20.2.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copytree, rmtree
 
-from tests.mutations.edits import Change
+from tests.mutations.edits import Change, forget_digests
 from tests.mutations.good import GOOD, source_of, write_good
 from tests.mutations.limits import is_as_good, is_counted
 from tests.mutations.methods import (
@@ -26,13 +26,11 @@ from tests.mutations.methods import (
     quant_method,
     write_methods,
 )
-from tests.mutations.recorded import OLDEST_RECORDS, PINNED_RECORDS, Record, read_records
+from tests.mutations.recorded import PINNED_RECORDS, Record, read_records
 from tests.mutations.table import mutations
 from vexport.checks import Against, check_checkpoint
-from vexport.checks.vllm.target import ANY, Target
 from vexport.fidelity.compare import against
 
-OLDEST = Target(vllm=(0, 20))
 COMPRESSED_TENSORS = "compressed-tensors"
 
 
@@ -64,11 +62,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The sound checkpoints below `root`, a folder for one that is spoiled, and what it is served with."""
+    """The sound checkpoints below `root` and a folder for one that is spoiled."""
 
     root: Path
     scratch: Path
-    target: Target = ANY
 
     def tally(self, records: Sequence[Record]) -> Tally:
         """Make each mutation, check it, and count."""
@@ -77,6 +74,7 @@ class Bench:
             folder = self.scratch / "spoiled"
             copytree(self.root / record.good, folder)
             _change_of(record)(folder)
+            forget_digests(folder)
             self._look(folder, record, found)
             rmtree(folder)
         return found
@@ -86,11 +84,11 @@ class Bench:
         name, harmful = f"{record.good}: {record.name}", record.outcome in ("raises", "wrong")
         if not is_counted(record):
             return
-        found = _finds_an_error(folder, None, self.target)
+        found = _finds_an_error(folder, None)
         if found and not harmful:
             tally.alarms.append(name)
         elif harmful and not found:
-            if _finds_an_error(folder, with_source(self.root, record.good), self.target):
+            if _finds_an_error(folder, with_source(self.root, record.good)):
                 tally.with_source.append(name)
             else:
                 (tally.as_good if is_as_good(record) else tally.missed).append(f"{name}: {record.outcome}")
@@ -113,11 +111,11 @@ def with_source(root: Path, name: str) -> Against:
     return against(source_of(root, name), on_layer=lambda done, total: None)
 
 
-def _finds_an_error(folder: Path, compare: Against | None, target: Target) -> bool:
+def _finds_an_error(folder: Path, compare: Against | None) -> bool:
     """Whether the check fails the folder; one without config.json is refused as no checkpoint."""
     if not (folder / "config.json").exists():
         return True
-    return not check_checkpoint(str(folder), target, against=compare).ok
+    return not check_checkpoint(str(folder), against=compare).ok
 
 
 def main() -> None:
@@ -134,10 +132,8 @@ def main() -> None:
                 _print(f"0.32  {method}, {how}", records, Bench(root=root / "methods", scratch=scratch))
         if _wants(COMPRESSED_TENSORS):
             write_good(root / "good")
-        own = ((PINNED_RECORDS, "0.32", ANY), (OLDEST_RECORDS, "0.20", OLDEST))
-        for file, version, target in own:
-            bench = Bench(root=root / "good", scratch=scratch, target=target)
-            _print(f"{version}  {COMPRESSED_TENSORS}", read_records(file), bench)
+        bench = Bench(root=root / "good", scratch=scratch)
+        _print(f"0.32  {COMPRESSED_TENSORS}", read_records(PINNED_RECORDS), bench)
 
 
 def _print(name: str, records: Sequence[Record], bench: Bench) -> None:

@@ -9,15 +9,13 @@ from tests.models import problems
 from tests.mutations.good import GOOD, write_good
 from tests.mutations.limits import AS_GOOD, is_as_good
 from tests.mutations.methods import METHOD_RECORDS, RUN_RECORDS, method_mutations, write_methods
-from tests.mutations.recorded import OLDEST_RECORDS, PINNED_RECORDS, Record, read_records
-from tests.mutations.replay import OLDEST, Bench, with_source
+from tests.mutations.recorded import PINNED_RECORDS, Record, read_records
+from tests.mutations.replay import Bench, with_source
 from tests.mutations.table import mutations
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.target import ANY, Target
 
 # Of the records those that are looked at each time; the others take minutes.
 ONE_IN = 12
-OLDEST_ONE_IN = 6
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +37,6 @@ def test_errors_are_what_vllm_refuses_or_answers_wrongly(
     _agree(root, tmp_path, read_records()[::ONE_IN], capsys)
 
 
-def test_errors_are_what_the_oldest_vllm_refuses_or_answers_wrongly(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _agree(root, tmp_path, read_records(OLDEST_RECORDS)[::OLDEST_ONE_IN], capsys, OLDEST)
-
-
-@pytest.mark.slow
-def test_errors_are_what_the_oldest_vllm_refuses_or_answers_wrongly_in_the_other_records(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records = read_records(OLDEST_RECORDS)
-    others = [record for number, record in enumerate(records) if number % OLDEST_ONE_IN]
-    _agree(root, tmp_path, others, capsys, OLDEST)
-
-
 @pytest.mark.slow
 def test_errors_are_what_vllm_refuses_or_answers_wrongly_in_the_other_records(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -67,10 +50,9 @@ def _agree(
     tmp_path: Path,
     records: Sequence[Record],
     capsys: pytest.CaptureFixture[str],
-    target: Target = ANY,
 ) -> None:
     """The check and the records say the same, but for what tests/mutations/limits.py lists."""
-    tally = Bench(root=root, scratch=tmp_path, target=target).tally(records)
+    tally = Bench(root=root, scratch=tmp_path).tally(records)
     with capsys.disabled():
         print(f"\n{tally.summary(records)}")
     assert tally.missed == []
@@ -101,7 +83,7 @@ def test_every_limit_is_of_a_recorded_mutation() -> None:
     assert {record.name for record in read_records() if is_as_good(record)} == AS_GOOD.keys()
 
 
-@pytest.mark.parametrize("file", [PINNED_RECORDS, OLDEST_RECORDS])
+@pytest.mark.parametrize("file", [PINNED_RECORDS])
 def test_every_record_is_of_a_mutation_that_is_still_made(file: Path) -> None:
     records = read_records(file)
     assert len({(record.good, record.name) for record in records}) == len(records)

@@ -34,7 +34,7 @@ class SourceIndex:
     """A checkpoint folder as its headers describe it.
 
     `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template, licence);
-    `repeated` are tensors of whose name a later file has another, `missing` files that the index names.
+    `repeated` are tensors of whose name a later file has another.
     `statuses` are those of the files before anything of them was read, but for texts and pictures; they are
     no part of what the checkpoint is.
     """
@@ -44,7 +44,6 @@ class SourceIndex:
     tensors: Mapping[str, TensorInfo]
     side_files: tuple[Path, ...]
     repeated: tuple[TensorInfo, ...] = ()
-    missing: tuple[str, ...] = ()
     statuses: Mapping[Path, FileStatus] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -69,8 +68,8 @@ class SourceIndex:
         )
 
 
-def read_index(root: Path, *, partial: bool = False) -> SourceIndex:
-    """Read a checkpoint folder's config and all safetensors headers; if `partial`, files may be missing.
+def read_index(root: Path) -> SourceIndex:
+    """Read a checkpoint folder's config and all safetensors headers.
 
     Raises InputError where the folder, its config or its weights are missing or broken.
     """
@@ -79,7 +78,7 @@ def read_index(root: Path, *, partial: bool = False) -> SourceIndex:
     config = read_json_object(root / "config.json")
     tensors: dict[str, TensorInfo] = {}
     repeated: list[TensorInfo] = []
-    weights = weight_files(root, partial=partial)
+    weights = weight_files(root)
     statuses |= statuses_of(file for file in weights if file not in statuses)
     for file in weights:
         found = read_header(file)
@@ -91,7 +90,6 @@ def read_index(root: Path, *, partial: bool = False) -> SourceIndex:
         tensors=tensors,
         side_files=side_files_of(root),
         repeated=tuple(repeated),
-        missing=_missing(root) if partial else (),
         statuses=statuses,
     )
 
@@ -149,12 +147,6 @@ def content_files(root: Path) -> list[Path]:
     ]
 
 
-def _missing(root: Path) -> tuple[str, ...]:
-    """The files that the index names and the folder does not have."""
-    names = index_file_names(root) if (root / INDEX_NAME).is_file() else []
-    return tuple(name for name in names if not (root / name).is_file())
-
-
 def require_checkpoint(root: Path) -> None:
     """InputError unless `root` is a folder with a config.json, whose files Git LFS has fetched."""
     require_config(root)
@@ -178,10 +170,10 @@ def require_config(root: Path) -> None:
         )
 
 
-def weight_files(root: Path, *, partial: bool = False) -> list[Path]:
+def weight_files(root: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those of its index, else the single file.
 
-    Raises InputError where the index names a file outside the folder, or, unless `partial`, a missing one.
+    Raises InputError where the index names a file outside the folder or a missing one.
     """
     if not (root / INDEX_NAME).is_file():
         return _single_or_all(root)
@@ -207,7 +199,7 @@ def weight_files(root: Path, *, partial: bool = False) -> list[Path]:
                     fix="recreate the index",
                 )
             )
-        elif not file.is_file() and not partial:
+        elif not file.is_file():
             problems.append(
                 InputError(
                     str(file),
@@ -217,7 +209,7 @@ def weight_files(root: Path, *, partial: bool = False) -> list[Path]:
                 )
             )
     raise_all(problems)
-    return [file for file in files if file is not None and file.is_file()]
+    return [file for file in files if file is not None]
 
 
 def _single_or_all(root: Path) -> list[Path]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from vexport.architectures.versions import facts_of, nearest_version
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.methods import other_method
@@ -19,7 +18,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
 from vexport.types import CheckReport, Finding
-from vexport.version import PINNED, short_version
+from vexport.version import short_version
 
 FILES = "files"
 # An exception of ours in a family, in its place.
@@ -27,7 +26,6 @@ INTERNAL = "internal"
 # The family that compares with the source; it needs torch and lives in `vexport.fidelity`.
 SOURCE = "source"
 COMPARED = "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
-# The family that runs text through the source; likewise.
 # What is looked at whatever the method of quantization.
 OF_ANY_METHOD = ("shards", "digests", "config")
 # What looks at numbers: of other methods in compressed-tensors' terms.
@@ -62,7 +60,6 @@ FAMILIES = (
     "templates",
     "devices",
     "versions",
-    "known_bad",
 )
 
 
@@ -91,7 +88,7 @@ def check_checkpoint(
     root = root or Path(name)
     require_config(root)
     try:
-        index = read_index(root, partial=not _refuses_missing_files(target))
+        index = read_index(root)
         with Reader() as reader:
             view = CheckpointView(index, reader, target, digests)
             # What several families cannot read, each of them tells.
@@ -120,11 +117,6 @@ def findings_of_headers(root: Path) -> tuple[Finding, ...]:
     except InputError as problem:
         return findings_of(problem)
     return tuple(dict.fromkeys(found))
-
-
-def _refuses_missing_files(target: Target) -> bool:
-    """Whether vLLM asks for all files of an index (filter_duplicate_safetensors_files, from 0.26 on)."""
-    return target.vllm == PINNED or facts_of(nearest_version(target.vllm)).refuses_missing_files
 
 
 def findings_on(view: CheckpointView, against: Against | None = None) -> Iterator[Finding]:

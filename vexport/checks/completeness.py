@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.config import REFUSED_ORDERING
 from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout, impossible_size
 from vexport.checks.vllm.online import INPUT, OUTPUT
@@ -23,7 +22,6 @@ from vexport.checks.vllm.view import (
 )
 from vexport.plan.linears import STACK
 from vexport.types import Finding
-from vexport.version import short_version
 
 NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
@@ -126,24 +124,22 @@ def _is_read_matrix(view: CheckpointView, module: str, modules: Iterable[str]) -
 
 
 def _untied_head(view: CheckpointView) -> Iterator[Finding]:
-    """A head next to a config that ties it to the embeddings: transformers takes these, vLLM from 0.29 on the
-    head (maybe_untie_word_embeddings in config/model.py), before that the embeddings.
+    """A head next to a config that ties it to the embeddings: transformers takes these, vLLM the head
+    (maybe_untie_word_embeddings in config/model.py).
 
     In a multimodal model the outermost config decides (with_hf_config in config/vllm.py).
     """
-    tensors, version = view.index.tensors, short_version(view.target.vllm)
+    tensors = view.index.tensors
     table = next((tensors[name] for name in TABLES if name in tensors), None)
     head = next((tensors[name] for name in HEADS if name in tensors), None)
     if view.index.config.get("tie_word_embeddings") is not True or head is None or table is None:
         return
     if not same_bytes(view.reader, head, view.reader, table):
-        unties = view.facts.unties_heads
-        got = "vLLM would use it, transformers would not" if unties else f"vLLM {version} does not load it"
-        yield (warning if unties else error)(
+        yield warning(
             NAME,
             head.name,
             expected="no head, or that of the embeddings, as config.json ties them",
-            got=f"a different head: {got}",
+            got="a different head: vLLM would use it, transformers would not",
             fix="set tie_word_embeddings to false, or remove the head",
         )
 
@@ -176,9 +172,6 @@ def _parameters(
     parameters = fused.members[module]
     shape = view.linear_shape(group, module, parameters)
     names = set(group.parameters(shape)) if shape is not None else {group.storage.weight}
-    ordered = not view.facts.refuses_orderings
-    if group.weights.actorder in REFUSED_ORDERING and ordered:
-        names.add("weight_g_idx")
     for parameter in sorted(names - parameters.keys()):
         if parameter == "input_scale" and any(parameter in other for other in fused.members.values()):
             yield _covered(joined_name(module, parameter), fused)

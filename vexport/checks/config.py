@@ -15,7 +15,6 @@ from vexport.formats.arguments import contradictions, described
 from vexport.formats.parsing import parse_args
 from vexport.types import Finding, Json
 from vexport.types.patterns import REGEX, expression
-from vexport.version import short_version
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
@@ -116,17 +115,13 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
     routed = {name for name, fused in users if moe_layer(next(iter(fused.members))) is not None}
     for group in view.config_groups:
         key = f"config_groups.{group.name}"
-        refuses = view.facts.refuses_orderings
-        if group.weights.actorder in REFUSED_ORDERING and refuses:
+        if group.weights.actorder in REFUSED_ORDERING:
             got = f"actorder {group.weights.actorder}"
             yield _finding(view, key, "no activation ordering, or actorder weight", got, "quantize again")
         refusal = group.refusal if group.name in used else next(contradictions(group), None)
         if refusal is None and group.name in routed and not group.storage.runs_experts(group):
             refusal = f"a combination that it does not run for routed experts: {described(group)}"
             refusal += f", format {group.format}"
-        if refusal is not None and group.format not in view.facts.formats:
-            has = f"compressed-tensors {view.facts.compressed_tensors} of vLLM {view.facts.vllm}"
-            refusal = f"format {group.format}, which {has} does not have: {refusal}"
         if refusal is not None:
             yield _finding(
                 view,
@@ -151,11 +146,8 @@ def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Find
         got = (
             f"one with targets {sparsity.get('targets')}" if sparsity.get("targets") else "one without format"
         )
-        refuses, version = view.facts.refuses_sparsity, short_version(view.target.vllm)
-        expected = "no sparsity, which vLLM no longer loads" if refuses else "no sparsity"
-        got = got if refuses else f"{got}, which vLLM {version} reads by rules that are not known here"
-        finding = _finding(view, "sparsity_config", expected, got, "export without sparsity compression")
-        yield finding if refuses else replace(finding, severity="warning")
+        expected, fix = "no sparsity, which vLLM no longer loads", "export without sparsity compression"
+        yield _finding(view, "sparsity_config", expected, got, fix)
 
 
 def _pruned_experts(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:

@@ -4,11 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures import architecture_table
-from vexport.architectures.configs import transformers_models
 from vexport.architectures.decoders import decoders
+from vexport.architectures.transformers_models import transformers_models
 from vexport.checks.tensors.kept import narrowed
 from vexport.checks.vllm.decoder import impossible_size, layout_of, missing_sizes
-from vexport.checks.vllm.fields import wrong_types
 from vexport.checks.vllm.settings import WrongSetting, wrong_settings
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.types import Finding, Json
@@ -46,9 +45,6 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             told[key] = WrongSetting(key=key, expected="a size", got=got)
         yield from _sizes(view, config)
         told = {setting.key: setting for setting in (*told.values(), *wrong_settings(config))}
-    if _kind(view) in architecture_table().text_models and "auto_map" not in config:
-        for setting in wrong_types(_kind(view), config):
-            told.setdefault(setting.key, setting)
     for setting in told.values():
         yield _wrong(view, setting.key, setting.expected, setting.got)
 

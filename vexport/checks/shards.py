@@ -10,7 +10,6 @@ from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.files import read_json_object
 from vexport.types import Finding, TensorInfo
-from vexport.version import short_version
 
 NAME = "shards"
 SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors)")
@@ -24,14 +23,6 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     names, without one all files of the folder. Of two tensors of a name the one that is read last stays.
     """
     root = view.index.root
-    for name in view.index.missing:
-        yield warning(
-            NAME,
-            str(root / name),
-            expected="the shard that the index names",
-            got=f"no such file, which vLLM {short_version(view.target.vllm)} passes over",
-            fix="download it again, or recreate the index",
-        )
     if (root / INDEX_NAME).is_file():
         for tensor in view.index.repeated:
             yield _twice(view, tensor, view.index.tensors[tensor.name])

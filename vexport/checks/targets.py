@@ -86,8 +86,6 @@ def _table_refusal(view: CheckpointView, fused: FusedLinear) -> str | None:
     hands to its VocabParallelEmbedding.
     """
     version, group = short_version(view.target.vllm), view.group_of(fused)
-    if not view.facts.quantizes_tables:
-        return f"vLLM {version} quantizes no embeddings"
     if view.table_lookup is None:
         return f"{view.class_name} builds its table without a quantization config (vLLM {version})"
     if group is None and view.table_lookup == "class":

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from vexport.architectures.text_config import text_config
-from vexport.checks.known_bad import reported
 from vexport.engine.agreement import compare_logprobs, kl_limit, read_logprobs
 from vexport.engine.canaries import canary_findings, not_finite, symptom
 from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
@@ -61,9 +60,8 @@ def load_report(
     if result.failure is not None:
         return _report(result, [refused(result)], None)
     agreement, disagreements = _agreement(result, prompts)
-    known = reported(result.checkpoint, vllm=result.vllm)
     agrees = agreement is not None and not disagreements
-    findings = [*_canaries(result, prompts, baseline, agrees=agrees), *_short(result), *disagreements, *known]
+    findings = [*_canaries(result, prompts, baseline, agrees=agrees), *_short(result), *disagreements]
     return _report(result, findings, agreement)
 
 

@@ -13,7 +13,6 @@ from vexport.errors import InputError
 from vexport.plan.blocks import output_bytes
 from vexport.plan.group_sizes import Origin, advice_on, fitting_sizes, layers_alone, with_smaller_groups
 from vexport.plan.ignore import ignored, ignored_head
-from vexport.plan.known_bad import known_bad_notes
 from vexport.plan.kv_cache import attention_layers, refused_caches
 from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of
 from vexport.plan.ranks import OTHER_RANKS, is_uneven, refused_ranks
@@ -84,7 +83,6 @@ def build_plan(index: SourceIndex, rules: Sequence["Rule"], settings: Settings =
     opaque = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
     weights = {member.weight for group in groups for member in group.members}
     kept = tuple(name for members in modules.values() for name in members if name not in quantized)
-    known = known_bad_notes(index.architecture, groups, kv_cache=settings.kv_cache is not None)
     return Plan(
         source=str(index.root),
         architecture=index.architecture,
@@ -96,7 +94,7 @@ def build_plan(index: SourceIndex, rules: Sequence["Rule"], settings: Settings =
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
         refusals=tuple(refusals),
-        notes=(*notes, *fitted, *_opaque_experts(opaque), *known),
+        notes=(*notes, *fitted, *_opaque_experts(opaque)),
         kv_cache=settings.kv_cache,
         attention=attention,
         smoothing=smoothing_strength(groups, settings.smoothing, has_text=settings.has_text),

@@ -21,31 +21,21 @@ class ClassFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionFacts:
-    """One vLLM, read from its wheel and from that of the compressed-tensors which it requires.
+    """One vLLM, read from its wheel.
 
-    `schemes` are the classes of linear layers with the least compute capability of each, `widths` the bits of
-    packed integers, `kernels` are in the order in which they are tried, by what is multiplied and platform;
-    `supported` are the capabilities on which each of CUDA runs.
-    `absent`, `added` and `classes` are the model classes against those of `PINNED`.
+    `schemes` are the classes of linear layers with the least compute capability of each, `asymmetric_widths`
+    the bits of packed integers with zero points; `kernels` are in the order in which they are tried, by what
+    is multiplied and platform; `supported` are the capabilities on which each of CUDA runs. `absent`, `added`
+    and `classes` are the model classes against those of `PINNED`.
     """
 
     vllm: str
     compressed_tensors: str
-    formats: tuple[str, ...]
-    orderings_need_groups: bool
-    refuses_orderings: bool
-    quantizes_tables: bool
-    refuses_sparsity: bool
-    ignores_fused_patterns: bool
-    unties_heads: bool
-    refuses_missing_files: bool
     schemes: Mapping[str, int]
-    widths: tuple[int, ...]
     asymmetric_widths: tuple[int, ...]
     kernels: Mapping[str, Mapping[str, tuple[str, ...]]]
     supported: Mapping[str, tuple[int, ...]]
     methods: tuple[str, ...]
-    cache_scales: tuple[str, ...]
     absent: frozenset[str]
     added: Mapping[str, ClassFacts]
     classes: Mapping[str, ClassFacts]

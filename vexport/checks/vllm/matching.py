@@ -38,17 +38,10 @@ def ignored(
     members: Sequence[str],
     ignore: Sequence[str],
     architecture: Architecture,
-    *,
-    fused_patterns: bool = True,
 ) -> Iterator[str]:
-    """The members of a fused layer that `ignore` names, or all where it names that.
-
-    Without `fused_patterns` (vLLM up to 0.29) a pattern means only the members where vLLM knows them.
-    """
+    """The members of a fused layer that `ignore` names, or all where it names that."""
     projection = fused.rpartition(".")[2]
-    by_pattern = fused_patterns or projection not in architecture.resolved
-    named = matches_any(fused, ignore) if by_pattern else fused in ignore
-    if fused not in members and named and moe_layer(members[0]) is None:
+    if fused not in members and matches_any(fused, ignore) and moe_layer(members[0]) is None:
         yield from members
     elif _are_resolved(projection, members, architecture):
         yield from (member for member in members if matches_any(lookup_name(member), ignore))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from vexport.architectures.versions import VersionFacts, facts_of, known_versions
 from vexport.checks.vllm.view import ConfigGroup, FusedLinear
 from vexport.formats import MXFP4, PACKED
-from vexport.formats.arguments import GROUPED
 from vexport.formats.partition import EXPERT
 from vexport.types import Severity
 from vexport.version import Version
@@ -67,22 +66,6 @@ def _is_routed(fused: FusedLinear) -> bool:
 
 DIFFERENCES: Sequence[Difference] = (
     Difference(
-        what="packed integers of 3, 5, 6 and 7 bits, whose values cross the borders of words",
-        applies=lambda group, fused: _is_packed(group) and group.weights.num_bits in ODD_WIDTHS,
-        otherwise="refuses the width, or reads words of whole values",
-        has=from_version((0, 25)),
-        source="schemes/compressed_tensors_wNa16.py, WNA16_SUPPORTED_TYPES_MAP",
-    ),
-    Difference(
-        what="packed integers of 2 bits",
-        applies=lambda group, fused: _is_packed(group) and group.weights.num_bits == 2,
-        otherwise="refuses the width",
-        has=lambda facts, group: (
-            group.weights.num_bits in facts.widths or "CompressedTensorsWNA8O8Int" in facts.schemes
-        ),
-        source="compressed_tensors.py, _is_wNa8o8_int",
-    ),
-    Difference(
         what="zero points for widths other than 4 and 8 bits",
         applies=lambda group, fused: (
             _is_packed(group) and not group.weights.symmetric and group.weights.num_bits in NARROW_WIDTHS
@@ -90,13 +73,6 @@ DIFFERENCES: Sequence[Difference] = (
         otherwise="refuses asymmetric weights of that width",
         has=lambda facts, group: group.weights.num_bits in facts.asymmetric_widths,
         source="schemes/compressed_tensors_wNa16.py, WNA16_ZP_SUPPORTED_TYPES_MAP",
-    ),
-    Difference(
-        what="packed integers with integer inputs (W4A8)",
-        applies=lambda group, fused: _is_packed(group) and _inputs(group) in (("int", 8), ("int", 4)),
-        otherwise="finds no scheme for them",
-        has=lambda facts, group: "CompressedTensorsWNA8Int" in facts.schemes,
-        source="schemes/compressed_tensors_wNa8.py and _wNa4.py",
     ),
     Difference(
         what="zero points of packed integers with integer inputs",
@@ -108,39 +84,11 @@ DIFFERENCES: Sequence[Difference] = (
         source="schemes/compressed_tensors_wNa8.py",
     ),
     Difference(
-        what="packed routed experts of other widths than 4 and 8 bits or with zero points",
-        applies=lambda group, fused: (
-            _is_packed(group)
-            and _is_routed(fused)
-            and (group.weights.num_bits not in (4, 8) or not group.weights.symmetric)
-        ),
-        otherwise="refuses them: only symmetric int4 and int8",
-        has=from_version((0, 29)),
-        source="compressed_tensors_moe/compressed_tensors_moe_wna16.py",
-    ),
-    Difference(
-        what="activation ordering of weights that are quantized by row",
-        applies=lambda group, fused: (
-            group.weights.actorder is not None and group.weights.strategy not in GROUPED
-        ),
-        otherwise="pins compressed-tensors 0.15.0.1, whose validator refuses it without groups",
-        has=lambda facts, group: not facts.orderings_need_groups,
-        source="validate_model_after in compressed_tensors/quantization/quant_args.py",
-    ),
-    Difference(
         what="MXFP4 weights with FP8 inputs",
         applies=lambda group, fused: _is_mxfp4(group) and _inputs(group) == ("float", 8),
         otherwise="takes them for MXFP4 inputs: FP4 activations where it has FP4 kernels",
         severity="warning",
         has=lambda facts, group: "CompressedTensorsW4A8Mxfp4" in facts.schemes,
         source="schemes/compressed_tensors_w4a8_mxfp4.py",
-    ),
-    Difference(
-        what="MXFP4 inputs",
-        applies=lambda group, fused: _is_mxfp4(group) and _inputs(group) == ("float", 4),
-        otherwise="runs MXFP4 weights with 16-bit activations on every GPU",
-        severity="warning",
-        has=lambda facts, group: "CompressedTensorsW4A4Mxfp4" in facts.schemes,
-        source="schemes/compressed_tensors_w4a4_mxfp4.py",
     ),
 )

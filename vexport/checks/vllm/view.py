@@ -7,7 +7,6 @@ from functools import cached_property
 
 from vexport.architectures import Architecture, FusedModules, TableLookup, architecture_table, resolve
 from vexport.architectures.fusion import fuse, looked_up, moe_layer
-from vexport.architectures.history import ClassChanges, class_changes
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
@@ -27,7 +26,6 @@ from vexport.formats.parsing import parse_args as parse_args
 from vexport.formats.partition import is_head
 from vexport.types import Finding, Json, TensorInfo
 from vexport.types.patterns import Patterns
-from vexport.version import PINNED, short_version
 
 # Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
 QUANTIZED_PARAMETERS = frozenset(
@@ -130,10 +128,6 @@ class CheckpointView:
     @cached_property
     def architecture(self) -> Architecture:
         """What vLLM does with this class; one that fuses nothing for a class that is not in the table."""
-        if self.target.vllm != PINNED:
-            other = class_changes().get(short_version(nearest_version(self.target.vllm)), ClassChanges())
-            if self.class_name in other.classes:
-                return other.classes[self.class_name]
         if self.class_name not in architecture_table().architectures:
             return Architecture()
         pinned = resolve(self.class_name, self.index.config)[0]
@@ -261,8 +255,8 @@ class CheckpointView:
         parts, method = self.lookup_names(fused), self.method
         if method is not None:
             return [name for name in parts if self._group_by_method(method, fused, name) is None]
-        name, by_pattern = self.architecture.asked_name(fused.name), self.facts.ignores_fused_patterns
-        return list(ignored(name, parts, self.matched_ignore, self.architecture, fused_patterns=by_pattern))
+        name = self.architecture.asked_name(fused.name)
+        return list(ignored(name, parts, self.matched_ignore, self.architecture))
 
     def group_of(self, fused: FusedLinear) -> ConfigGroup | None:
         """The config group that vLLM applies to a fused layer; None where it stays unquantized."""
@@ -292,8 +286,6 @@ class CheckpointView:
     @cached_property
     def table_lookup(self) -> TableLookup | None:
         """How vLLM looks for the config group of the table of tokens; by name where the class is unknown."""
-        if not self.facts.quantizes_tables:
-            return None
         if self.class_name not in architecture_table().architectures:
             return "name"
         changed = self.facts.classes.get(self.class_name)

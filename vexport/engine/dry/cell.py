@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vexport.checks.tokenizer import VOCABULARY
 from vexport.engine.dry.audit import Audit
 from vexport.engine.dry.fake_platform import set_capability
 from vexport.engine.dry.headers import opener
@@ -88,6 +89,8 @@ def _load(
             # One loads; its like on another capability, at the same time, waits for what it finds.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not known.is_file():
+                if rank == 0:
+                    _open_tokenizer(checkpoint, config)
                 write_text(known, to_json(_load_weights(model, config, cell, audit)))
     result = CellResult(
         cell=cell,
@@ -100,6 +103,15 @@ def _load(
         return result
     where, reason = raising
     return replace(result, outcome="refused", where=where, reason=reason, layers=())
+
+
+def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:
+    """Open what a server opens before it answers; one without a tokenizer is served with another's."""
+    from vllm.tokenizers.registry import get_tokenizer
+
+    if any(VOCABULARY.match(file.name) for file in checkpoint.iterdir()):
+        get_tokenizer(checkpoint, trust_remote_code=config.model_config.trust_remote_code)
+    config.model_config.try_get_generation_config()
 
 
 def _load_weights(model: torch.nn.Module, config: "VllmConfig", cell: Cell, audit: Audit) -> LoadedTensors:

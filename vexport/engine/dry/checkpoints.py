@@ -6,7 +6,6 @@ from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
-from vexport.checks.known_bad import reported
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.load import CAPABILITIES, dry_loads
 from vexport.engine.dry.room import rooms
@@ -57,10 +56,6 @@ def dry_load_checkpoints(
         replace(
             reports[number],
             checkpoint=name,
-            findings=(
-                *reports[number].findings,
-                *reported(roots[number], vllm=reports[number].vllm, sm=wanted or CAPABILITIES, tp=tp),
-            ),
             vllm_python=str(python or ""),
             rooms=tuple(rooms(reports[number].memory, gpus)),
         )
