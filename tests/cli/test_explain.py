@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport.reports.catalog import checks, observers, schemes
-from vexport.reports.sections import all_sections, find_section
+from vexport.reports.catalog import all_sections, checks, find_section, observers, schemes
 
 ROOT = Path(__file__).parent.parent.parent
 LISTED = [next(iter(row.values())) for rows in (schemes(), observers(), checks()) for row in rows]

@@ -7,7 +7,7 @@ import pytest
 from tests.reports import sample
 from vexport.calibration.coverage import expert_coverage
 from vexport.reports import render
-from vexport.reports.coverage import coverage_lines
+from vexport.reports.sentences import coverage_lines
 from vexport.types import Calibration, ExpertCoverage
 
 ROUTED = {

@@ -16,9 +16,7 @@ import pytest
 
 from tests.reports import sample
 from vexport.reports import document, render
-from vexport.reports.charts.bars import size_bars
-from vexport.reports.charts.forest import forests
-from vexport.reports.charts.layers import layer_kind
+from vexport.reports.charts import forests, layer_kind, size_bars
 from vexport.types import KindSize, Report
 
 CHROMIUM = shutil.which("chromium")

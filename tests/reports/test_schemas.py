@@ -7,7 +7,7 @@ import pytest
 
 from tests.reports import sample
 from vexport.reports import render, render_checks
-from vexport.reports.schemas import FOLDER, schemas
+from vexport.reports.json import FOLDER, schemas
 from vexport.types import Report
 
 

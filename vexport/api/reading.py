@@ -8,8 +8,7 @@ from vexport.checkpoint.source import resolve_source
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.target import Target
 from vexport.outputs.digests import named_digests
-from vexport.reports.catalog import CATALOGS, Rows
-from vexport.reports.sections import find_section
+from vexport.reports.catalog import CATALOGS, Rows, find_section
 from vexport.scenario import DEFAULT_ALPHA, DEFAULT_MARGIN, Evaluate, problems_at
 from vexport.types import CheckReport, OnProgress, Report, Verdict, silent
 from vexport.version import PINNED, Version

@@ -41,7 +41,7 @@ def explain_command(name: tuple[str, ...], answer: Answer) -> None:
       vexport explain completeness
       vexport explain margin
     """
-    from vexport.reports.sections import all_sections, contents, find_section
+    from vexport.reports.catalog import all_sections, contents, find_section
 
     if not name:
         sections = [asdict(section) for section in all_sections()]

@@ -32,7 +32,7 @@ def repair(checkpoint: Path, out: Path, source: Path | None, overwrite: bool, an
     """
     from vexport.cli.terminal import progress_display
     from vexport.repair import repair_checkpoint
-    from vexport.reports.repair import render_repair
+    from vexport.reports.quantized import render_repair
 
     with progress_display(quiet=answer.quiet) as on_progress:
         report = repair_checkpoint(checkpoint, out, source, overwrite=overwrite, on_progress=on_progress)

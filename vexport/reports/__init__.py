@@ -18,8 +18,7 @@ from vexport.reports.checkpoints import (
     load_documents,
 )
 from vexport.reports.comparison import comparison_document
-from vexport.reports.files import run_files
-from vexport.reports.run import run_document
+from vexport.reports.run import run_document, run_files
 from vexport.types import (
     CheckReport,
     ComparedRun,

@@ -4,20 +4,21 @@ from collections.abc import Sequence
 
 from vexport.evaluation.reason import about
 from vexport.reports import document as doc
-from vexport.reports.charts.forest import forests
+from vexport.reports.charts import forests
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
-from vexport.reports.formatting import count, p_value, percent, percent_interval
+from vexport.reports.formatting import count, p_value, percent, percent_interval, plural, small
 from vexport.reports.gates import verdict_gates
-from vexport.reports.held_out import text_section, text_tiles
-from vexport.reports.reading import levels_line, p_values_line, reading_lines
 from vexport.reports.sentences import (
+    accepted_loss,
     method_line,
+    nats,
+    nats_interval,
     scale_of,
     scale_of_comparison,
     shown_comparisons,
     task_title,
 )
-from vexport.types import Comparison, Flip, TaskVerdict, Verdict
+from vexport.types import Comparison, Flip, TaskVerdict, TextLimit, TextVerdict, Verdict
 
 MAX_FLIPS = 100
 # The chart of a page has the result and the difference; the gates of a text have the result.
@@ -189,3 +190,100 @@ def _flip(flip: Flip) -> doc.Exchange:
     )
     label = f"document {flip.doc_id}, {flip.direction}"
     return doc.Exchange(label, flip.prompt, answers, group="lost" if lost else "gained")
+
+
+_COLUMNS = columns("Measure", "Result", ">Nats per token", ">Limit")
+
+
+def text_section(verdict: Verdict, text: TextVerdict) -> doc.Section:
+    """The measures against their limits, and what else the log-probabilities tell."""
+    return doc.Section(
+        "Accuracy",
+        parts(text_table(verdict, text), [doc.Paragraph(warning, "warning") for warning in verdict.warnings]),
+        anchor="accuracy",
+        lead="Both models read the same held-out text in vLLM; its log-probabilities decide, not tasks.",
+    )
+
+
+def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
+    """A row for each measure, what was read below it."""
+    return doc.Table(_COLUMNS, tuple(map(_row, text.limits)), caption=_caption(verdict, text))
+
+
+def _row(limit: TextLimit) -> tuple[doc.Cell, ...]:
+    needed = f"about {count(limit.rows_needed)} rows would settle it" if limit.rows_needed else ""
+    value = doc.Cell(nats(limit, limit.value), nats_interval(limit))
+    return row(doc.Cell(limit.measure, needed), badge(limit.outcome), value, small(limit.limit))
+
+
+def _caption(verdict: Verdict, text: TextVerdict) -> str:
+    return (
+        f"{text.data} ({text.digest}): {plural(text.rows, 'row')}, {count(text.tokens)} tokens, the KL of "
+        f"{count(text.positions)} of them over the whole vocabulary; NLL {small(text.baseline_nll)} and "
+        f"{small(text.candidate_nll)}; the likeliest token is the same at {percent(text.top1_agreement)} "
+        f"({percent_interval(text.top1_low, text.top1_high)}); alpha {verdict.alpha:g}; {verdict.method}"
+    )
+
+
+def text_tiles(text: TextVerdict) -> tuple[doc.Tile, doc.Tile]:
+    """The KL, and the positions where the likeliest token is another."""
+    kl, rise = text.limits
+    note = f"a token, limit {kl.limit:g}; NLL {nats(rise, rise.value)}, limit {rise.limit:g}"
+    other = percent(1 - text.top1_agreement)
+    return (
+        doc.Tile("KL on held-out text", small(kl.value), "nats", note),
+        doc.Tile("Other likeliest token", other, "", f"of {count(text.tokens)} tokens"),
+    )
+
+
+def reading_lines(verdict: Verdict) -> tuple[str, ...]:
+    """A sentence for each kind of number, the method last."""
+    loss = accepted_loss(verdict)
+    level = _level(verdict.alpha)
+    lines = [
+        f"Difference: quantized minus baseline on the same documents. A loss of {loss} is accepted.",
+        f"Interval of a difference: from a {level} lower to a {level} upper bound, each one-sided. All of it "
+        "above the accepted loss is PASS, all of it below is FAIL, else INCONCLUSIVE.",
+        *_levels_line(verdict),
+        f"Interval of a score, of recovery (quantized / baseline) and of flips: {_level(2 * verdict.alpha)}, "
+        "two-sided.",
+    ]
+    if any(task.mcnemar_p is not None for task in verdict.tasks):
+        lines.append(
+            "p (McNemar; a permutation test where answers are not right or wrong): whether the two models "
+            "differ at all. It decides nothing: a small p next to PASS is a real loss that is smaller than "
+            "what was accepted."
+        )
+    return (*lines, f"Method: {method_line(verdict)}.")
+
+
+def levels_line(verdict: Verdict) -> str:
+    """The levels of the bounds of a difference, in a few words."""
+    level, tasks = _level(verdict.alpha), len(verdict.tasks)
+    corrected = f", the upper ones corrected for {tasks} tasks (Holm)" if tasks > 1 else ""
+    return f"intervals of differences: one-sided {level} bounds{corrected}"
+
+
+def p_values_line(verdict: Verdict) -> str:
+    """`addition 0.031, facts 1.000`; empty where no documents were paired."""
+    known = [(task.task, task.mcnemar_p) for task in verdict.tasks if task.mcnemar_p is not None]
+    return ", ".join(f"{title} {p_value(value)}" for title, value in known)
+
+
+def _levels_line(verdict: Verdict) -> tuple[str, ...]:
+    """What Holm's correction does to the level of one upper bound (evaluation/verdict.py, holm_levels)."""
+    tasks = len(verdict.tasks)
+    if tasks < 2:
+        return ()
+    failed = sum(task.outcome == "FAIL" for task in verdict.tasks)
+    levels = dict.fromkeys(_level(verdict.alpha / part) for part in (tasks, max(1, tasks - failed)))
+    return (
+        f"Several tasks: each of the {tasks} must pass, so lower bounds need no correction. One is enough to "
+        f"fail, so upper bounds are corrected for {tasks} tasks (Holm): one alone stands at "
+        f"{' to '.join(levels)}, all together at {_level(verdict.alpha)}.",
+    )
+
+
+def _level(alpha: float) -> str:
+    """The confidence of a bound: 0.0125 is `98.75%`."""
+    return f"{100 * (1 - alpha):.4g}%"

@@ -6,14 +6,13 @@ The keys are those of https://huggingface.co/docs/hub/model-cards, written by hu
 import re
 
 from vexport.errors.escaping import visible
-from vexport.reports.accuracy import task_table
-from vexport.reports.coverage import coverage_lines
+from vexport.reports.accuracy import task_table, text_table
 from vexport.reports.document import Code, Listing, Paragraph, Part, Section, parts, row
 from vexport.reports.formatting import plural
-from vexport.reports.held_out import text_table
 from vexport.reports.markdown import render_parts, safe
 from vexport.reports.rounding import fallback_lines, rounding_lines
 from vexport.reports.sentences import (
+    coverage_lines,
     engine_line,
     outcome_line,
     report_device,

@@ -6,8 +6,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vexport.errors.escaping import clip, visible
-from vexport.reports.document import Document, FindingList, Part, Section, Table
-from vexport.reports.findings import finding_parts
+from vexport.reports.document import Document, FindingList, Part, Section, Table, finding_parts
 from vexport.reports.gates import Gate
 from vexport.reports.sentences import opening
 

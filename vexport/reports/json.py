@@ -1,12 +1,30 @@
-"""JSON: our own types as they are, plain ASCII on stdout, valid against the committed schemas."""
+"""JSON: our own types as they are, plain ASCII on stdout, valid against the committed schemas.
+
+The schemas are generated from the types (scripts/generate_schemas).
+"""
 
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from vexport.types import Json
+from vexport.files import json_schema, write_text
+from vexport.types import (
+    CheckReport,
+    ComparedRun,
+    DryLoadReport,
+    Json,
+    LoadReport,
+    Outlook,
+    Plan,
+    Quantized,
+    Report,
+    SchemeTable,
+)
 
 T = TypeVar("T")
 
@@ -24,3 +42,39 @@ def _finite(value: Json) -> Json:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+FOLDER = Path(__file__).parent
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer(Plan):
+    """What `vexport plan --format json` writes: the plan and what comes of it."""
+
+    outlook: Outlook
+
+
+def schemas() -> Mapping[str, str]:
+    """File name to text of every schema."""
+    return {
+        "report.schema.json": _titled("vexport report", json_schema(Report)),
+        "check.schema.json": _titled("vexport check --format json", json_schema(list[CheckReport])),
+        "plan.schema.json": _titled("vexport plan --format json", json_schema(PlanAnswer)),
+        "plan-schemes.schema.json": _titled("vexport plan SOURCE --format json", json_schema(SchemeTable)),
+        "quantize.schema.json": _titled("vexport quantize --format json", json_schema(Quantized)),
+        "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),
+        "compare.schema.json": _titled("vexport compare --format json", json_schema(list[ComparedRun])),
+        "dry-load.schema.json": _titled("vexport load --dry --format json", json_schema(list[DryLoadReport])),
+    }
+
+
+def write_schemas(folder: Path = FOLDER) -> None:
+    """Write every schema into `folder`."""
+    for name, text in schemas().items():
+        write_text(folder / name, text)
+
+
+def _titled(title: str, text: str) -> str:
+    schema: dict[str, Json] = json.loads(text)
+    return json.dumps({**schema, "$schema": _DIALECT, "title": title}, indent=2, sort_keys=True) + "\n"

@@ -1,15 +1,14 @@
 """What a page has on weights and layers: sizes, signal-to-noise, sensitivity, drift between the models."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from vexport.reports import document as doc
-from vexport.reports.charts.bars import chosen_schemes, loss_bars, size_bars
-from vexport.reports.charts.layers import layer_chart
+from vexport.reports.charts import chosen_schemes, layer_chart, loss_bars, size_bars
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
 from vexport.reports.folding import folded_places
-from vexport.reports.formatting import bits_per_weight, count, decibels, percent, size, small
-from vexport.reports.mixing import budget_of
+from vexport.reports.formatting import bits_per_weight, count, decibels, percent, plural, size, small
 from vexport.reports.sentences import attribution_line, schemes_in_use
 from vexport.types import (
     Attribution,
@@ -203,3 +202,21 @@ def heat(kl: float, limit: float) -> int:
     if not math.isfinite(kl):
         return 3
     return min(3, math.ceil(math.log10(kl / limit))) if kl > limit > 0 else 0
+
+
+def budget_of(mixed: MixedScheme) -> str:
+    """What the mixed scheme had to stay within."""
+    limits = {
+        "bits": f"{mixed.limit:g} bits per weight",
+        "bytes": size(round(mixed.limit)),
+        "share": f"{percent(mixed.limit, 0)} of the source's bytes",
+        "loss": f"{small(mixed.limit)} nats per token",
+    }
+    return limits[mixed.budget]
+
+
+def mixed_line(mixed: MixedScheme) -> str:
+    """The budget, what it came to, and the loss that it predicts."""
+    counts = Counter(one.scheme for one in mixed.choices)
+    chosen = ", ".join(f"{scheme} for {plural(number, 'group')}" for scheme, number in counts.items())
+    return f"within {budget_of(mixed)}: {chosen}; predicted loss {small(mixed.loss)} nats per token"

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from vexport.errors.escaping import clip, visible
 from vexport.reports import document as doc
-from vexport.reports.document import columns, row
-from vexport.reports.findings import finding_parts
+from vexport.reports.document import columns, finding_parts, row
 from vexport.reports.formatting import plural
 from vexport.reports.sentences import opening, outcome_line
 

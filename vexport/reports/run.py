@@ -1,19 +1,27 @@
 """The report of a run: a summary that every form has, and what a page shows below it."""
 
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
 
 from vexport.reports import document as doc
 from vexport.reports.accuracy import accuracy_section, accuracy_tiles, answers_section
 from vexport.reports.checkpoints import device_parts, load_facts
-from vexport.reports.coverage import coverage_lines
 from vexport.reports.document import PAGE, SUMMARY, facts, muted, parts, row
-from vexport.reports.files import RunFile
 from vexport.reports.formatting import bits_per_weight, count, duration, percent, plural, ratio, size, small
 from vexport.reports.gates import finding_counts, report_gates, staged_findings
-from vexport.reports.layers import noise_section, sensitivity_sections, signals_section, size_section
-from vexport.reports.mixing import mixed_line
+from vexport.reports.layers import (
+    mixed_line,
+    noise_section,
+    sensitivity_sections,
+    signals_section,
+    size_section,
+)
 from vexport.reports.rounding import rounding_lines, rounding_section
 from vexport.reports.sentences import (
+    coverage_lines,
     next_step,
     report_device,
     report_sentence,
@@ -27,6 +35,34 @@ from vexport.types import Canary, EngineInfo, LoadReport, LogprobAgreement, Repo
 _NOT_RUN = "an earlier gate failed"
 # A prompt, and what the baseline and the quantized model wrote after it.
 _CanaryPair = tuple[str, Canary | None, Canary | None]
+
+
+# In the order of a reader's interest: what a run writes (vexport.run, vexport.run.serving), and what it is.
+_FILES = (
+    ("checkpoint", "the quantized checkpoint"),
+    ("scenario.yaml", "the scenario that was run"),
+    ("report.json", "everything on this page, for programs"),
+    ("report.md", "the summary in Markdown"),
+    ("junit.xml", "test cases for CI"),
+    ("model-card.md", "README.md for the checkpoint"),
+    ("plan.json", "what was to be done to every tensor"),
+    ("check.json", "findings of the check"),
+    ("dry-load.json", "loads on other devices"),
+    ("load.json", "the load in vLLM"),
+    ("eval/baseline/vllm.log", "vLLM's log with the baseline"),
+    ("eval/candidate/vllm.log", "vLLM's log with the quantized model"),
+    ("eval/baseline", "lm-eval's results and samples of the baseline"),
+    ("eval/candidate", "lm-eval's results and samples of the quantized model"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """A file or folder of a run directory, as a link relative to the page."""
+
+    name: str
+    href: str
+    about: str
 
 
 def run_document(report: Report, files: Sequence[RunFile] = ()) -> doc.Document:
@@ -218,3 +254,20 @@ def _provenance(report: Report) -> doc.Section:
     )
     reproduce = doc.Section("Reproduce", (doc.Code(report.command),))
     return doc.Section("Provenance", (sources, reproduce), anchor="provenance", forms=PAGE)
+
+
+def _relative(path: Path, start: Path) -> str:
+    """A relative link; a colon in its first part is no scheme, since that part is escaped."""
+    return quote(os.path.relpath(path, start).replace(os.sep, "/"))
+
+
+def run_files(folder: Path, start: Path) -> Sequence[RunFile]:
+    """Those that exist, for a page in the folder `start`."""
+    found = []
+    for name, about in _FILES:
+        path = folder / name
+        if path.exists():
+            shown = f"{name}/" if path.is_dir() else name
+            href = _relative(path, start) + ("/" if path.is_dir() else "")
+            found.append(RunFile(name=shown, href=href, about=about))
+    return tuple(found)
