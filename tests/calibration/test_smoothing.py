@@ -17,6 +17,7 @@ from tests.calibration.make import plan_for, samples
 from tests.calibration.models import configs, expert_configs, save
 from tests.command import vexport
 from tests.models import quantize, save_llama, write_calibration
+from tests.mutations.edits import forget_digests
 from vexport import calibration, plan
 from vexport.calibration.smoothing import find_smoothing
 from vexport.checkpoint.index import SourceIndex, read_index
@@ -252,6 +253,7 @@ def test_repair_takes_nothing_from_a_source_smoothed_otherwise(
     whole = tensors[shared].clone()
     tensors[shared] *= 2
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    forget_digests(broken)
     if whose != "its own":
         exponents, layer = np.resize(np.array([-1, 0], np.int8), 256), "model.layers.1."
         forged = {f"{layer}input_layernorm.weight": Smoothing(rows=encode(exponents))}
