@@ -12,8 +12,7 @@ import pytest
 
 from vexport.engine import process, worker
 from vexport.engine.messages import SessionRequest, SessionResult
-from vexport.engine.process import forked, run_group, spawned
-from vexport.engine.session import WORKER, worker_environment
+from vexport.engine.process import run_group
 from vexport.files import to_json
 from vexport.types import silent
 
@@ -62,7 +61,7 @@ def gone(pid: int) -> bool:
 def test_progress_and_log_arrive(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     code = run_group(
-        spawned([sys.executable, "-c", REPORTING]),
+        [sys.executable, "-c", REPORTING],
         environment=os.environ,
         log=tmp_path / "logs" / "log",
         timeout=30,
@@ -77,7 +76,7 @@ def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with pytest.raises(TimeoutError):
         run_group(
-            spawned([sys.executable, "-c", PARENT, str(note)]),
+            [sys.executable, "-c", PARENT, str(note)],
             environment=os.environ,
             log=tmp_path / "log",
             timeout=2,
@@ -90,9 +89,9 @@ def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = (
         "import os, signal, sys; from pathlib import Path;"
-        "from vexport.engine.process import run_group, spawned;"
+        "from vexport.engine.process import run_group;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell ignores it in the background
-        f"run_group(spawned([sys.executable, '-c', {PARENT!r}, {str(note)!r}]), environment=os.environ,"
+        f"run_group([sys.executable, '-c', {PARENT!r}, {str(note)!r}], environment=os.environ,"
         f"log=Path({str(tmp_path / 'log')!r}), timeout=100, on_progress=print)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
@@ -107,7 +106,7 @@ def test_a_flood_ends_at_the_timeout(tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(TimeoutError):
         run_group(
-            spawned([sys.executable, "-c", FLOODING]),
+            [sys.executable, "-c", FLOODING],
             environment=os.environ,
             log=tmp_path / "log",
             timeout=0.5,
@@ -116,30 +115,13 @@ def test_a_flood_ends_at_the_timeout(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 20
 
 
-def test_a_fork_is_like_the_process(tmp_path: Path) -> None:
-    """A worker that ends without its request: same environment, folder, log and exit code."""
-    request = str(tmp_path / "request.json")
-    arguments = [request, str(tmp_path / "result.json")]
-    starts = (forked(WORKER, arguments), spawned([sys.executable, "-m", WORKER, *arguments]))
-    for number, start in enumerate(starts):
-        code = run_group(
-            start,
-            environment=worker_environment(),
-            log=tmp_path / f"log{number}",
-            timeout=300,
-            on_progress=silent,
-        )
-        assert code == 1
-        assert f"{request}: got no such file" in (tmp_path / f"log{number}").read_text()
-
-
 def test_what_is_done_needs_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_LAST_SECONDS", 0.2)
     monkeypatch.setattr(process, "_GRACE_SECONDS", 0.2)
     note, result = tmp_path / "pid", tmp_path / "result"
     begin = time.monotonic()
     code = run_group(
-        spawned([sys.executable, "-c", LINGERING, str(note), str(result)]),
+        [sys.executable, "-c", LINGERING, str(note), str(result)],
         environment=os.environ,
         log=tmp_path / "log",
         timeout=30,

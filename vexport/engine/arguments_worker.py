@@ -15,13 +15,12 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest, InputProblem
-from vexport.engine.worker import CPU, end_with_parent, preload
+from vexport.engine.worker import CPU, end_with_parent
 from vexport.errors import EnvironmentFault, InputError, nearest
 from vexport.files import from_json, to_json, write_text
 
 _PLAIN = (bool, int, float, str, type(None), Any)
 _CONTAINERS = (list, set, tuple, dict)
-__all__ = ["main", "preload"]
 
 
 def main(arguments: list[str]) -> int:

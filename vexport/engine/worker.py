@@ -5,7 +5,6 @@ calls this one knows them. The result file is written whole or not at all; a wor
 """
 
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,25 +36,8 @@ _MOST_MESSAGE = 1000
 CPU = "cpu"
 # For vLLM to raise by itself that its core has ended.
 _CORE_GRACE_SECONDS = 3
-_EVERY_SESSION = (
-    "vllm.model_executor.models.llama",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vexport.engine.cpu_emulation.registration",
-    "vexport.engine.describe",
-    "vexport.engine.generate",
-)
 # (arguments of the engine, engine, request, progress): answers what the engine itself does not know.
 AnswerTasks = Callable[[EngineArguments, "LLM", SessionRequest, OnProgress], None]
-
-
-def preload() -> None:
-    """Import what every session imports, for a process that forks sessions."""
-    from vllm import LLM  # noqa: F401
-
-    for module in _EVERY_SESSION:
-        with suppress(ImportError):  # of another version of vLLM
-            importlib.import_module(module)
 
 
 def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:

@@ -20,12 +20,6 @@ from vexport.files import from_json, to_json, write_text
 from vexport.types import OnProgress
 
 
-def preload() -> None:
-    """Import what every request imports, for a process that forks them."""
-    if importlib.util.find_spec("lm_eval") is not None:
-        from lm_eval.tasks import TaskManager  # noqa: F401
-
-
 def main(arguments: list[str]) -> int:
     """Read the request, fetch, write the result; 0 whenever there is a result to read."""
     request_file, result_file = (Path(argument) for argument in arguments)

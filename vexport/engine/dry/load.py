@@ -64,7 +64,6 @@ def dry_loads(
             vllm_python=vllm_python,
             extra=NO_EMULATION,
             on_progress=on_progress,
-            may_fork=False,  # a fork has the CPU for its device
         )
     return [
         judge(str(checkpoint), result.vllm, found, require)
