@@ -12,7 +12,7 @@ from vexport.cli import INTERRUPTED, end
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 # Seconds in which a command ends its engines; then the process ends wherever it is.
-PATIENCE_SECONDS = 2.5
+PATIENCE_SECONDS = 5.0
 
 
 def run() -> int:
