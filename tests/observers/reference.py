@@ -9,8 +9,7 @@ import torch
 from vexport.numerics.constants import E4M3_EPS, GLOBAL_SCALE_NUMERATOR
 from vexport.observers.args import ObserverArgs, is_float, is_mx, plain, strategy_of
 from vexport.observers.flatten import flatten_for_calibration
-from vexport.observers.qparams import mx_scale, quantized_range
-from vexport.observers.rounding import round_to_format
+from vexport.observers.qparams import mx_scale, quantized_range, round_to_format
 from vexport.observers.search import Search, search_of
 from vexport.types.observer_names import OBSERVERS
 from vexport.types.observer_options import ImportanceOptions, SearchOptions

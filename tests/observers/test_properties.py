@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vexport.observers import Observer, flatten_for_calibration
-from vexport.observers.rounding import fake_quantize
+from vexport.observers.qparams import fake_quantize
 
 INT8 = {"num_bits": 8, "type": "int"}
 INT4 = {"num_bits": 4, "type": "int"}

@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import get_scheme
-from vexport.rounding.factor import factorize
-from vexport.rounding.gptq import round_columns
+from vexport.rounding.gptq import factorize, round_columns
 from vexport.rounding.grid import Grid, grid_of
-from vexport.rounding.nearest import round_nearest
+from vexport.rounding.methods import round_nearest
 from vexport.rounding.settings import GPTQ
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "values.safetensors")

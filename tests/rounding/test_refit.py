@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from vexport.numerics.arithmetic import integer_format
-from vexport.rounding.factor import Factor, factorize
-from vexport.rounding.gptq import round_columns
+from vexport.rounding.gptq import Factor, factorize, round_columns
 from vexport.rounding.grid import Grid
+from vexport.rounding.methods import refit
 from vexport.rounding.moments import Moments
-from vexport.rounding.refit import refit
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "qronos.safetensors")
 WEIGHT, HESSIAN, CROSS = GOLDEN["weight"], GOLDEN["hessian"], GOLDEN["cross"]

@@ -20,7 +20,7 @@ from vexport.formats.arguments import QuantArgs
 from vexport.formats.dequantize import row_chunks, rows_of
 from vexport.numerics.metrics import sqnr_db
 from vexport.observers import MemorylessMinMaxObserver
-from vexport.observers.rounding import fake_quantize
+from vexport.observers.qparams import fake_quantize
 
 # GPTQ was seen 0.6 to 9 dB below plain rounding with the same scales (SmolLM2-135M in W4A16), a refit of
 # eight bits more, since its correction is no smaller than that of four. Another weight has 0 dB and less.

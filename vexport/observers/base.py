@@ -1,6 +1,7 @@
 """The observer: it sees tensors, keeps a range and answers with quantization parameters."""
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import ClassVar, Literal, TypedDict
 
 import torch
@@ -8,19 +9,42 @@ from torch import distributed
 
 from vexport.numerics.ranks import gather, rank_and_size
 from vexport.observers.args import ObserverArgs, is_nvfp4, strategy_of, with_keywords
-from vexport.observers.flatten import WEIGHT, flatten_for_calibration, require_layout
-from vexport.observers.fusion import SharedRange
-from vexport.observers.group_scales import scales_of_rows
-from vexport.observers.older_names import OlderNames
+from vexport.observers.flatten import WEIGHT, flatten_for_calibration, require_layout, tokens_in
 from vexport.observers.qparams import global_scale_of, scale_and_zero_point
-from vexport.observers.registry import Named
-from vexport.observers.search import extremes_of, range_of, ranges_of_rows
+from vexport.observers.registry import Named, OlderNames
+from vexport.observers.search import extremes_of, range_of, ranges_of_rows, scales_of_rows
 from vexport.observers.tiles import Tiles, tiles_of, tiles_of_observations
-from vexport.observers.tokens import tokens_in
 from vexport.types.observer_options import Options, OptionsT, OptionValue, read_options
 
 Range = tuple[torch.Tensor, torch.Tensor]
 Reduction = Literal["extremes", "average"]
+
+
+class SharedRange:
+    """The extremes of each member; it holds no observer, so that a member's weight can be freed."""
+
+    def __init__(self, members: int) -> None:
+        self._extremes: dict[int, Range | None] = dict.fromkeys(range(members))
+
+    def deposit(self, member: int, low: torch.Tensor, high: torch.Tensor) -> None:
+        """Record the range of a member (any shape); it replaces what the member saw before."""
+        self._extremes[member] = low.amin(), high.amax()
+
+    def leave(self, member: int) -> None:
+        """The others no longer share with this member."""
+        self._extremes.pop(member, None)
+
+    def union(self) -> Range:
+        """(low, high) over all members, each of no dimension; ValueError where one saw nothing yet."""
+        seen = [extremes for extremes in self._extremes.values() if extremes is not None]
+        if len(seen) < len(self._extremes):
+            raise ValueError(
+                f"fused observers: got observations of {len(seen)} of {len(self._extremes)}, "
+                "need all before a shared scale is asked"
+            )
+        return reduce(torch.minimum, (low for low, _ in seen)), reduce(
+            torch.maximum, (high for _, high in seen)
+        )
 
 
 class QParamsDict(TypedDict):

@@ -6,10 +6,8 @@ import torch
 
 from vexport.observers.args import is_nvfp4
 from vexport.observers.base import Observer, Range, Reduction
-from vexport.observers.block_scales import search_nvfp4
-from vexport.observers.group_scales import scales_of_rows
 from vexport.observers.minmax import moving_average
-from vexport.observers.search import Search, search_grid, search_of, search_rows
+from vexport.observers.search import Search, scales_of_rows, search_grid, search_nvfp4, search_of, search_rows
 from vexport.observers.tiles import Tiles
 from vexport.types.observer_options import (
     NVFP4_EXPANDED_SEARCH,

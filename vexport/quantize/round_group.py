@@ -11,11 +11,10 @@ from vexport.formats.packing.base import RoundedWeight, Scales
 from vexport.formats.schemes import get_scheme
 from vexport.observers import Observer
 from vexport.quantize.weight_scales import observe_weight, scales_of
-from vexport.rounding.factor import Factor
+from vexport.rounding.gptq import Factor
 from vexport.rounding.grid import Grid, grid_of, stack
-from vexport.rounding.methods import METHODS
+from vexport.rounding.methods import METHODS, round_nearest
 from vexport.rounding.moments import Moments
-from vexport.rounding.nearest import round_nearest
 from vexport.rounding.settings import Recipe
 from vexport.types import FusionGroup
 from vexport.types.rounding import GroupRounding

@@ -7,7 +7,7 @@ from vexport.formats.packing.base import RoundedWeight
 from vexport.quantize.applied import QuantizedModel
 from vexport.quantize.group_inputs import GroupInputs, Site
 from vexport.quantize.round_group import round_group
-from vexport.rounding.factor import Factor, factorize
+from vexport.rounding.gptq import Factor, factorize
 from vexport.rounding.moments import Moments
 from vexport.rounding.settings import Recipe
 from vexport.types import FusionGroup

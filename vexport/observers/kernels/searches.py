@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import torch
+from numba import prange
 
 from vexport.numerics.arithmetic import (
     BFLOAT16,
@@ -20,7 +22,7 @@ from vexport.numerics.arithmetic import (
     Format,
 )
 from vexport.numerics.constants import NVFP4_GROUP
-from vexport.observers.kernels.counts import PATTERNS, add_counts
+from vexport.numerics.jit import compiled
 from vexport.observers.kernels.grid import (
     TASK_VALUES,
     TENSOR_CHUNK,
@@ -36,6 +38,21 @@ COUNTING_TASKS = 16
 # Lanes of the widest vectors.
 VECTOR = 16
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+
+Counts = npt.NDArray[np.int64]
+
+PATTERNS = 1 << 16
+
+
+@compiled(parallel=True)
+def add_counts(values: Bits, counts: Counts) -> None:
+    """Count the 16-bit patterns of flat `values` in `counts` (tasks, PATTERNS), each task in its own row."""
+    tasks = counts.shape[0]
+    for task in prange(tasks):
+        row = counts[task]
+        for i in range(task * values.size // tasks, (task + 1) * values.size // tasks):
+            row[values[i]] += 1
 
 
 class GroupChoices(NamedTuple):

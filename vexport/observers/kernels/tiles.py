@@ -8,8 +8,8 @@ import torch
 from vexport.numerics.arithmetic import E2M1, E4M3, Format, integer_format
 from vexport.numerics.constants import NVFP4_GROUP
 from vexport.observers.args import ObserverArgs, is_float, is_mx
-from vexport.observers.kernels.counts import PATTERNS
 from vexport.observers.kernels.searches import (
+    PATTERNS,
     STORAGES,
     distinct_values,
     range_of_values,
