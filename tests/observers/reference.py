@@ -11,8 +11,7 @@ from vexport.observers.args import ObserverArgs, is_float, is_mx, plain, strateg
 from vexport.observers.flatten import flatten_for_calibration
 from vexport.observers.qparams import mx_scale, quantized_range, round_to_format
 from vexport.observers.search import Search, search_of
-from vexport.types.observer_names import OBSERVERS
-from vexport.types.observer_options import ImportanceOptions, SearchOptions
+from vexport.types.observer_names import OBSERVERS, ImportanceOptions, SearchOptions
 
 Range = tuple[torch.Tensor, torch.Tensor]
 

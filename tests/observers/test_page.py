@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import write_calibration
-from vexport.types.observer_names import OBSERVERS
-from vexport.types.observer_options import SearchOptions
+from vexport.types.observer_names import OBSERVERS, SearchOptions
 
 PAGE = (Path(__file__).parents[2] / "vexport" / "docs" / "observers.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL)

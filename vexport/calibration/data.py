@@ -15,7 +15,7 @@ from vexport.errors import InputError, raise_all
 from vexport.errors.escaping import first_line
 from vexport.files import digest_bytes
 from vexport.types import CalibrationData
-from vexport.types.time_limit import TEMPLATE_SECONDS, time_limit
+from vexport.types.patterns import TEMPLATE_SECONDS, time_limit
 
 # Characters that a token stands for at most: what is beyond them of a text would be cut again as tokens.
 CHARACTERS = 64

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vexport.engine.messages import EngineFailure, FailureKind
-from vexport.errors.exhausted import is_disk, is_memory
-from vexport.errors.extras import is_mismatch
+from vexport.errors.extras import is_disk, is_memory, is_mismatch
 
 TAIL_LINES = 40
 # Of a log of any size, the end is read; of a line of any length, the beginning.

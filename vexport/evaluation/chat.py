@@ -6,7 +6,7 @@ import jinja2
 
 from vexport.errors import InputError
 from vexport.types import LmEvalSettings
-from vexport.types.time_limit import TEMPLATE_SECONDS, time_limit
+from vexport.types.patterns import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

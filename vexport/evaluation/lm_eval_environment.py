@@ -16,7 +16,7 @@ from vexport.evaluation.foreign_code import METRIC_CODE, METRIC_FIX, is_foreign_
 from vexport.evaluation.lm_eval_model import replaced
 from vexport.evaluation.tasks import reads_hub
 from vexport.files import write_text
-from vexport.types.time_limit import TEMPLATE_SECONDS, time_limit
+from vexport.types.patterns import TEMPLATE_SECONDS, time_limit
 
 # More than any suite has: of each task some four.
 _MOST_TEMPLATES = 4096

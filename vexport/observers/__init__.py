@@ -14,8 +14,7 @@ from vexport.observers.minmax import MemorylessMinMaxObserver, MinMaxObserver, S
 from vexport.observers.model_fusion import fuse_weight_observers
 from vexport.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
 from vexport.types import observer_names
-from vexport.types.observer_names import ObserverName
-from vexport.types.observer_options import OptionValue
+from vexport.types.observer_names import ObserverName, OptionValue
 
 
 def _class(observer: ObserverName) -> type[Observer]:

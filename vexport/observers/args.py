@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar, cast
 
 from pydantic import BaseModel
 
-from vexport.types.observer_options import OptionValue
+from vexport.types.observer_names import OptionValue
 
 
 class ObserverArgs(Protocol):

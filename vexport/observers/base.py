@@ -14,7 +14,7 @@ from vexport.observers.qparams import global_scale_of, scale_and_zero_point
 from vexport.observers.registry import Named, OlderNames
 from vexport.observers.search import extremes_of, range_of, ranges_of_rows, scales_of_rows
 from vexport.observers.tiles import Tiles, tiles_of, tiles_of_observations
-from vexport.types.observer_options import Options, OptionsT, OptionValue, read_options
+from vexport.types.observer_names import Options, OptionsT, OptionValue, read_options
 
 Range = tuple[torch.Tensor, torch.Tensor]
 Reduction = Literal["extremes", "average"]

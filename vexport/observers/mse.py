@@ -9,7 +9,7 @@ from vexport.observers.base import Observer, Range, Reduction
 from vexport.observers.minmax import moving_average
 from vexport.observers.search import Search, scales_of_rows, search_grid, search_nvfp4, search_of, search_rows
 from vexport.observers.tiles import Tiles
-from vexport.types.observer_options import (
+from vexport.types.observer_names import (
     NVFP4_EXPANDED_SEARCH,
     SEARCH,
     AverageSearchOptions,

@@ -8,8 +8,7 @@ import torch
 
 from vexport.observers.args import ObserverArgs, strategy_of
 from vexport.observers.flatten import WEIGHT
-from vexport.types.observer_names import CLASS_SEPARATOR, folded
-from vexport.types.observer_options import OptionValue
+from vexport.types.observer_names import CLASS_SEPARATOR, OptionValue, folded
 
 NamedT = TypeVar("NamedT", bound="Named")
 

@@ -26,7 +26,7 @@ from vexport.observers.kernels.tiles import (
 )
 from vexport.observers.qparams import fake_quantize, round_to_e2m1, scale_and_zero_point
 from vexport.observers.tiles import Tiles
-from vexport.types.observer_options import SearchOptions
+from vexport.types.observer_names import SearchOptions
 
 Range = tuple[torch.Tensor, torch.Tensor]
 # The peer computes candidates in bf16: its range may be off by three roundings of 2**-8 each. Candidates

@@ -7,8 +7,7 @@ from vexport.outputs.directory import (
     resumable_directory,
     working_folder,
 )
-from vexport.outputs.marked import FolderKind, written_alone
-from vexport.outputs.replaceable import RECIPE, refuse_existing, refuse_others
+from vexport.outputs.replaceable import RECIPE, FolderKind, refuse_existing, refuse_others, written_alone
 from vexport.outputs.separate import NamedPath, require_new_answer, require_separate
 
 __all__ = [

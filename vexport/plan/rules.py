@@ -10,8 +10,7 @@ from vexport.formats.schemes import KEEP, get_scheme
 from vexport.plan.linears import Place
 from vexport.scenario.observer_keys import WITH_IMPORTANCE
 from vexport.types import Finding
-from vexport.types.observer_names import EXPANDED, IMPORTANCE, MIN_MAX
-from vexport.types.observer_options import OptionValue
+from vexport.types.observer_names import EXPANDED, IMPORTANCE, MIN_MAX, OptionValue
 from vexport.types.patterns import matches as pattern_matches
 from vexport.types.rounding import Rounding
 

@@ -23,8 +23,7 @@ from vexport.plan.build import Settings, build_plan, hidden_rule_notes
 from vexport.plan.table import scheme_table
 from vexport.scenario import AUTO, GroupSize, Rule, Scenario, parse_group_size
 from vexport.types import OnProgress, Plan, SchemeTable, silent
-from vexport.types.observer_names import OBSERVERS
-from vexport.types.observer_options import OptionValue
+from vexport.types.observer_names import OBSERVERS, OptionValue
 from vexport.types.rounding import Rounding
 
 DEFAULTS = Settings()

@@ -9,7 +9,7 @@ from pydantic import Field, Strict, field_validator
 from vexport.checkpoint.data_name import DEFAULT, parse_data
 from vexport.scenario.section import Section
 from vexport.types import CalibrationData, Method
-from vexport.types.counts import Positive
+from vexport.types.values import Positive
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128

@@ -8,8 +8,14 @@ from vexport.errors import nearest
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.scenario.located import Problem
 from vexport.scenario.scheme_keys import AUTO
-from vexport.types.observer_names import BY_IMPORTANCE, OBSERVERS, folded, observer_name
-from vexport.types.observer_options import OptionValue, option_problems
+from vexport.types.observer_names import (
+    BY_IMPORTANCE,
+    OBSERVERS,
+    OptionValue,
+    folded,
+    observer_name,
+    option_problems,
+)
 
 # The name of a class of another package.
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

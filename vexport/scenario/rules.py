@@ -13,7 +13,7 @@ from vexport.scenario.observer_keys import keyword_problems, known_observer, obs
 from vexport.scenario.scheme_keys import AUTO, GroupSize, with_named_scheme
 from vexport.scenario.section import Section, known_name
 from vexport.types import BudgetKind
-from vexport.types.observer_options import OptionValue
+from vexport.types.observer_names import OptionValue
 from vexport.types.patterns import REFUSED
 from vexport.types.rounding import ROUNDINGS, Rounding
 

@@ -20,7 +20,7 @@ from vexport.errors import InputError, InputErrors, raise_all
 from vexport.formats.gpus import GENERATIONS, parse_capability
 from vexport.scenario.located import Problem, located_errors
 from vexport.scenario.section import Section
-from vexport.types.counts import Positive
+from vexport.types.values import Positive
 
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""

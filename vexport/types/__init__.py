@@ -4,33 +4,45 @@ No module imported here loads torch: `vexport --help` and `vexport check` start 
 """
 
 from vexport.types.accuracy import (
+    GENERATION_KEYS,
+    Attribution,
+    BatchSize,
+    Cause,
     Comparison,
+    Distance,
+    Drift,
     Flip,
+    GenKwargs,
+    LmEvalSettings,
+    PromptDrift,
+    Prompting,
+    Scalar,
     Score,
     TaskVerdict,
     TextLimit,
     TextMeasure,
     TextVerdict,
+    TokenDrift,
     Verdict,
 )
 from vexport.types.calibration import (
     Calibration,
+    CalibrationData,
     ExpertCoverage,
     HeadRanges,
     InputRange,
     KeyValueRanges,
     Smoothing,
 )
-from vexport.types.calibration_data import CalibrationData
-from vexport.types.comparison import ComparedRun
-from vexport.types.findings import CheckReport, Finding, Severity
-from vexport.types.loading import (
+from vexport.types.findings import (
     ENGINE_CHECK,
     Canary,
     CellStatus,
+    CheckReport,
     DryLoadReport,
     EngineInfo,
     EngineMode,
+    Finding,
     GpuRoom,
     LoadReport,
     LogprobAgreement,
@@ -38,13 +50,26 @@ from vexport.types.loading import (
     MatrixRow,
     RankMemory,
     SequenceMemory,
+    Severity,
     device_words,
 )
-from vexport.types.outlook import Estimate, KeptShare, Outlook, SchemeOutlook, SchemeTable
-from vexport.types.plan import AttentionLayer, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
-from vexport.types.prompting import GENERATION_KEYS, BatchSize, GenKwargs, LmEvalSettings, Prompting, Scalar
-from vexport.types.quantized import Quantized
-from vexport.types.report import KindSize, LayerError, LayerErrors, Report
+from vexport.types.plan import (
+    AttentionLayer,
+    Estimate,
+    FusionGroup,
+    KeptShare,
+    KvCache,
+    LinearPlan,
+    OnUnsupportedShape,
+    Outlook,
+    Plan,
+    SchemeOutlook,
+    SchemeTable,
+    TensorInfo,
+    TensorSpec,
+    WeightPart,
+)
+from vexport.types.report import ComparedRun, KindSize, LayerError, LayerErrors, Quantized, Report
 from vexport.types.sensitivity import (
     BudgetKind,
     Choice,
@@ -55,8 +80,6 @@ from vexport.types.sensitivity import (
     SchemeLoss,
     Sensitivity,
 )
-from vexport.types.signals import Attribution, Cause, Distance, Drift, PromptDrift, TokenDrift
-from vexport.types.tensors import TensorInfo, TensorSpec, WeightPart
 from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, silent
 
 __all__ = [

@@ -1,11 +1,164 @@
-"""Scores, their comparison and the verdict."""
+"""How documents are asked, what two models' answers and log-probabilities tell, and the verdict."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from vexport.types.prompting import Prompting
-from vexport.types.signals import Attribution, Drift
 from vexport.types.values import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDrift:
+    """One token of a prompt under both models, in nats.
+
+    `kl` is KL(baseline || candidate) over the whole vocabulary where this token was to be predicted;
+    `baseline_nll` and `candidate_nll` are what the token itself cost each model.
+    """
+
+    token: str
+    kl: float
+    baseline_nll: float
+    candidate_nll: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDrift:
+    """One prompt: means over its tokens but the first, in nats, and the tokens themselves."""
+
+    prompt: str
+    kl: float
+    baseline_nll: float
+    candidate_nll: float
+    tokens: tuple[TokenDrift, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """Baseline against candidate, both in vLLM, on the same tokens; means over `positions`, in nats.
+
+    `kl_limit` bounds `mean_kl`, `nll_limit` the rise of the mean NLL; beyond either is a warning and never
+    decides. `top1_agreement` is the share of positions with the same likeliest token. `worst` are the
+    prompts of largest KL, the worst first. Two drifts can be compared where `digest`, that of the token ids,
+    is the same.
+    """
+
+    prompts: int
+    positions: int
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    baseline_nll: float
+    candidate_nll: float
+    kl_limit: float
+    nll_limit: float
+    worst: tuple[PromptDrift, ...]
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distance:
+    """Mean and largest KL(`reference` || `measured`) in nats per token; `limit` bounds the mean."""
+
+    reference: str
+    measured: str
+    mean_kl: float
+    max_kl: float
+    limit: float
+
+
+Cause = Literal["none", "quantization", "loader", "kernel", "harness"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """The same tokens scored four ways, and the cause of a loss (`guilty` in JSON).
+
+    (1) transformers and (2) vLLM on the baseline; (3) transformers with the exported weights dequantized and
+    activations rounded, (4) vLLM on the candidate. `noise` is 2 against 1, `quantization` 3 against 1,
+    `engine` 4 against 3, `total` 4 against 2. `harness`: what else differs between what the two models are
+    asked. `evidence` has what speaks for the loader, in vLLM's or the check's words. Distances are None where
+    the two models do not read the same tokens.
+    """
+
+    cause: Cause = field(metadata={"alias": "guilty"})
+    reason: str
+    noise: Distance | None
+    quantization: Distance | None
+    engine: Distance | None
+    total: Distance | None
+    harness: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+
+
+BatchSize = int | Literal["auto"]
+Scalar = bool | int | float | str | None
+GenKwargs = Mapping[str, Scalar | list[Scalar] | dict[str, Scalar]]
+GENERATION_KEYS = (
+    "do_sample",
+    "until",
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "logit_bias",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "thinking_token_budget",
+)
+"""What lm-eval reads of `gen_kwargs` (`normalize_gen_kwargs`), and the usual fields of vLLM's SamplingParams,
+which gets the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LmEvalSettings:
+    """What lm-eval's `simple_evaluate` and its vLLM model are given, under their names (0.4.13).
+
+    `apply_chat_template` is a template's name or true for the default one; `fewshot_as_multiturn` counts only
+    with a template. `num_fewshot` does not change a task that sets 0 itself. `gen_kwargs` replace those of
+    generating tasks, key by key; `max_gen_toks` is the most new tokens where the task sets none. What stands
+    before the last `think_end_token` is cut off an answer; `enable_thinking` is handed to the template.
+    `batch_size` is how many requests vLLM is given at once.
+    """
+
+    num_fewshot: int | None = None
+    apply_chat_template: bool | str = False
+    fewshot_as_multiturn: bool = False
+    system_instruction: str | None = None
+    gen_kwargs: GenKwargs = field(default_factory=dict)
+    max_gen_toks: int | None = None
+    think_end_token: str | None = None
+    enable_thinking: bool | None = None
+    batch_size: BatchSize = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompting:
+    """How the results of a verdict were asked for, as lm-eval recorded it.
+
+    `chat_template` and `system_instruction` are SHA-256, shortened to 16 digits; None where there was none.
+    `num_fewshot` counts the examples of each task. `generation` has `gen_kwargs`, and of the model's
+    arguments those that change an answer.
+    """
+
+    chat_template: str | None
+    system_instruction: str | None
+    num_fewshot: Mapping[str, int]
+    fewshot_as_multiturn: bool
+    generation: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""What a check or a load found."""
+"""What a check found, what the real engine did, and what its loaders would do on other devices."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from vexport.errors import VexportError
@@ -49,3 +50,192 @@ class CheckReport:
     vllm: str = ""
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What ran the model: versions, platform, kernels by layer kind, and what this platform cannot show.
+
+    `compilation` is vLLM's name of the mode (NONE in eager mode); `settings` are arguments of the engine by
+    name, its defaults too, in words.
+    """
+
+    vllm: str
+    torch: str
+    transformers: str
+    platform: str
+    processor: str
+    dtype: str
+    multiprocess: bool
+    compilation: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    emulated: bool
+    kernels: tuple[str, ...]
+    blind_spots: tuple[str, ...]
+    start_seconds: float
+
+    @property
+    def device(self) -> str:
+        """What ran the model, to be read after "on": as `device_words`."""
+        return device_words(
+            self.platform, self.processor, emulated=self.emulated, compilation=self.compilation
+        )
+
+
+def device_words(platform: str, processor: str, *, emulated: bool, compilation: str = "") -> str:
+    """`CPU, emulated`, or `NVIDIA H100, compiled`; a GPU in eager mode says so, a CPU mostly runs in it."""
+    on_cpu = platform == "cpu"
+    eager = compilation in ("", "NONE", "0")
+    mode = "" if on_cpu or not compilation else "eager"
+    parts = ("CPU" if on_cpu else processor, "emulated" if emulated else "", mode if eager else "compiled")
+    return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A greedy continuation of a fixed prompt.
+
+    The engine goes on to the asked number of `tokens` also where the model ends the sequence after
+    `ended_after` of them; `text` is what came before that. `non_finite` of the tokens had a log-probability
+    that is NaN or infinite.
+    """
+
+    prompt: str
+    text: str
+    tokens: int
+    finish_reason: str
+    ended_after: int | None = None
+    non_finite: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobAgreement:
+    """Full-vocabulary log-probabilities of vLLM against a reference on the same tokens.
+
+    `mean_kl` and `max_kl` are KL(reference || vLLM) in nats per token position; `limit` bounds `mean_kl`.
+    """
+
+    reference: str
+    prompts: int
+    positions: int
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    limit: float
+
+
+ENGINE_CHECK = "engine"
+"""The check of a finding that is no fault of the checkpoint: the engine died, or could not start."""
+# How vLLM runs a model: compiled where its platform does so, as it is served, or operator by operator.
+EngineMode = Literal["default", "eager"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What the real engine did with a checkpoint.
+
+    `tp` is the tensor parallel size, `vllm` the version where that is known, `vllm_python` the interpreter,
+    empty for vexport's own; `log_tail` the end of the log of an engine that died.
+    """
+
+    checkpoint: str
+    ok: bool
+    findings: tuple[Finding, ...]
+    mode: EngineMode = "eager"
+    tp: int = 1
+    vllm: str = ""
+    vllm_python: str = ""
+    log_tail: str = ""
+    engine: EngineInfo | None = None
+    canaries: tuple[Canary, ...] = ()
+    logprobs: LogprobAgreement | None = None
+
+
+CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixCell:
+    """What vLLM does with a checkpoint, or one kind of its layers, on `tp` devices of capability `sm`.
+
+    `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads, and multiplies in another
+    precision than stored; "not shown" needs a real device. The answer rests on the cells that are `needed`.
+    `precision` is bits of weight and activation (W8A16), `kernel` vLLM's class, `reason` vLLM's own words
+    where it refuses.
+    """
+
+    tp: int
+    sm: int
+    status: CellStatus
+    precision: str = ""
+    kernel: str = ""
+    reason: str = ""
+    needed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixRow:
+    """One kind of layer (`model.layers.*.mlp.down_proj`), how many there are, how they are stored."""
+
+    name: str
+    count: int
+    scheme: str
+    stored: str
+    cells: tuple[MatrixCell, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceMemory:
+    """Bytes of KV cache that one rank reserves for a sequence of `tokens`."""
+
+    tokens: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes that each of `tp` ranks needs: its weights, and its KV cache for sequences of rising lengths.
+
+    The last length is the longest that the model allows.
+    """
+
+    tp: int
+    weight_bytes: int
+    sequences: tuple[SequenceMemory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRoom:
+    """What fits next to the weights on each of `tp` GPUs of a name, by sequences of `tokens`.
+
+    `kv_bytes` is what vLLM's share of the memory leaves for the KV cache, negative where the weights do not
+    fit; `sequences` is how many of that length it holds at once, rounded down.
+    """
+
+    gpu: str
+    tp: int
+    kv_bytes: int
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryLoadReport:
+    """What vLLM's model class and loaders do with a checkpoint's headers, for every tp and sm asked for.
+
+    `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the same order;
+    there are no rows where no cell was loaded. `memory` has one entry for each tp that was loaded, `rooms`
+    one for each length of a sequence on each GPU asked for. `vllm_python` is the interpreter, empty for
+    vexport's own.
+    """
+
+    checkpoint: str
+    ok: bool
+    findings: tuple[Finding, ...]
+    vllm: str
+    vllm_python: str = ""
+    cells: tuple[MatrixCell, ...]
+    rows: tuple[MatrixRow, ...]
+    memory: tuple[RankMemory, ...] = ()
+    rooms: tuple[GpuRoom, ...] = ()
+    blind_spots: tuple[str, ...]

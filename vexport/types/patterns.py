@@ -1,13 +1,51 @@
 """Regular expressions out of configs and scenarios: compiled once, and stopped where they take too long."""
 
 import re
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from types import FrameType
+from typing import Literal
 
 from vexport.errors import InputError
 from vexport.errors.escaping import clip
-from vexport.types.time_limit import time_limit
+
+# Of the wall, or of this process' own time, whatever else runs.
+Clock = Literal["wall", "processor"]
+_TIMERS = {
+    "wall": (signal.ITIMER_REAL, signal.SIGALRM),
+    "processor": (signal.ITIMER_VIRTUAL, signal.SIGVTALRM),
+}
+# Of a chat template and a conversation; real ones take milliseconds.
+TEMPLATE_SECONDS = 10.0
+
+
+@contextmanager
+def time_limit(seconds: float, clock: Clock) -> Iterator[None]:
+    """Raise TimeoutError inside the block after so many seconds, of which there must be some.
+
+    Only a main thread can be interrupted so (Python runs signal handlers there); on another one there is no
+    bound. A single call in C is not interrupted, unless it looks for signals, as `re` does.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"not finished after {seconds:g} s")
+
+    timer, number = _TIMERS[clock]
+    before = signal.signal(number, stop)
+    try:
+        signal.setitimer(timer, seconds)
+        yield
+    finally:
+        signal.setitimer(timer, 0)
+        signal.signal(number, before)
+
 
 REGEX = "re:"
 # What the expressions of a list may take for all names together, of the processor: a busy machine is no fault

@@ -1,17 +1,15 @@
-"""Everything that a run found."""
+"""Everything that a run found, several runs next to each other, and what `quantize` has written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vexport.types.accuracy import Verdict
+from vexport.types.accuracy import Attribution, Drift, TaskVerdict, Verdict
 from vexport.types.calibration import ExpertCoverage
-from vexport.types.findings import CheckReport
-from vexport.types.loading import DryLoadReport, LoadReport
+from vexport.types.findings import CheckReport, DryLoadReport, LoadReport
 from vexport.types.plan import Plan
 from vexport.types.rounding import RoundingReport
 from vexport.types.sensitivity import MixedScheme, Sensitivity
-from vexport.types.signals import Attribution, Drift
 from vexport.types.values import Outcome
 
 
@@ -78,3 +76,53 @@ class Report:
     drift: Drift | None = None
     attribution: Attribution | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """A row of `vexport compare`, or of `vexport report` over several runs.
+
+    `folder` is the run directory. `outcome` is None where nothing came of the run, for the `reason`.
+    `mean_kl` is in nats a token; `worst` is the task with the lowest bound, without its documents. `smallest`
+    marks the smallest checkpoint that passes.
+    """
+
+    name: str
+    folder: str
+    schemes: str = ""
+    outcome: Outcome | None = None
+    reason: str = ""
+    num_bytes: int = 0
+    bits_per_weight: float = 0.0
+    mean_kl: float | None = None
+    worst: TaskVerdict | None = None
+    smallest: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """A checkpoint that was written: what it is made of and what to type next.
+
+    `layers` of `of_layers` linear layers are quantized, `quantized_parameters` of `parameters`. `smoothing`
+    is the strength, for which `smoothed_tensors` were scaled.
+    """
+
+    checkpoint: str
+    source: str
+    schemes: tuple[str, ...]
+    layers: int
+    of_layers: int
+    quantized_parameters: int
+    parameters: int
+    source_bytes: int
+    output_bytes: int
+    bits: float
+    calibration_rows: int
+    calibration_data: str = ""
+    calibration_digest: str | None
+    smoothing: float = 0.0
+    smoothed_tensors: int = 0
+    experts: tuple[ExpertCoverage, ...]
+    rounding: RoundingReport | None
+    warnings: tuple[str, ...]
+    next_commands: tuple[str, ...]

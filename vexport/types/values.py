@@ -1,7 +1,9 @@
 """Plain values that several topics share."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Gt, Le
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
@@ -13,3 +15,8 @@ PROGRESS_DETAIL = ": now "
 
 def silent(stage: str, done: int, total: int) -> None:
     """An OnProgress that reports to nowhere."""
+
+
+# Of whole numbers that clocks and loops can take: beyond it Python's own functions raise.
+MOST_COUNT = 2**31 - 1
+Positive = Annotated[int, Gt(0), Le(MOST_COUNT)]
