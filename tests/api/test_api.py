@@ -11,7 +11,7 @@ import pytest
 import vexport.api
 from tests.command import vexport as call
 from vexport.api import Calibration, Evaluate, Rule, check, evaluate, quantize, verdict
-from vexport.cli.commands import COMMANDS
+from vexport.cli.entry import COMMANDS
 from vexport.errors import InputError
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"

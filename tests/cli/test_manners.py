@@ -14,8 +14,7 @@ import pytest
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.mutations.edits import drop, spoiled
-from vexport.cli.commands import COMMANDS
-from vexport.cli.entry import MAX_CHARACTERS
+from vexport.cli.entry import COMMANDS, MAX_CHARACTERS
 from vexport.cli.help import SECTIONS
 
 DOWN = "model.layers.2.mlp.down_proj.weight_scale"

@@ -10,7 +10,7 @@ from tests.evaluation.exact import exact_power
 from vexport.errors import InputError
 from vexport.reports.plan import TYPICAL_DISAGREEMENT, documents_needed
 from vexport.scenario import DEFAULT_ALPHA, read_scenario
-from vexport.scenario.suites import SUITES, Suite
+from vexport.scenario.evaluate import SUITES, Suite
 
 TASKS = Path(lm_eval.__path__[0]) / "tasks"
 SCENARIO = "name: a\nsource: {source}\nrules: [{{match: Linear, scheme: W8A8}}]\nevaluate: {{{evaluate}}}\n"

@@ -19,7 +19,7 @@ from vexport.cli.engine import (
 from vexport.cli.help import RenamedOption
 from vexport.cli.options import PATH, POSITIVE, Answer, format_option
 from vexport.cli.prompting import PromptOptions, prompting_options
-from vexport.cli.verdicts import DriftOptions, VerdictOptions, drift_options, verdict_options
+from vexport.cli.verdict import DriftOptions, VerdictOptions, drift_options, verdict_options
 from vexport.types import Verdict
 
 if TYPE_CHECKING:

@@ -9,19 +9,3 @@ from vexport.outputs.directory import (
 )
 from vexport.outputs.replaceable import RECIPE, FolderKind, refuse_existing, refuse_others, written_alone
 from vexport.outputs.separate import NamedPath, require_new_answer, require_separate
-
-__all__ = [
-    "RECIPE",
-    "FolderKind",
-    "NamedPath",
-    "aside_folder",
-    "kept_as_failed",
-    "new_directory",
-    "refuse_existing",
-    "refuse_others",
-    "require_new_answer",
-    "require_separate",
-    "resumable_directory",
-    "working_folder",
-    "written_alone",
-]

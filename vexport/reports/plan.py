@@ -18,7 +18,7 @@ from vexport.reports import text
 from vexport.reports.document import columns, facts, row
 from vexport.reports.formatting import count, duration, percent, plural, ratio, size
 from vexport.scenario import Evaluate
-from vexport.scenario.suites import SUITES
+from vexport.scenario.evaluate import SUITES
 from vexport.types import Finding, FusionGroup, Outlook, Plan, SchemeTable
 
 # Lines of text; a plan as JSON has everything.

@@ -1,12 +1,5 @@
 """A scenario: one complete run as YAML, validated as a whole before anything starts."""
 
-from vexport.scenario.calibration import (
-    DEFAULT_SAMPLES,
-    DEFAULT_SEQ_LEN,
-    Calibration,
-    Sensitivity,
-    default_calibration,
-)
 from vexport.scenario.evaluate import (
     DEFAULT_ALPHA,
     DEFAULT_KL_LIMIT,
@@ -17,37 +10,15 @@ from vexport.scenario.evaluate import (
     DEFAULT_TEXT_TOKENS,
     Evaluate,
 )
-from vexport.scenario.model import Scenario
-from vexport.scenario.problems import problems_at
-from vexport.scenario.reading import base_scenario, read_scenario
+from vexport.scenario.model import (
+    DEFAULT_SAMPLES,
+    DEFAULT_SEQ_LEN,
+    Calibration,
+    Scenario,
+    Sensitivity,
+    default_calibration,
+)
+from vexport.scenario.reading import base_scenario, problems_at, read_scenario
 from vexport.scenario.rules import DEFAULT_OBSERVERS, Auto, IgnoredLayers, Rule
 from vexport.scenario.scheme_keys import AUTO, GroupSize, parse_group_size
 from vexport.scenario.serve import Serve
-
-__all__ = [
-    "AUTO",
-    "DEFAULT_OBSERVERS",
-    "DEFAULT_ALPHA",
-    "DEFAULT_KL_LIMIT",
-    "DEFAULT_KL_PROMPTS",
-    "DEFAULT_MARGIN",
-    "DEFAULT_NLL_LIMIT",
-    "DEFAULT_SAMPLES",
-    "DEFAULT_SEQ_LEN",
-    "DEFAULT_TEXT_ROWS",
-    "DEFAULT_TEXT_TOKENS",
-    "Auto",
-    "Calibration",
-    "Evaluate",
-    "GroupSize",
-    "IgnoredLayers",
-    "Rule",
-    "Scenario",
-    "Sensitivity",
-    "Serve",
-    "base_scenario",
-    "default_calibration",
-    "parse_group_size",
-    "problems_at",
-    "read_scenario",
-]

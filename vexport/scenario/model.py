@@ -1,17 +1,88 @@
-"""A scenario: its sections and what they need of each other."""
+"""A scenario: its sections, the calibration text among them, and what they need of each other."""
 
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from annotated_types import Ge
+from pydantic import Field, Strict, field_validator, model_validator
 
-from vexport.scenario.calibration import Calibration, Sensitivity
+from vexport.checkpoint.data_name import DEFAULT, parse_data
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.scheme_keys import AUTO
 from vexport.scenario.section import Section
 from vexport.scenario.serve import Serve
-from vexport.types import KvCache, OnUnsupportedShape
+from vexport.types import CalibrationData, KvCache, Method, OnUnsupportedShape
+from vexport.types.values import Positive
+
+# llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
+DEFAULT_SAMPLES = 128
+DEFAULT_SEQ_LEN = 512
+
+
+class Calibration(Section):
+    """Text that shows the inputs of the layers.
+
+    `data` is a file or folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of a data set on the hub, or `default`,
+    the text that ships with vexport. `split`, `subset` and `column` choose of a data set, `seed` shuffles its
+    rows. `pack` joins rows into samples of `seq_len` tokens; without it only plain text is joined.
+
+    With `all_experts` the statistics of every expert see all tokens. `device` is torch's name of where the
+    layers run; without one it is a GPU where there is one. By `held_out` rows, without it by
+    a share of them, a refit's strength is chosen; 0 takes a quarter of the refit without a trial.
+    """
+
+    data: Annotated[str, Field(min_length=1)]
+    split: str | None = None
+    subset: str | None = None
+    column: str | None = None
+    samples: Annotated[Positive, Strict()] = DEFAULT_SAMPLES
+    seq_len: Annotated[Positive, Strict()] = DEFAULT_SEQ_LEN
+    seed: Annotated[int, Ge(0)] | None = None
+    pack: bool | None = None
+    all_experts: bool = True
+    device: str | None = None
+    held_out: Annotated[int, Ge(0)] | None = None
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _or_a_path(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path) else value
+
+    @property
+    def path(self) -> Path | None:
+        """The file or folder of the data; None of a data set that is none."""
+        name = parse_data(self.data)
+        return name.path if name.kind == "path" else None
+
+    def source(self, samples: int | None = None) -> CalibrationData:
+        """What is read, the whole of it or so many samples."""
+        return CalibrationData(
+            name=self.data,
+            samples=samples or self.samples,
+            seq_len=self.seq_len,
+            split=self.split,
+            subset=self.subset,
+            column=self.column or parse_data(self.data).column,
+            seed=self.seed,
+            pack=self.pack,
+        )
+
+
+def default_calibration() -> Calibration:
+    """The text that ships with vexport, where none was named."""
+    return Calibration(data=DEFAULT)
+
+
+class Sensitivity(Section):
+    """How the loss of each group of layers is found: the first `samples` rows of the calibration are run with
+    one group quantized at a time, to the model's output (`measure`) or, several times as fast, mostly no
+    further than the group's own decoder layer (`estimate`).
+    """
+
+    method: Method = "measure"
+    samples: Positive = 16
+
 
 # Names that keys of a scenario had before.
 FORMER_KEYS = {"on_misfit": "on_unsupported_shape"}

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from vexport.errors import InputError
 from vexport.formats.own_schemes import own_args
 from vexport.formats.schemes import KEEP, is_scheme, named_scheme, scheme_name, with_group_size
-from vexport.scenario.located import located_errors
+from vexport.scenario.section import located_errors
 
 GroupSize = int | Literal["channel"]
 SIZE, WEIGHTS, INPUTS = OWN_KEYS = ("group_size", "weights", "input_activations")

@@ -1,8 +1,9 @@
-"""What all sections of a scenario are."""
+"""What all sections of a scenario are, and the errors that their validators find, each at its key."""
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from vexport.errors import nearest
 from vexport.formats.schemes import fold_name
@@ -30,3 +31,22 @@ def known_name(value: str, known: Sequence[str]) -> str:
     if fold_name(value) not in names:
         raise ValueError(f"one of {', '.join(known)}{nearest(value, known)}")
     return names[fold_name(value)]
+
+
+Problem = tuple[tuple[str, ...], JsonValue, str, str]
+"""Place, value, what is needed, what to do."""
+
+
+def located_errors(problems: list[Problem]) -> ValidationError:
+    """Several errors of one model, each with its where; pydantic adds them to its own."""
+    return ValidationError.from_exception_data(
+        "section",
+        [
+            InitErrorDetails(
+                type=PydanticCustomError("setting", "{need}", {"need": need, "fix": fix}),
+                loc=where,
+                input=value,
+            )
+            for where, value, need, fix in problems
+        ],
+    )

@@ -18,8 +18,7 @@ from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors, raise_all
 from vexport.formats.gpus import GENERATIONS, parse_capability
-from vexport.scenario.located import Problem, located_errors
-from vexport.scenario.section import Section
+from vexport.scenario.section import Problem, Section, located_errors
 from vexport.types.values import Positive
 
 EngineArguments = Mapping[str, JsonValue]
