@@ -14,7 +14,7 @@ from vexport.checkpoint.smoothed import SmoothedReader
 from vexport.checks import check_checkpoint
 from vexport.checks.tensors.scales import Counts, counts
 from vexport.errors import InputError
-from vexport.repair.overlay import Overlay
+from vexport.repair.write import Overlay
 from vexport.types import TensorInfo
 
 # All bits of 8 and 16, every 65,521st of 32.

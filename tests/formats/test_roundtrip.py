@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.architectures.families import save_family
 from tests.models import problems, save_llama
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.fidelity.roundtrip import changed_tensors, layer_errors
+from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.formats import dequantize
 from vexport.formats.schemes import scheme_names
 from vexport.numerics.metrics import quantization_error

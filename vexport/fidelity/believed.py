@@ -58,7 +58,7 @@ def disagreements(
 
     Exponents may leave what the source computes, and yet not be those of these weights.
     """
-    from vexport.fidelity.source_tensors import SourceTensors
+    from vexport.fidelity.source import SourceTensors
     from vexport.fidelity.weights import compare_weight
 
     origins, layers = SourceTensors(view, source, reader), layers_of(view)

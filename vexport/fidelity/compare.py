@@ -15,8 +15,7 @@ from vexport.errors import InputError
 from vexport.fidelity import files, tensors
 from vexport.fidelity.believed import judged_smoothing
 from vexport.fidelity.smoothing import Factors
-from vexport.fidelity.source import Source
-from vexport.fidelity.source_tensors import SourceTensors
+from vexport.fidelity.source import Source, SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
 from vexport.formats.schemes import named_scheme

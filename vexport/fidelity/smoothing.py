@@ -15,7 +15,7 @@ from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
-from vexport.fidelity.source_tensors import Pieces, SourceTensors
+from vexport.fidelity.source import Pieces, SourceTensors
 from vexport.plan.linears import STACK
 
 # The norm whose output a layer reads, and the layers whose outputs one reads element by element.

@@ -1,17 +1,19 @@
 """The unquantized checkpoint that another one was made from."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
-from vexport.checks.vllm.view import CheckpointView
+from vexport.checks.vllm.layers import Layer, layers_of
+from vexport.checks.vllm.view import CheckpointView, joined_name
 from vexport.plan.linears import find_linears, names_of
-from vexport.types import LinearPlan
+from vexport.types import LinearPlan, TensorInfo
 
 
 class Source:
@@ -39,3 +41,91 @@ class Source:
     def tensor(self, name: str) -> torch.Tensor:
         """A stored tensor."""
         return read_tensor(self._reader, self.index.tensors[name])
+
+
+# A weight (out, in) as the source has it: views of its files, whose rows follow each other.
+Pieces = Sequence[torch.Tensor]
+
+
+class SourceTensors:
+    """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes them."""
+
+    def __init__(self, view: CheckpointView, source: Source, reader: Reader) -> None:
+        self._view, self._source, self._reader = view, source, reader
+        self._names = names_of(view.index, view.architecture)
+        self._linears = {self._names.vllm_name(name): linear for name, linear in source.linears.items()}
+        self._tensors = {self._vllm_tensor(name): tensor for name, tensor in source.index.tensors.items()}
+        self._found: set[str] = set()
+        self._read_since: dict[str, TensorInfo] = {}
+
+    def weight(self, layer: Layer) -> Pieces:
+        """A layer's weight in the source; nothing where it has none."""
+        linear = self._linear(layer.name)
+        if linear is not None:
+            return (self._read(linear),)
+        return self._sliced(layer) or self._joined(layer) or self._stacked(layer)
+
+    def tensor(self, name: str) -> TensorInfo | None:
+        """The source's tensor for one that the checkpoint holds unquantized."""
+        stored = joined_name(*name.rpartition(".")[::2])
+        tensor = self._source.index.tensors.get(stored) or self._tensors.get(self._vllm_tensor(stored))
+        if tensor is not None:
+            self._found.add(tensor.name)
+        return tensor
+
+    def missing(self) -> Iterator[TensorInfo]:
+        """The source's tensors of which nothing was asked."""
+        yield from (one for one in self._source.index.tensors.values() if one.name not in self._found)
+
+    def release(self) -> None:
+        """Give back the pages of the weights that were read since the last call."""
+        self._reader.release(self._read_since.values())
+        self._read_since.clear()
+
+    def _vllm_tensor(self, name: str) -> str:
+        module, dot, parameter = name.rpartition(".")
+        return f"{self._names.vllm_name(module)}{dot}{parameter}"
+
+    def _linear(self, name: str) -> LinearPlan | None:
+        return self._source.linears.get(name) or self._linears.get(self._names.vllm_name(name))
+
+    def _read(self, linear: LinearPlan) -> torch.Tensor:
+        self._found.add(linear.weight)
+        self._read_since[linear.weight] = self._source.index.tensors[linear.weight]
+        weight = self._source.weight(linear.name)
+        assert weight is not None
+        return weight
+
+    def _sliced(self, layer: Layer) -> Pieces:
+        """Rows of a layer that the source stores fused (q/k/v in one weight), in vLLM's order."""
+        linear = self._linear(layer.fused.name) if len(layer.fused.members) > 1 else None
+        rows = [self._rows(name) for name in layer.fused.members]
+        if linear is None or sum(rows) != linear.out_features:
+            return ()
+        position = list(layer.fused.members).index(layer.name)
+        start = sum(rows[:position])
+        return (self._read(linear)[start : start + rows[position]],)
+
+    def _rows(self, name: str) -> int:
+        layer = layers_of(self._view)[name]
+        shape = layer.group.shape(layer.parameters) if layer.group else None
+        if shape is None and (weight := layer.parameters.get("weight")) is not None:
+            return weight.shape[0]
+        return shape[0] if shape else 0
+
+    def _joined(self, layer: Layer) -> Pieces:
+        """The parts of a layer that the checkpoint stores fused and the source one by one."""
+        prefix, dot, projection = layer.name.rpartition(".")
+        parts = [
+            self._linear(f"{prefix}{dot}{part}") for part in self._view.fused_modules.get(projection, ())
+        ]
+        return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()
+
+    def _stacked(self, layer: Layer) -> Pieces:
+        """The experts of a layer that both store as one tensor, (out, in) each (gpt-oss)."""
+        tensor = self._source.index.tensors.get(layer.name)
+        if tensor is None or len(tensor.shape) != 3 or tensor.dtype not in FLOATING:
+            return ()
+        self._found.add(tensor.name)
+        self._read_since[tensor.name] = tensor
+        return tuple(read_tensor(self._reader, tensor).transpose(1, 2))

@@ -11,7 +11,7 @@ from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, error
-from vexport.fidelity.source_tensors import SourceTensors
+from vexport.fidelity.source import SourceTensors
 from vexport.plan.linears import PREDICTION
 from vexport.types import Finding, Severity, TensorInfo
 

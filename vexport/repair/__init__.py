@@ -21,8 +21,7 @@ from vexport.fidelity.believed import disagreements, proven_smoothing
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
 from vexport.repair import config, targets
 from vexport.repair.changes import Changes, Repair, RepairReport
-from vexport.repair.overlay import apply
-from vexport.repair.write import write_repaired
+from vexport.repair.write import apply, write_repaired
 from vexport.types import Finding, Smoothing
 
 if TYPE_CHECKING:
@@ -124,6 +123,6 @@ def _repaired(
 def _priced(repair: Repair, before: CheckpointView, after: CheckpointView, source: "Source | None") -> Repair:
     if repair.layer is None:
         return repair
-    from vexport.repair.cost import weight_change
+    from vexport.repair.families import weight_change
 
     return replace(repair, change=weight_change(before, after, repair.layer, source))

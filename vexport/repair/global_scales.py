@@ -3,21 +3,25 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
+from compressed_tensors.compressors import BaseCompressor
 
 from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
 from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
 from vexport.checks.tensors.plausible import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
 from vexport.checks.vllm.layers import Layer, layers_of, single_value
 from vexport.checks.vllm.view import CheckpointView, FusedLinear
-from vexport.fidelity.dequantize import read_parameters, weight_of
+from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
 from vexport.fidelity.source import Source
+from vexport.formats.dequantize import ct_scheme
 from vexport.numerics.constants import E4M3_MAX
 from vexport.numerics.metrics import quantization_error
+from vexport.observers import MemorylessMinMaxObserver
+from vexport.observers.qparams import scale_and_zero_point
 from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair
-from vexport.repair.requantize import requantized
 from vexport.types import TensorInfo, TensorSpec
 
 NAME = "global scales"
@@ -171,3 +175,34 @@ def _scalar(tensor: TensorInfo, value: float) -> Edit:
         near=tensor.name,
         make=lambda: {tensor.name: torch.full(tensor.shape, value, dtype=torch.float32)},
     )
+
+
+def requantized(layer: Layer, source: Source, global_scale: float | None) -> Mapping[str, torch.Tensor]:
+    """A layer quantized again from the source, by min-max ranges: its weight tensors by their name within it.
+
+    ValueError where vLLM has no scheme for the layer's config group.
+    """
+    weight, group = source.weight(layer.name), layer.group
+    assert weight is not None
+    assert group is not None
+    observer = MemorylessMinMaxObserver("weight", replace(group.weights, observer_kwargs={}))
+    observer.forward(weight)
+    qparams = observer.get_qparams()
+    shared = qparams["global_scale"] if global_scale is None else torch.tensor([global_scale])
+    scale, zero_point = qparams["scale"], qparams["zero_point"]
+    if shared is not None:
+        scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, shared)
+    storage = vllm_storage(group)
+    if storage.parameters(group, (weight.shape[0], weight.shape[1]))["weight_scale"].in_model_dtype:
+        scale = scale.to(weight.dtype)
+    # In float32: compressed-tensors would divide in the dtype of the weight.
+    state = {
+        "weight": weight.to(torch.float32),
+        "weight_scale": scale,
+        "weight_zero_point": zero_point.to(torch.int8),
+    }
+    if shared is not None:
+        state["weight_global_scale"] = shared
+    compressor = BaseCompressor.get_value_from_registry(storage.name)
+    compressed: Mapping[str, torch.Tensor] = compressor.compress(state, ct_scheme(group))
+    return compressed

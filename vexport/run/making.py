@@ -5,7 +5,7 @@ from functools import partial
 
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checks import check_checkpoint
-from vexport.fidelity.roundtrip import changed_tensors, layer_errors
+from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.plan import build_plan, require_accepted
 from vexport.plan.smoothing import smoothing_for
