@@ -36,7 +36,7 @@ from tests.mutations.methods import (
 from tests.mutations.recorded import Record, read_records, write_record
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.quant_methods import MethodGroup
+from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters
 

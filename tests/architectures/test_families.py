@@ -14,7 +14,7 @@ from tests.architectures.families import FINISHED, save_family, split
 from tests.command import vexport
 from tests.models import dequantized, quantize
 from vexport.checkpoint.index import read_index
-from vexport.checks.vllm.matching import matches_any
+from vexport.checks.vllm.groups import matches_any
 from vexport.engine.dry.load import dry_loads
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError

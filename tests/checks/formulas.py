@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from vexport.checks.vllm.quant_methods import MethodGroup
 from vexport.checks.vllm.quant_methods.auto_round import AsGptq, AsMxfp4, AsMxfp8
 from vexport.checks.vllm.quant_methods.awq import Awq
+from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.quant_methods.fp8 import NativeFp8, NativeFp8Block
 from vexport.checks.vllm.quant_methods.gptq import Gptq, GptqV2
 from vexport.checks.vllm.quant_methods.modelopt import (
@@ -18,7 +18,7 @@ from vexport.checks.vllm.quant_methods.modelopt import (
     ModelOptNvfp4,
     WeightOnlyNvfp4,
 )
-from vexport.checks.vllm.quant_methods.quark_formats import (
+from vexport.checks.vllm.quant_methods.quark import (
     QuarkFp8,
     QuarkFp8Block,
     QuarkInt4,

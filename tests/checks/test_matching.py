@@ -3,8 +3,7 @@
 import pytest
 
 from vexport.architectures import Architecture
-from vexport.checks.vllm.arguments import ConfigGroup, parse_group
-from vexport.checks.vllm.matching import group_for, ignored, targets_of
+from vexport.checks.vllm.groups import ConfigGroup, group_for, ignored, parse_group, targets_of
 
 ATTENTION = "model.layers.0.self_attn"
 QKV = tuple(f"{ATTENTION}.{leaf}_proj" for leaf in "qkv")

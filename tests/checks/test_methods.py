@@ -9,7 +9,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import problems
-from vexport.checks.vllm.producers import PRODUCERS
+from vexport.checks.vllm.quant_methods import PRODUCERS
 from vexport.types import Finding, Json
 
 # As the producers write them, shortened.

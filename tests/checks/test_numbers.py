@@ -16,7 +16,7 @@ from tests.mutations.edits import (
     tensors,
 )
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.settings import wrong_settings
+from vexport.checks.model import wrong_settings
 from vexport.formats.parsing import parse_args
 from vexport.types import Json
 

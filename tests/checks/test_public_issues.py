@@ -23,7 +23,7 @@ from tests.mutations.edits import (
     tensors,
 )
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.target import Target
+from vexport.checks.vllm.view import Target
 from vexport.types import Json
 
 TESTS = Path(__file__).parent.parent

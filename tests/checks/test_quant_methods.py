@@ -22,9 +22,8 @@ from tests.mutations.edits import (
     swap,
 )
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.producers import PRODUCERS
-from vexport.checks.vllm.quant_methods import METHODS
-from vexport.checks.vllm.target import Target
+from vexport.checks.vllm.quant_methods import METHODS, PRODUCERS
+from vexport.checks.vllm.view import Target
 from vexport.types import Finding, Json
 
 Written = Callable[[str], Path]

@@ -10,7 +10,7 @@ from tests.checks.quant_methods import CHECKPOINTS, write
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.quant_methods import MethodGroup
+from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.translated import translate
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized, read_parameters

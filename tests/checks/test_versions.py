@@ -9,8 +9,8 @@ from tests.mutations.edits import WHOLE, config, spoiled
 from vexport.architectures import architecture_table
 from vexport.architectures.versions import facts_of, known_versions
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.target import Target
-from vexport.checks.vllm.versions import DIFFERENCES, KNOWN
+from vexport.checks.versions import DIFFERENCES, KNOWN
+from vexport.checks.vllm.view import Target
 from vexport.types import Finding
 from vexport.version import PINNED, Version, short_version
 

@@ -10,8 +10,7 @@ from tests.mutations.edits import QUANTIZATION, config
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks import devices
-from vexport.checks.vllm.target import Target
-from vexport.checks.vllm.view import CheckpointView
+from vexport.checks.vllm.view import CheckpointView, Target
 from vexport.engine.dry.load import dry_loads
 from vexport.types import Json
 

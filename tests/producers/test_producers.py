@@ -17,7 +17,7 @@ from tests.engine.fixtures import write_tokenizer
 from tests.models import problems
 from tests.mutations.edits import Change, add, all_of, config, drop, json_config, node, put, spoiled
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.target import Target
+from vexport.checks.vllm.view import Target
 from vexport.engine.dry.load import dry_loads
 from vexport.engine.reference import reference_logprobs
 from vexport.types import Json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vexport.checkpoint.source import resolve_source
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.target import Target
+from vexport.checks.vllm.view import Target
 from vexport.outputs.digests import named_digests
 from vexport.reports.catalog import CATALOGS, Rows, find_section
 from vexport.scenario import DEFAULT_ALPHA, DEFAULT_MARGIN, Evaluate, problems_at

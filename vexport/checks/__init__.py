@@ -11,10 +11,9 @@ from pathlib import Path
 
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.methods import other_method
-from vexport.checks.vllm.target import ANY, Target
+from vexport.checks.config import other_method
 from vexport.checks.vllm.translated import in_our_terms
-from vexport.checks.vllm.view import CheckpointView
+from vexport.checks.vllm.view import ANY, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
 from vexport.types import CheckReport, Finding

@@ -7,19 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.arguments import ConfigGroup
 from vexport.checks.vllm.decoder import Layout, impossible_size
-from vexport.checks.vllm.online import INPUT, OUTPUT
-from vexport.checks.vllm.view import (
+from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup
+from vexport.checks.vllm.layers import (
     QUANTIZED_PARAMETERS,
     WITH_OTHERS,
-    CheckpointView,
     FusedLinear,
-    error,
     joined_name,
     quantized_parameters,
-    warning,
 )
+from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.plan.linears import STACK
 from vexport.types import Finding
 

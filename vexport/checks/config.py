@@ -5,16 +5,17 @@ from dataclasses import replace
 
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import EXPERT_COUNTS, text_config
-from vexport.checks.vllm.arguments import of_attention, parse_group
-from vexport.checks.vllm.methods import findings, other_method
-from vexport.checks.vllm.producers import METHOD
-from vexport.checks.vllm.quant_methods import QuantMethod
+from vexport.architectures.versions import VersionFacts, facts_of, known_versions
+from vexport.checks.vllm.groups import of_attention, parse_group
+from vexport.checks.vllm.quant_methods import FROM_SOURCE, METHOD, METHODS, PRODUCERS, TAKEN_AS, method_name
+from vexport.checks.vllm.quant_methods.base import QuantMethod
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
 from vexport.formats.arguments import contradictions, described
 from vexport.formats.parsing import parse_args
 from vexport.types import Finding, Json
 from vexport.types.patterns import REGEX, expression
+from vexport.version import short_version
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
@@ -38,7 +39,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     other = other_method(view)
     if other is not None:
-        yield from findings(view, other, NAME)
+        yield from _of_other_method(view, other)
         return
     if view.method is not None:
         yield from _other_method(view, view.method)
@@ -182,3 +183,35 @@ def _patterns(view: CheckpointView) -> Iterator[Finding]:
 def _finding(view: CheckpointView, key: str, expected: str, got: str, fix: str) -> Finding:
     where = view.quantization_place + (f".{key}" if key else "")
     return error(NAME, where, expected=expected, got=got, fix=fix)
+
+
+def other_method(view: CheckpointView) -> str | None:
+    """The name of the method, where it is neither compressed-tensors nor another that is judged."""
+    name = method_name(view.quantization) if view.quantization is not None else None
+    return None if name in METHODS else name
+
+
+def _is_in(method: str, facts: VersionFacts) -> bool:
+    """Whether a vLLM has a method."""
+    return method in facts.methods or TAKEN_AS.get(method) in facts.methods
+
+
+def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
+    """The one finding on a checkpoint of such a method."""
+    producer, way = PRODUCERS.get(method, ("an unknown producer", FROM_SOURCE))
+    has = [version for version in known_versions() if _is_in(method, facts_of(version))]
+    loads = _is_in(method, view.facts)
+    last = f"; {short_version(has[-1])} is the last known one that has" if has and not loads else ""
+    does = (
+        "which vLLM may well load, by other code than is judged here"
+        if loads
+        else f"which vLLM {short_version(view.target.vllm)} has not{last}"
+    )
+    ask = "ask vLLM itself with `vexport load` (also --dry); to have it judged, " if loads else ""
+    yield error(
+        NAME,
+        view.quantization_place,
+        expected=f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}",
+        got=f"{method!r} (of {producer}), {does}",
+        fix=f"{ask}{way}",
+    )

@@ -5,19 +5,24 @@ kernels, as its dry load shows it.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
+from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
+from vexport.architectures.versions import VersionFacts
 from vexport.checks.kv_cache import cache_scales
-from vexport.checks.vllm.kernels import KernelUse, Served, kernels_on
-from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear, error, warning
-from vexport.formats.arguments import SchemeArgs, input_bits, precision
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.layers import FusedLinear
+from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.formats.arguments import UNQUANTIZED_BITS, SchemeArgs, input_bits, precision
 from vexport.formats.base import GpuSupport
+from vexport.formats.kernels import Multiplication, described_kernel, is_weight_only, kernel_of
 from vexport.formats.schemes import Scheme
-from vexport.plan.linears import Names, names_of
+from vexport.plan.linears import NUMBER, Names, names_of
 from vexport.plan.ranks import heads_of
-from vexport.plan.shapes import unsupported_on
-from vexport.types import Finding, FusionGroup, LinearPlan, TensorInfo
+from vexport.plan.shapes import kind_of_group, rank_part, unsupported_on
+from vexport.types import Finding, FusionGroup, Json, LinearPlan, TensorInfo
 from vexport.version import PINNED, short_version
 
 NAME = "devices"
@@ -26,6 +31,8 @@ DESCRIPTION = "heads, groups and blocks fit the ranks (--tp), schemes run as sto
 TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
 SINKS = ".sinks"
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# Below it vLLM runs models in float16 (vllm/platforms/cuda.py).
+BFLOAT16_FROM = 80
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -237,3 +244,63 @@ def _layers(count: int) -> str:
 
 def _listed(capabilities: list[int]) -> str:
     return "/".join(map(str, capabilities))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What layers are served with: a GPU's capability, ranks, a vLLM; and the language model's config."""
+
+    sm: int
+    ranks: int
+    facts: VersionFacts
+    names: Names
+    text: Mapping[str, Json]
+
+    @property
+    def float16(self) -> bool:
+        """Whether the model runs in float16."""
+        return self.sm < BFLOAT16_FROM or "float16" in (self.text.get("dtype"), self.text.get("torch_dtype"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelUse:
+    """One of vLLM's classes; `lacks` are the bits of inputs that it leaves in 16 where other layers have a
+    kernel for them on this GPU, else 0."""
+
+    kernel: str
+    lacks: int = 0
+
+    def __str__(self) -> str:
+        return described_kernel(self.kernel)
+
+
+def kernels_on(
+    groups: Iterable[tuple[FusionGroup, Scheme]], served: Served
+) -> Mapping[KernelUse, tuple[str, ...]]:
+    """The kinds of layers (numbers as *) of each kernel, in the order in which they are met.
+
+    Nothing is said of layers that the GPU refuses, nor of routed experts, whose kernels also depend on the
+    router.
+    """
+    chosen: dict[tuple[object, ...], KernelUse | None] = {}
+    found: dict[KernelUse, dict[str, None]] = {}
+    for group, scheme in groups:
+        kind = (scheme.name, *kind_of_group(group))
+        if kind not in chosen:
+            chosen[kind] = _kernel(group, scheme, served)
+        if (use := chosen[kind]) is not None:
+            found.setdefault(use, {})[NUMBER.sub("*", group.name)] = None
+    return {use: tuple(kinds) for use, kinds in found.items()}
+
+
+def _kernel(group: FusionGroup, scheme: Scheme, served: Served) -> KernelUse | None:
+    support = scheme.format.gpu_support(scheme.args)
+    part = rank_part(group, served.names, served.ranks, served.text)
+    if part is None or moe_layer(group.members[0].name) or support.refuses(served.sm):
+        return None
+    asked = Multiplication(args=scheme.args, shape=part, sm=served.sm, float16=served.float16)
+    kernel = kernel_of(scheme.format, asked, served.facts)
+    if kernel is None:
+        return None
+    bits = support.bits(served.sm)
+    return KernelUse(kernel=kernel, lacks=bits if is_weight_only(kernel) and bits < UNQUANTIZED_BITS else 0)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from vexport.checks.vllm.arguments import ConfigGroup
-from vexport.checks.vllm.layers import single_value
-from vexport.checks.vllm.view import CheckpointView, FusedLinear
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.layers import FusedLinear, single_value
+from vexport.checks.vllm.view import CheckpointView
 from vexport.types import Finding, Severity
 
 NAME = "fusion"

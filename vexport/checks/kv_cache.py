@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from vexport.architectures.text_config import text_config
-from vexport.checks.tensors.outputs import largest_output
+from vexport.checks.tensors.inputs import largest_output
 from vexport.checks.tensors.scales import PLACEHOLDER
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES

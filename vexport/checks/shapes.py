@@ -6,11 +6,12 @@ import numpy as np
 
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checks.tensors.casts import is_lossless_cast, is_rounded_little, rounded
-from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.checks.tensors.payloads import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.decoder import Layout
-from vexport.checks.vllm.quant_methods import MethodGroup
-from vexport.checks.vllm.view import CheckpointView, FusedLinear, error, warning
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.layers import FusedLinear
+from vexport.checks.vllm.quant_methods.base import MethodGroup
+from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import Parameter
 from vexport.formats.partition import EXPERT, is_head, partition_of
 from vexport.numerics.constants import INT32_BITS

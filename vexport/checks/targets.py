@@ -3,14 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.vllm.arguments import of_attention
-from vexport.checks.vllm.view import (
-    CheckpointView,
-    ConfigGroup,
-    FusedLinear,
-    error,
-    quantized_parameters,
-)
+from vexport.checks.vllm.groups import ConfigGroup, of_attention
+from vexport.checks.vllm.layers import FusedLinear, quantized_parameters
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.formats import PACKED
 from vexport.formats.arguments import described
 from vexport.formats.partition import is_head

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.vllm.online import INPUT, OUTPUT, OnlineTransform, unreadable_schemes
-from vexport.checks.vllm.view import CheckpointView, FusedLinear, error
+from vexport.checks.vllm.groups import INPUT, OUTPUT, OnlineTransform, unreadable_schemes
+from vexport.checks.vllm.layers import FusedLinear
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.types import Finding
 
 NAME = "transforms"

@@ -14,7 +14,7 @@ from vexport.types import CheckReport
 
 if TYPE_CHECKING:
     from vexport.checks import Against
-    from vexport.checks.vllm.target import Target
+    from vexport.checks.vllm.view import Target
     from vexport.types import OnProgress
 
 
@@ -61,7 +61,7 @@ def check(
       vexport check checkpoints/* --format junit -o check.xml
     """
     from vexport.checks import CHECKS, FILES
-    from vexport.checks.vllm.target import Target
+    from vexport.checks.vllm.view import Target
     from vexport.cli.terminal import progress_display
     from vexport.reports import render_checks, summarize_checks
 

@@ -12,7 +12,7 @@ from compressed_tensors.utils.match import is_match
 from torch.nn import Linear, Module
 
 from vexport.checkpoint.quantization import StoredQuantization
-from vexport.checks.vllm.online import INPUT, OUTPUT
+from vexport.checks.vllm.groups import INPUT, OUTPUT
 from vexport.errors import InputError
 
 

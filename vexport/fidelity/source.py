@@ -10,8 +10,8 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
-from vexport.checks.vllm.layers import Layer, layers_of
-from vexport.checks.vllm.view import CheckpointView, joined_name
+from vexport.checks.vllm.layers import Layer, joined_name, layers_of
+from vexport.checks.vllm.view import CheckpointView
 from vexport.plan.linears import find_linears, names_of
 from vexport.types import LinearPlan, TensorInfo
 

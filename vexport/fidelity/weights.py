@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from vexport.checks.vllm.layers import Layer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
-from vexport.fidelity.source_tensors import Pieces
+from vexport.fidelity.source import Pieces
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.dequantize import row_chunks, rows_of
 from vexport.numerics.metrics import sqnr_db

@@ -13,7 +13,7 @@ from vexport.checkpoint.index import read_index, require_checkpoint, unchanged
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of, smoothing_of
 from vexport.checks import findings_of, findings_on
-from vexport.checks.vllm.methods import other_method
+from vexport.checks.config import other_method
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra

@@ -9,8 +9,9 @@ from torch.nn import Linear
 
 from vexport.checkpoint.quantization import KEY
 from vexport.checks.config import FORMAT_NAMES
+from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import Layer, fits, layers_of
-from vexport.checks.vllm.view import CheckpointView, ConfigGroup
+from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source
 from vexport.formats.arguments import Strategy
 from vexport.formats.dequantize import ct_scheme

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
-from vexport.checks.vllm.producers import METHOD
+from vexport.checks.vllm.quant_methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
 from vexport.repair.changes import LOSSLESS, Changes, Repair, inside

@@ -11,9 +11,9 @@ from compressed_tensors.compressors import BaseCompressor
 
 from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
 from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
-from vexport.checks.tensors.plausible import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
-from vexport.checks.vllm.layers import Layer, layers_of, single_value
-from vexport.checks.vllm.view import CheckpointView, FusedLinear
+from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.checks.vllm.layers import FusedLinear, Layer, layers_of, single_value
+from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
 from vexport.fidelity.source import Source
 from vexport.formats.dequantize import ct_scheme

@@ -8,9 +8,10 @@ import torch
 from vexport.architectures.text_config import text_config
 from vexport.checks import kv_cache
 from vexport.checks.vllm.layers import layers_of
-from vexport.checks.vllm.view import CheckpointView, parse_args
+from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.source import Source
 from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
+from vexport.formats.parsing import parse_args
 from vexport.plan.kv_cache import attention_layers
 from vexport.plan.linears import names_of
 from vexport.repair.changes import Changes, Edit, Repair

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.quantization import KEY
-from vexport.checks.vllm.layers import fits, layers_of
-from vexport.checks.vllm.view import CheckpointView, ConfigGroup, FusedLinear
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.layers import FusedLinear, fits, layers_of
+from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.config import targets_of
 from vexport.formats.partition import is_head
 from vexport.plan.ignore import ignored

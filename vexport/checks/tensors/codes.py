@@ -5,7 +5,7 @@ transposed, or has another layer's scales by groups of codes, that is no longer 
 leave ranges unfilled: a layer is judged only where all others fill theirs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
-from vexport.checks.tensors.ahead import read_ahead
-from vexport.checks.vllm.arguments import ConfigGroup
-from vexport.checks.vllm.view import CheckpointView, FusedLinear, error
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.layers import FusedLinear
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.types import Finding, TensorInfo
 
 # Rows of a layer that are looked at, from all over it: fewer where there are thousands of layers.
@@ -28,6 +28,8 @@ Rows = npt.NDArray[np.uint8]
 # What scales of nothing are: eps of bfloat16, float16, float32 and e4m3, and one.
 PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
 LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
+# So many layers are being read while one is looked at: a disk or server answers them at once.
+AHEAD = 32
 
 
 def ranges(view: CheckpointView, check: str) -> Iterator[Finding]:
@@ -154,3 +156,11 @@ def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> 
 def _step(view: CheckpointView, tensor: TensorInfo) -> int:
     rows = min(max(ROWS_OF_ALL // len(view.fused_linears), FEWEST_ROWS), MOST_ROWS)
     return max(tensor.shape[0] // rows, 1)
+
+
+def read_ahead(layers: Sequence[FusedLinear], begin: Callable[[FusedLinear], None]) -> Iterator[FusedLinear]:
+    """The layers; before each, `begin` starts to read what is needed of the one that is AHEAD of it."""
+    for number, layer in enumerate(layers):
+        if number + AHEAD < len(layers):
+            begin(layers[number + AHEAD])
+        yield layer

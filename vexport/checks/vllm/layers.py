@@ -1,14 +1,101 @@
-"""The linear layers of a checkpoint one by one, each with what vLLM takes it for."""
+"""Linear layers of a checkpoint: by the names of their tensors, as vLLM fuses them, and one by one."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from vexport.checks.vllm.view import QUANTIZED_PARAMETERS, CheckpointView, ConfigGroup, FusedLinear
+from vexport.architectures import Architecture
+from vexport.checkpoint.dtypes import FLOATING
+from vexport.checkpoint.index import SourceIndex
+from vexport.checks.vllm.groups import ConfigGroup
 from vexport.types import TensorInfo
 
+if TYPE_CHECKING:
+    from vexport.checks.vllm.view import CheckpointView
+
+# Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
+QUANTIZED_PARAMETERS = frozenset(
+    {
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+        "weight_global_scale",
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        # of other methods
+        "qweight",
+        "qzeros",
+        "weight_scale_inv",
+        "weight_scale_2",
+        "input_scale_2",
+        "blocks",
+    }
+)
+# What only a layer with others of those has.
+WITH_OTHERS = frozenset({"scales", "g_idx"})
+# Parameters of all experts of a layer that are joined to their projection's name (gpt-oss).
+JOINED = re.compile(r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)")
 # Bookkeeping of a few views: one before a repair, one after.
 KEPT_VIEWS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedLinear:
+    """The layers that vLLM runs as one: module name -> parameter name -> tensor."""
+
+    name: str
+    members: Mapping[str, Mapping[str, TensorInfo]]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any member stores quantized tensors."""
+        return any(quantized_parameters(parameters) for parameters in self.members.values())
+
+
+def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
+    """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its dtype."""
+    return sorted(
+        parameter
+        for parameter, tensor in parameters.items()
+        if parameter in QUANTIZED_PARAMETERS or (parameter == "weight" and tensor.dtype not in FLOATING)
+    )
+
+
+def linear_modules(index: SourceIndex, architecture: Architecture) -> dict[str, dict[str, TensorInfo]]:
+    """Parameters by linear module: modules with quantized parameters or a two-dimensional weight."""
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for tensor in index.tensors.values():
+        module, parameter = split_name(tensor.name)
+        if parameter in QUANTIZED_PARAMETERS | WITH_OTHERS or parameter in ("weight", "bias"):
+            modules.setdefault(module, {})[parameter] = tensor
+    return {name: each for name, each in modules.items() if _is_linear(name, each, architecture)}
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The module and the parameter that a tensor's name is made of."""
+    joined = JOINED.fullmatch(name)
+    if joined is not None:
+        return joined["module"], joined["parameter"]
+    module, _, parameter = name.rpartition(".")
+    return module, parameter
+
+
+def joined_name(module: str, parameter: str) -> str:
+    """The name of a module's tensor."""
+    joined = f"{module}_{parameter}"
+    return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
+
+
+def _is_linear(module: str, parameters: Mapping[str, TensorInfo], architecture: Architecture) -> bool:
+    if QUANTIZED_PARAMETERS & parameters.keys():
+        return True
+    weight = parameters.get("weight")
+    return weight is not None and len(weight.shape) == 2 and not architecture.is_table(module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +113,7 @@ class Layer:
 
 
 @lru_cache(maxsize=KEPT_VIEWS)
-def layers_of(view: CheckpointView) -> Mapping[str, Layer]:
+def layers_of(view: "CheckpointView") -> Mapping[str, Layer]:
     """All linear layers by name."""
     return {
         name: Layer(name=name, fused=fused, parameters=parameters, group=group)
@@ -46,7 +133,7 @@ def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     )
 
 
-def single_value(view: CheckpointView, tensor: TensorInfo | None) -> float | None:
+def single_value(view: "CheckpointView", tensor: TensorInfo | None) -> float | None:
     """The value of a parameter that has one; None for others."""
     if tensor is None or tensor.num_bytes == 0 or any(side != 1 for side in tensor.shape):
         return None

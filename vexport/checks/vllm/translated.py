@@ -7,11 +7,11 @@ from functools import lru_cache
 
 from vexport.checkpoint.derived import Derived, DerivedReader
 from vexport.checkpoint.quantization import KEY
-from vexport.checks.vllm.arguments import ConfigGroup
-from vexport.checks.vllm.layers import KEPT_VIEWS
-from vexport.checks.vllm.producers import METHOD
-from vexport.checks.vllm.quant_methods import MethodGroup
-from vexport.checks.vllm.view import CheckpointView, FusedLinear, joined_name
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.layers import KEPT_VIEWS, FusedLinear, joined_name
+from vexport.checks.vllm.quant_methods import METHOD
+from vexport.checks.vllm.quant_methods.base import MethodGroup
+from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.config import DENSE_FORMAT, MIXED_FORMAT, arguments_json, targets_of
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.plan.ignore import ignored

@@ -1,7 +1,6 @@
 """A checkpoint as the checks see it: its tensors by layer, and how vLLM reads its quantization config."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,68 +11,42 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import KEY, StoredQuantization, find_quantization
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.arguments import ConfigGroup as ConfigGroup
-from vexport.checks.vllm.arguments import of_attention
-from vexport.checks.vllm.arguments import parse_group as parse_group
 from vexport.checks.vllm.decoder import Layout, layout_of
-from vexport.checks.vllm.matching import Targets, group_for, group_for_table, ignored, targets_of
-from vexport.checks.vllm.matching import matches_any as matches_any
-from vexport.checks.vllm.online import OnlineTransform, online_transforms
-from vexport.checks.vllm.producers import method_name
-from vexport.checks.vllm.quant_methods import METHODS, MethodGroup, Model, QuantMethod
-from vexport.checks.vllm.target import ANY, Target
-from vexport.formats.parsing import parse_args as parse_args
+from vexport.checks.vllm.groups import (
+    ConfigGroup,
+    OnlineTransform,
+    Targets,
+    group_for,
+    group_for_table,
+    ignored,
+    matches_any,
+    of_attention,
+    online_transforms,
+    parse_group,
+    targets_of,
+)
+from vexport.checks.vllm.layers import FusedLinear, linear_modules, split_name
+from vexport.checks.vllm.quant_methods import METHODS, method_name
+from vexport.checks.vllm.quant_methods.base import MethodGroup, Model, QuantMethod
 from vexport.formats.partition import is_head
 from vexport.types import Finding, Json, TensorInfo
 from vexport.types.patterns import Patterns
-
-# Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
-QUANTIZED_PARAMETERS = frozenset(
-    {
-        "weight_packed",
-        "weight_scale",
-        "weight_zero_point",
-        "weight_shape",
-        "weight_g_idx",
-        "weight_global_scale",
-        "input_scale",
-        "input_zero_point",
-        "input_global_scale",
-        # of other methods
-        "qweight",
-        "qzeros",
-        "weight_scale_inv",
-        "weight_scale_2",
-        "input_scale_2",
-        "blocks",
-    }
-)
-# What only a layer with others of those has.
-WITH_OTHERS = frozenset({"scales", "g_idx"})
-# Parameters of all experts of a layer that are joined to their projection's name (gpt-oss).
-JOINED = re.compile(r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)")
+from vexport.version import PINNED, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusedLinear:
-    """The layers that vLLM runs as one: module name -> parameter name -> tensor."""
+class Target:
+    """What a checkpoint is to be served with.
 
-    name: str
-    members: Mapping[str, Mapping[str, TensorInfo]]
+    Tensor parallel sizes and compute capabilities (90 for SM 9.0), each of which must do; the vLLM.
+    """
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether any member stores quantized tensors."""
-        return any(quantized_parameters(parameters) for parameters in self.members.values())
+    tp: Sequence[int] = ()
+    sm: Sequence[int] = ()
+    vllm: Version = PINNED
 
 
-def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
-    """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its dtype."""
-    return sorted(
-        parameter
-        for parameter, tensor in parameters.items()
-        if parameter in QUANTIZED_PARAMETERS or (parameter == "weight" and tensor.dtype not in FLOATING)
-    )
+ANY = Target()
 
 
 class CheckpointView:
@@ -312,38 +285,6 @@ class CheckpointView:
             return True
         projection = fused.name.rpartition(".")[2]
         return projection in self.architecture.unquantized and moe_layer(fused.name) is None
-
-
-def linear_modules(index: SourceIndex, architecture: Architecture) -> dict[str, dict[str, TensorInfo]]:
-    """Parameters by linear module: modules with quantized parameters or a two-dimensional weight."""
-    modules: dict[str, dict[str, TensorInfo]] = {}
-    for tensor in index.tensors.values():
-        module, parameter = split_name(tensor.name)
-        if parameter in QUANTIZED_PARAMETERS | WITH_OTHERS or parameter in ("weight", "bias"):
-            modules.setdefault(module, {})[parameter] = tensor
-    return {name: each for name, each in modules.items() if _is_linear(name, each, architecture)}
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """The module and the parameter that a tensor's name is made of."""
-    joined = JOINED.fullmatch(name)
-    if joined is not None:
-        return joined["module"], joined["parameter"]
-    module, _, parameter = name.rpartition(".")
-    return module, parameter
-
-
-def joined_name(module: str, parameter: str) -> str:
-    """The name of a module's tensor."""
-    joined = f"{module}_{parameter}"
-    return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
-
-
-def _is_linear(module: str, parameters: Mapping[str, TensorInfo], architecture: Architecture) -> bool:
-    if QUANTIZED_PARAMETERS & parameters.keys():
-        return True
-    weight = parameters.get("weight")
-    return weight is not None and len(weight.shape) == 2 and not architecture.is_table(module)
 
 
 def _items(value: Json) -> Iterator[tuple[str, Json]]:

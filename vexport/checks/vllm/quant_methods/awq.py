@@ -17,6 +17,7 @@ from vexport.checks.vllm.quant_methods.base import (
     Model,
     QuantMethod,
     Translation,
+    contains_listed,
 )
 from vexport.checks.vllm.quant_methods.integers import (
     MOST_BITS,
@@ -30,7 +31,6 @@ from vexport.checks.vllm.quant_methods.integers import (
     transposed_words,
     unpacked,
 )
-from vexport.checks.vllm.quant_methods.names import contains_listed
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, Parameter
 from vexport.formats.integer import PackedIntegers

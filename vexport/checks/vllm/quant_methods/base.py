@@ -6,13 +6,13 @@ compressed-tensors. What looks at numbers (values, fusion, the comparison with t
 translated: most tensors by another name, some computed from the stored ones.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
 from vexport.checkpoint.derived import Derived, renamed
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.arguments import ConfigGroup
+from vexport.checks.vllm.groups import ConfigGroup
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Format, Parameter
 from vexport.types import Json, Severity, TensorInfo
@@ -20,6 +20,7 @@ from vexport.types import Json, Severity, TensorInfo
 # What a layer's tensors are in compressed-tensors: the same bytes under another name, or computed ones.
 Translation = Mapping[str, TensorInfo | Derived]
 Kept = Literal["all", "some", "none"]
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,3 +168,15 @@ class Config:
     ) -> None:
         """Note a problem."""
         self.problems.append(Problem(where=key, expected=expected, got=got, fix=fix, severity=severity))
+
+
+def is_listed(name: str, listed: Collection[str]) -> bool:
+    """By its whole name; experts where an entry with `experts` contains it."""
+    if EXPERTS in name:
+        return any(name in entry for entry in listed if EXPERTS in entry)
+    return name in listed
+
+
+def contains_listed(name: str, listed: Collection[str]) -> bool:
+    """Where an entry is a part of the name."""
+    return any(entry in name for entry in listed)

@@ -8,8 +8,14 @@ from dataclasses import replace
 from math import gcd
 
 from vexport.architectures.text_config import EXPERT_COUNTS, text_config
-from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, Model, QuantMethod
-from vexport.checks.vllm.quant_methods.names import is_listed
+from vexport.checks.vllm.quant_methods.base import (
+    Config,
+    MethodFormat,
+    MethodGroup,
+    Model,
+    QuantMethod,
+    is_listed,
+)
 from vexport.formats import FP8
 from vexport.formats.arguments import Arguments
 from vexport.formats.fp8 import Fp8

@@ -20,6 +20,7 @@ from vexport.checks.vllm.quant_methods.base import (
     Problem,
     QuantMethod,
     Translation,
+    contains_listed,
 )
 from vexport.checks.vllm.quant_methods.integers import (
     MOST_BITS,
@@ -34,7 +35,6 @@ from vexport.checks.vllm.quant_methods.integers import (
     transposed_words,
     unpacked,
 )
-from vexport.checks.vllm.quant_methods.names import contains_listed
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, Parameter
 from vexport.formats.integer import PackedIntegers

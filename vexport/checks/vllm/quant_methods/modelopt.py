@@ -20,8 +20,9 @@ from vexport.checks.vllm.quant_methods.base import (
     Model,
     QuantMethod,
     Translation,
+    contains_listed,
+    is_listed,
 )
-from vexport.checks.vllm.quant_methods.names import contains_listed, is_listed
 from vexport.formats import FP8, MXFP8, NVFP4
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Format, GpuSupport, Parameter

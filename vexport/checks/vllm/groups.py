@@ -1,0 +1,280 @@
+"""What a quantization config announces: its config groups, which layers vLLM gives them, and rotations.
+
+Sources: `_quantization_scheme_map_from_config` and `get_scheme_dict` in vLLM's compressed_tensors.py,
+`find_matched_target` and `should_ignore_layer` in compressed_tensors/utils.py, `find_matching_patterns` in
+quantization/utils/config_utils.py, `get_moe_method` in compressed_tensors_moe.py. Rotations that a
+running model computes: get_linear_transform_schemes and CompressedTensorsLinearTransformMethod in vLLM's
+transform/linear.py; the others are in the weights.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+
+from vexport.architectures import Architecture
+from vexport.architectures.fusion import moe_layer
+from vexport.formats import nearest_format, vllm_format
+from vexport.formats.arguments import TORCH_DTYPE, QuantArgs
+from vexport.formats.base import Format, Parameter
+from vexport.formats.parsing import parse_args
+from vexport.formats.partition import is_head
+from vexport.types import Json, TensorInfo
+from vexport.types.patterns import REGEX, Patterns, matches
+
+HEAD_CLASS = "ParallelLMHead"
+EMBEDDING_CLASS = "VocabParallelEmbedding"
+EXPERTS_CLASS = "RoutedExperts"
+# Stands for routed experts too, in this spelling only (_add_fused_moe_to_target_scheme_map).
+LINEAR = "Linear"
+EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.[^.]+$)")
+INPUT, OUTPUT = "input", "output"
+IN_WEIGHTS = ("weight_input", "weight_output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigGroup:
+    """One entry of config_groups: which layers, and how their weights and inputs are quantized."""
+
+    name: str
+    targets: tuple[str, ...]
+    weights: QuantArgs
+    input_activations: QuantArgs | None
+    format: str
+
+    @cached_property
+    def storage(self) -> Format:
+        """How its layers are stored; where vLLM refuses the group, the format that comes closest."""
+        return nearest_format(self, self.format)
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why vLLM refuses the group, or None."""
+        found = vllm_format(self, self.format)
+        return found if isinstance(found, str) else None
+
+    def parameters(self, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        """The tensors of a layer (out_features, in_features) by their names within it."""
+        return self.storage.parameters(self, shape)
+
+    def shape(self, tensors: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+        """(out_features, in_features) of a layer by its stored tensors; None where that cannot be told."""
+        return self.storage.shape(self, tensors)
+
+    def expected(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Parameter] | None:
+        """The parameters of a layer with these tensors; None where its shape cannot be told."""
+        shape = self.shape(tensors)
+        return None if shape is None else self.parameters(shape)
+
+
+Targets = Mapping[str, ConfigGroup]
+
+
+def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
+    """A config group, or the reason why it cannot be read."""
+    if not isinstance(raw, dict):
+        return "no JSON object"
+    targets = raw.get("targets")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        return "no list of targets"
+    weights = parse_args(raw.get("weights"))
+    inputs = parse_args(raw.get("input_activations")) if raw.get("input_activations") else None
+    if isinstance(weights, str):
+        return f"weights: {weights}"
+    if isinstance(inputs, str):
+        return f"input_activations: {inputs}"
+    return ConfigGroup(
+        name=name,
+        targets=tuple(str(target) for target in targets),
+        weights=weights,
+        input_activations=inputs,
+        format=str(raw.get("format") or default_format),
+    )
+
+
+def of_attention(raw: Json) -> bool:
+    """Whether vLLM passes over a group: it quantizes attention by the KV cache's scheme (`from_config`)."""
+    targets = raw.get("targets") if isinstance(raw, dict) else None
+    return isinstance(targets, list) and len(targets) == 1 and str(targets[0]).endswith("Attention")
+
+
+def targets_of(groups: Iterable[ConfigGroup]) -> Targets:
+    """The targets in vLLM's order: one that is named again keeps its place and takes the later group."""
+    return {target: group for group in groups for target in group.targets}
+
+
+def lookup_name(name: str) -> str:
+    """The name that vLLM looks for: of all experts of a layer it asks for the first one's group only."""
+    return EXPERT_NUMBER.sub("0", name)
+
+
+def ignored(
+    fused: str,
+    members: Sequence[str],
+    ignore: Sequence[str],
+    architecture: Architecture,
+) -> Iterator[str]:
+    """The members of a fused layer that `ignore` names, or all where it names that."""
+    projection = fused.rpartition(".")[2]
+    if fused not in members and matches_any(fused, ignore) and moe_layer(members[0]) is None:
+        yield from members
+    elif _are_resolved(projection, members, architecture):
+        yield from (member for member in members if matches_any(lookup_name(member), ignore))
+
+
+def group_for(
+    fused: str, members: Sequence[str], targets: Targets, architecture: Architecture, *, table: bool
+) -> ConfigGroup | None:
+    """The config group of a layer that is not ignored: by its name, by all members' names, by its class."""
+    projection, routed = fused.rpartition(".")[2], moe_layer(members[0]) is not None
+    group = None if routed else _first(fused, targets)
+    if group is None and _are_resolved(projection, members, architecture):
+        owners = [_first(lookup_name(member), targets) for member in members]
+        group = owners[0] if all(owners) else None
+    if group is not None:
+        return group
+    if routed and LINEAR in targets and EXPERTS_CLASS not in targets:
+        targets = {**targets, EXPERTS_CLASS: targets[LINEAR]}
+    kind = EMBEDDING_CLASS if table else _class_of(projection, members, architecture)
+    return _of_class(kind, targets)
+
+
+def group_for_table(targets: Targets) -> ConfigGroup | None:
+    """The config group of a table of embeddings that its model builds without a name."""
+    return _of_class(EMBEDDING_CLASS, targets)
+
+
+def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
+    """Whether vLLM looks for the members' names: it does not know those of every fused layer."""
+    alone = len(members) == 1 or moe_layer(members[0]) is not None
+    return alone or projection in architecture.resolved
+
+
+def _first(name: str, targets: Targets) -> ConfigGroup | None:
+    return next((group for target, group in targets.items() if matches(target, name)), None)
+
+
+def _of_class(name: str, targets: Targets) -> ConfigGroup | None:
+    """By a class name's part, in any case, or by a pattern that matches it."""
+    for target, group in targets.items():
+        if matches(target, name) if target.startswith(REGEX) else target.lower() in name.lower():
+            return group
+    return None
+
+
+def _class_of(projection: str, members: Sequence[str], architecture: Architecture) -> str:
+    """The name of vLLM's class of a layer, as far as its name tells."""
+    if is_head(projection):
+        return HEAD_CLASS
+    if moe_layer(members[0]) is not None:
+        return EXPERTS_CLASS
+    if projection in architecture.row_parallel:
+        return "RowParallelLinear"
+    if projection in architecture.replicated:
+        return "ReplicatedLinear"
+    if projection == "qkv_proj":
+        return "QKVParallelLinear"
+    return "MergedColumnParallelLinear" if len(members) > 1 else "ColumnParallelLinear"
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name equals a pattern or matches an `re:` pattern from its start, as in vLLM."""
+    if isinstance(patterns, Patterns):
+        return patterns.match(name)
+    return any(matches(pattern, name) for pattern in patterns)
+
+
+def _known_dtype(value: object) -> object:
+    """The name of a torch dtype, as it may be spelled."""
+    if isinstance(value, str) and not TORCH_DTYPE.match(f"torch.{value.removeprefix('torch.')}"):
+        raise ValueError("no torch dtype")
+    return value
+
+
+Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+
+@dataclass(kw_only=True)
+class _Apply:
+    """What compressed-tensors reads an entry of `apply` as (TransformArgs)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    targets: Names
+    location: Literal["input", "weight_input", "weight_output", "output", "k_cache", "q_attn"]
+    inverse: bool = False
+    ignore: Names = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Scheme:
+    """The same of a scheme (TransformScheme)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    type: str
+    apply: list[_Apply] = field(default_factory=list)
+    randomize: bool = False
+    requires_grad: bool = False
+    head_dim: int | None = None
+    precision: Annotated[str, BeforeValidator(_known_dtype)] = "float32"
+
+
+def unreadable_schemes(groups: Json) -> Iterator[tuple[str, str]]:
+    """The keys of a transform_config's groups that compressed-tensors refuses, and why."""
+    try:
+        TypeAdapter(dict[str, _Scheme]).validate_python(groups)
+    except ValidationError as error:
+        for one in error.errors(include_url=False):
+            yield ".".join(map(str, one["loc"])), f"{one['msg']}: {one['input']!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineTransform:
+    """One entry of a scheme's `apply`; `kind` is the scheme's type, `location` input or output of a layer."""
+
+    scheme: str
+    kind: str
+    location: str
+    targets: tuple[str, ...]
+    ignore: tuple[str, ...]
+
+    @property
+    def submodule(self) -> str:
+        """The name of the submodule that stores its matrix."""
+        return f"{self.scheme}_{self.location}"
+
+    def applies(self, module: str) -> bool:
+        """Whether it rotates the inputs or outputs of a linear layer."""
+        return self._names(module, self.targets) and not self._names(module, self.ignore)
+
+    def _names(self, module: str, patterns: tuple[str, ...]) -> bool:
+        return LINEAR in patterns or matches_any(module, patterns)
+
+
+def online_transforms(quantization: Mapping[str, Json] | None) -> tuple[OnlineTransform, ...]:
+    """Those of a quantization config, in order; what cannot be read is left out."""
+    config = (quantization or {}).get("transform_config")
+    groups = config.get("config_groups") if isinstance(config, dict) else None
+    return tuple(_transforms(groups)) if isinstance(groups, dict) else ()
+
+
+def _transforms(groups: Mapping[str, Json]) -> Iterator[OnlineTransform]:
+    for scheme, raw in groups.items():
+        entries = raw.get("apply") if isinstance(raw, dict) else None
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(raw, dict) and isinstance(entry, dict) and entry.get("location") not in IN_WEIGHTS:
+                yield OnlineTransform(
+                    scheme=scheme,
+                    kind=str(raw.get("type")),
+                    location=str(entry.get("location")),
+                    targets=_patterns(entry.get("targets")),
+                    ignore=_patterns(entry.get("ignore")),
+                )
+
+
+def _patterns(raw: Json) -> tuple[str, ...]:
+    return tuple(
+        str(pattern) for pattern in (raw if isinstance(raw, list) else [raw] if isinstance(raw, str) else [])
+    )
