@@ -12,7 +12,6 @@ from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import MXFP4, PACKED
-from vexport.formats.partition import EXPERT
 from vexport.types import Finding, Severity
 from vexport.version import PINNED, Version, short_version
 
@@ -62,10 +61,6 @@ def _is_mxfp4(group: ConfigGroup) -> bool:
 def _inputs(group: ConfigGroup) -> tuple[str, int] | None:
     inputs = group.input_activations
     return (inputs.type, inputs.num_bits) if inputs else None
-
-
-def _is_routed(fused: FusedLinear) -> bool:
-    return EXPERT.search(f"{next(iter(fused.members))}.") is not None
 
 
 DIFFERENCES: Sequence[Difference] = (
