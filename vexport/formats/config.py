@@ -8,15 +8,15 @@ from pydantic import TypeAdapter
 
 from vexport.architectures import Architecture, get_architecture
 from vexport.architectures.fusion import also_asked, looked_up, moe_layer
+from vexport.architectures.patterns import all_names, below
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.kv_cache import KV_CACHES
-from vexport.formats.partition import EXPERT, is_head
+from vexport.formats.partition import is_head
 from vexport.formats.schemes import get_scheme
 from vexport.types import FusionGroup, Json, Plan
 
 MIXED_FORMAT = "mixed-precision"
 DENSE_FORMAT = "dense"
-LAYERS = "layers."
 
 
 def quantization_config(plan: Plan) -> dict[str, Json]:
@@ -32,7 +32,8 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
     formats = {get_scheme(scheme).format.name for scheme, _ in treatments}
     groups: dict[str, Json] = {}
     for number, members in enumerate(treatments.values()):
-        targets = targets_of(members, architecture, alone=len(treatments) == 1)
+        others = [group for each in treatments.values() if each is not members for group in each]
+        targets = targets_of(members, architecture, others, alone=not others)
         groups[f"group_{number}"] = _config_group(members[0], targets)
     return {
         "config_groups": groups,
@@ -51,8 +52,14 @@ def _format(formats: Set[str]) -> str:
     return next(iter(formats), DENSE_FORMAT)
 
 
-def targets_of(groups: Sequence[FusionGroup], architecture: Architecture, *, alone: bool) -> list[str]:
-    """What vLLM resolves to these layers and no others.
+def targets_of(
+    groups: Sequence[FusionGroup],
+    architecture: Architecture,
+    others: Iterable[FusionGroup],
+    *,
+    alone: bool,
+) -> list[str]:
+    """What vLLM resolves to these layers and none of `others`, which have other schemes.
 
     A fused module that its quantization config does not take apart (not in `resolved`, see `Architecture`)
     is named itself as well; of one that it does, all parts are named, also those that no tensor has. What
@@ -65,7 +72,13 @@ def targets_of(groups: Sequence[FusionGroup], architecture: Architecture, *, alo
     patterns = [f"re:.*{name.rpartition('.')[2]}$" for name in heads]
     if alone:
         return ["Linear", *patterns]
-    return [*_experts_together(name for name in names if name not in heads), *patterns]
+    different = all_names((name for group in others for name in _stored(group)), architecture)
+    layers = [name for name in names if name not in heads]
+    return [*_experts_together(layers, architecture, different), *patterns]
+
+
+def _stored(group: FusionGroup) -> Iterator[str]:
+    yield from (group.name, *(member.name for member in group.members))
 
 
 def _names(group: FusionGroup, architecture: Architecture) -> Iterator[str]:
@@ -77,22 +90,16 @@ def _names(group: FusionGroup, architecture: Architecture) -> Iterator[str]:
     yield from (*names, *also_asked(group.name, members, names, architecture))
 
 
-def _experts_together(names: Iterable[str]) -> list[str]:
-    """Names, with one pattern for a projection's experts: vLLM has one scheme for all experts of a layer.
-
-    vLLM translates names but not patterns where its modules are nested differently, so a pattern begins at
-    the list of layers.
-    """
-    return list(dict.fromkeys(_expert_pattern(name) or name for name in names))
-
-
-def _expert_pattern(name: str) -> str | None:
-    found = EXPERT.search(name)
-    if not found:
-        return None
-    before = name[: found.start()]
-    layer = before[before.find(LAYERS) :] if LAYERS in before else before
-    return rf"re:.*\b{re.escape(layer)}\.experts\.\d+\.{re.escape(name[found.end() :])}$"
+def _experts_together(names: Iterable[str], architecture: Architecture, others: Iterable[str]) -> list[str]:
+    """Names, with one pattern for a projection's experts: vLLM has one scheme for all experts of a layer."""
+    found: dict[tuple[str, str], Sequence[str]] = {}
+    for name in names:
+        experts, last_part = moe_layer(name), name.rpartition(".")[2]
+        key = (experts or "", last_part if experts else name)
+        if key not in found:
+            ending = rf"\.\d+\.{re.escape(last_part)}$"
+            found[key] = [*below(experts, ending, architecture, others)] if experts else [name]
+    return list(dict.fromkeys(entry for entries in found.values() for entry in entries))
 
 
 def _config_group(group: FusionGroup, targets: list[str]) -> dict[str, Json]:

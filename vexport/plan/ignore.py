@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from vexport.architectures.fusion import also_asked, looked_up, moe_layer
+from vexport.architectures.patterns import all_names, below, matches_any
 from vexport.formats.partition import HEADS, is_head
 from vexport.plan.linears import STACK, Names
 
@@ -38,8 +39,8 @@ def ignored(
         if all(member in kept for member in members):
             outside, draft = _outside(name, stacks), names.draft_layer(name)
             if draft is not None and draft not in partly:
-                found = tuple(_below(draft, r"\..*", names, quantized))
-            elif outside is not None and not _matches_any(outside, quantized):
+                found = tuple(below(draft, r"\..*", names.architecture, quantized))
+            elif outside is not None and not matches_any(outside, quantized):
                 found = (f"re:{outside}",)
             else:
                 found = tuple(_patterns(name, members, names, quantized))
@@ -50,22 +51,14 @@ def ignored(
 
 
 def _quantized_names(modules: Mapping[str, Sequence[str]], kept: Set[str], names: Names) -> tuple[str, ...]:
-    """What must not be matched: quantized layers by all of their names, one expert of all."""
+    """What must not be matched: quantized layers by all of their names."""
     quantized = (
         module
         for name, members in modules.items()
         if not all(member in kept for member in members)
         for module in (name, *members)
     )
-    found = dict.fromkeys(map(_of_one_expert, quantized))
-    asked = map(names.architecture.asked_name, found)
-    return tuple(dict.fromkeys((*found, *map(names.vllm_name, found), *asked)))
-
-
-def _of_one_expert(module: str) -> str:
-    """The name of a layer, of a routed expert that of the first one."""
-    experts = moe_layer(module)
-    return f"{experts}.0.{module.rpartition('.')[2]}" if experts else module
+    return all_names(quantized, names.architecture)
 
 
 def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
@@ -77,7 +70,7 @@ def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
 def _patterns(name: str, members: Sequence[str], names: Names, quantized: Sequence[str]) -> Iterator[str]:
     experts = moe_layer(members[0])
     if experts is not None:
-        yield from _below(experts, r"\..*", names, quantized)
+        yield from below(experts, r"\..*", names.architecture, quantized)
         return
     yield from looked_up(name, members, names.architecture)
     last_part = name.rpartition(".")[2]
@@ -99,25 +92,8 @@ def _outside(module: str, stacks: Set[str]) -> str | None:
     return next((rf".*\.{re.escape(module[len(before) :])}$" for before in holders), None)
 
 
-def _below(module: str, ending: str, names: Names, quantized: Sequence[str]) -> Iterator[str]:
-    """Patterns for what is below a module and ends so, which match nothing that is quantized: each begins as
-    far to the right as it can, at the number of the module's layer at most."""
-    for name in dict.fromkeys((module, names.vllm_name(module))):
-        stack = STACK.search(f"{name}.")
-        last = stack.start() + stack[0].startswith(".") if stack else 0
-        starts = [at for at in range(last, -1, -1) if at == 0 or name[at - 1] == "."]
-        tried = (rf".*\b{re.escape(name[at:])}{ending}" for at in starts)
-        fitting = (pattern for pattern in tried if not _matches_any(pattern, quantized))
-        yield f"re:{next(fitting, re.escape(name) + ending)}"
-
-
 def _unknown(tensor: str, names: Names, quantized: Sequence[str]) -> Iterator[str]:
     """Patterns for vLLM's routed experts of the layer that a tensor belongs to."""
     stack = STACK.search(tensor)
     layer = tensor[: stack.end() - 1] if stack else ""
-    return _below(layer, r"\..*\bexperts\..*", names, quantized)
-
-
-def _matches_any(pattern: str, modules: Iterable[str]) -> bool:
-    """Whether a pattern matches one of these from its start, as vLLM matches it."""
-    return any(map(re.compile(pattern).match, modules))
+    return below(layer, r"\..*\bexperts\..*", names.architecture, quantized)

@@ -59,8 +59,10 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
     if not lost:
         return group.targets
     if alone and not all(_is_head(fused) for fused in lost):
-        return tuple(targets_of(_groups(own), architecture, alone=True))
-    return (*group.targets, *targets_of(_groups(lost), architecture, alone=False))
+        return tuple(targets_of(_groups(own), architecture, (), alone=True))
+    names = {fused.name for fused in own}
+    others = [fused for fused in view.fused_linears if fused.is_quantized and fused.name not in names]
+    return (*group.targets, *targets_of(_groups(lost), architecture, _groups(others), alone=False))
 
 
 def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:

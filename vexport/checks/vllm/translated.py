@@ -134,10 +134,11 @@ def _config(view: CheckpointView, tensors: Iterable[str]) -> Json:
     formats = {group.translated_format for group, _ in groups.values()}
     architecture, alone = view.architecture, len(groups) == 1
     names = names_of(view.index, architecture)
-    config_groups: dict[str, Json] = {
-        f"group_{number}": _group(group.translated, targets_of(fused_layers, architecture, alone=alone))
-        for number, (group, fused_layers) in enumerate(groups.values())
-    }
+    config_groups: dict[str, Json] = {}
+    for number, (name, (group, layers)) in enumerate(groups.items()):
+        others = [layer for other, (_, each) in groups.items() if other != name for layer in each]
+        targets = targets_of(layers, architecture, others, alone=alone)
+        config_groups[f"group_{number}"] = _group(group.translated, targets)
     has_scales = any(map(CACHE_SCALE.search, tensors))
     cache = arguments_json(KV_CACHES["fp8"]) if view.method.kv_cache and has_scales else None
     return {
