@@ -52,6 +52,8 @@ TRIED: tuple[Mapping[str, int], ...] = (
         "num_experts_per_tok": 2,
     },
 )
+# What is no answer of vLLM's: transformers' defaults make no model, and a real checkpoint may.
+UNBUILT = "no model could be built of transformers' default config"
 COMMON = {
     pattern
     for renaming in get_checkpoint_conversion_mapping("legacy")
@@ -123,7 +125,8 @@ def _described(item: tuple[str, str]) -> tuple[str, Table | str]:
         try:
             return name, _entry(*_built(AutoConfig.for_model(kind, **sizes), name))
         except Exception as error:
-            reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+            text = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+            reason = text if isinstance(error, ValueError) else f"{UNBUILT}: {text}"
     return name, reason
 
 
