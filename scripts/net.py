@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory  # noqa: E402
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from tests.architectures.families import FINISHED, save_family  # noqa: E402
+from tests.architectures.families import FAMILIES, save_family  # noqa: E402
 from tests.command import vexport  # noqa: E402
 from tests.models import write_calibration  # noqa: E402
 from tests.mutations.good import GOOD, write_good  # noqa: E402
@@ -78,7 +78,7 @@ def unproved() -> tuple[str, ...]:
 
 def written(root: Path) -> Lines:
     """Every scheme on every family, without data."""
-    for family in FINISHED:
+    for family in FAMILIES:
         source = save_family(family, root / family)
         for scheme in scheme_names():
             yield from quantized(f"quantize {family} {scheme}", source, "--scheme", scheme)

@@ -268,13 +268,6 @@ FAMILIES: Mapping[str, Family] = {
         values={"scale_factor": 2, "image_token_id": 300, "pad_token_id": 0},
     ),
 }
-# What the plan, the export or vLLM's loader do not take yet: empty this list.
-UNFINISHED = (
-    "gemma4-vision",
-    "glm4.5v",
-)
-# The families that every test of this folder goes through.
-FINISHED = tuple(name for name in FAMILIES if name not in UNFINISHED)
 
 
 def hub_tensors(config: PretrainedConfig, device: str = "cpu") -> tuple[str, dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.architectures.families import FINISHED, save_family, split
+from tests.architectures.families import FAMILIES, save_family, split
 from tests.command import vexport
 from tests.models import dequantized, quantize
 from vexport.checkpoint.index import read_index
@@ -62,7 +62,14 @@ FUSED: Mapping[str, Mapping[str, str]] = {
         "fc1": "fc1",
         "fc2": "fc2",
     },
-    "gemma4": {**DENSE, "self_attn.qkv_proj": "q_proj k_proj"},  # the last layer has no v_proj
+    # The last layer has no v_proj.
+    **dict.fromkeys(("gemma4", "gemma4-vision"), {**DENSE, "self_attn.qkv_proj": "q_proj k_proj"}),
+    "glm4.5v": {
+        **DENSE,
+        **EXPERTS,
+        "mlp.shared_experts.gate_up_proj": "gate_proj up_proj",
+        "mlp.shared_experts.down_proj": "down_proj",
+    },
     "nemotron-h": {
         "mixer.in_proj": "in_proj",
         "mixer.out_proj": "out_proj",
@@ -145,6 +152,8 @@ TRANSPOSED = ("gpt2",)
 KEEPS_EXPERTS = ("gpt-oss", "granite-hybrid")
 # Run by vLLM's Transformers backend: what it fuses depends on transformers, and the plan says so.
 BACKED = ("smollm3", "olmo2")
+# vLLM names no language model in it and transformers has none: the usual fusions, as the plan says.
+ASSUMED = ("glm4.5v",)
 # What vLLM's loaders cannot take, of the schemes that are tried here: see test_reordering.py.
 REFUSED = {
     "gpt2": ("FP8_DYNAMIC", "FP8_BLOCK"),
@@ -152,7 +161,7 @@ REFUSED = {
     "falcon": ("FP8_BLOCK",),
     "llama4": ("FP8_BLOCK",),
     # parts of a layer that is stored as one, of keys that are the values, too
-    **dict.fromkeys(("nemotron-h", "granite-hybrid", "gemma4"), ("FP8_BLOCK",)),
+    **dict.fromkeys(("nemotron-h", "granite-hybrid", "gemma4", "gemma4-vision"), ("FP8_BLOCK",)),
 }
 # Schemes whose checkpoints are loaded dry, of every family.
 LOADED = ("NVFP4A16", "W4A16", "FP8_BLOCK")
@@ -165,10 +174,10 @@ def plan_of(folder: Path, scheme: str = "NVFP4A16", settings: Settings = DEFAULT
 
 
 def test_every_family_is_in_the_table() -> None:
-    assert FUSED.keys() == set(FINISHED)
+    assert FUSED.keys() == set(FAMILIES)
 
 
-@pytest.mark.parametrize("family", FINISHED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_groups_are_the_modules_that_vllm_builds(family: str, tmp_path: Path) -> None:
     scheme = "FP8_DYNAMIC" if "FP8_DYNAMIC" not in REFUSED.get(family, ()) else "NVFP4A16"
     plan = plan_of(save_family(family, tmp_path / "model"), scheme)
@@ -181,12 +190,14 @@ def test_groups_are_the_modules_that_vllm_builds(family: str, tmp_path: Path) ->
     }
     assert found == FUSED[family]
     assert not any(NEVER.search(member.name) for group in plan.groups for member in group.members)
-    assert [note.check for note in plan.notes] == ["architecture"] * (family in (*KEEPS_EXPERTS, *BACKED))
+    assert [note.check for note in plan.notes] == ["architecture"] * (
+        family in (*KEEPS_EXPERTS, *BACKED, *ASSUMED)
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "scheme"),
-    [(family, scheme) for family in FINISHED for scheme in LEAST_DB if scheme not in REFUSED.get(family, ())],
+    [(family, scheme) for family in FAMILIES for scheme in LEAST_DB if scheme not in REFUSED.get(family, ())],
 )
 def test_written_experts_and_layers_come_back(family: str, scheme: str, tmp_path: Path) -> None:
     """Against transformers' own view of the model, which holds all experts of a layer in one tensor."""
@@ -364,7 +375,7 @@ def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:
 def test_vllms_own_classes_load_what_the_plan_accepts_and_nothing_else(tmp_path: Path) -> None:
     """On one rank and on two; what the plan refuses for a number of ranks, vLLM refuses there."""
     accepted: dict[tuple[str, int], bool] = {}
-    for family in FINISHED:
+    for family in FAMILIES:
         source = save_family(family, tmp_path / family)
         for scheme in LOADED:
             name = f"{family} {scheme}"
