@@ -159,7 +159,7 @@ def test_a_torchvision_for_another_torch_is_named(
 ) -> None:
     """transformers turns what torchvision says into another error."""
 
-    def broken(root: Path, *, partial: bool) -> None:
+    def broken(root: Path, *) -> None:
         try:
             raise RuntimeError("operator torchvision::nms does not exist")
         except RuntimeError as error:

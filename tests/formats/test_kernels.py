@@ -58,12 +58,6 @@ def test_the_dtype_chooses() -> None:
     assert kernel("W4A16_G256", 80, float16=True) == "ExllamaLinearKernel"
 
 
-def test_an_older_version_has_another_order() -> None:
-    assert kernel("FP8_DYNAMIC", 80, (0, 20)) == "MarlinFP8ScaledMMLinearKernel"
-    assert kernel("NVFP4A16", 100, (0, 20)) == "MarlinNvFp4LinearKernel"
-    assert kernel("MXFP4", 100, (0, 20)) is None
-
-
 @pytest.mark.parametrize("version", known_versions())
 def test_every_version_has_kernels_for_the_usual_schemes(version: Version) -> None:
     for scheme in ("FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W8A8", "NVFP4"):

@@ -17,7 +17,7 @@ from vexport.checks.vllm.layers import (
     quantized_parameters,
 )
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.plan.linears import STACK
+from vexport.plan.linears import STACK, names_of
 from vexport.types import Finding
 
 NAME = "completeness"
@@ -260,9 +260,13 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
         number, dot, relative = rest.partition(".")
         if mark and dot and number.isdigit():
             stacks.setdefault(prefix + mark, {}).setdefault(int(number), set()).add(_parameter(relative))
-    for prefix, layers in stacks.items():
-        yield from _siblings(view, prefix, layers)
+    names = names_of(view.index, view.architecture)
     declared = text_config(view.index.config).get("num_hidden_layers")
+    for prefix, layers in stacks.items():
+        if isinstance(declared, int) and names.in_decoder(f"{prefix}0.mlp"):
+            # Those behind the last decoder layer draft: the model runs without them.
+            layers = {number: own for number, own in layers.items() if number < declared}
+        yield from _siblings(view, prefix, layers)
     if (
         isinstance(declared, int)
         and stacks
