@@ -159,7 +159,7 @@ def test_a_torchvision_for_another_torch_is_named(
 ) -> None:
     """transformers turns what torchvision says into another error."""
 
-    def broken(root: Path, *) -> None:
+    def broken(root: Path) -> None:
         try:
             raise RuntimeError("operator torchvision::nms does not exist")
         except RuntimeError as error:
@@ -176,7 +176,7 @@ def test_a_torchvision_for_another_torch_is_named(
 def test_an_internal_error_is_one_line_without_debug(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vexport.checks.read_index", lambda root, partial: 1 / 0)
+    monkeypatch.setattr("vexport.checks.read_index", lambda root: 1 / 0)
     ran = vexport("check", llama)
     assert ran.code == 4
     assert "division by zero" in ran.stderr
