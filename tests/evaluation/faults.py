@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models import quantize
+from tests.mutations.edits import forget_digests
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo"
@@ -51,6 +52,7 @@ def with_swapped_scales(source: Path, folder: Path) -> Path:
     for name in (name for name in tensors if name.endswith(".weight_scale")):
         tensors[name] = tensors[name].view(torch.uint8).flip(0).view(tensors[name].dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    forget_digests(folder)
     return folder
 
 
@@ -66,6 +68,7 @@ def with_own_global_scales(source: Path, folder: Path) -> Path:
         scale = tensors[f"{name}.weight_scale"]
         tensors[f"{name}.weight_scale"] = (scale.float() / 4).to(scale.dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    forget_digests(folder)
     return folder
 
 
