@@ -123,6 +123,8 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
         if refusal is None and group.name in routed and not group.storage.runs_experts(group):
             refusal = f"a combination that it does not run for routed experts: {described(group)}"
             refusal += f", format {group.format}"
+        if refusal is not None and group.format not in FORMAT_NAMES:
+            refusal = f"format {group.format}, which vLLM {short_version()} does not have: {refusal}"
         if refusal is not None:
             yield _finding(
                 view,
