@@ -97,7 +97,10 @@ def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path, s
         time.sleep(duration * moments.uniform(0.2, 1.0))
         written = sum(file.stat().st_size for file in tmp_path.glob(".out.partial/new/*.safetensors"))
         process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
+        if process.wait() == -signal.SIGKILL:
+            kills += 1
+        else:  # it had ended: the first one compiled
+            duration *= 0.8
         continued += written > 0
         if out.exists():
             assert digests(out) == expected
