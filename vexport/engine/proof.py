@@ -7,15 +7,13 @@ from pathlib import Path
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checks import INTERNAL, findings_of_headers
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import CAPABILITIES, dry_loads
 from vexport.engine.session import EngineFault
 from vexport.errors import CheckpointFailed
 from vexport.errors.extras import is_installed
 from vexport.formats.schemes import get_scheme
-from vexport.types import Finding, FusionGroup, OnProgress, Plan, silent
+from vexport.types import DryLoadReport, Finding, FusionGroup, OnProgress, Plan, silent
 
-# The least capability on which vLLM runs bfloat16 (Platform.check_if_supports_dtype).
-_LEAST_SM = 80
 _SECONDS = 600.0
 # Layers that are named one by one in advice; of more their projections are.
 _FEW = 6
@@ -49,8 +47,9 @@ def prove(
 ) -> Proof:
     """Judge what was written into `folder` by the plan: in this process by config, names and headers.
 
-    With `dry` also by a dry load in vLLM, where it is installed, on the least GPU that runs the schemes. What
-    that cannot judge is in `not_judged`, and no error.
+    With `dry` also by a dry load in vLLM, where it is installed: one GPU of those that run the schemes must
+    load it for each `tp`, as attention and a quantized KV cache need more than schemes do. What that cannot
+    judge is in `not_judged`, and no error.
     """
     on_progress("prove (config and names)", 0, 1)
     findings = [each for each in findings_of_headers(folder) if each.severity == "error"]
@@ -73,24 +72,34 @@ def _dry_loaded(
         return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
     schemes = [get_scheme(name) for name in plan.schemes]
     supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
-    sm = max((_LEAST_SM, *(support.loads_from for support in supports)))
-    if any(support.package or support.refuses(sm) for support in supports):
+    sm = tuple(sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports))
+    if not sm:
         return "a dry load has no kernel for these schemes"
     try:
         (report,) = dry_loads(
             [folder],
             tp=tp,
-            sm=(sm,),
+            sm=sm,
+            require="any",
             trust_remote_code=trust_remote_code,
             timeout=_SECONDS,
             on_progress=on_progress,
         )
     except EngineFault as fault:
         return f"the dry load ended early: {fault.got}"
-    unknown = {cell.reason for cell in report.cells if cell.status == "not shown"}
-    errors = [each for each in report.findings if each.severity == "error" and each.got not in unknown]
+    return _judged(report)
+
+
+def _judged(report: DryLoadReport) -> list[Finding] | str:
+    """The errors that hold for a tensor parallel size on all GPUs, or why it cannot be told."""
+    needed = [cell for cell in report.cells if cell.needed and cell.reason]
+    unknown = {cell.tp: cell.reason for cell in needed if cell.status == "not shown"}
+    open_to_doubt = {cell.reason for cell in needed if cell.tp in unknown}
+    certain = {cell.reason for cell in needed if cell.tp not in unknown}
+    errors = [each for each in report.findings if each.severity == "error"]
+    errors = [each for each in errors if each.got in certain or each.got not in open_to_doubt]
     if unknown and not errors:
-        return f"the dry load cannot build this model: {min(unknown)}"
+        return f"the dry load cannot build this model: {min(unknown.values())}"
     return errors
 
 
