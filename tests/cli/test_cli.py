@@ -52,6 +52,11 @@ def test_help_teaches_and_tells_exit_codes(command: str) -> None:
             ("quantize", "MODEL", "OUT", "--part", "1/2"),
             "No such option '--part': share the work by torchrun",
         ),
+        (
+            ("eval", "OUT", "--dp", "2"),
+            "No such option '--dp': evaluate the model where it is served: `vllm serve`",
+        ),
+        (("load", "OUT", "--engine-arg", "data_parallel_size=2"), "evaluate the model where it is served"),
         (("plan", "MODEL", "--gpu", "L40S"), "No such option '--gpu': ask vLLM's own code: `vexport load"),
     ],
 )

@@ -16,24 +16,22 @@ NAMES = (
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "replicas", "threads"),
+    ("given", "ranks", "threads"),
     [
-        ({}, 1, 1, "8"),
-        ({}, 2, 1, "4"),
-        ({}, 16, 1, "1"),
-        ({}, 1, 2, "4"),
-        ({}, 2, 2, "2"),
-        ({"OMP_NUM_THREADS": "3"}, 1, 1, "3"),
-        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, 1, 1, "8"),
-        ({"VLLM_CPU_OMP_THREADS_BIND": "0-1|2-3"}, 2, 1, None),
+        ({}, 1, "8"),
+        ({}, 2, "4"),
+        ({}, 16, "1"),
+        ({"OMP_NUM_THREADS": "3"}, 1, "3"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, 1, "8"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0-1|2-3"}, 2, None),
     ],
 )
 def test_all_cores_compute_unless_the_caller_says_how_many(
-    given: dict[str, str], ranks: int, replicas: int, threads: str | None, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], ranks: int, threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {name: value for name, value in os.environ.items() if name not in NAMES}
     monkeypatch.setattr(os, "environ", own | given)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(cpu, "_nodes", lambda: 1)
-    prepare_cpu({"tensor_parallel_size": ranks}, replicas)
+    prepare_cpu({"tensor_parallel_size": ranks})
     assert os.environ.get("OMP_NUM_THREADS") == threads

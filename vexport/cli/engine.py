@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.options import PATH, POSITIVE, stacked, trust_option
-from vexport.errors import InputError
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -58,28 +57,12 @@ class Session:
     timeout: int
     max_model_len: int | None
 
-    def serve(self, tp: int | None, dp: int | None = None) -> "Serve":
-        """The settings of `dp` engines on `tp` devices each; InputErrors where they contradict each other."""
+    def serve(self, tp: int | None) -> "Serve":
+        """The settings of an engine on `tp` devices; InputErrors where they contradict each other."""
         from vexport.scenario.serve import Serve, with_options
 
-        typed = {
-            "tensor_parallel_size": tp,
-            "data_parallel_size": dp,
-            "max_model_len": self.max_model_len,
-        }
+        typed = {"tensor_parallel_size": tp, "max_model_len": self.max_model_len}
         return with_options(Serve(timeout=self.timeout), typed, self.engine_args)
-
-    def serve_one(self, tp: int | None) -> "Serve":
-        """As `serve`, for what asks one engine alone."""
-        serve = self.serve(tp)
-        if serve.replicas > 1:
-            raise InputError(
-                "--engine-arg data_parallel_size",
-                got=str(serve.replicas),
-                need="1: replicas share the documents of an evaluation, there is nothing else to share",
-                fix="remove it",
-            )
-        return serve
 
 
 def _engine_args(
@@ -142,10 +125,4 @@ serve_options = stacked(
         "--tp", type=POSITIVE, metavar="N", help="Tensor parallel size: serve the model on N devices."
     ),
     engine_arg_option,
-)
-replicas_option = click.option(
-    "--dp",
-    type=POSITIVE,
-    metavar="N",
-    help="Data parallel size: N engines share the documents of each model, on as many times the devices.",
 )

@@ -12,7 +12,6 @@ from vexport.cli.engine import (
     Interpreter,
     Session,
     interpreter_option,
-    replicas_option,
     serve_options,
     session_options,
 )
@@ -122,7 +121,6 @@ class Results:
 )
 @interpreter_option
 @serve_options
-@replicas_option
 @session_options
 @format_option(names=("-o", "--output-file"))
 def evaluate(
@@ -135,7 +133,6 @@ def evaluate(
     results: Results,
     interpreter: Interpreter,
     tp: int | None,
-    dp: int | None,
     session: Session,
     answer: Answer,
 ) -> None:
@@ -158,7 +155,7 @@ def evaluate(
     prompts.require_consistent()
     comparison.require_consistent(drift)
     subject.require_consistent(comparison)
-    serve = session.serve(tp, dp)
+    serve = session.serve(tp)
     require_engine((interpreter.vllm_python,))
     from vexport.evaluation.accepted import require_writable
     from vexport.run.evaluating import EvalJob, evaluate_checkpoint

@@ -47,7 +47,6 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit"),
     "vLLM": (
         "tp",
-        "dp",
         "sm",
         "cards",
         "vllm",

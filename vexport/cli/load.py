@@ -181,7 +181,7 @@ def _loads(
 ) -> list[LoadReport]:
     from vexport.engine.session import require_engine
 
-    serves = [session.serve_one(size) for size in sizes]
+    serves = [session.serve(size) for size in sizes]
     require_engine(interpreters.pythons)
     from vexport.run.loading import load_checkpoints
     from vexport.run.serving import EngineOptions

@@ -8,7 +8,7 @@ import click
 
 from vexport.cli.base import add_step_summary, command, conclude, print_text
 from vexport.cli.effects import with_default_text
-from vexport.cli.engine import Interpreter, interpreter_option, replicas_option, serve_options
+from vexport.cli.engine import Interpreter, interpreter_option, serve_options
 from vexport.cli.options import FORMATS, PATH, Answer, answer_file, format_option
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 @click.option("--overwrite", is_flag=True, help="Start again in a run directory that exists.")
 @interpreter_option
 @serve_options
-@replicas_option
 @format_option(REPORT_FORMATS)
 def run(
     scenario: Path,
@@ -32,7 +31,6 @@ def run(
     interpreter: Interpreter,
     tp: int | None,
     engine_args: "dict[str, JsonValue]",
-    dp: int | None,
     answer: Answer,
 ) -> None:
     """Run every stage of SCENARIO and give one verdict.
@@ -51,8 +49,7 @@ def run(
     from vexport.scenario.serve import with_options
 
     (parsed,) = with_default_text([read_scenario(scenario)])
-    sizes = {"tensor_parallel_size": tp, "data_parallel_size": dp}
-    serve = with_options(parsed.serve, sizes, engine_args)
+    serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
     parsed = parsed.model_copy(update={"serve": serve})
     require_engine((interpreter.vllm_python,))
     from vexport.run.scenario import run_scenario

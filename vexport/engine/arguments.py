@@ -25,14 +25,12 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
     Ray. Imports vLLM in a separate process, some seconds, and only where something was given.
     """
     largest = max(serves, key=lambda serve: serve.devices)
-    if largest.replicas == 1 and not largest.given.keys() - _CERTAIN:
+    if not largest.given.keys() - _CERTAIN:
         return
     with log_folder("vexport-arguments-") as folder:
         answer = run_worker(
             "vexport.engine.arguments_worker",
-            ArgumentsRequest(
-                arguments=largest.given, replicas=largest.replicas, devices=largest.devices * largest.replicas
-            ),
+            ArgumentsRequest(arguments=largest.given, devices=largest.devices),
             ArgumentsAnswer,
             where="vLLM's arguments",
             log=folder / "vllm.log",

@@ -69,14 +69,12 @@ def _devices(request: ArgumentsRequest) -> Iterator[InputProblem]:
     if found < request.devices:
         sizes = ("tensor_parallel_size", "pipeline_parallel_size")
         named = [f"{name} {request.arguments[name]}" for name in sizes if name in request.arguments]
-        if request.replicas > 1:
-            named.append(f"data_parallel_size {request.replicas}")
         yield _problem(
             EnvironmentFault.exit_code,
             " and ".join(named) or "the engine",
             _gpus(found),
             _gpus(request.devices),
-            "use a machine with more GPUs, a smaller --tp or --dp, or Ray over several hosts",
+            "use a machine with more GPUs, a smaller --tp, or Ray over several hosts",
         )
 
 

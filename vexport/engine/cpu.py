@@ -25,12 +25,11 @@ def cpu_defaults() -> EngineArguments:
     }
 
 
-def prepare_cpu(arguments: EngineArguments, replicas: int = 1) -> None:
+def prepare_cpu(arguments: EngineArguments) -> None:
     """Set the environment variables that the engine's processes read at their start.
 
     vLLM binds each rank to a NUMA node and refuses more ranks than nodes (utils/ompmultiprocessing.py).
-    There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores. So do the replicas
-    of an engine, each with its part of the cores.
+    There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores.
     The engine's core runs in this process, and with it a single rank, unless cores are named for that one,
     which takes a process: every further process imports vLLM, 10 s each.
     The core's process would compute on one thread (utils/torch_utils.py, set_torch_threads_for_runtime)
@@ -44,10 +43,10 @@ def prepare_cpu(arguments: EngineArguments, replicas: int = 1) -> None:
     binding = os.environ.get(_BINDING, "auto")
     if ranks > 1 or binding in ("auto", "nobind"):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if ranks * replicas > _nodes() and binding == "auto":
+    if ranks > _nodes() and binding == "auto":
         os.environ[_BINDING] = binding = "nobind"
     if ranks == 1 or binding == "nobind":
-        threads = len(os.sched_getaffinity(0)) // (ranks * replicas)
+        threads = len(os.sched_getaffinity(0)) // ranks
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 

@@ -9,6 +9,8 @@ from vexport.types import Canary, EngineInfo, LmEvalSettings
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
 CANARY_TOKENS = 200
+ANSWERS = "answers-"
+"""How the names of lm-eval's caches begin, next to its results."""
 FailureKind = Literal[
     "refused",
     "unsupported",
@@ -27,7 +29,7 @@ class SessionRequest:
     """One engine start and everything to do in it.
 
     Without `enforce_eager` the platform decides: compiled on a GPU, operator by operator on a CPU.
-    `arguments` are further ones of vLLM. `replicas` engines answer the tasks together, one all else.
+    `arguments` are further ones of vLLM.
 
     `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
     written there (see `worker`). `text` are rows of token ids; what each token costs and the likeliest one go
@@ -35,7 +37,7 @@ class SessionRequest:
     folder for lm-eval's own result and sample files, and `lm_eval` says how they are asked. `limit` bounds
     the documents of each task, below 1 to a share of them. With
     `repeat` a part of the documents is asked again. `identity` names what the answers depend on besides the
-    engine: with it they are kept in `output` as they come, and those of an earlier session are not asked
+    engine: with it they are kept in `output` batch by batch, and those of a killed session are not asked
     again. `workload` is what is timed, unless kernels are emulated.
     """
 
@@ -45,7 +47,6 @@ class SessionRequest:
     max_model_len: int | None = None
     enforce_eager: bool | None = None
     arguments: EngineArguments = field(default_factory=dict)
-    replicas: int = 1
     trust_remote_code: bool = False
     canaries: tuple[str, ...] = ()
     canary_tokens: int = CANARY_TOKENS
@@ -88,10 +89,9 @@ class InputProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentsRequest:
-    """Arguments of vLLM to look at, and how many devices that many engines with them need."""
+    """Arguments of vLLM to look at, and how many devices an engine with them needs."""
 
     arguments: EngineArguments
-    replicas: int
     devices: int
 
 

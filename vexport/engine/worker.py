@@ -104,7 +104,7 @@ def run(
     arguments = model_arguments(request, platform)
     try:
         start = time.monotonic()
-        llm = build_engine(arguments, platform, request.replicas)
+        llm = build_engine(arguments, platform)
     except Exception as error:
         if (problem := _refused_argument(error, request.arguments)) is not None:
             return replace(result, problem=problem)
@@ -152,12 +152,12 @@ def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnP
     return replace(result, seconds=seconds)
 
 
-def build_engine(arguments: EngineArguments, platform: str, replicas: int = 1) -> "LLM":
-    """vLLM's engine, one of so many on this machine."""
+def build_engine(arguments: EngineArguments, platform: str) -> "LLM":
+    """vLLM's engine."""
     from vllm import LLM
 
     if platform == CPU:
-        prepare_cpu(arguments, replicas)
+        prepare_cpu(arguments)
     return LLM(**arguments)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 _BUDGET = "set a budget of bits, bytes, share or loss"
+_DATA_PARALLEL = "evaluate the model where it is served: `vllm serve` has data parallel"
 _DRY = "ask vLLM's own code: `vexport load CHECKPOINT --dry --gpu NAME`"
 _FIXED = "evaluate a number of documents: limit (--limit), or what `vexport plan` says"
 _MORE = "choose more bits, or `scheme: auto` with a budget, which measures what each layer loses"
@@ -16,10 +17,12 @@ INSTEAD: Mapping[str, str] = {
     "merge": _RANKS,
     "recommend": "the README has a table of GPUs; `vexport load CHECKPOINT --dry --gpu NAME` tells memory",
     "--context": _DRY,
+    "--dp": _DATA_PARALLEL,
     "--gpu": _DRY,
     "--part": _RANKS,
     "--stopping": _FIXED,
     "--until-pass": _MORE,
+    "data_parallel_size": _DATA_PARALLEL,
     "gpu": _BUDGET,
     "speed": _TIME,
     "step_ms": _BUDGET,

@@ -4,87 +4,112 @@ lm-eval's constructor builds its own engine; here it is handed ours, and everyth
 sequences, chat templates, scoring) stays lm-eval's.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import JsonValue
 
 from vexport.errors import InputError
 from vexport.evaluation.chat import ServedChat
-from vexport.evaluation.journal import Journal, StoredOutput, parse_answer
-from vexport.evaluation.replicas import Engines, Question
 from vexport.types import LmEvalSettings, OnProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
+    from lm_eval.api.model import CacheHook
     from lm_eval.models.vllm_causallms import VLLM
-    from vllm import SamplingParams, TokensPrompt
+    from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
     from vllm.lora.request import LoRARequest
 
 ModelArguments = Mapping[str, JsonValue]
+Tokens = tuple[tuple[str, str] | None, list[int], list[int]]
+"""A prompt and its continuation: the two texts, None for a window of a long one, and their tokens."""
 
+Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 _PROGRESS_STEPS = 100
-_ORDER_SEED = 0
+# Of what the engine works on at once: few, and it idles at the end of each batch; many, and a killed
+# evaluation loses as many answers.
+_BATCHES = 4
 
 
-class ReportedChat(ServedChat):
-    """Says which tasks it is asked about.
+class BatchedChat(ServedChat):
+    """Asks in batches, whose answers are in lm-eval's cache before the next is asked, and reports progress.
 
     `requests` are those whose log-likelihoods are asked for, in the order of their tokens.
     """
 
     model: "_ReportingLLM"
+    max_length: int
+    cache_hook: "CacheHook"
     requests: Sequence["Instance"] = ()
 
-    def answered(
-        self,
-        requests: list["Instance"],
-        ask: Callable[..., list[Answer]],
-        prepare: Callable[[list["Instance"]], None] = lambda requests: None,
+    def in_batches(
+        self, requests: Sequence[Asked], ask: Callable[[list[Asked]], list[Answer]]
     ) -> list[Answer]:
-        """Answers to all requests, which are prepared first."""
-        self.model.stage = ", ".join(dict.fromkeys(str(request.task_name) for request in requests))
-        prepare(requests)
-        answers = ask(requests, disable_tqdm=True)
-        self.requests = ()
+        """Answers to all requests."""
+        chosen, answers = self.settings.batch_size, list[Answer]()
+        size = chosen if isinstance(chosen, int) else _BATCHES * self.model.at_once
+        for first in range(0, len(requests), size):
+            answers += ask(list(requests[first : first + size]))
+            if self.cache_hook.dbdict is not None:
+                self.cache_hook.dbdict.commit()
         return answers
 
-    def _note_requests(self, requests: list["Instance"]) -> None:
-        self.requests = requests
+    def stored(self, requests: Sequence["Instance"], answers: list[str]) -> list[str]:
+        """Generated answers, kept under what lm-eval looks up: it keeps them under completed arguments."""
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answer)
+        return answers
+
+    def require_room_to_score(self, requests: Sequence[Tokens]) -> None:
+        """InputError where a prompt with its continuation is too long; windows of a long text always fit."""
+        if any(key is None for key, _, _ in requests):
+            return
+        for request, (_, context, continuation) in zip(self.requests, requests, strict=True):
+            _require_room(request, len(context) + len(continuation), 1, self.max_length)
 
 
 def wrap_engine(
-    engines: Engines,
-    arguments: ModelArguments,
-    settings: LmEvalSettings,
-    progress: OnProgress,
-    journal: Journal,
+    llm: "LLM", arguments: ModelArguments, settings: LmEvalSettings, progress: OnProgress
 ) -> "VLLM":
-    """lm-eval's VLLM around `engines`; `arguments` are its constructor's, `journal` has and keeps answers.
+    """lm-eval's VLLM around `llm`; `arguments` are its constructor's.
 
     It raises InputError where lm-eval would cut a prompt or leave a system instruction out, and where there
     is no chat template to apply; it reports the tasks' names, requests done and requests in all.
     """
     from lm_eval.models import vllm_causallms
 
-    class BuiltVLLM(ReportedChat, vllm_causallms.VLLM):  # type: ignore[misc]
+    class BuiltVLLM(BatchedChat, vllm_causallms.VLLM):  # type: ignore[misc]
         def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
-            return self.answered(requests, super().generate_until, self._require_room_to_generate)
+            self._require_room_to_generate(requests)
+            self.model.expect(requests, len(requests))
+            generate = super().generate_until
+
+            def ask(batch: list["Instance"]) -> list[str]:
+                return self.stored(batch, generate(batch, disable_tqdm=True))
+
+            return self.in_batches(requests, ask)
 
         def loglikelihood(
             self, requests: list["Instance"], disable_tqdm: bool = False
         ) -> list[tuple[float, bool]]:
-            return self.answered(requests, super().loglikelihood, self._note_requests)
+            self.requests = requests
+            answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+            return answers
 
         def loglikelihood_rolling(
             self, requests: list["Instance"], disable_tqdm: bool = False
         ) -> list[float]:
-            return self.answered(requests, super().loglikelihood_rolling)
+            score = super().loglikelihood_rolling
+
+            def ask(batch: list["Instance"]) -> list[float]:
+                self.requests = batch
+                answers: list[float] = score(batch, disable_tqdm=True)
+                return answers
+
+            return self.in_batches(requests, ask)
 
         def _require_room_to_generate(self, requests: list["Instance"]) -> None:
             for request, tokens in zip(requests, self.tok_encode([r.args[0] for r in requests]), strict=True):
@@ -93,35 +118,37 @@ def wrap_engine(
 
         def _loglikelihood_tokens(
             self,
-            requests: list[tuple[tuple[str, str], list[int], list[int]]],
+            requests: Sequence[Tokens],
             disable_tqdm: bool = False,
         ) -> list[tuple[float, bool]]:
-            for request, (_, context, continuation) in zip(self.requests, requests, strict=False):
-                _require_room(request, len(context) + len(continuation), 1, self.max_length)
-            answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm=True)
-            return answers
+            self.require_room_to_score(requests)
+            self.model.expect(self.requests, len(requests))
+            score = super()._loglikelihood_tokens
+            return self.in_batches(requests, lambda batch: score(batch, disable_tqdm=True))
 
-    with replaced(vllm_causallms, "LLM", lambda **_: _ReportingLLM(engines, progress, journal)):
+    with replaced(vllm_causallms, "LLM", lambda **_: _ReportingLLM(llm, progress)):
         model = BuiltVLLM(batch_size=settings.batch_size, **arguments)
     model.choose_template(settings)
     return model
 
 
 class _ReportingLLM:
-    """What lm-eval uses of `vllm.LLM`, with progress going to `progress` instead of a terminal.
+    """What lm-eval uses of `vllm.LLM`, with progress going to `progress` instead of a terminal."""
 
-    What `journal` has is not asked. The rest is asked in a random order: lm-eval sorts requests by length,
-    the longest first, and what is left of the time would be overestimated by far.
-    """
+    def __init__(self, llm: "LLM", progress: OnProgress) -> None:
+        self._llm, self._progress = llm, progress
+        self.llm_engine = llm.llm_engine
+        self._stage, self._done, self._total = "", 0, 0
 
-    def __init__(self, engines: Engines, progress: OnProgress, journal: Journal) -> None:
-        self._engines, self._progress, self._journal = engines, progress, journal
-        self.llm_engine = engines.llm.llm_engine
-        self.stage = ""
+    @property
+    def at_once(self) -> int:
+        """How many prompts the engine works on at once."""
+        return int(self.llm_engine.vllm_config.scheduler_config.max_num_seqs)
 
-    def begin_round(self) -> None:
-        """Ask again what has an answer already."""
-        self._journal.round += 1
+    def expect(self, requests: Sequence["Instance"], prompts: int) -> None:
+        """So many prompts will come, for these requests."""
+        self._stage = ", ".join(dict.fromkeys(str(request.task_name) for request in requests))
+        self._done, self._total = 0, prompts
 
     def generate(
         self,
@@ -129,30 +156,23 @@ class _ReportingLLM:
         sampling_params: Sequence["SamplingParams"],
         use_tqdm: bool,
         lora_request: "LoRARequest | None",
-    ) -> Sequence[StoredOutput]:
+    ) -> "list[RequestOutput]":
         assert lora_request is None, "models are served as they are"
-        keys = self._journal.keys(prompts, sampling_params)
-        answers = {key: answer for key in keys if (answer := self._journal.get(key))}
-        asked = [
-            Question(*question)
-            for question in zip(keys, prompts, sampling_params, strict=True)
-            if question[0] not in answers
-        ]
-        random.Random(_ORDER_SEED).shuffle(asked)
-        step, lock = max(1, len(asked) // _PROGRESS_STEPS), Lock()
-        with self._journal.keeping() as keep:
+        step = self.llm_engine.step
 
-            def answered(line: bytes) -> None:
-                key, answer = parse_answer(line)
-                with lock:
-                    keep(line)
-                    answers[key] = answer
-                    left = len(keys) - len(answers)
-                    if left % step == 0:
-                        self._progress(self.stage, len(answers), len(keys))
+        def counted() -> "list[RequestOutput]":
+            outputs: list[RequestOutput] = step()
+            self._count(sum(output.finished for output in outputs))
+            return outputs
 
-            self._engines.ask(asked, answered)
-        return [answers[key] for key in keys]
+        with replaced(self.llm_engine, "step", counted):
+            answers: list[RequestOutput] = self._llm.generate(prompts, sampling_params, use_tqdm=False)
+        return answers
+
+    def _count(self, finished: int) -> None:
+        before, self._done = self._done, self._done + finished
+        if before * _PROGRESS_STEPS // self._total < self._done * _PROGRESS_STEPS // self._total:
+            self._progress(self._stage, self._done, self._total)
 
 
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:

@@ -1,13 +1,15 @@
 """Runs lm-eval on an engine that already stands. Called in the worker process only.
 
-Nothing is cached from one model to the next: lm-eval's response cache leaves the model out of its key, ours
-(journal.py) is the model's own.
+What a killed evaluation was answered is in lm-eval's cache of requests. Its key leaves the model out: a file
+is for one model, one engine and one way of asking.
 """
 
+import hashlib
+import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +17,9 @@ from typing import TYPE_CHECKING
 import jinja2
 from pydantic import JsonValue
 
-from vexport.engine.messages import SessionRequest
+from vexport.engine.messages import ANSWERS, SessionRequest
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.fewshot import draw_by_document
-from vexport.evaluation.journal import FILE as JOURNAL
-from vexport.evaluation.journal import Journal
 from vexport.evaluation.lm_eval_environment import (
     computed_once,
     dataset_cache,
@@ -27,9 +27,8 @@ from vexport.evaluation.lm_eval_environment import (
     tasks_as_data,
     vllm_distribution,
 )
-from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
+from vexport.evaluation.lm_eval_model import ModelArguments, replaced, wrap_engine
 from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
-from vexport.evaluation.replicas import Engines, started_replicas
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.task_needs import allow_code, missing, require_allowed
 from vexport.evaluation.tasks import GROUP_SUFFIX
@@ -71,16 +70,49 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
         settings = request.lm_eval
         given = {key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None}
         arguments |= given
-        kept = request.output if request.identity else scratch
-        journal = Journal(kept / JOURNAL, f"{request.identity} {engine_words()}")
-        replicas = stack.enter_context(started_replicas(request, model_args))
-        engines = Engines(llm=llm, replicas=replicas)
-        model = wrap_engine(engines, arguments, settings, progress, journal)
-        _evaluate(model, arguments, request, scratch / "output")
+        model = wrap_engine(llm, arguments, settings, progress)
+        cache = stack.enter_context(_cache(request, given))
+        _evaluate(model, arguments, request, scratch / "output", cache)
         _move_files(scratch / "output", request.output)
 
 
-def _evaluate(model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path) -> None:
+@contextmanager
+def _cache(request: SessionRequest, given: ModelArguments) -> Iterator[str | None]:
+    """Where lm-eval's cache of this model's answers is; of another one's the file is removed.
+
+    None without an identity: then nothing is kept. `given` are arguments that its keys leave out.
+    """
+    import sqlitedict
+
+    if request.identity is None:
+        yield None
+        return
+    assert request.output is not None, "a request with tasks has an output folder"
+    identity = json.dumps([request.identity, engine_words(), dict(given)], sort_keys=True)
+    file = request.output / f"{ANSWERS}{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    for other in request.output.glob(f"{ANSWERS}*"):
+        if not other.name.startswith(file.name):
+            other.unlink()
+
+    class JsonDict(sqlitedict.SqliteDict):  # type: ignore[misc]
+        """JSON instead of pickle, and written to disk for each batch instead of for each answer."""
+
+        def __init__(self, filename: str, autocommit: bool) -> None:
+            super().__init__(filename, encode=json.dumps, decode=_decoded)
+
+    with replaced(sqlitedict, "SqliteDict", JsonDict):
+        yield str(file)
+
+
+def _decoded(text: str) -> object:
+    value = json.loads(text)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _evaluate(
+    model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path, cache: str | None
+) -> None:
+    from lm_eval.api.model import CacheHook
     from lm_eval.loggers import EvaluationTracker
 
     tracker = EvaluationTracker(output_path=str(output))
@@ -88,10 +120,10 @@ def _evaluate(model: "VLLM", arguments: ModelArguments, request: SessionRequest,
     run = partial(_simple_evaluate, model, dict(arguments), manager, tracker, request)
     tasks = load_tasks(request, manager, request.tasks)
     try:
-        results = run(tasks, None)
+        results = run(tasks, None, cache)
         if request.repeat:
             assert request.output is not None
-            model.model.begin_round()
+            model.set_cache_hook(CacheHook(None))
             write_repeated(request.output, _repeat(run, results, request))
     except jinja2.TemplateError as error:
         fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"
@@ -108,6 +140,7 @@ def _simple_evaluate(
     request: SessionRequest,
     tasks: "list[Task | Group]",
     documents: Mapping[str, list[int]] | None,
+    cache: str | None = None,
 ) -> "EvalResults":
     from lm_eval import simple_evaluate
 
@@ -126,6 +159,7 @@ def _simple_evaluate(
         limit=None if documents else request.limit,
         samples=documents,
         log_samples=True,
+        use_cache=cache,
         bootstrap_iters=0,
         evaluation_tracker=tracker,
         confirm_run_unsafe_code=request.trust_remote_code,
@@ -174,6 +208,7 @@ class Documents(list[int]):
 
 def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) -> None:
     samples = results.pop("samples")
+    results["config"]["use_cache"] = None  # it is removed
     tracker.save_results_aggregated(results=results, samples=samples)
     for name, rows in samples.items():
         tracker.save_results_samples(task_name=name, samples=rows)

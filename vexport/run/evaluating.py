@@ -30,6 +30,7 @@ from vexport.run.serving import (
     Served,
     clear_session,
     fetch_tasks,
+    remove_answers,
     require_served,
     require_tasks,
     serve_model,
@@ -119,6 +120,8 @@ def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Verdict | None:
         )
         served[role] = serve_model(role, model, job.folder / role, job.options, questions)
         require_served(role, served[role].result)
+    for role in models:
+        remove_answers(job.folder / role)
     if job.known is None:
         return None
     if job.settings.text is not None:

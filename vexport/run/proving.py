@@ -8,9 +8,8 @@ from vexport.checkpoint.data_name import DEFAULT
 from vexport.checkpoint.index import folder_digest
 from vexport.engine.dry.checkpoints import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
-from vexport.evaluation.journal import FILE as ANSWERS
 from vexport.evaluation.prompting import lm_eval_settings
-from vexport.run.directory import MARK, Digests, data_digest, path_digest, value_digest
+from vexport.run.directory import Digests, data_digest, path_digest, value_digest
 from vexport.run.making import checkpoint_inputs
 from vexport.run.serving import (
     BASELINE,
@@ -20,6 +19,7 @@ from vexport.run.serving import (
     Served,
     clear_session,
     fetch_tasks,
+    remove_answers,
     require_served,
     serve_digest,
     serve_model,
@@ -100,22 +100,17 @@ def serve_candidate(run: Run) -> Served:
 
 
 def _served(run: Run, role: str, model: Path) -> Served:
-    folder, is_baseline = run.folder / "eval" / role, role == BASELINE
+    folder = run.folder / "eval" / role
     clear_session(folder)
     questions = Questions(
         texts=_texts(run),
         evaluate=run.scenario.evaluate,
         lm_eval=run.result(QUESTIONS),
-        repeat=is_baseline,
-        earlier=_neighbours(run) if is_baseline else (),
+        repeat=role == BASELINE,
     )
-    return serve_model(role, model, folder, run.options, questions)
-
-
-def _neighbours(run: Run) -> list[Path]:
-    """The baseline's answers in the other run directories of the same folder."""
-    runs = sorted(mark.parent for mark in run.folder.absolute().parent.glob(f"*/{MARK}"))
-    return [one / "eval" / BASELINE / ANSWERS for one in runs if one != run.folder.absolute()]
+    served = serve_model(role, model, folder, run.options, questions)
+    remove_answers(folder)
+    return served
 
 
 def is_served(run: Run) -> bool:

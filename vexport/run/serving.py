@@ -10,19 +10,17 @@ from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import folder_digest
 from vexport.engine.environment import NONE, answer_environment
 from vexport.engine.load import load_report, load_request, shortest_length
-from vexport.engine.messages import SessionRequest, SessionResult
+from vexport.engine.messages import ANSWERS, SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
 from vexport.engine.session import WORKER, run_session
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.evaluation.held_out import ReadText, Rows
-from vexport.evaluation.journal import FILE as ANSWERS
-from vexport.evaluation.journal import are_answers_to
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
-from vexport.files import atomic_path, digest_bytes, to_json
+from vexport.files import digest_bytes, to_json
 from vexport.outputs import NamedPath
 from vexport.run.directory import value_digest
 from vexport.run.held_out import KL_TOKENS, read_rows, with_text
@@ -36,7 +34,6 @@ TASKS_WORKER = "vexport.evaluation.worker"
 LOGPROBS = "logprobs.safetensors"
 BASELINE = "baseline"
 CANDIDATE = "candidate"
-_TOLD = frozenset({ANSWERS})
 PLAIN = LmEvalSettings()
 
 
@@ -83,14 +80,12 @@ class Questions:
 
     `texts` are prompts to continue; `evaluate` has the tasks of lm-eval, `lm_eval` how they are asked. With
     `repeat` a part of them is asked again, and an engine that is not deterministic is an error.
-    `earlier` are files of answers, used where they are the same model's to the same questions.
     """
 
     texts: Sequence[str] = ()
     evaluate: Evaluate | None = None
     lm_eval: LmEvalSettings = PLAIN
     repeat: bool = False
-    earlier: Sequence[Path] = ()
 
 
 PROMPTS_ALONE = Questions()
@@ -114,7 +109,6 @@ def serve_model(
     if rows:
         prompts = replace(prompts, tokens=tuple(row[:KL_TOKENS] for row in rows))
     request = with_text(_request(role, checkpoint, folder, options, questions, prompts), rows, folder)
-    _take_answers(request, folder, questions.earlier)
     result = run_session(
         request,
         worker=TASKS_WORKER if request.tasks else WORKER,
@@ -131,12 +125,18 @@ def serve_model(
 
 
 def clear_session(folder: Path) -> None:
-    """Remove what an unfinished session left in its folder, but for what it was told by the engine."""
+    """Remove what an unfinished session left in its folder, but for the engine's answers."""
     for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.is_dir():
             shutil.rmtree(entry)
-        elif entry.name not in _TOLD:
+        elif not entry.name.startswith(ANSWERS):
             entry.unlink()
+
+
+def remove_answers(folder: Path) -> None:
+    """Remove lm-eval's cache, once its results are kept."""
+    for file in folder.glob(f"{ANSWERS}*"):
+        file.unlink()
 
 
 def _request(
@@ -179,7 +179,6 @@ def _with_tasks(
         tasks=tuple(task.spec for task in tasks),
         include_paths=settings.include_path,
         limit=settings.limit,
-        replicas=options.serve.replicas,
         output=folder,
         seed=settings.seed,
         repeat=repeat,
@@ -211,16 +210,6 @@ def serve_digest(arguments: EngineArguments) -> str:
     """Of what an engine is started with: its arguments, and the environment that chooses its kernels."""
     chosen = answer_environment()
     return value_digest(dict(arguments) if chosen == NONE else {**arguments, "environment": chosen})
-
-
-def _take_answers(request: SessionRequest, folder: Path, earlier: Sequence[Path]) -> None:
-    """Copy the first of the `earlier` answers that are to this request, where the folder has none yet."""
-    if request.identity is None or (folder / ANSWERS).exists():
-        return
-    found = next((file for file in earlier if are_answers_to(file, request.identity)), None)
-    if found is not None:
-        with atomic_path(folder / ANSWERS) as temporary:
-            shutil.copyfile(found, temporary)
 
 
 def task_files(settings: Evaluate, label: str) -> list[NamedPath]:

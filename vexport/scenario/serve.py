@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors, raise_all
+from vexport.errors.removed import instead_of
 from vexport.formats.gpus import GENERATIONS, parse_capability
 from vexport.scenario.section import Problem, Section, located_errors
 from vexport.types.values import Positive
@@ -28,7 +29,6 @@ EngineArguments = Mapping[str, JsonValue]
 TYPED = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
-    "data_parallel_size",
     "distributed_executor_backend",
     "gpu_memory_utilization",
     "max_num_seqs",
@@ -51,10 +51,8 @@ CANDIDATE_ONLY = frozenset(
 # Options of the command line for arguments of vLLM.
 _OPTIONS = {
     "tensor_parallel_size": "--tp",
-    "data_parallel_size": "--dp",
     "max_model_len": "--max-model-len",
 }
-_REPLICAS = "data_parallel_size"
 _OLD_RANKS = "tensor_parallel"
 _RANKS = "dry_tensor_parallel"
 
@@ -105,6 +103,7 @@ _OWNED: Mapping[str, _Owned] = {
     "override_generation_config": _Owned(
         _one_of({}), "the sampling that each task of lm-eval asks for", "set it in the task"
     ),
+    "data_parallel_size": _Owned(_one_of(1), "1: one engine answers", instead_of("data_parallel_size")),
     "worker_extension_cls": _Owned(_NEVER, "vexport's own, which names the kernels that ran"),
     "nnodes": _Owned(
         _one_of(1),
@@ -125,7 +124,6 @@ class Serve(Section):
 
     tensor_parallel_size: Positive | None = None
     pipeline_parallel_size: Positive | None = None
-    data_parallel_size: Positive | None = None
     distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = None
     max_num_seqs: Positive | None = None
@@ -181,8 +179,6 @@ class Serve(Section):
     def _uni_is_one(self) -> Self:
         if self.distributed_executor_backend == "uni" and self.devices > 1:
             raise ValueError(f"distributed_executor_backend mp or ray for {self.devices} devices")
-        if self.distributed_executor_backend == "ray" and self.replicas > 1:
-            raise ValueError("data_parallel_size 1 with Ray: replicas share the GPUs of one host")
         return self
 
     @property
@@ -201,11 +197,6 @@ class Serve(Section):
         return self.ranks * (self.pipeline_parallel_size or 1)
 
     @property
-    def replicas(self) -> int:
-        """How many engines answer the tasks of an evaluation together."""
-        return self.data_parallel_size or 1
-
-    @property
     def dry_ranks(self) -> tuple[int, ...]:
         """The tensor parallel sizes of the dry load."""
         return self.dry_tensor_parallel or (self.ranks,)
@@ -218,8 +209,7 @@ class Serve(Section):
     @property
     def given(self) -> EngineArguments:
         """What was given for one engine of vLLM's, in the order of `TYPED` and then as written."""
-        names = (name for name in TYPED if name != _REPLICAS)
-        typed = {name: value for name in names if (value := getattr(self, name)) is not None}
+        typed = {name: value for name in TYPED if (value := getattr(self, name)) is not None}
         return {**typed, **self.engine_args}
 
     def arguments(self, *, is_baseline: bool) -> EngineArguments:
