@@ -188,7 +188,7 @@ def expected_prompts(folder: Path) -> list[str]:
 
 
 def samples(folder: Path, task: str) -> list[dict[str, dict[str, dict[str, object]]]]:
-    (file,) = folder.glob(f"samples_{task}_*.jsonl")
+    (file,) = folder.glob(f"samples_{task}_2*.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
