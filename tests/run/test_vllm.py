@@ -71,22 +71,29 @@ def run(scenario: Path, folder: Path) -> Ran:
     return vexport("run", scenario, "--run-dir", folder, "--quiet")
 
 
-def kill_while_answering(scenario: Path, folder: Path) -> None:
-    """Kill a run whose baseline has given answers."""
+def kill_while_answering(scenario: Path, folder: Path) -> int:
+    """Kill a run whose baseline has given answers; how many lm-eval's cache holds."""
     command = [sys.executable, "-m", "vexport", "run", str(scenario), "--run-dir", str(folder), "--quiet"]
     with subprocess.Popen(command) as process:
         while not answers_in(folder / "eval" / "baseline"):
             assert process.poll() is None, "it ended before it was killed"
             time.sleep(0.1)
         process.kill()
+    time.sleep(1)  # its engine ends
+    return answers_in(folder / "eval" / "baseline")
 
 
 def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     scenario = ROOT / "scenarios" / "demo-nvfp4.yaml"
-    kill_while_answering(scenario, folder)
+    held = kill_while_answering(scenario, folder)
     ran = run(scenario, folder)
     assert ran.code == 0, ran.stderr
+    log = (folder / "eval" / "baseline" / "vllm.log").read_text()
+    first = re.search(r"Cached requests: (\d+), Requests remaining: (\d+)", log)
+    assert first is not None
+    # A generated answer is held under two keys.
+    assert tuple(map(int, first.groups())) == (held // 2, 2022 - held // 2)
     assert not list(folder.glob("eval/*/answers-*"))
     assert ran.stdout.startswith(
         "PASS on CPU, emulated  demo-nvfp4\nAll 4 tasks lose less than 2 points (worst: "

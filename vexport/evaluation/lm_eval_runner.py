@@ -56,7 +56,10 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
     `model_args` are those `llm` was built with; `progress` is told the tasks' names, requests done and
     requests in all. InputError names the task where it cannot be loaded or its prompts do not fit.
     """
+    from lm_eval.utils import setup_logging
+
     assert request.output is not None, "a request with tasks has an output folder"
+    setup_logging()  # else what lm-eval says is not in the log, its warnings apart
     with ExitStack() as stack:
         stack.enter_context(explained_downloads(lambda *_: None, 0, len(request.tasks)))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
