@@ -80,7 +80,9 @@ def test_the_layer_at_fault_is_named_so_that_it_can_be_kept(
 
 
 @pytest.mark.vllm
-def test_vllm_loads_the_output_dry(calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_loads_the_output_dry(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU that runs what was asked for: no other than SM 90 has a KV cache with scales by head."""
     monkeypatch.delenv("VEXPORT_NO_VERIFY")
     source = save_llama(tmp_path / "source", num_hidden_layers=2, head_dim=80)
