@@ -33,7 +33,7 @@ UNREAD: Mapping[tuple[str, str], str] = {
     ("awq", "another layout"): "codes packed by GEMV are unpacked as GEMM packs them",
     ("quark-fp8", "a scale of keys that is zero"): "the CPU's KV cache is not quantized",
 }
-# Wrong inputs' scales of a size that inputs could have: only text that runs through the model shows it (`eval`).
+# Wrong scales of inputs, as large as inputs could be: only text that runs through the model shows it.
 ONLY_RUNNING_SHOWS = {
     "FP8: input_scale of down_proj thousandfold: wrong",
     "FP8: input_scale of down_proj times 10000: wrong",
