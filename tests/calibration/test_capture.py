@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.calibration.make import batches_of, samples
 from tests.calibration.models import configs
-from vexport.calibration.capture import LayerCall, capture_layer_calls
-from vexport.calibration.extremes import channel_extremes
-from vexport.calibration.hidden import HiddenStates, hidden_states
+from vexport.calibration.capture import HiddenStates, LayerCall, capture_layer_calls, hidden_states
+from vexport.calibration.statistics import channel_extremes
 
 
 def captured(family: str, lengths: list[int]) -> list[list[LayerCall]]:

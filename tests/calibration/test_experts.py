@@ -14,8 +14,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import expert_configs, save, whole_model_run
-from vexport.calibration import calibrate
-from vexport.calibration.experts.kinds import runner_of
+from vexport.calibration import calibrate, experts
+from vexport.calibration.experts import arithmetic_of
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.types import Calibration, InputRange, LinearPlan, Plan, WeightPart
@@ -230,26 +230,26 @@ def test_experts_without_a_gate(all_tokens: bool) -> None:
     weights = torch.rand(9, 2, generator=generator)
     with torch.no_grad():
         own = module(hidden, chosen, weights)
-        saw: list[tuple[torch.Tensor, torch.Tensor]] = []
-        output, counts = runner_of(module, "experts")(
-            module,
-            module.forward,
-            (hidden, chosen),
-            {"top_k_weights": weights},
-            lambda _, tokens, made: saw.append((tokens, made)),
-            all_tokens=all_tokens,
-        )
-        assert isinstance(output, torch.Tensor)
-        assert torch.equal(output, own)
-        assert counts.tolist() == torch.bincount(chosen.flatten(), minlength=4).tolist()
-        for expert, (tokens, made) in enumerate(saw):
-            expected = hidden if all_tokens else hidden[(chosen == expert).any(1)]
-            assert torch.equal(tokens, expected)
-            up = torch.relu(expected @ module.get_parameter("up_proj")[expert].T).square()
-            torch.testing.assert_close(made.sum(0), up.sum(0))
+        arithmetic = arithmetic_of(module)
+        assert arithmetic is not None
+        entered = arithmetic.enter(module, (hidden, chosen), {"top_k_weights": weights})
+        assert [len(route) for route in entered.routes] == torch.bincount(
+            chosen.flatten(), minlength=4
+        ).tolist()
+        answers = []
+        for expert, route in enumerate(entered.routes):
+            tokens = entered.tokens if all_tokens else entered.tokens[route]
+            made = arithmetic.between(module, expert, tokens)
+            up = torch.relu(tokens @ module.get_parameter("up_proj")[expert].T).square()
+            torch.testing.assert_close(made, up)
+            answers.append(arithmetic.down(module, expert, made[route] if all_tokens else made))
+        torch.testing.assert_close(arithmetic.leave(entered, answers), own)
 
 
-def test_experts_with_arithmetic_of_their_own_are_refused() -> None:
-    module = torch.nn.Bilinear(2, 2, 2)
-    with pytest.raises(InputError, match=r"mlp\.experts: got experts of the class Bilinear"):
-        runner_of(module, "mlp.experts")
+def test_experts_with_arithmetic_of_their_own_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, plan = plan_with_experts(save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe"))
+    monkeypatch.setattr(experts, "KINDS", ())
+    with pytest.raises(InputError, match=r"the arithmetic of Qwen3MoeExperts is not known"):
+        calibrate(index, plan, samples(LENGTHS))

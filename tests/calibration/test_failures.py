@@ -13,8 +13,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from tests.calibration.make import plan_for, samples
 from tests.calibration.models import configs, save
 from vexport.calibration import Samples, calibrate
-from vexport.calibration.capture import capture_layer_calls
-from vexport.calibration.hidden import hidden_states
+from vexport.calibration.capture import capture_layer_calls, hidden_states
 from vexport.checkpoint.index import read_index
 from vexport.errors import CheckpointFailed, InputError
 from vexport.types import LinearPlan

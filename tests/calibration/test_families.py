@@ -8,7 +8,7 @@ import torch
 from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import configs, save, whole_model_run
 from vexport.calibration import calibrate
-from vexport.calibration.forward import make_batches
+from vexport.calibration.walk import make_batches
 from vexport.types import InputRange, Plan
 
 pytestmark = pytest.mark.usefixtures("own_products")

@@ -18,8 +18,7 @@ from tests.calibration.models import configs, expert_configs, save
 from tests.command import vexport
 from tests.models import quantize, save_llama, write_calibration
 from tests.mutations.edits import forget_digests
-from vexport import calibration, plan
-from vexport.calibration.smoothing import find_smoothing
+from vexport.calibration.forward import look_back
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import SMOOTHING, encode, reader_of, write_smoothing
@@ -64,20 +63,18 @@ def logits(folder: Path) -> torch.Tensor:
 
 def found_in(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
     index, planned = plan_for(folder, scheme="W8A8")
-    found = find_smoothing(
+    found, weights = look_back(
         index,
-        planned.groups,
-        0.5,
         TEXT,
+        smoothed=planned.groups,
+        strength=0.5,
+        weighs_tokens=False,
         on_layer=lambda done, total: None,
         trust_remote_code=False,
         device="cpu",
     )
+    assert not weights
     return index, found
-
-
-def test_the_estimate_knows_how_many_rows() -> None:
-    assert plan.smoothing.ROWS == calibration.smoothing.ROWS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,9 +82,9 @@ def test_the_smoothed_model_computes_the_same_bits(
     tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = with_large_channels(save(FAMILIES[family], tmp_path / family))
-    with caplog.at_level("DEBUG", "vexport.calibration.fisher"):
+    with caplog.at_level("DEBUG", "vexport.calibration.gradients"):
         index, smoothing = found_in(folder)
-    assert not [record for record in caplog.records if record.name == "vexport.calibration.fisher"]
+    assert not [record for record in caplog.records if record.name == "vexport.calibration.gradients"]
     with reader_of(smoothing) as reader:
         tensors = {name: read_tensor(reader, tensor).clone() for name, tensor in index.tensors.items()}
     before = load_file(folder / "model.safetensors")

@@ -9,17 +9,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.calibration.make import samples
 from tests.calibration.models import configs, save
-from vexport.calibration.fisher import UpAndBack
-from vexport.calibration.token_weights import EQUAL, TokenWeights, find_token_weights
+from vexport.calibration.forward import look_back
+from vexport.calibration.gradients import Gradients, TokenWeights, weights_of
 from vexport.checkpoint.index import read_index
-from vexport.checkpoint.reader import Reader
 
 TEXT = samples((16, 11, 16, 16))
 # Of rows of 16 tokens: 0, 1, 2-3, 4-7, 8-15.
 OCTAVES = 5
 
 
-def always_the_last(self: UpAndBack, logits: torch.Tensor) -> torch.Tensor:
+def always_the_last(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
     """The gradient where the last token of the vocabulary is drawn everywhere."""
     errors = torch.softmax(logits, -1)
     errors[..., -1] -= 1
@@ -27,15 +26,18 @@ def always_the_last(self: UpAndBack, logits: torch.Tensor) -> torch.Tensor:
 
 
 def find(folder: Path) -> TokenWeights:
-    with Reader() as reader:
-        return find_token_weights(
-            read_index(folder),
-            reader,
-            TEXT,
-            on_layer=lambda done, total: None,
-            trust_remote_code=False,
-            device="cpu",
-        )
+    smoothing, found = look_back(
+        read_index(folder),
+        TEXT,
+        smoothed=(),
+        strength=0.0,
+        weighs_tokens=True,
+        on_layer=lambda done, total: None,
+        trust_remote_code=False,
+        device="cpu",
+    )
+    assert not smoothing
+    return found
 
 
 def gradients_of_whole_model(folder: Path) -> Mapping[str, torch.Tensor]:
@@ -71,11 +73,11 @@ def test_weights_go_by_the_gradients_of_the_whole_model(
 ) -> None:
     folder = save(configs()["llama"], tmp_path / "llama")
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
-    monkeypatch.setattr(UpAndBack, "_errors", always_the_last)
+    monkeypatch.setattr(Gradients, "_errors", always_the_last)
     found, expected = find(folder), gradients_of_whole_model(folder)
-    assert found.modules.keys() == expected.keys()
+    assert found.keys() == expected.keys()
     for name, squares in expected.items():
-        torch.testing.assert_close(torch.tensor(found.modules[name]), squares, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(found[name]), squares, rtol=1e-3, atol=1e-5)
 
 
 def test_a_model_without_gradients_takes_all_tokens_for_equal(
@@ -83,22 +85,22 @@ def test_a_model_without_gradients_takes_all_tokens_for_equal(
 ) -> None:
     folder = save(configs()["llama"], tmp_path / "llama")
 
-    def overflow(self: UpAndBack, logits: torch.Tensor) -> torch.Tensor:
+    def overflow(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
         return torch.full_like(logits, torch.inf)
 
-    monkeypatch.setattr(UpAndBack, "_errors", overflow)
-    assert find(folder) == EQUAL
+    monkeypatch.setattr(Gradients, "_errors", overflow)
+    assert find(folder) == {}
 
 
 def test_weights_are_powers_of_two_around_one() -> None:
-    known = TokenWeights(modules={"q": (300.0, 1.0, 1.0, 1.0), "k": (100.0, 0.0, 0.0, 0.0)})
-    found = known.of(["q", "k", "elsewhere"], 8)
+    known: TokenWeights = {"q": (300.0, 1.0, 1.0, 1.0), "k": (100.0, 0.0, 0.0, 0.0)}
+    found = weights_of(known, ["q", "k", "elsewhere"], 8)
     # Roots: 20 at the first token, 1 at the seven others, 27/8 in the mean.
     assert found is not None
     assert found.tolist() == [8.0] + [0.25] * 7
     # Tokens behind all that were looked at count as the last of them.
-    longer = known.of(["q"], 64)
+    longer = weights_of(known, ["q"], 64)
     assert longer is not None
     assert bool((longer[1:] == longer[1]).all())
-    assert known.of(["elsewhere"], 8) is None
-    assert TokenWeights(modules={"q": (0.0, 0.0)}).of(["q"], 2) is None
+    assert weights_of(known, ["elsewhere"], 8) is None
+    assert weights_of({"q": (0.0, 0.0)}, ["q"], 2) is None

@@ -17,10 +17,6 @@ from tests.models import save_llama, write_calibration
 from vexport.engine.reference import reference_logprobs
 from vexport.files import digest_file
 from vexport.numerics.metrics import kl_divergence
-from vexport.plan.source import rules_for
-from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.rounding.settings import REFIT
-from vexport.scenario import Calibration
 
 # Refit goes through all of what GPTQ does: where it is not named, that is enough.
 SCHEMES = {
@@ -101,25 +97,9 @@ def test_with_text_weights_are_refitted_and_the_answer_says_how(
     groups = [group for layer in rounding["layers"] for group in layer["groups"]]
     kinds = {group["name"].rpartition(".")[2] for group in groups}
     assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    assert {group["rounding"] for group in groups} <= {"gptq", "refit"}
+    assert {(group["rounding"], group["strength"]) for group in groups} == {("refit", 0.5)}
     assert all(0 < group["error"] < group["nearest_error"] for group in groups)
-    least = min(strength["divergence"] for strength in rounding["tried"])
-    assert rounding["chosen"]["divergence"] == least
     assert all(layer["state_error"] > 0 for layer in rounding["layers"])
-
-
-def test_without_rows_held_out_a_quarter_is_taken(source: Path, text: Path, tmp_path: Path) -> None:
-    job = QuantizeJob(
-        source=str(source),
-        out=tmp_path / "out",
-        rules=rules_for("W4A16", observer=None, ignore=(), rounding="refit"),
-        calibration=Calibration(data=str(text), held_out=0),
-    )
-    _, _, rounding = quantize_source(job)
-    assert rounding is not None
-    assert rounding.tried == (rounding.chosen,)
-    assert (rounding.chosen.strength, rounding.chosen.divergence) == (REFIT.strength, None)
-    assert {group.strength for group in rounding.groups} == {REFIT.strength}
 
 
 def test_killed_between_two_layers_it_goes_on_to_the_same_bytes(
@@ -135,7 +115,7 @@ def test_killed_between_two_layers_it_goes_on_to_the_same_bytes(
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 120
-    while not list(tmp_path.rglob("*.layer-0000.json")) and time.monotonic() < deadline:
+    while not list(tmp_path.rglob("layer-0000.json")) and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)

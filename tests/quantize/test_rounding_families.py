@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.calibration.make import samples
 from tests.calibration.models import configs, expert_configs, save
 from vexport.calibration import calibrate
-from vexport.calibration.experts.kinds import arithmetic_of
+from vexport.calibration.experts import arithmetic_of
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor
@@ -21,7 +21,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.plan import Settings
 from vexport.plan.blocks import group_layout
 from vexport.plan.source import plan_headers
-from vexport.quantize.rounding import CHOICE, round_weights
+from vexport.quantize.rounding import REPORT, round_weights
 from vexport.quantize.stream import quantized_group
 from vexport.scenario import Rule
 from vexport.types import Calibration, KvCache, Plan, silent
@@ -176,8 +176,8 @@ def test_experts_go_on_to_the_same_bytes_after_a_kill(tmp_path: Path) -> None:
     out = tmp_path / "rounded"
     whole, _ = run(index, plan, out)
     expected = {name: whole[name].tobytes() for name in whole}
-    (out / CHOICE).unlink()
-    for file in list(out.glob("*.layer-0001.json")):
+    (out / REPORT).unlink()
+    for file in list(out.glob("layer-0001.json")):
         file.unlink()
         file.with_suffix(".safetensors").write_bytes(b"half")
     again, _ = run(index, plan, out)

@@ -1,4 +1,4 @@
-"""Rows of text run once through a layer where they can wait in it, twice where they are too many."""
+"""Rows of text run once through a layer, and wait in it until what they reach is rounded."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.calibration.make import samples
 from tests.calibration.models import configs, save
+from vexport.errors import InputError
 from vexport.plan import Settings
 from vexport.plan.source import plan_headers
-from vexport.quantize import two_streams
-from vexport.quantize.rounding import round_weights
+from vexport.quantize.rounding import COMPARED_ROWS, round_weights
 from vexport.rounding import settings
-from vexport.rounding.settings import COMPARED_ROWS, most_waiting
+from vexport.rounding.settings import most_waiting, require_room, waiting_bytes
 from vexport.scenario import Rule
 from vexport.types import Calibration, silent
 from vexport.types.rounding import RoundingReport
@@ -35,29 +35,36 @@ def gptq(folder: Path, out: Path) -> RoundingReport:
         on_progress=silent,
         trust_remote_code=False,
         device="cpu",
-        held_out=0,
     )
     return report
 
 
-@pytest.mark.parametrize(
-    ("limit", "most"), [("max\n", 2**20), ("1048576\n", 2**19), ("99999999999999\n", 2**20)]
-)
+@pytest.mark.parametrize("limit", ["max\n", "1048576\n", "99999999999999\n"])
 def test_no_more_wait_than_half_of_what_the_control_group_has(
-    limit: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    whole = most_waiting()
     (tmp_path / "memory.max").write_text(limit)
-    monkeypatch.setattr(settings, "MOST_WAITING", 2**20)
     monkeypatch.setattr(settings, "CGROUP_MEMORY", tmp_path / "memory.max")
-    assert most_waiting() == most
+    assert most_waiting() == (2**19 if "1048576" in limit else whole)
 
 
-@pytest.mark.parametrize(("most", "passes"), [(2**30, 1), (0, 2)])
-def test_each_row_runs_as_often_as_it_must(
-    most: int, passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_text_that_does_not_fit_is_refused_with_how_many_samples_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing else depends on the memory that there is."""
+    folder = save(configs()["llama"], tmp_path / "llama")
+    rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]
+    _, plan = plan_headers(str(folder), rules, Settings(), silent)
+    needed = waiting_bytes(plan.groups, ROWS * 32)
+    monkeypatch.setattr(settings, "most_waiting", lambda: needed // 2)
+    with pytest.raises(InputError, match=f"--samples {ROWS // 2}"):
+        require_room(plan.groups, ROWS * 32, ROWS)
+    require_room(plan.groups, ROWS * 16, ROWS // 2)
+
+
+def test_each_row_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared runs through the source's layers, too; the first row shows what a layer returns."""
-    monkeypatch.setattr(two_streams, "most_waiting", lambda: most)
     folder = save(configs()["llama"], tmp_path / "llama")
     begun, forward = list[int](), LlamaMLP.forward
 
@@ -68,7 +75,7 @@ def test_each_row_runs_as_often_as_it_must(
 
     monkeypatch.setattr(LlamaMLP, "forward", counted)
     report = gptq(folder, tmp_path / "rounded")
-    assert len(begun) == 1 + LAYERS * (COMPARED_ROWS + passes * ROWS)
+    assert len(begun) == 1 + LAYERS * (COMPARED_ROWS + ROWS)
     assert len(report.layers) == LAYERS
     assert len(report.groups) == 4 * LAYERS
     assert all(group.rounding == "gptq" for group in report.groups)

@@ -5,10 +5,8 @@ from dataclasses import replace
 from tests.reports import sample
 from vexport.reports import render
 from vexport.reports.rounding import fallback_findings, fallback_lines, rounding_lines
-from vexport.types.rounding import GroupRounding, LayerRounding, RoundingReport, Strength
+from vexport.types.rounding import GroupRounding, LayerRounding, RoundingReport
 
-GPTQ = Strength(strength=0.0, ridge=0.01, divergence=0.25)
-REFIT = Strength(strength=0.25, ridge=0.1, divergence=0.125)
 QKV = GroupRounding(
     name="model.layers.0.self_attn.qkv_proj",
     rounding="refit",
@@ -20,20 +18,17 @@ QKV = GroupRounding(
     error=0.01,
 )
 LOST = GroupRounding(name="model.layers.0.mlp.down_proj", fallback="H is not positive definite")
-ROUNDING = RoundingReport(
-    chosen=REFIT, tried=(GPTQ, REFIT), layers=(LayerRounding(groups=(QKV, LOST), state_error=0.02),)
-)
+ROUNDING = RoundingReport(layers=(LayerRounding(groups=(QKV, LOST), state_error=0.02),))
 
 
-def test_lines_say_what_was_chosen_by_what_and_what_it_gained() -> None:
-    kinds, chosen, gain = rounding_lines(ROUNDING)
+def test_lines_say_how_strongly_and_what_it_gained() -> None:
+    kinds, strength, gain = rounding_lines(ROUNDING)
     assert kinds == "refit of 1 group, nearest of 1 group"
-    assert chosen == (
-        "0.25 of the refit, ridge 0.1 (KL 0.125 on rows held out); "
-        "also tried: no refit, ridge 0.01 (KL 0.25 on rows held out)"
+    assert strength == "0.25 of the refit, ridge 0.1"
+    weighed = RoundingReport(
+        layers=(LayerRounding(groups=(replace(QKV, weighs_tokens=True),), state_error=0),)
     )
-    weighed = replace(ROUNDING, chosen=replace(REFIT, weighs_tokens=True))
-    assert "0.25 of the refit, ridge 0.1, tokens weighed (KL 0.125" in rounding_lines(weighed)[1]
+    assert rounding_lines(weighed)[1] == "0.25 of the refit, ridge 0.1, tokens weighed"
     assert gain == "output error 1.00% of the signal, 4.00% to nearest (median)"
     assert rounding_lines(None) == ()
 

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import get_scheme
-from vexport.rounding.gptq import factorize, round_columns
-from vexport.rounding.grid import Grid, grid_of
+from vexport.rounding.gptq import Grid, factorize, grid_of, round_columns
 from vexport.rounding.methods import round_nearest
 from vexport.rounding.settings import GPTQ
 

@@ -1,7 +1,16 @@
-"""The ways of rounding by name, and which strengths each tries."""
+"""The ways of rounding by name, and how strong a refit is."""
 
+from pathlib import Path
+
+import pytest
+
+from tests.models import save_llama
+from vexport.plan import Settings
+from vexport.plan.source import plan_headers
 from vexport.rounding.methods import METHODS
-from vexport.rounding.settings import CANDIDATES, DEEP, FULL, GPTQ, REFIT
+from vexport.rounding.settings import GPTQ, REFITS, Strength, strength_of
+from vexport.scenario import Rule
+from vexport.types import silent
 from vexport.types.rounding import ROUNDINGS
 
 
@@ -9,14 +18,25 @@ def test_every_name_has_a_method() -> None:
     assert tuple(METHODS) == ROUNDINGS
 
 
-def test_a_refit_never_loses_to_gptq_and_is_tried_in_full_in_few_layers_alone() -> None:
-    refit = METHODS["refit"]
-    assert refit.recipes(layers=30, held_out=2) == (*CANDIDATES, *DEEP)
-    assert CANDIDATES[0] == GPTQ
-    assert refit.recipes(layers=3, held_out=2) == (*CANDIDATES, *FULL)
+@pytest.mark.parametrize(("scheme", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4), ("MXFP4", 4)])
+def test_a_refit_is_as_strong_as_the_table_says_and_a_rule_may_say_another(
+    scheme: str, bits: int, tmp_path: Path
+) -> None:
+    folder = save_llama(tmp_path / "llama")
+
+    def found(rounding: object) -> Strength:
+        rule = Rule.model_validate({"match": "Linear", "scheme": scheme, "rounding": rounding})
+        _, plan = plan_headers(str(folder), [rule], Settings(), silent)
+        (strength,) = {strength_of(group) for group in plan.groups}
+        return strength
+
+    assert found("gptq") == GPTQ
+    assert found("refit") == REFITS[bits]
+    assert found({"strength": 0.75}).strength == 0.75
+    assert found({"method": "refit", "strength": 1, "ridge": 0.01}).ridge == 0.01
 
 
-def test_without_rows_to_choose_by_one_strength_runs() -> None:
-    assert METHODS["refit"].recipes(layers=30, held_out=0) == (REFIT,)
-    assert METHODS["gptq"].recipes(layers=30, held_out=2) == (GPTQ,)
-    assert METHODS["nearest"].recipes(layers=30, held_out=2) == ()
+@pytest.mark.parametrize("rounding", [{"strength": 1.5}, {"ridge": 0}, {"method": "gptq", "strength": 0.5}])
+def test_what_is_no_strength_is_refused(rounding: object) -> None:
+    with pytest.raises(ValueError, match="strength|ridge|refit"):
+        Rule.model_validate({"match": "Linear", "scheme": "W4A16", "rounding": rounding})

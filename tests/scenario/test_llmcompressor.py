@@ -45,7 +45,7 @@ def recipe(folder: Path, text: str) -> Recipe:
 
 
 def rules(read: Recipe) -> list[tuple[str, str, str | None, str | None]]:
-    return [(rule.match, rule.scheme, rule.observer, rule.rounding) for rule in read.rules]
+    return [(rule.match, rule.scheme, rule.observer, rule.method) for rule in read.rules]
 
 
 def test_a_scheme_by_name(tmp_path: Path) -> None:

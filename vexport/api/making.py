@@ -133,7 +133,7 @@ def quantize(
     planned, seen, rounded = quantize_source(job)
     if seen is None:
         return quantized_answer(str(out), planned, seen, (), rounded)
-    from vexport.calibration.coverage import expert_coverage
+    from vexport.types.calibration import expert_coverage
 
     return quantized_answer(str(out), planned, seen, expert_coverage(seen), rounded)
 

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vexport.calibration.data import Samples, read_samples
-from vexport.calibration.device import default_device
 from vexport.calibration.forward import calibrate
+from vexport.calibration.model import default_device
 
 if TYPE_CHECKING:
     from vexport.calibration.modules import (

@@ -1,27 +1,31 @@
-"""The forward of calibration: one decoder layer in memory at a time, whatever the size of the model.
+"""What calibration text shows: of a source that it walks through, and of rows that an observer is shown.
 
 Samples run one by one by default, so that every statistic equals that of a whole-model run, to the bit:
 in bf16 a batched matrix product rounds differently (by up to 0.1 in the last hidden states of a small
 Llama), and a moving average takes one step per forward.
 """
 
-import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 
-from vexport.calibration.attention import CachedStates
+from vexport.calibration.attention import CachedStates, watching_attention
+from vexport.calibration.capture import MEMORY_BYTES, HiddenStates, base_of, hidden_states
 from vexport.calibration.data import Samples
-from vexport.calibration.device import require_device
-from vexport.calibration.hidden import MEMORY_BYTES, hidden_states
-from vexport.calibration.layerwise import Batch, LayerByLayer, OnLayer
-from vexport.calibration.watch import Watched, watched_by
+from vexport.calibration.gradients import GradientWatcher, TokenWeigher, TokenWeights, walk_back
+from vexport.calibration.inputs import GroupInputs, Places
+from vexport.calibration.model import require_device
+from vexport.calibration.smoothing import Smoother
+from vexport.calibration.statistics import Extremes, Statistics
+from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, make_batches
 from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
-from vexport.errors import CheckpointFailed, InputError
-from vexport.numerics.ranks import add_up, all_reduce, gather, process_group, rank_and_size
-from vexport.observers import Importance, Observer
-from vexport.types import Calibration, InputRange, KeyValueRanges, Plan, Smoothing
+from vexport.errors import InputError
+from vexport.numerics.ranks import add_up, on_first, process_group, rank_and_size
+from vexport.types import Calibration, FusionGroup, Plan, Smoothing
 
 
 def calibrate(
@@ -36,141 +40,163 @@ def calibrate(
     batch_size: int = 1,
     memory_bytes: int = MEMORY_BYTES,
     smoothing: Mapping[str, Smoothing] | None = None,
+    token_weights: TokenWeights | None = None,
 ) -> Calibration:
-    """Run the samples through the model and record what static scales, importance and the KV cache need.
+    """Run the samples through the source and record what static scales, importance and the KV cache need.
 
     With `all_experts` the statistics of every expert see all tokens, else those routed to it; what the model
-    computes is the same. The rest is as for `watch`, which raises what it raises; CheckpointFailed also where
-    a layer saw no token.
+    computes is the same. `on_layer(done, total)` reports progress. Layers run on the torch device `device`;
+    what waits for its turn, and every statistic in the end, is in main memory. `batch_size` samples of equal
+    length run at once (see above for what that changes); hidden states beyond `memory_bytes` go to a
+    temporary file. The source is read as smoothed. Under torchrun, or in a process group, the batches are
+    dealt to the ranks and every rank ends with the statistics of all.
+
+    Raises CheckpointFailed where an activation is not finite or a layer saw no token, InputError for a model
+    that cannot run layer by layer and for an unusable device.
     """
-    watched = watched_by(plan, all_experts=all_experts)
-    if watched.layers or watched.cached is not None:
-        watch(
-            index,
-            watched,
-            samples,
-            on_layer=on_layer,
-            trust_remote_code=trust_remote_code,
-            device=device,
-            batch_size=batch_size,
-            memory_bytes=memory_bytes,
-            smoothing=smoothing,
-        )
+    require_device(device)
+    seen, cached = Statistics.needed_by(plan, all_experts=all_experts), dict[str, CachedStates]()
+    if seen.inputs or seen.importance or plan.kv_cache:
+        with process_group(), torch.no_grad():
+            rank, size = rank_and_size()
+            batches = make_batches(samples, batch_size)[rank::size]
+            with reader_of(smoothing or {}) as reader, hidden_states(memory_bytes) as hidden:
+                if batches:
+                    walk = LayerWalk(
+                        index, reader, batches, trust_remote_code=trust_remote_code, device=device
+                    )
+                    _Watch(walk, plan, seen, cached, hidden).run(on_layer if rank == 0 else _quiet)
+            seen.sync()
+            add_up(cached)
+            if plan.kv_cache:
+                require_cache(index, cached)
     return Calibration(
         rows=samples.rows,
         digest=samples.digest,
         tokens=sum(len(ids) for ids in samples.token_ids),
-        ranges={name: _input_range(name, observer) for name, observer in watched.inputs.items()},
-        importance={name: _importance(name, one) for name, one in watched.importance.items()},
-        kv_ranges=_kv_ranges(index, watched.cached),
+        ranges=seen.ranges(),
+        importance=seen.importances(),
+        kv_ranges={name: states.ranges() for name, states in cached.items()},
         data=samples.data,
         smoothing=smoothing or {},
-        routed={name: tuple(counts.tolist()) for name, counts in watched.routed.items()},
+        token_weights=token_weights or {},
+        routed=seen.routing(),
     )
 
 
-def watch(
+def look_back(
     index: SourceIndex,
-    watched: Watched,
     samples: Samples,
     *,
-    on_layer: OnLayer = lambda done, total: None,
-    trust_remote_code: bool = False,
-    device: str = "cpu",
-    batch_size: int = 1,
-    memory_bytes: int = MEMORY_BYTES,
-    smoothing: Mapping[str, Smoothing] | None = None,
-) -> None:
-    """Run the samples through the model; what it computes goes into `watched`.
+    smoothed: Sequence[FusionGroup],
+    strength: float,
+    weighs_tokens: bool,
+    on_layer: OnLayer,
+    trust_remote_code: bool,
+    device: str,
+) -> tuple[Mapping[str, Smoothing], TokenWeights]:
+    """By how much the inputs of the groups `smoothed` are scaled, and how much tokens count where asked.
 
-    `on_layer(done, total)` reports progress. Layers run on the torch device `device`; what waits for its
-    turn, and every statistic in the end, is in main memory. `batch_size` samples of equal length run at once
-    (see above for what that changes); hidden states beyond `memory_bytes` go to a temporary file. The source
-    is read as smoothed. Under torchrun, or in a process group, the batches are dealt to the ranks and every
-    rank ends with the statistics of all. Raises CheckpointFailed where an activation is not finite,
-    InputError for a model that cannot run layer by layer and for an unusable device.
+    Both come from the same gradients, of all `samples`; the first rank finds them for all. Raises as
+    `calibrate`.
     """
     require_device(device)
-    with process_group(), torch.no_grad():
-        rank, size = rank_and_size()
-        batches = make_batches(samples, batch_size)[rank::size]
-        with reader_of(smoothing or {}) as reader, hidden_states(memory_bytes) as hidden:
-            model = LayerByLayer(
-                index, reader, batches, hidden, watched, trust_remote_code=trust_remote_code, device=device
-            )
-            failure = model.run(on_layer if rank == 0 else _quiet) if batches else None
-        if failure:
-            raise failure.found.error(failure.row)
-        _sync(watched)
+    batches = make_batches(samples)
+
+    def find() -> tuple[Mapping[str, Smoothing], TokenWeights]:
+        with torch.no_grad(), Reader() as reader:
+            walk = LayerWalk(index, reader, batches, trust_remote_code=trust_remote_code, device=device)
+            smoother = Smoother(smoothed, strength, walk.weights)
+            weigher = TokenWeigher([batch.ids.numel() for batch in batches])
+            watchers: list[GradientWatcher] = [weigher] if weighs_tokens else []
+            walk_back(walk, [*watchers, smoother] if smoothed else watchers, on_layer)
+        return smoother.found, weigher.found()
+
+    with process_group():
+        return on_first(find)
 
 
-def _sync(watched: Watched) -> None:
-    """Give every rank, also one that saw nothing, the statistics of all."""
-    for observer in watched.inputs.values():
-        observer.sync_activation_stats()
-    for gathered in watched.importance.values():
-        all_reduce(gathered.total)
-        gathered.tokens = sum(gather(gathered.tokens))
-    add_up(watched.routed)
-    if watched.cached is not None:
-        add_up(watched.cached)
+class _Watch:
+    """Walks through the source with all batches of this rank, and takes in statistics."""
 
+    def __init__(
+        self,
+        walk: LayerWalk,
+        plan: Plan,
+        seen: Statistics,
+        cached: dict[str, CachedStates],
+        hidden: HiddenStates,
+    ) -> None:
+        self._walk, self._seen, self._cached, self._hidden = walk, seen, cached, hidden
+        self._places = Places(walk.model, walk.weights)
+        self._groups = [group for group in plan.groups if seen.wants(group)]
+        self._watches_cache = bool(plan.kv_cache)
 
-def make_batches(samples: Samples, batch_size: int) -> list[Batch]:
-    """The samples in batches of equal length, in the order in which each length first comes."""
-    lengths: dict[int, list[int]] = {}
-    for position, ids in enumerate(samples.token_ids):
-        lengths.setdefault(len(ids) if batch_size > 1 else -position, []).append(position)
-    chunks = [
-        positions[start : start + batch_size]
-        for positions in lengths.values()
-        for start in range(0, len(positions), batch_size)
-    ]
-    return [
-        Batch(
-            ids=torch.tensor([samples.token_ids[position] for position in chunk]),
-            rows=tuple(samples.rows[position] for position in chunk),
-        )
-        for chunk in chunks
-    ]
+    def run(self, on_layer: OnLayer) -> None:
+        """Run all batches, also what is outside the layers where something there is watched."""
+        self._walk.begin(self._hidden)
+        self._walk.forward(self._layer, on_layer)
+        inside = {one.name for one in self._places.below(f"{self._walk.name}.", self._groups)}
+        outside = [group for group in self._groups if group.name not in inside]
+        # An output head is behind the model's base, which alone need not run it.
+        in_base = self._places.below(self._base_prefix(), outside) == outside
+        part = base_of(self._walk.model) if in_base else self._walk.model
+        if outside:
+            inputs = self._inputs(outside)
+            for position in range(len(self._hidden)):
+                run = partial(self._walk.run_behind, part, position, self._hidden[position])
+                self._take(inputs, self._walk.model, "", position, run)
+
+    def _base_prefix(self) -> str:
+        base = base_of(self._walk.model)
+        name = next(name for name, module in self._walk.model.named_modules() if module is base)
+        return f"{name}." if name else ""
+
+    def _layer(self, layer: Layer) -> None:
+        inputs = self._inputs(self._places.below(f"{layer.name}.", self._groups))
+        watching = watching_attention(layer.module, layer.name, self._walk.weights.stored_name, self._cached)
+        with watching if self._watches_cache else nullcontext():
+            for position in range(len(self._hidden)):
+                run = partial(layer.run, position, self._hidden[position].to(self._walk.device))
+                made = self._take(inputs, layer.module, layer.name, position, run)
+                assert made is not None
+                self._hidden[position] = made
+
+    def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
+        """What enters groups; InputError where that of one cannot be seen."""
+        inputs = GroupInputs(self._places, groups)
+        for name, reason in inputs.unreachable.items():
+            need, fix = "a layer whose input can be seen", "use a weight-only or dynamic scheme for it"
+            raise InputError(name, got=reason, need=need, fix=fix)
+        return inputs
+
+    def _take(
+        self,
+        inputs: GroupInputs,
+        module: torch.nn.Module,
+        name: str,
+        position: int,
+        run: Callable[[], torch.Tensor | None],
+    ) -> torch.Tensor | None:
+        """Run a batch through a module and take in what enters the groups; what comes out must be finite."""
+        extremes = Extremes()
+        with inputs.shown(lambda at, value: self._seen.take(inputs, at, value, extremes), once=True):
+            made = run()
+        if extremes.not_finite or (made is not None and not is_finite(made)):
+            raise self._walk.not_finite(module, name, position, run, extremes.not_finite)
+        return made
 
 
 def _quiet(done: int, total: int) -> None:
     """Progress of the ranks that report none."""
 
 
-def _input_range(name: str, observer: Observer) -> InputRange:
-    _require_tokens(name, observer.tokens, "its static input scale")
-    low, high = observer.range()
-    return InputRange(low=float(low.min()), high=float(high.max()), tokens=observer.tokens)
-
-
-def _importance(name: str, gathered: Importance) -> str:
-    _require_tokens(name, gathered.tokens, "the importance of its input channels")
-    return encode_channels(gathered.mean())
-
-
-def _kv_ranges(index: SourceIndex, cached: Mapping[str, CachedStates] | None) -> dict[str, KeyValueRanges]:
-    if cached is not None and not cached:
+def require_cache(index: SourceIndex, seen: Mapping[str, object]) -> None:
+    """InputError where no keys and values were seen."""
+    if not seen:
         raise InputError(
             f"{index.root}: KV cache",
             got="no attention layer that calls transformers' attention interface",
             need="one, to see keys and values",
             fix="leave the KV cache unquantized",
-        )
-    return {name: states.ranges() for name, states in (cached or {}).items()}
-
-
-def encode_channels(values: torch.Tensor) -> str:
-    """A vector as JSON text: base64 of its little-endian float32 bytes."""
-    return base64.b64encode(values.cpu().numpy().astype("<f4").tobytes()).decode("ascii")
-
-
-def _require_tokens(name: str, tokens: int, purpose: str) -> None:
-    if not tokens:
-        raise CheckpointFailed(
-            name,
-            got="0 tokens in calibration",
-            need=f"at least one for {purpose}",
-            fix="add samples that reach this layer (an expert: calibrate all), or choose a dynamic scheme",
         )

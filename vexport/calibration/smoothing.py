@@ -11,65 +11,87 @@ Scales are powers of two, so that a folded layer computes the same bits; each fo
 and kept where it does.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from vexport.architectures.fusion import moe_layer
-from vexport.calibration.capture import LayerCall
-from vexport.calibration.channel_sizes import ChannelSizes
-from vexport.calibration.data import Samples
-from vexport.calibration.device import require_device
-from vexport.calibration.fisher import UpAndBack
-from vexport.calibration.forward import make_batches
-from vexport.calibration.hidden import hidden_states
-from vexport.calibration.layerwise import OnLayer
+from vexport.architectures.text_config import text_config
+from vexport.calibration.capture import hidden_states
+from vexport.calibration.gradients import Again
 from vexport.calibration.model import joined
-from vexport.calibration.watch import Watched
+from vexport.calibration.walk import Batch, Layer, LayerWalk, is_finite
+from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import MOST, encode
-from vexport.numerics.ranks import on_first, process_group
+from vexport.checkpoint.smoothed import MOST, encode, reader_of
+from vexport.checkpoint.tensors import read_tensor
 from vexport.types import FusionGroup, Smoothing
 
-# Rows of text that are looked at, spread over all.
-ROWS = 16
 # A channel that is never used counts as this share of the largest.
 LEAST = 1e-5
 
 
-def find_smoothing(
-    index: SourceIndex,
-    groups: Sequence[FusionGroup],
-    strength: float,
-    samples: Samples,
-    *,
-    on_layer: OnLayer,
-    trust_remote_code: bool,
-    device: str,
-) -> Mapping[str, Smoothing]:
-    """The exponents by stored tensor, for the inputs of these groups; the first rank finds them for all.
+class ChannelSizes:
+    """The root mean square of each channel of modules' inputs and of their gradients, by module.
 
-    Raises what `vexport.calibration.forward.watch` raises.
+    A gradient goes by the first module that reads the input.
     """
-    require_device(device)
-    batches = make_batches(samples.spread(ROWS), 1)
-    nothing = Watched(inputs={}, importance={}, layers={})
 
-    def find() -> Mapping[str, Smoothing]:
-        with torch.no_grad(), Reader() as reader, hidden_states() as hidden:
-            model = _Smoothed(
-                index, reader, batches, hidden, nothing, trust_remote_code=trust_remote_code, device=device
-            )
-            model.prepare(groups, strength)
-            model.run_and_back(on_layer)
-        return model.found
+    def __init__(self) -> None:
+        self._squares: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    with process_group():
-        return on_first(find)
+    @contextmanager
+    def watching(self, modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
+        """Within the block modules' inputs and gradients are added up; one that several read, once."""
+        with ExitStack() as block:
+            for name, module in modules.items():
+                block.callback(module.register_forward_pre_hook(partial(self._see, name)).remove)
+            yield
+        self._last = None
+
+    def knows(self, weights: Iterable[str]) -> bool:
+        """Whether one of these weights has been multiplied with an input."""
+        return any(name.removesuffix(".weight") in self._squares for name in weights)
+
+    def of(self, weights: Iterable[str]) -> torch.Tensor:
+        """The largest among their inputs, (channels,) float32, but for a factor that all share."""
+        return _largest_of(self._squares, weights)
+
+    def of_gradients(self, weights: Iterable[str]) -> torch.Tensor | None:
+        """The same of their inputs' gradients; None where the model could not be differentiated."""
+        weights = [name for name in weights if name.removesuffix(".weight") in self._gradients]
+        return _largest_of(self._gradients, weights) if weights else None
+
+    def _see(self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        value = inputs[0]
+        if self._last is None or self._last[0] is not value:
+            self._last = value, _squared(value.detach())
+            if value.requires_grad:
+                see = partial(self._see_gradient, name)
+                value.register_hook(see)  # type: ignore[no-untyped-call]
+        _add(self._squares, name, self._last[1])
+
+    def _see_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        _add(self._gradients, name, _squared(gradient))
+
+
+def _largest_of(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> torch.Tensor:
+    names = (name.removesuffix(".weight") for name in weights)
+    return torch.stack([squares[name] for name in names if name in squares]).amax(0).sqrt()
+
+
+def _squared(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1, values.shape[-1]).to(torch.float32).square().sum(0)
+
+
+def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+    sums[name] = sums[name] + value if name in sums else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,49 +118,49 @@ class _Trace:
         ]
 
 
-class _Smoothed(UpAndBack):
-    """Runs the source; every layer is folded when its inputs and their gradients have been seen."""
+class Smoother:
+    """Folds the inputs of some groups, layer by layer, when they and their gradients have been seen."""
 
-    def prepare(self, groups: Sequence[FusionGroup], strength: float) -> None:
-        """Which layers' inputs matter, by the parameters of their weights."""
+    def __init__(self, groups: Sequence[FusionGroup], strength: float, weights: Weights) -> None:
+        # The exponents by stored tensor.
         self.found: dict[str, Smoothing] = {}
-        self.wanted = {
+        self._weights = weights
+        self._strength = strength
+        self._parameters = {
             parameter
             for group in groups
             for member in group.members
-            for parameter in self.weights.parameters_of(member.weight)
+            for parameter in weights.parameters_of(member.weight)
         }
-        self.strength = strength
 
-    def visit(self, number: int, calls: Sequence[LayerCall], flow: Callable[[], None]) -> None:
+    @contextmanager
+    def watching(self, layer: Layer) -> Iterator[None]:
+        """Within the block the sizes of a layer's inputs and gradients are added up."""
+        self._sizes = ChannelSizes()
+        with self._sizes.watching(self._wanted(layer)):
+            yield
+
+    def leave(self, layer: Layer, again: Again) -> None:
         """Fold what can be folded, one pair after another."""
-        layer, name = self.layers[number], f"{self.name}.{number}"
-        sizes = ChannelSizes()
-        with sizes.watching(self._wanted(layer, name)):
-            flow()
+        expected = again()
+        for fold in self._folds(layer, again):
+            if self._sizes.knows(fold.columns):
+                self._try(layer, fold, lambda: torch.equal(again(), expected))
 
-        def run() -> torch.Tensor:
-            return calls[0].run(layer, self.before(number, 0))
-
-        expected = run()
-        for fold in self._folds(layer, name, run):
-            if sizes.knows(fold.columns):
-                self._try(layer, name, fold, sizes, lambda: torch.equal(run(), expected))
-
-    def _wanted(self, layer: torch.nn.Module, prefix: str) -> dict[str, torch.nn.Module]:
+    def _wanted(self, layer: Layer) -> dict[str, torch.nn.Module]:
         """The modules whose inputs matter, by their names in the layer."""
         return {
             name: module
-            for name, module in layer.named_modules()
+            for name, module in layer.module.named_modules()
             if isinstance(module, torch.nn.Linear)
-            and f"{joined(prefix, name)}.weight" in self.wanted
-            and moe_layer(joined(prefix, name)) is None
+            and f"{joined(layer.name, name)}.weight" in self._parameters
+            and moe_layer(joined(layer.name, name)) is None
         }
 
-    def _folds(self, layer: torch.nn.Module, prefix: str, run: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
+    def _folds(self, layer: Layer, again: Again) -> Iterator[_Fold]:
         """Every pair that may be scaled against each other: norms first, then layers of the same module."""
-        wanted, trace = self._wanted(layer, prefix), _traced(layer, run)
-        parameters = dict(layer.named_parameters())
+        wanted, trace = self._wanted(layer), _traced(layer.module, again)
+        parameters = dict(layer.module.named_parameters())
         behind_norms = set[str]()
         for name, made in trace.outputs.items():
             own = _own(parameters, name)
@@ -153,28 +175,21 @@ class _Smoothed(UpAndBack):
             if name in behind_norms:
                 continue
             columns = parameters[f"{name}.weight"].shape[1]
-            for other in _before(layer, name):
+            for other in _before(layer.module, name):
                 if parameters[f"{other}.weight"].shape[0] == columns:
                     yield _Fold(rows=_own(parameters, other), columns=(f"{name}.weight",))
 
-    def _try(
-        self,
-        layer: torch.nn.Module,
-        prefix: str,
-        fold: _Fold,
-        sizes: ChannelSizes,
-        is_same: Callable[[], bool],
-    ) -> None:
+    def _try(self, layer: Layer, fold: _Fold, is_same: Callable[[], bool]) -> None:
         """Scale the parameters, and keep it where the layer computes the same."""
-        parameters = {name: layer.get_parameter(name) for name in (*fold.rows, *fold.columns)}
-        tensors = {name: self.weights.plain_tensor(joined(prefix, name)) for name in parameters}
+        parameters = {name: layer.module.get_parameter(name) for name in (*fold.rows, *fold.columns)}
+        tensors = {name: self._weights.plain_tensor(joined(layer.name, name)) for name in parameters}
         if not all(tensors.values()) or any(
             name in self.found and (self.found[name].rows if own in fold.rows else self.found[name].columns)
             for own, name in tensors.items()
             if name
         ):
             return
-        exponents = self._exponents(parameters, fold, sizes)
+        exponents = self._exponents(parameters, fold)
         before = {name: parameter.data for name, parameter in parameters.items()}
         for name in fold.rows:
             shape = (-1,) if parameters[name].dim() == 1 else (-1, 1)
@@ -198,18 +213,13 @@ class _Smoothed(UpAndBack):
                 replace(known, rows=down, readers=readers) if own in fold.rows else replace(known, columns=up)
             )
 
-    def _exponents(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        fold: _Fold,
-        sizes: ChannelSizes,
-    ) -> torch.Tensor:
+    def _exponents(self, parameters: Mapping[str, torch.Tensor], fold: _Fold) -> torch.Tensor:
         """By which rows are divided and columns multiplied, as whole numbers in float32."""
-        inputs, gradients = sizes.of(fold.columns), sizes.of_gradients(fold.columns)
+        inputs, gradients = self._sizes.of(fold.columns), self._sizes.of_gradients(fold.columns)
         if gradients is None:
             squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
             gradients = torch.stack(squares).amax(0).sqrt()
-        scale = self.strength * _log2(inputs) - (1 - self.strength) * _log2(gradients)
+        scale = self._strength * _log2(inputs) - (1 - self._strength) * _log2(gradients)
         return (scale - scale.mean()).round().clamp(-MOST, MOST)
 
 
@@ -258,3 +268,50 @@ def _is_exact(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Whether no digit was lost: of small numbers in float16, say."""
     mantissas = torch.frexp(before.float()).mantissa, torch.frexp(after.float()).mantissa
     return torch.equal(*mantissas)
+
+
+# Powers of two are undone for any input or for none: tokens from all over the vocabulary.
+TOKENS = 16
+
+
+@torch.no_grad()
+def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: str) -> list[str]:
+    """The decoder layers that compute something else when smoothed, and the smoothed tensors of no layer.
+
+    InputError where the model cannot run layer by layer, or a tensor does not fit its exponents;
+    CheckpointFailed where what the source computes is not finite.
+    """
+    size = text_config(index.config).get("vocab_size")
+    vocabulary = size if isinstance(size, int) and size > 0 else 1
+    batches = [Batch(ids=torch.arange(TOKENS)[None] * vocabulary // TOKENS, rows=(1,))]
+    changed, applied = list[str](), set[str]()
+    with Reader() as plain, reader_of(smoothing) as reader, hidden_states() as hidden:
+        walk = LayerWalk(index, plain, batches, trust_remote_code=False, device=device)
+
+        def own(layer: Layer) -> Iterator[tuple[str, str]]:
+            """The layer's smoothed parameters and their tensors. Not every token reaches an expert."""
+            for name, _ in layer.module.named_parameters():
+                full = joined(layer.name, name)
+                stored = walk.weights.plain_tensor(full)
+                known = stored in smoothing and stored in index.tensors
+                if stored and known and moe_layer(full.rpartition(".")[0]) is None:
+                    yield name, stored
+
+        def compare(layer: Layer) -> None:
+            before = hidden[0].to(device, copy=True)
+            made = layer.run(0, before.clone())
+            if not is_finite(made):
+                raise walk.not_finite(layer.module, layer.name, 0, lambda: layer.run(0, before.clone()))
+            hidden[0] = made
+            smoothed = dict(own(layer))
+            for parameter, stored in smoothed.items():
+                value = read_tensor(reader, index.tensors[stored])
+                target = layer.module.get_parameter(parameter)
+                target.data = value.to(target.device, target.dtype, copy=True)
+            if smoothed and not torch.equal(layer.run(0, before).cpu(), hidden[0]):
+                changed.append(layer.name)
+            applied.update(smoothed.values())
+
+        walk.begin(hidden)
+        walk.forward(compare, lambda done, total: None)
+    return [*changed, *sorted(smoothing.keys() - applied)]

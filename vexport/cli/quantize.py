@@ -167,7 +167,7 @@ def _print(
 
     experts: tuple[ExpertCoverage, ...] = ()
     if seen is not None:
-        from vexport.calibration.coverage import expert_coverage
+        from vexport.types.calibration import expert_coverage
 
         experts = expert_coverage(seen)
     quantized = quantized_answer(str(out), plan, seen, experts, rounding)

@@ -24,6 +24,7 @@ INSTEAD: Mapping[str, str] = {
     "--until-pass": _MORE,
     "data_parallel_size": _DATA_PARALLEL,
     "gpu": _BUDGET,
+    "held_out": "a rule may say `rounding: {method: refit, strength: 0.5}`",
     "speed": _TIME,
     "step_ms": _BUDGET,
     "stopping": _FIXED,

@@ -78,8 +78,8 @@ def disagreements(
 
 def _objections(file: Path, source: SourceIndex, smoothing: Mapping[str, Smoothing]) -> Iterator[Finding]:
     require_extra("torch", str(file))
-    from vexport.calibration.device import default_device
-    from vexport.calibration.smoothing_proof import changed_by
+    from vexport.calibration.model import default_device
+    from vexport.calibration.smoothing import changed_by
 
     try:
         changed = changed_by(source, smoothing, default_device())

@@ -25,6 +25,8 @@ class SharedRange:
 
     def __init__(self, members: int) -> None:
         self._extremes: dict[int, Range | None] = dict.fromkeys(range(members))
+        # How much smaller the global scale is than that of the largest value.
+        self.factor = 1.0
 
     def deposit(self, member: int, low: torch.Tensor, high: torch.Tensor) -> None:
         """Record the range of a member (any shape); it replaces what the member saw before."""
@@ -208,8 +210,9 @@ class Observer(Named, OlderNames):
         """The global scale that fused observers share, float32 (1,); None for strategies without one."""
         if self.strategy != "tensor_group":
             return None
-        low, high = self._shared.union() if self._shared is not None else self._statistics()
-        return global_scale_of(low, high)
+        if self._shared is None:
+            return global_scale_of(*self._statistics())
+        return global_scale_of(*self._shared.union()) * self._shared.factor
 
     @torch.no_grad()
     def get_qparams(self) -> QParamsDict:

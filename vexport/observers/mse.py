@@ -1,5 +1,6 @@
 """Observers that search the range with the least quantization error: memoryless, moving average, NVFP4."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -7,7 +8,15 @@ import torch
 from vexport.observers.args import is_nvfp4
 from vexport.observers.base import Observer, Range, Reduction
 from vexport.observers.minmax import moving_average
-from vexport.observers.search import Search, scales_of_rows, search_grid, search_nvfp4, search_of, search_rows
+from vexport.observers.search import (
+    Search,
+    nvfp4_error,
+    scales_of_rows,
+    search_grid,
+    search_nvfp4,
+    search_of,
+    search_rows,
+)
 from vexport.observers.tiles import Tiles
 from vexport.types.observer_names import (
     NVFP4_EXPANDED_SEARCH,
@@ -16,6 +25,9 @@ from vexport.types.observer_names import (
     OptionValue,
     SearchOptions,
 )
+
+# The largest value of a block becomes a 4 instead of a 6.
+MOST_ROOM = 1.5
 
 
 class MemorylessMSEObserver(Observer):
@@ -58,6 +70,35 @@ class MemorylessMSEObserver(Observer):
             return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
         ranges = search_rows(tiles, self.args, self.search, self._importance)
         return scales_of_rows(ranges, tiles, self.args, global_scale)
+
+
+def fit_global_scale(observers: Sequence[Observer]) -> None:
+    """Choose the global scale that fused NVFP4 weights share, by the error in some rows of all of them.
+
+    With 2688 / absmax the block of the largest value has the largest scale that there is. Where the search
+    may take a larger one, a smaller global scale leaves it room: best for weights that are all about as
+    large, while others lose a little. Fuse the observers before, and let all observe.
+    """
+    members = [one for one in observers if isinstance(one, MemorylessMSEObserver)]
+    room = max((one.options.expand for one in members), default=1.0)
+    if len(members) < len(observers) or room <= 1:
+        return
+    shared = [(one._shared, one._weight) for one in members]
+    errors = dict[float, float]()
+    for factor in (1.0, 1 / min(room, MOST_ROOM)):
+        for range_, _ in shared:
+            if range_ is not None:
+                range_.factor = factor
+        scales = [one.global_scale() for one in members]
+        errors[factor] = sum(
+            nvfp4_error(tiles, scale, one.search, one._importance)
+            for one, (_, tiles), scale in zip(members, shared, scales, strict=True)
+            if tiles is not None and scale is not None
+        )
+    best = min(errors, key=lambda factor: errors[factor])
+    for range_, _ in shared:
+        if range_ is not None:
+            range_.factor = best
 
 
 class MovingAverageMSEObserver(MemorylessMSEObserver):

@@ -32,6 +32,8 @@ Range = tuple[torch.Tensor, torch.Tensor]
 # The peer computes candidates in bf16: its range may be off by three roundings of 2**-8 each. Candidates
 # reach so much further at both ends that whatever it could choose is among them.
 CANDIDATE_SLACK = 2.0**-6
+# Rows that global scales are compared by.
+SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,17 +229,34 @@ def search_nvfp4(
     first candidate of `search` are all tried: no grid and no patience is needed. `importance` broadcasts to
     a tile.
     """
+    best = torch.empty(tiles.groups, device=tiles.device)
+    for rows, tile in tiles.by_rows():
+        best[rows] = _block_scales(tile, global_scale, search, importance)
+    return best
+
+
+def _block_scales(
+    tile: torch.Tensor, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None
+) -> torch.Tensor:
     least, most = min(search.factors) * search.expand, max(search.factors) * search.expand
     slack = least * (1 - CANDIDATE_SLACK), most * (1 + CANDIDATE_SLACK)
     weight = None if importance is None else importance[0]
-    best = torch.empty(tiles.groups, device=tiles.device)
-    for rows, tile in tiles.by_rows():
-        best[rows] = (
-            nvfp4_scales_of_tile(tile[0], global_scale, slack, search.norm, weight)
-            if serves_nvfp4(tile)
-            else _best_block_scale(tile[0].float(), global_scale, (least, most), search.norm, weight)
-        )
-    return best
+    if serves_nvfp4(tile):
+        return nvfp4_scales_of_tile(tile[0], global_scale, slack, search.norm, weight)
+    return _best_block_scale(tile[0].float(), global_scale, (least, most), search.norm, weight).float()
+
+
+def nvfp4_error(
+    tiles: Tiles, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None
+) -> float:
+    """The error that the best block scales leave with this global scale, in rows spread over a weight."""
+    step = -(-tiles.groups[0] // SAMPLED_ROWS)
+    weight, total = None if importance is None else importance[0], 0.0
+    for _, tile in tiles.by_rows():
+        rows = tile[:, ::step].contiguous()
+        scales = _block_scales(rows, global_scale, search, importance).float()
+        total += float(block_errors(rows[0].float(), scales / global_scale, search.norm, weight).sum())
+    return total
 
 
 def _best_block_scale(

@@ -137,6 +137,8 @@ def _groups(
                 observer_kwargs=treatment.observer_kwargs,
                 input_observer=treatment.input_observer,
                 input_observer_kwargs=treatment.input_observer_kwargs,
+                strength=treatment.strength,
+                ridge=treatment.ridge,
                 members=tuple(linears[member] for member in members),
             )
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.schemes import get_scheme
-from vexport.plan.linears import NUMBER, STACK
-from vexport.plan.needs import needs_rounding, needs_search, ranges_need, statistics_need
+from vexport.plan.linears import STACK
+from vexport.plan.needs import needs_rounding, needs_search, ranges_need
 from vexport.plan.smoothing import PASSES as SMOOTHING_PASSES
-from vexport.plan.smoothing import ROWS as SMOOTHING_ROWS
-from vexport.rounding.settings import most_waiting, waiting_bytes
+from vexport.plan.smoothing import SMOOTHING_ROWS, WEIGHING_ROWS
+from vexport.rounding.settings import strength_of, waiting_bytes, weighs_tokens
 from vexport.types import Estimate, Plan
-from vexport.types.rounding import is_refit
 
 # Start of a command, and nanoseconds a parameter by bits of a quantized weight: 1.1 B parameters, in memory,
 # in 0.9 to 1.0 s (FP8, INT4) and 1.3 s (NVFP4, whose codes take arithmetic).
@@ -46,10 +45,10 @@ CHECK_MEMORY, CHECK_MEMORY_PER_TENSOR = 260_000_000, 4_000
 # several times as long. torch and transformers are loaded first.
 FORWARD_FLOPS = 1.8e11
 # The same of rounding by text, of which much is large products: SmolLM2-135M in W4A16_G64, 64 rows of 512
-# tokens, one thread of a CPU with bf16 matrix units: gptq 105 s (2.9e11 a second), refit 252 s (1.9e11). All
-# layers run for the source and twice for the quantized model; a refit tries its strengths on a part before.
+# tokens, one thread of a CPU with bf16 matrix units: gptq 105 s. Text runs once through the
+# layers, for a refit through the source's, too.
 ROUNDING_FLOPS = 2e11
-RUNS, RUNS_OF_REFIT = 3, 6
+RUNS, RUNS_OF_REFIT = 1, 2
 CALIBRATION_START_SECONDS, CALIBRATION_MEMORY = 12.0, 650_000_000
 # With the kernels that round.
 ROUNDING_MEMORY = 980_000_000
@@ -79,7 +78,9 @@ class Samples:
 
 def estimates(index: SourceIndex, plan: Plan, samples: Samples) -> tuple[Estimate, ...]:
     """An estimate for each stage that the plan will have."""
-    calibrate = (_calibrate(index, plan, samples),) if statistics_need(plan) else ()
+    looks_back = plan.smoothing or weighs_tokens(plan.groups)
+    has_ranges = ranges_need(plan) and not needs_rounding(plan)
+    calibrate = (_calibrate(index, plan, samples),) if looks_back or has_ranges else ()
     quantize = _quantize(index, plan)
     if needs_rounding(plan):
         quantize = _rounded(index, plan, samples, quantize)
@@ -118,15 +119,12 @@ def _rounded(index: SourceIndex, plan: Plan, samples: Samples, nearest: Estimate
     linears = [one for group in groups for one in group.members]
     weights = sum(one.out_features * one.in_features for one in linears)
     rounding = sum((one.out_features + samples.all_tokens) * one.in_features**2 for one in linears)
-    refits = any(is_refit(group.rounding) for group in groups)
-    runs = RUNS_OF_REFIT if refits else RUNS
+    runs = RUNS_OF_REFIT if any(strength_of(group).strength > 0 for group in groups) else RUNS
     operations = 2.0 * (weights * samples.all_tokens * runs + rounding)
-    inputs = {NUMBER.sub("*", group.name): group.members[0].in_features for group in groups}
-    waiting = waiting_bytes(list(inputs.values()), samples.all_tokens, refits=refits)
+    widest = max(one.in_features for one in linears)
     around, layer = _stored(index)
     memory = around + LAYER_COPIES * layer + 2 * min(_states(index, samples), MOST_STATES)
-    memory += waiting if waiting <= most_waiting() else 0
-    memory += MATRICES * max(inputs.values()) ** 2 * FLOAT32
+    memory += waiting_bytes(groups, samples.all_tokens) + MATRICES * widest**2 * FLOAT32
     return Estimate(
         stage="quantize",
         seconds=nearest.seconds + CALIBRATION_START_SECONDS + operations / ROUNDING_FLOPS,
@@ -173,8 +171,9 @@ def _check(index: SourceIndex, plan: Plan) -> Estimate:
 def _calibrate(index: SourceIndex, plan: Plan, samples: Samples) -> Estimate:
     """Two operations a parameter and token; one decoder layer and the hidden states are in memory."""
     in_layers = sum(one.num_elements for one in index.tensors.values() if STACK.search(one.name))
-    rows = samples.number if ranges_need(plan) else 0
-    rows += SMOOTHING_PASSES * min(SMOOTHING_ROWS, samples.number) if plan.smoothing else 0
+    rows = samples.number if ranges_need(plan) and not needs_rounding(plan) else 0
+    back = SMOOTHING_ROWS if plan.smoothing else WEIGHING_ROWS if weighs_tokens(plan.groups) else 0
+    rows += SMOOTHING_PASSES * min(back, samples.number)
     return Estimate(
         stage="calibrate",
         seconds=CALIBRATION_START_SECONDS + 2.0 * in_layers * rows * samples.tokens / FORWARD_FLOPS,

@@ -72,7 +72,7 @@ def rules_need_calibration(
         kv_cache is not None
         or bool(smoothing)
         or any(
-            rule.rounding not in (None, "nearest")
+            rule.method not in (None, "nearest")
             or rule.observer in observer_names.BY_IMPORTANCE
             or get_scheme(rule.scheme).args.calibrated
             for rule in rules

@@ -37,6 +37,8 @@ class Treatment:
     observer_kwargs: Mapping[str, OptionValue] = field(hash=False)
     input_observer: str | None
     input_observer_kwargs: Mapping[str, OptionValue] = field(hash=False)
+    strength: float | None
+    ridge: float | None
 
 
 def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool) -> Treatment | None:
@@ -49,7 +51,7 @@ def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: b
     rule = next((rule for rule in rules if _applies(rule, name, place)), None)
     if rule is None or rule.scheme == KEEP:
         return None
-    rounding = rule.rounding or default_rounding(rule.scheme, has_text=has_text)
+    rounding = rule.method or default_rounding(rule.scheme, has_text=has_text)
     # Of the schemes that `auto` chooses among only some may have static input scales.
     observes_inputs = get_scheme(rule.scheme).args.calibrated
     return Treatment(
@@ -59,6 +61,8 @@ def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: b
         observer_kwargs=rule.observer_kwargs,
         input_observer=rule.input_observer if observes_inputs else None,
         input_observer_kwargs=rule.input_observer_kwargs if observes_inputs else {},
+        strength=getattr(rule.rounding, "strength", None),
+        ridge=getattr(rule.rounding, "ridge", None),
     )
 
 

@@ -1,20 +1,31 @@
-"""What a quantized checkpoint has besides its weights: index, side files, config.json, which comes last."""
+"""What a quantized checkpoint has besides its weights: index, side files, config.json, which comes last.
+
+Its recipe, vexport.json, is a scenario that makes it again, with digests of its inputs. Nothing in it depends
+on time or machine, so that equal calls leave equal bytes. Paths are relative to the checkpoint's folder.
+"""
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.progress import progress_file, written_digest
 from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
+from vexport.checkpoint.source import pinned_source
 from vexport.checkpoint.writer import Shard, write_index
-from vexport.files import write_text
+from vexport.files import digest_bytes, write_text
 from vexport.formats.config import quantization_config
 from vexport.outputs.digests import record_digests
 from vexport.outputs.replaceable import RECIPE
+from vexport.plan import Settings
+from vexport.scenario import Calibration as CalibrationSettings
+from vexport.scenario import Rule
 from vexport.types import Calibration, Json, Plan
+from vexport.version import __version__
 
 
 def finish(
@@ -52,3 +63,92 @@ def _copy_side_files(index: SourceIndex, folder: Path) -> None:
         if file.name not in (RECIPE, SMOOTHING):
             shutil.copyfile(file, folder / file.name)
     copy_named_templates(index.root, folder)
+
+
+SNAPSHOTS = "snapshots"
+
+
+def recipe(
+    index: SourceIndex,
+    plan: Plan,
+    rules: Sequence[Rule],
+    settings: CalibrationSettings | None,
+    calibration: Calibration | None,
+    out: Path,
+    *,
+    planning: Settings,
+    source: str,
+) -> str:
+    """The text of OUT/vexport.json, whose `scenario` is what `vexport plan` and `vexport run` read of it.
+
+    `source` is the source as it was asked for, a folder or a hub id.
+    """
+    path, folder = Path(source).expanduser(), out.resolve()
+    scenario: dict[str, Json] = {
+        "name": _name(source, plan),
+        "source": _relative(path, folder) if path.exists() else pinned_source(source, index.root),
+        "rules": [rule.model_dump(mode="json") for rule in rules],
+        "on_unsupported_shape": planning.on_unsupported_shape,
+        "serve": {"dry_tensor_parallel": list(planning.ranks)},
+    }
+    if plan.kv_cache:
+        scenario["kv_cache"] = plan.kv_cache
+    if planning.smoothing is not None:
+        scenario["smoothing"] = planning.smoothing
+    if settings is not None and calibration is not None:
+        data = settings.model_dump(mode="json", exclude_none=True)
+        local = settings.path
+        scenario["calibration"] = {**data, "data": _relative(local, folder) if local else settings.data}
+    content: dict[str, Json] = {
+        "vexport": __version__,
+        "source": scenario["source"],
+        "headers": dict(_source(index)),
+        "scenario": scenario,
+    }
+    if calibration is not None:
+        content["calibration"] = {
+            "token_ids_sha256": calibration.digest,
+            "tokens": calibration.tokens,
+            "rows": _ranges(tuple(dict.fromkeys(calibration.rows))),
+        }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def write_recipe(text: str, folder: Path) -> None:
+    """Write a recipe into a checkpoint's folder."""
+    (folder / RECIPE).write_text(text, encoding="utf-8")
+
+
+def _source(index: SourceIndex) -> Iterator[tuple[str, Json]]:
+    """The revision of a model of the hub, and a digest of config.json and of all tensors' names and shapes.
+
+    The weights' bytes are not read for it: of a folder they may have changed since.
+    """
+    if index.root.parent.name == SNAPSHOTS:
+        yield "revision", index.root.name
+    tensors = [(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in index.tensors.values()]
+    parts = json.dumps([index.config, tensors], sort_keys=True)
+    yield "config_and_headers_sha256", digest_bytes(parts.encode())
+    yield "bytes", index.num_bytes
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), folder)).as_posix()
+
+
+def _name(source: str, plan: Plan) -> str:
+    """The source's last name and the schemes, in the letters of a scenario's name."""
+    path = Path(source).expanduser()
+    name = path.resolve().name if path.exists() else source.rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join((name, *plan.schemes))).lstrip("-._") or "model"
+
+
+def _ranges(rows: Sequence[int]) -> str:
+    """Line numbers as ranges: `1-128` or `1-3,7`."""
+    ranges: list[list[int]] = []
+    for row in rows:
+        if ranges and row == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], row]
+        else:
+            ranges.append([row])
+    return ",".join("-".join(map(str, bounds)) for bounds in ranges)

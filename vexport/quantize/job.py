@@ -1,8 +1,8 @@
 """One quantization: what is asked for, and its steps plan, calibrate, write."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
-from vexport.formats.packing.base import Array
 from vexport.numerics.compiling import watch_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import (
@@ -25,11 +24,10 @@ from vexport.outputs import (
 )
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
-from vexport.plan.needs import needs_rounding, needs_search
+from vexport.plan.needs import needs_search
 from vexport.plan.source import DEFAULTS, plan_source
-from vexport.quantize.finishing import finish, forget_progress
-from vexport.quantize.recipe import recipe, write_recipe
-from vexport.quantize.samples import calibrate_plan, calibration_samples, require_calibration
+from vexport.quantize.finishing import finish, forget_progress, recipe, write_recipe
+from vexport.quantize.samples import calibrate_plan, require_calibration, round_plan
 from vexport.quantize.stream import Search, dealt, input_digest, planned_shards, write_shards
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
@@ -84,6 +82,8 @@ def quantize_source(
         _require_same_on_all_ranks(plan)
         calibration = job.calibrate(index, plan)
         rounding = write_checkpoint(job, index, plan, calibration)
+    if calibration is not None and rounding is not None:
+        calibration = rounding.completed(calibration)
     return plan, calibration, rounding
 
 
@@ -116,11 +116,17 @@ def write_checkpoint(
             job.on_progress(stage, done, total)
 
         with unchanged(index):
-            finished, rounding = _rounded(
-                replace(job, on_progress=on_progress), index, plan, calibration, aside_folder(folder)
+            finished, rounding = round_plan(
+                index,
+                plan,
+                calibration,
+                job.calibration,
+                aside_folder(folder),
+                on_progress=on_progress,
+                trust_remote_code=job.trust_remote_code,
             )
             if rounding is not None and calibration is not None:
-                calibration = replace(calibration, kv_ranges={**calibration.kv_ranges, **rounding.cached})
+                calibration = rounding.completed(calibration)
             write_shards(
                 index,
                 plan,
@@ -150,10 +156,8 @@ def _working_folder(
     if rank_and_size()[0] > 0:
         yield on_first(Path)
         return
-    digest = input_digest(index, plan, calibration, shard_bytes=job.shard_bytes)
-    # What is continued was begun with as many rows held out.
-    held_out = job.calibration.held_out if job.calibration else None
-    work = digest if held_out is None else digest_bytes(f"{digest} {held_out}".encode())
+    all_experts = job.calibration is None or job.calibration.all_experts
+    digest = input_digest(index, plan, calibration, all_experts, shard_bytes=job.shard_bytes)
     text = recipe(
         index,
         plan,
@@ -168,35 +172,9 @@ def _working_folder(
     def note(text: str) -> None:
         job.on_progress(f"quantize {text}", 1, 1)
 
-    with resumable_directory(job.out, input_digest=work, overwrite=job.overwrite, note=note) as folder:
+    with resumable_directory(job.out, input_digest=digest, overwrite=job.overwrite, note=note) as folder:
         write_recipe(text, folder)
         yield on_first(lambda: folder)
-
-
-def _rounded(
-    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None, folder: Path
-) -> tuple[Mapping[str, Array], RoundingReport | None]:
-    """The bytes of the weights that calibration text rounds, and how."""
-    if not needs_rounding(plan):
-        return {}, None
-    assert calibration is not None
-    assert job.calibration is not None
-    from vexport.calibration import default_device
-    from vexport.quantize.rounding import round_weights
-
-    return round_weights(
-        index,
-        plan,
-        calibration,
-        calibration_samples(
-            index, job.calibration, job.calibration.samples, trust_remote_code=job.trust_remote_code
-        ),
-        folder,
-        on_progress=job.on_progress,
-        trust_remote_code=job.trust_remote_code,
-        device=job.calibration.device or default_device(),
-        held_out=job.calibration.held_out,
-    )
 
 
 def _search() -> Search:

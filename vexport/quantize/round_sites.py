@@ -1,69 +1,261 @@
-"""All groups of some sites rounded, each H factorized once for the groups that share it."""
+"""The groups of some sites rounded, each H factorized once for the groups that share it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from vexport.checkpoint.tensors import read_weight
-from vexport.formats.packing.base import RoundedWeight
-from vexport.quantize.applied import QuantizedModel
-from vexport.quantize.group_inputs import GroupInputs, Site
-from vexport.quantize.round_group import round_group
-from vexport.rounding.gptq import Factor, factorize
+import torch
+
+from vexport.calibration.experts import Entered
+from vexport.calibration.gradients import TokenWeights, weights_of
+from vexport.calibration.inputs import GroupInputs, Noted, Site
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.tensors import TORCH_DTYPES, read_weight
+from vexport.formats.packing.base import Array, RoundedWeight, Scales
+from vexport.formats.schemes import get_scheme
+from vexport.numerics.ranks import gather, rank_and_size
+from vexport.quantize.model import QuantizedModel
+from vexport.quantize.stream import Stored, quantized_group
+from vexport.quantize.weight_scales import fuse, observe_weight, scales_of, search_scales
+from vexport.rounding.gptq import Factor, Grid, factorize, grid_of, stack
+from vexport.rounding.methods import METHODS, round_nearest
 from vexport.rounding.moments import Moments
-from vexport.rounding.settings import Recipe
+from vexport.rounding.settings import GPTQ, Strength, strength_of
 from vexport.types import FusionGroup
 from vexport.types.rounding import GroupRounding
 
+# Of the tokens of the text so many a column count as one that is routed to an expert, together.
+SHARED_TOKENS_PER_COLUMN = 1.0
 # The rounded weights of a group by layer name.
 GroupWeights = Mapping[str, RoundedWeight]
 
 
-def zero_moments(
-    sites: Sequence[Site], recipe_of: Callable[[FusionGroup, Site], Recipe], device: str
-) -> dict[str, Moments]:
-    """Of no tokens yet, by the name of each site."""
-    return {
-        site.name: Moments.zeros(
-            site.columns,
-            cross=any(recipe_of(group, site).strength > 0 for group in site.groups),
-            device=device,
-        )
-        for site in sites
-    }
+# Rows of a group that its reported errors are measured on: those of all take as long as the rounding.
+MEASURED_ROWS = 64
 
 
-def round_sites(
-    model: QuantizedModel,
-    inputs: GroupInputs,
-    sums: Mapping[str, Moments],
-    recipe_of: Callable[[FusionGroup, Site], Recipe],
-) -> tuple[dict[str, GroupWeights], dict[str, GroupRounding]]:
-    """The rounded weights of the groups that `sums` are for, and how each was rounded, by the group's name.
+def round_group(
+    group: FusionGroup,
+    weights: Sequence[torch.Tensor],
+    moments: Moments,
+    strength: Strength,
+    index: SourceIndex,
+    *,
+    factor: Factor | None,
+) -> tuple[Mapping[str, RoundedWeight], GroupRounding]:
+    """Round the weights (out, in) of a group's layers, which share one input: by layer name, and how.
 
-    Groups whose input was not seen have no weights: they are rounded to nearest, and it is said why. Raises
-    InputError where a weight is not finite.
+    `factor` is that of the moments' H with the strength's ridge; None where H is not positive definite.
+    Raises InputError where a weight is not finite.
     """
-    made, how = dict[str, GroupWeights](), dict[str, GroupRounding]()
-    for name, reason in inputs.unreachable.items():
-        how[name] = GroupRounding(name=name, fallback=reason)
-    for site in inputs.sites:
-        if site.name not in sums:
-            continue
-        moments, factors = sums[site.name].complete(), dict[float, Factor | None]()
-        for group in site.groups:
-            if not moments.tokens:
-                reason = "no token of the calibration text reaches it"
-                how[group.name] = GroupRounding(name=group.name, fallback=reason)
-                continue
-            recipe = recipe_of(group, site)
-            if recipe.ridge not in factors:
-                factors[recipe.ridge] = factorize(moments.hessian, recipe.ridge)
-            weights = [
-                read_weight(model.reader, model.index.tensors[member.weight], member.part)
-                for member in group.members
-            ]
-            factor = factors[recipe.ridge]
-            made[group.name], how[group.name] = round_group(
-                group, weights, moments, recipe, model.index, factor=factor
+    source = torch.cat([weight.to(torch.float32) for weight in weights])
+    method = METHODS[group.rounding]
+    wanted = source if factor is None else method.target(source, moments, strength.strength, factor)
+    sizes = [len(weight) for weight in weights]
+    scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)
+    rounded = round_nearest(wanted, grid) if factor is None else method.round(wanted, factor, grid)
+    nearest_error, error = _errors(source, wanted, rounded, grid, moments.hessian)
+    made = {
+        member.name: RoundedWeight(values=part.numpy(), scales=found)
+        for member, part, found in zip(group.members, torch.split(rounded, sizes), scales, strict=True)
+    }
+    return made, GroupRounding(
+        name=group.name,
+        rounding="nearest" if factor is None else _name(group, strength),
+        strength=strength.strength if factor else 0.0,
+        weighs_tokens=strength.weighs_tokens,
+        columns=source.shape[1],
+        fallback=None if factor else "H is not positive definite",
+        damping=factor.damping if factor else 0.0,
+        dead_columns=factor.dead if factor else 0,
+        tokens=moments.tokens,
+        nearest_error=nearest_error,
+        error=error,
+    )
+
+
+def _name(group: FusionGroup, strength: Strength) -> str:
+    """What was done: a refit of no strength is GPTQ."""
+    return "gptq" if group.rounding == "refit" and not strength.strength else group.rounding
+
+
+def _scales_and_grid(
+    group: FusionGroup, weights: Sequence[torch.Tensor], moments: Moments, index: SourceIndex
+) -> tuple[list[Scales], Grid]:
+    """The scales of each weight, sharing what the group shares, and the numbers that they leave."""
+    scheme = get_scheme(group.scheme)
+    dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]
+    importance = moments.hessian.diagonal() / max(1, moments.tokens)
+    observers = [
+        observe_weight(member, weight, group, importance, stored=dtype)
+        for member, weight, dtype in zip(group.members, weights, dtypes, strict=True)
+    ]
+    fuse(observers)
+    scales, grids = [scales_of(observer) for observer in observers], []
+    for member, found, dtype in zip(group.members, scales, dtypes, strict=True):
+        shape = (member.out_features, member.in_features)
+        in_model_dtype = scheme.format.parameters(scheme.args, shape)["weight_scale"].in_model_dtype
+        stored = dtype if in_model_dtype else torch.float32
+        grids.append(grid_of(scheme.args.weights, found, shape, stored))
+    return scales, stack(grids)
+
+
+def _errors(
+    source: torch.Tensor, wanted: torch.Tensor, rounded: torch.Tensor, grid: Grid, hessian: torch.Tensor
+) -> tuple[float, float]:
+    """|X~ (Q - W)^T|^2 / |X~ W^T|^2 to nearest and as rounded, of rows evenly spread over the group's."""
+    rows = torch.linspace(0, len(source) - 1, min(len(source), MEASURED_ROWS)).to(torch.int64)
+    exact, own = source[rows], replace(grid, scale=grid.scale[rows.numpy()], zero=grid.zero[rows.numpy()])
+    signal = float((exact @ hessian * exact).sum())
+    changes = (round_nearest(wanted[rows], own) - exact, rounded[rows] - exact)
+    before, after = (float((change @ hessian * change).sum()) for change in changes)
+    return (before / signal, after / signal) if signal else (0.0, 0.0)
+
+
+class SiteSums:
+    """The moments of what enters some sites; each rank takes in its own rows.
+
+    With `plain` all groups are rounded by GPTQ, as where nothing in front of them is quantized: a refit has
+    no errors of earlier layers to correct. `text` is how many tokens all rows have.
+    """
+
+    def __init__(
+        self,
+        model: QuantizedModel,
+        inputs: GroupInputs,
+        token_weights: TokenWeights,
+        *,
+        text: int,
+        device: str,
+        plain: bool = False,
+    ) -> None:
+        self._model, self._inputs, self._token_weights = model, inputs, token_weights
+        self._text, self._plain = text, plain
+        self._sites = [site for site in inputs.sites if site.rounded]
+        self._moments = {
+            site.name: Moments.zeros(
+                site.columns,
+                cross=any(self._strength(group, site).strength > 0 for group in site.rounded),
+                device=device,
             )
-            model.reader.release(model.index.tensors[member.weight] for member in group.members)
-    return made, how
+            for site in self._sites
+        }
+
+    def _strength(self, group: FusionGroup, site: Site) -> Strength:
+        """Plain GPTQ for groups that get other tokens in either stream."""
+        return strength_of(group) if site.is_aligned and not self._plain else GPTQ
+
+    def add(self, quantized: Noted, source: Noted) -> None:
+        """Take in what entered of one row in the quantized stream and in the source's.
+
+        The model's weights must be the source's. What does not reach a site's module changes nothing.
+        """
+        for site in self._sites:
+            here, exact = quantized.get(site.module), source.get(site.module)
+            if here is None:
+                continue
+            tokens, wanted = (one.tokens if isinstance(one, Entered) else one for one in (here, exact))
+            assert tokens is not None
+            weights = self._weights(site, tokens)
+            if isinstance(here, Entered) and site.expert is not None:
+                self._add_down(site, here, wanted, weights)
+            else:
+                rounded = self._model.rounded_input(site.groups[0], tokens)
+                self._moments[site.name].add(rounded, wanted, weights=weights)
+
+    def _weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
+        """By how much each of a row's tokens counts; None where nothing is known of it."""
+        if not all(self._strength(group, site).weighs_tokens for group in site.rounded):
+            return None
+        number = tokens.numel() // tokens.shape[-1]
+        found = weights_of(self._token_weights, self._inputs.names_of(site), number)
+        return None if found is None else found.to(tokens.device)
+
+    def _add_down(
+        self, site: Site, here: Entered, exact: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> None:
+        """An expert's own tokens, and all of the text, together as `SHARED_TOKENS_PER_COLUMN` a column.
+
+        So an expert that few tokens are routed to is rounded by what it makes of all.
+        """
+        moments, first = self._moments[site.name], self._inputs.first_of(site)
+        tokens = here.tokens if first is None else self._model.rounded_input(first, here.tokens)
+        between = self._model.rounded_input(site.groups[0], self._inputs.between(site, tokens))
+        wanted = None
+        if moments.cross is not None:
+            assert exact is not None
+            wanted = self._inputs.between(site, exact)
+        assert site.expert is not None
+        route = here.routes[site.expert]
+        moments.add(
+            between[route],
+            None if wanted is None else wanted[route],
+            weights=None if weights is None else weights[route],
+        )
+        share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, self._text))
+        moments.add(between, wanted, weights=weights, share=share)
+
+    def rounded(self, owned: Sequence[Site]) -> tuple[dict[str, GroupWeights], dict[str, GroupRounding]]:
+        """The rounded weights of the groups of these sites, and how each was rounded, by the group's name.
+
+        Groups whose input was not seen have no weights: they are rounded to nearest, and it is said why.
+        Raises InputError where a weight is not finite.
+        """
+        model, made, how = self._model, dict[str, GroupWeights](), dict[str, GroupRounding]()
+        for site in owned:
+            moments, factors = self._moments[site.name].complete(), dict[float, Factor | None]()
+            for group in site.rounded:
+                if not moments.tokens:
+                    reason = "no token of the calibration text reaches it"
+                    how[group.name] = GroupRounding(name=group.name, fallback=reason)
+                    continue
+                strength = self._with_ridge(group, site, moments.tokens)
+                if strength.ridge not in factors:
+                    factors[strength.ridge] = factorize(moments.hessian, strength.ridge)
+                tensors = [model.index.tensors[member.weight] for member in group.members]
+                weights = [
+                    read_weight(model.reader, tensor, member.part)
+                    for tensor, member in zip(tensors, group.members, strict=True)
+                ]
+                made[group.name], how[group.name] = round_group(
+                    group, weights, moments, strength, model.index, factor=factors[strength.ridge]
+                )
+                model.reader.release(tensors)
+        return made, how
+
+    def _with_ridge(self, group: FusionGroup, site: Site, tokens: int) -> Strength:
+        """A refit's ridge grows where fewer tokens than columns show its inputs."""
+        strength = self._strength(group, site)
+        if group.rounding != "refit" or self._plain:
+            return strength
+        return replace(strength, ridge=strength.ridge * max(1.0, site.columns / tokens))
+
+    def round(self, groups: Sequence[FusionGroup]) -> tuple[Stored, Mapping[str, GroupRounding]]:
+        """The bytes that replace the weights of groups, and how those of sites were rounded. All ranks call.
+
+        Sites are dealt to the ranks in their order, and groups that no site has. Raises InputError where a
+        weight is not finite.
+        """
+        for moments in self._moments.values():
+            moments.all_reduce()
+        stored, how = dict[str, Array](), dict[str, GroupRounding]()
+        for part, told in gather(self._rounded_here(groups)):
+            stored |= part
+            how |= told
+        return stored, how
+
+    def _rounded_here(self, groups: Sequence[FusionGroup]) -> tuple[Stored, Mapping[str, GroupRounding]]:
+        (rank, size), model = rank_and_size(), self._model
+        made, how = self.rounded(self._sites[rank::size])
+        owners = dict(self._owners(size))
+        stored = dict[str, Array]()
+        for number, group in enumerate(groups):
+            if owners.get(group.name, number % size) == rank:
+                rounded = made.pop(group.name, {})
+                stored |= quantized_group(
+                    group, model.index, model.calibration, model.reader, search=search_scales, rounded=rounded
+                )
+        return stored, how
+
+    def _owners(self, size: int) -> Iterator[tuple[str, int]]:
+        for number, site in enumerate(self._sites):
+            yield from ((group.name, number % size) for group in site.rounded)

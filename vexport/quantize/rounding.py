@@ -1,32 +1,101 @@
-"""The weights of a plan rounded by what calibration text shows, with the strength that answers best."""
+"""The weights of a plan rounded while calibration text walks through the model, in two streams.
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+One stream goes through the source's layers, one through those rounded so far: a layer is rounded for what
+the quantized layers before it make of the text (`vexport.quantize.in_order`), and its output, inputs rounded
+as its scheme says, is the next layer's input.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from vexport.calibration.data import Samples
-from vexport.calibration.hidden import hidden_states
-from vexport.calibration.layerwise import OnLayer
-from vexport.calibration.token_weights import EQUAL, TokenWeights, find_token_weights
-from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.smoothed import reader_of
-from vexport.files import from_json, to_json, write_text
-from vexport.formats.packing.base import Array
-from vexport.numerics.ranks import on_first, rank_and_size
-from vexport.quantize.passage import Branch
-from vexport.quantize.rounded_layers import RoundedLayers
-from vexport.quantize.two_streams import RoundingStream
-from vexport.rounding.methods import METHODS
-from vexport.rounding.settings import WEIGHING_ROWS, Recipe, trial_rows
-from vexport.types import Calibration, FusionGroup, OnProgress, Plan
-from vexport.types.rounding import RoundingReport, Strength, knows_most
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
-CHOICE = "rounding.json"
-# What was found by trying strengths on a part of the text, and how names of the layers that took begin.
-TRIAL, TRIAL_LAYERS = "trial.json", "trial-"
-TOKEN_WEIGHTS = "token-weights.json"
+from vexport.calibration.attention import CachedStates, watching_attention
+from vexport.calibration.capture import HiddenStates, hidden_states
+from vexport.calibration.data import Samples
+from vexport.calibration.forward import require_cache
+from vexport.calibration.inputs import GroupInputs, Value
+from vexport.calibration.statistics import Statistics
+from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, make_batches
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import reader_of
+from vexport.files import atomic_path, from_json, to_json, write_text
+from vexport.formats.packing.base import Array
+from vexport.numerics.ranks import add_up, gather, on_first, rank_and_size
+from vexport.quantize.in_order import InOrder, NotedRows, WaitingRows
+from vexport.quantize.model import QuantizedModel
+from vexport.quantize.stream import Stored
+from vexport.rounding.settings import strength_of
+from vexport.types import Calibration, FusionGroup, OnProgress, Plan
+from vexport.types.rounding import LayerRounding, RoundingReport
+
+REPORT = "rounding.json"
+# Rows of the source's stream that are followed where only the report asks for them.
+COMPARED_ROWS = 4
+
+
+class StoredTensors(Stored):
+    """Tensors of several files by name, each read when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+
+    def __getitem__(self, name: str) -> Array:
+        with safe_open(self._files[name], framework="np") as opened:
+            value: Array = opened.get_tensor(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+class RoundedLayers:
+    """The bytes that replace the weights of each rounded decoder layer, in files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, number: int) -> tuple[Stored, LayerRounding] | None:
+        """The bytes of a finished layer by tensor name, and how; None where it is not finished."""
+        file, told = self._files(number)
+        if not told.is_file():
+            return None
+        with safe_open(file, framework="np") as opened:
+            stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return stored, from_json(LayerRounding, told)
+
+    def how(self) -> tuple[LayerRounding, ...]:
+        """How the finished layers were rounded, in order."""
+        return tuple(from_json(LayerRounding, file) for file in sorted(self._folder.glob("layer-*.json")))
+
+    def put(self, number: int, stored: Stored, how: LayerRounding) -> None:
+        """Keep a finished layer."""
+        file, told = self._files(number)
+        with atomic_path(file) as temporary:
+            save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, temporary)
+        write_text(told, to_json(how))
+
+    def tensors(self) -> StoredTensors:
+        """The bytes of all finished layers."""
+        where = dict[str, Path]()
+        for file in sorted(self._folder.glob("layer-*.safetensors")):
+            with safe_open(file, framework="np") as opened:
+                where |= dict.fromkeys(opened.keys(), file)
+        return StoredTensors(where)
+
+    def _files(self, number: int) -> tuple[Path, Path]:
+        name = f"layer-{number:04d}"
+        return self._folder / f"{name}.safetensors", self._folder / f"{name}.json"
 
 
 def round_weights(
@@ -39,132 +108,184 @@ def round_weights(
     on_progress: OnProgress,
     trust_remote_code: bool,
     device: str,
-    held_out: int | None = None,
+    all_experts: bool = True,
 ) -> tuple[Mapping[str, Array], RoundingReport]:
     """The bytes that replace the weights, by tensor name, read as they are asked for; how they were rounded.
 
-    Finished layers lie in `folder`: a call that was broken off is continued by the next one. Where a refit
-    is asked for and there are rows to hold out, `held_out` or a share of them, several strengths run next to
-    each other and the one with the least KL over those rows is taken; plain GPTQ is among them. Of much text
-    only a part is used to choose, and all of it to round. Torchrun's ranks call it together; all see the
-    `folder`, and the first one writes there.
+    Finished layers lie in `folder`: a call that was broken off is continued by the next one. Torchrun's ranks
+    call it together; each runs its own rows, all see the `folder`, and the first one writes there. With
+    `all_experts` static scales of experts are those of all tokens, else of those routed to them.
+
+    Raises CheckpointFailed where a hidden state is not finite or a static scale's input saw no token,
+    InputError for a model that cannot run layer by layer and a weight that is not finite.
     """
-    if not on_first((folder / CHOICE).is_file):
-        with reader_of(calibration.smoothing) as reader:
-            stream = RoundingStream(
+    done, told = RoundedLayers(folder), folder / REPORT
+    if not on_first(told.is_file):
+        rank, size = rank_and_size()
+        batches = make_batches(samples)
+        with torch.no_grad(), reader_of(calibration.smoothing) as reader:
+            walk = LayerWalk(
+                index, reader, batches[rank::size], trust_remote_code=trust_remote_code, device=device
+            )
+            rounding = RoundingWalk(
+                walk,
                 index,
                 plan,
                 calibration,
                 reader,
-                tokens=sum(len(ids) for ids in samples.token_ids),
-                trust_remote_code=trust_remote_code,
-                device=device,
+                done,
+                tokens=sum(batch.ids.numel() for batch in batches),
+                all_experts=all_experts,
             )
-            weigh = partial(
-                find_token_weights,
-                index,
-                reader,
-                samples.spread(WEIGHING_ROWS),
-                on_layer=partial(on_progress, "weigh tokens (layers)"),
-                trust_remote_code=trust_remote_code,
-                device=device,
-            )
-            report = _rounded(stream, samples, folder, held_out, on_progress, weigh)
+            with hidden_states() as source, hidden_states() as quantized:
+                rounding.run(source, quantized, partial(on_progress, "round weights (layers)"))
+        if rank == 0:
+            report = RoundingReport(layers=done.how())
+            if plan.attention:
+                require_cache(index, report.cached)
+            write_text(told, to_json(report))
+    return done.tensors(), on_first(lambda: from_json(RoundingReport, told))
+
+
+class RoundingWalk:
+    """Rounds the groups of a plan, decoder layer by decoder layer, for text of so many tokens in all."""
+
+    def __init__(
+        self,
+        walk: LayerWalk,
+        index: SourceIndex,
+        plan: Plan,
+        calibration: Calibration,
+        reader: Reader,
+        done: RoundedLayers,
+        *,
+        tokens: int,
+        all_experts: bool,
+    ) -> None:
+        self._walk, self._plan, self._done, self._tokens = walk, plan, done, tokens
+        self._token_weights = calibration.token_weights
+        # What static scales and searches need of inputs is filled in as text comes to each layer.
+        self._ranges, self._importance = dict(calibration.ranges), dict(calibration.importance)
+        calibration = replace(calibration, ranges=self._ranges, importance=self._importance)
+        self._model = QuantizedModel(index, calibration, reader, walk.model, walk.weights, device=walk.device)
+        self._statistics = Statistics.needed_by(plan, all_experts=all_experts)
+        self._refits = any(strength_of(group).strength > 0 for group in plan.groups)
+
+    def run(self, source: HiddenStates, quantized: HiddenStates, on_layer: OnLayer) -> None:
+        """Round everything; `source` and `quantized` are for the hidden states of both streams."""
+        self._source, self._quantized = source, quantized
+        if self._walk.batches:
+            self._walk.begin(source)
+        for position in range(len(source)):
+            quantized.append(source[position])
+        # The source's rows that are followed, by their positions among this rank's.
+        rank, size = rank_and_size()
+        rows = range(len(source))
+        self._followed = [one for one in rows if self._refits or rank + one * size < COMPARED_ROWS]
+        self._walk.forward(self._layer, on_layer)
+        self._behind()
+
+    def _layer(self, layer: Layer) -> None:
+        groups = self._model.places.below(f"{layer.name}.", self._plan.groups)
+        inputs = self._inputs(groups)
+        exact = self._follow(inputs, partial(self._run_source, layer))
+        known = on_first(lambda: self._done.get(layer.number))
+        if known is not None:
+            stored, learnt = known
+            self._learn(learnt)
+            rounded = [one for group in groups for one in self._model.layers_of(group, stored)]
+            with self._model.applied(rounded):
+                for position in range(len(self._quantized)):
+                    self._run(layer, position)
+            return
+        cached = dict[str, CachedStates]()
+        watching = watching_attention(layer.module, layer.name, self._walk.weights.stored_name, cached)
+        runs = [partial(self._run, layer, position) for position in range(len(self._quantized))]
+        with watching if self._plan.attention else nullcontext():
+            stored, learnt = self._in_order(groups, inputs).round(WaitingRows(runs), exact)
+        add_up(cached)
+        error, ranges = self._state_error(), {name: states.ranges() for name, states in cached.items()}
+        self._put(layer.number, stored, replace(learnt, state_error=error, cached=ranges))
+
+    def _behind(self) -> None:
+        """Round what is not in a decoder layer, an output head say."""
+        number, inside = len(self._walk.layers), f"{self._walk.name}."
+        within = {group.name for group in self._model.places.below(inside, self._plan.groups)}
+        groups = [group for group in self._plan.groups if group.name not in within]
+        if not groups or on_first(lambda: self._done.get(number)) is not None:
+            return
+        inputs = self._inputs(groups)
+        exact = self._follow(inputs, self._source_logits) if inputs.sites else []
+        runs = [partial(self._logits, position) for position in range(len(self._quantized))]
+        rows = NotedRows(runs if inputs.sites else [])
+        self._put(number, *self._in_order(groups, inputs).round(rows, exact))
+
+    def _in_order(self, groups: Sequence[FusionGroup], inputs: GroupInputs) -> InOrder:
+        return InOrder(
+            self._model,
+            groups,
+            inputs,
+            self._statistics,
+            self._token_weights,
+            learn=self._learn,
+            text=self._tokens,
+            device=self._walk.device,
+        )
+
+    def _learn(self, learnt: LayerRounding) -> None:
+        """Make what inputs showed known to all that asks for static scales or importance."""
+        self._ranges.update(learnt.ranges)
+        self._importance.update(learnt.importance)
+
+    def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
+        """What enters those of the groups that text decides about."""
+        wanted = [one for one in groups if one.rounding != "nearest" or self._statistics.wants(one)]
+        return GroupInputs(self._model.places, wanted)
+
+    def _follow(self, inputs: GroupInputs, run: Callable[[int], None]) -> list[dict[str, Value]]:
+        """Run rows of the source's stream: what entered of each, where a refit asks for it."""
+        if not self._refits:
+            for position in self._followed:
+                run(position)
+            return [{} for _ in range(len(self._source))]
+        exact = list[dict[str, Value]]()
+        for position in self._followed:
+            with inputs.noted() as noted:
+                run(position)
+            exact.append(noted)
+        return exact
+
+    def _run_source(self, layer: Layer, position: int) -> None:
+        self._source[position] = layer.run(position, self._source[position].to(self._walk.device))
+
+    def _run(self, layer: Layer, position: int) -> None:
+        """Run one row of the quantized stream."""
+
+        def run() -> torch.Tensor:
+            return layer.run(position, self._quantized[position].to(self._walk.device))
+
+        made = run()
+        if not is_finite(made):
+            raise self._walk.not_finite(layer.module, layer.name, position, run)
+        self._quantized[position] = made
+
+    def _source_logits(self, position: int) -> None:
+        self._walk.logits(position, self._source[position])
+
+    def _logits(self, position: int) -> None:
+        self._walk.logits(position, self._quantized[position])
+
+    def _state_error(self) -> float:
+        """|h~ - h|^2 / |h|^2 behind a layer, over the rows that are followed. All ranks call."""
+        signal = noise = 0.0
+        for position in self._followed:
+            exact = self._source[position].to(torch.float32)
+            signal += float(exact.square().sum())
+            noise += float((self._quantized[position].to(torch.float32) - exact).square().sum())
+        signals, noises = zip(*gather((signal, noise)), strict=True)
+        return sum(noises) / sum(signals) if sum(signals) else 0.0
+
+    def _put(self, number: int, stored: Stored, how: LayerRounding) -> None:
+        """Keep a finished layer: on the first rank."""
         if rank_and_size()[0] == 0:
-            write_text(folder / CHOICE, to_json(report))
-    report = on_first(lambda: from_json(RoundingReport, folder / CHOICE))
-    return _layers(folder, report.chosen).tensors(), report
-
-
-def _token_weights(
-    recipes: Sequence[Recipe], folder: Path, weigh: Callable[[], TokenWeights]
-) -> TokenWeights:
-    """How much each token counts, where a recipe asks for it; found once for the folder."""
-    if not any(recipe.weighs_tokens for recipe in recipes):
-        return EQUAL
-    file = folder / TOKEN_WEIGHTS
-    if not on_first(file.is_file):
-        found = weigh()
-        if rank_and_size()[0] == 0:
-            write_text(file, to_json(found))
-    return on_first(lambda: from_json(TokenWeights, file))
-
-
-def _rounded(
-    stream: RoundingStream,
-    samples: Samples,
-    folder: Path,
-    held_out: int | None,
-    on_progress: OnProgress,
-    weigh: Callable[[], TokenWeights],
-) -> RoundingReport:
-    method = METHODS[knows_most(group.rounding for group in stream.groups)]
-    text, held_out = trial_text(samples, stream.groups, held_out)
-    recipes = method.recipes(layers=len(stream.layers), held_out=held_out)
-    token_weights = _token_weights(recipes, folder, weigh)
-    run = partial(_run, stream, folder=folder, token_weights=token_weights)
-    on_layer = partial(on_progress, "round weights (layers)")
-    if len(recipes) == 1:
-        return run(samples, recipes, on_layer=on_layer)
-    if not on_first((folder / TRIAL).is_file):
-        on_trial = partial(on_progress, "try strengths (layers)")
-        trial = run(text, recipes, held_out=held_out, on_layer=on_trial, prefix=TRIAL_LAYERS)
-        if rank_and_size()[0] == 0:
-            write_text(folder / TRIAL, to_json(replace(trial, layers=())))
-    for file in folder.glob(f"{TRIAL_LAYERS}*") if rank_and_size()[0] == 0 else ():
-        file.unlink()
-    found = on_first(lambda: from_json(RoundingReport, folder / TRIAL))
-    best = found.chosen
-    chosen = Recipe(strength=best.strength, ridge=best.ridge, weighs_tokens=best.weighs_tokens)
-    return replace(found, layers=run(samples, (chosen,), on_layer=on_layer).layers)
-
-
-def trial_text(samples: Samples, groups: Sequence[FusionGroup], held_out: int | None) -> tuple[Samples, int]:
-    """Rows to try strengths on, evenly spread over all, and how many of them, the last, to hold out."""
-    total, columns = len(samples.rows), max(group.members[0].in_features for group in groups)
-    tokens = sum(len(ids) for ids in samples.token_ids)
-    tried, held_out = trial_rows(total, tokens, columns, held_out)
-    held = {number * tried // held_out for number in range(held_out)}
-    order = sorted(range(tried), key=lambda number: number in held)
-    return samples.taken([number * total // tried for number in order]), held_out
-
-
-def _run(
-    stream: RoundingStream,
-    samples: Samples,
-    recipes: Sequence[Recipe],
-    *,
-    folder: Path,
-    token_weights: TokenWeights,
-    on_layer: OnLayer,
-    held_out: int = 0,
-    prefix: str = "",
-) -> RoundingReport:
-    """The branch with the least KL; of equal ones the first, which is the one nearer to GPTQ."""
-    with ExitStack() as block:
-        branches = [
-            Branch(
-                recipe=recipe,
-                hidden=block.enter_context(hidden_states()),
-                done=_layers(folder, recipe, prefix),
-            )
-            for recipe in recipes
-        ]
-        source = block.enter_context(hidden_states())
-        stream.run(samples, branches, source, on_layer, held_out=held_out, token_weights=token_weights)
-    tried = {
-        Strength(**asdict(branch.recipe), divergence=branch.divergence): branch.done for branch in branches
-    }
-    chosen = min(tried, key=lambda strength: strength.divergence or 0.0)
-    # The first rank's report counts, which may have removed these files meanwhile.
-    layers = tried[chosen].how() if rank_and_size()[0] == 0 else ()
-    return RoundingReport(chosen=chosen, tried=tuple(tried), layers=layers)
-
-
-def _layers(folder: Path, recipe: Recipe | Strength, prefix: str = "") -> RoundedLayers:
-    return RoundedLayers(folder, f"{prefix}{_name(recipe)}")
-
-
-def _name(recipe: Recipe | Strength) -> str:
-    weights = "-weighed" if recipe.weighs_tokens else ""
-    return f"strength-{recipe.strength:g}-ridge-{recipe.ridge:g}{weights}"
+            self._done.put(number, stored, how)

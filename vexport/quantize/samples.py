@@ -1,7 +1,9 @@
-"""The calibration that a plan needs: its samples, and what they show."""
+"""What calibration text decides of a plan: samples, what they show, weights rounded by them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexport.architectures.text_config import text_config
@@ -9,10 +11,12 @@ from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.errors.extras import require_extra
-from vexport.plan.needs import calibration_need
-from vexport.plan.smoothing import smoothed_groups
+from vexport.formats.packing.base import Array
+from vexport.plan.needs import calibration_need, needs_rounding
+from vexport.plan.smoothing import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.types import Calibration, FusionGroup, OnProgress, Plan, Smoothing
+from vexport.types.rounding import RoundingReport
 
 if TYPE_CHECKING:
     from vexport.calibration import Samples
@@ -36,39 +40,79 @@ def calibrate_plan(
     on_progress: OnProgress,
     trust_remote_code: bool,
 ) -> Calibration | None:
-    """What the samples show; None where the plan needs none. Raises as `require_calibration`.
+    """What the samples show before weights are rounded; None where the plan needs none.
 
-    Smoothing serves all `candidates` for the plan's layers, if there are some, else the plan's own groups.
+    Statistics of a plan that rounds by text come with the rounding, unless they are for `candidates`, which
+    smoothing serves, too. Raises as `require_calibration`, and InputError where the text does not fit.
     """
     require_calibration(plan, settings)
     if settings is None or calibration_need(plan) is None:
         return None
     require_extra("torch", "calibrating")
     from vexport.calibration import calibrate, default_device
-    from vexport.calibration.smoothing import find_smoothing
+    from vexport.calibration.forward import look_back
+    from vexport.rounding.settings import require_room, weighs_tokens
 
     device = settings.device or default_device()
     samples = calibration_samples(index, settings, settings.samples, trust_remote_code=trust_remote_code)
+    tokens = sum(len(ids) for ids in samples.token_ids)
+    if needs_rounding(plan):
+        require_room(plan.groups, tokens, len(samples.rows))
+    smoothed = smoothed_groups(candidates or plan.groups) if plan.smoothing else ()
     smoothing: Mapping[str, Smoothing] = {}
-    if plan.smoothing:
-        smoothing = find_smoothing(
+    token_weights: Mapping[str, tuple[float, ...]] = {}
+    if smoothed or weighs_tokens(plan.groups):
+        smoothing, token_weights = look_back(
             index,
-            smoothed_groups(candidates or plan.groups),
-            plan.smoothing,
-            samples,
-            on_layer=partial(on_progress, "smooth (layers)"),
+            samples.spread(SMOOTHING_ROWS if smoothed else WEIGHING_ROWS),
+            smoothed=smoothed,
+            strength=plan.smoothing or 0.0,
+            weighs_tokens=weighs_tokens(plan.groups),
+            on_layer=partial(on_progress, "look back (layers)"),
             trust_remote_code=trust_remote_code,
             device=device,
         )
     return calibrate(
         index,
-        plan,
+        plan if candidates or not needs_rounding(plan) else replace(plan, groups=(), kv_cache=None),
         samples,
         on_layer=partial(on_progress, "calibrate (layers)"),
         trust_remote_code=trust_remote_code,
         all_experts=settings.all_experts,
         device=device,
         smoothing=smoothing,
+        token_weights=token_weights,
+    )
+
+
+def round_plan(
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    settings: CalibrationSettings | None,
+    folder: Path,
+    *,
+    on_progress: OnProgress,
+    trust_remote_code: bool,
+) -> tuple[Mapping[str, Array], RoundingReport | None]:
+    """The bytes of the weights that the samples round, kept in `folder` until then, and how; none without."""
+    if not needs_rounding(plan):
+        return {}, None
+    assert calibration is not None
+    assert settings is not None
+    from vexport.calibration import default_device
+    from vexport.quantize.rounding import round_weights
+
+    return round_weights(
+        index,
+        plan,
+        calibration,
+        calibration_samples(index, settings, settings.samples, trust_remote_code=trust_remote_code),
+        folder,
+        on_progress=on_progress,
+        trust_remote_code=trust_remote_code,
+        device=settings.device or default_device(),
+        all_experts=settings.all_experts,
     )
 
 

@@ -64,6 +64,8 @@ from vexport.version import __version__
 # (group, source, calibration, reader) -> the scales of each member, for observers that search.
 Search = Callable[[FusionGroup, SourceIndex, Calibration, Reader], Sequence[Scales]]
 
+# The bytes of tensors by name.
+Stored = Mapping[str, Array]
 # Elements that a thread reads, quantizes and hands to the writer at once (4 MiB of bf16).
 RUN_ELEMENTS = 1 << 21
 # Runs that wait to be written, for each thread that makes them.
@@ -335,8 +337,10 @@ def each_warning_once() -> Iterator[None]:
         yield
 
 
-def input_digest(index: SourceIndex, plan: Plan, calibration: Calibration | None, *, shard_bytes: int) -> str:
+def input_digest(
+    index: SourceIndex, plan: Plan, calibration: Calibration | None, all_experts: bool, *, shard_bytes: int
+) -> str:
     """A digest of all that the written bytes depend on; of files, their sizes and times."""
     files = [(str(file), *status) for file, status in index.statuses.items()]
-    parts = (__version__, files, index.config, plan, calibration, shard_bytes)
+    parts = (__version__, files, index.config, plan, calibration, all_experts, shard_bytes)
     return digest_bytes(repr(parts).encode())

@@ -12,6 +12,7 @@ from vexport.checkpoint.tensors import read_weight
 from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.schemes import get_scheme
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
+from vexport.observers.mse import fit_global_scale
 from vexport.types import Calibration, FusionGroup, LinearPlan
 from vexport.types.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
 
@@ -31,10 +32,16 @@ def search_scales(
         weight = read_weight(reader, index.tensors[member.weight], member.part)
         importance = decoded(calibration.importance.get(member.name))
         observers.append(observe_weight(member, weight, group, importance, stored=weight.dtype))
-    Observer.fuse(observers)
+    fuse(observers)
     scales = [scales_of(observer) for observer in observers]
     reader.release(index.tensors[member.weight] for member in group.members)
     return scales
+
+
+def fuse(observers: Sequence[Observer]) -> None:
+    """Let the weights of a fusion group, all observed, share what vLLM has once for them."""
+    Observer.fuse(observers)
+    fit_global_scale(observers)
 
 
 def decoded(importance: str | None) -> torch.Tensor | None:

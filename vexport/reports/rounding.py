@@ -8,7 +8,7 @@ from vexport.reports import document as doc
 from vexport.reports.document import PAGE, columns, muted, parts, row
 from vexport.reports.formatting import count, percent, plural
 from vexport.types import Finding
-from vexport.types.rounding import GroupRounding, RoundingReport, Strength
+from vexport.types.rounding import GroupRounding, RoundingReport
 
 CHECK = "rounding"
 MAX_NAMED = 4
@@ -16,7 +16,7 @@ MAX_GROUPS = 400
 
 
 def rounding_lines(rounding: RoundingReport | None) -> tuple[str, ...]:
-    """What was done to how many groups, what was chosen by which measure, and what it gained."""
+    """What was done to how many groups, how strongly, and what it gained."""
     if rounding is None:
         return ()
     kinds = Counter(group.rounding for group in rounding.groups)
@@ -26,7 +26,7 @@ def rounding_lines(rounding: RoundingReport | None) -> tuple[str, ...]:
             None,
             (
                 ", ".join(f"{kind} of {plural(number, 'group')}" for kind, number in kinds.items()),
-                strength_line(rounding),
+                _strength_line(done),
                 _gain_line(done),
             ),
         )
@@ -41,18 +41,15 @@ def _gain_line(groups: Sequence[GroupRounding]) -> str:
     return f"output error {percent(after, 2)} of the signal, {percent(before, 2)} to nearest (median)"
 
 
-def strength_line(rounding: RoundingReport) -> str:
-    """The strength that was written, and what the others came to on the rows held out."""
-    others = [_measured(strength) for strength in rounding.tried if strength != rounding.chosen]
-    return _measured(rounding.chosen) + (f"; also tried: {', '.join(others)}" if others else "")
-
-
-def _measured(strength: Strength) -> str:
-    """A strength and its KL."""
-    what = f"{strength.strength:g} of the refit" if strength.strength else "no refit"
-    held_out = "" if strength.divergence is None else f" (KL {strength.divergence:.4g} on rows held out)"
-    weights = ", tokens weighed" if strength.weighs_tokens else ""
-    return f"{what}, ridge {strength.ridge:g}{weights}{held_out}"
+def _strength_line(groups: Sequence[GroupRounding]) -> str:
+    """How much of the refit the groups took, and with which ridge: the most frequent of each strength."""
+    kinds = Counter((group.strength, group.damping, group.weighs_tokens) for group in groups)
+    most = dict[float, str]()
+    for (strength, ridge, weighed), _ in kinds.most_common():
+        if strength:
+            weights = ", tokens weighed" if weighed else ""
+            most.setdefault(strength, f"{strength:g} of the refit, ridge {ridge:g}{weights}")
+    return "; ".join(most.values())
 
 
 def fallback_lines(rounding: RoundingReport | None) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """GPTQ: the columns of a weight are rounded one after another, each corrects the errors before it.
 
+The grid has the numbers that a weight may become: its format's, in units of each group's scale.
+
 Source: Frantar et al. (arXiv 2210.17323); order of columns and damping as in llm-compressor's GPTQModifier.
 """
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vexport.numerics.arithmetic import F32, Floats, Format, round_to
+from vexport.formats.arguments import QuantArgs
+from vexport.formats.packing.base import Scales
+from vexport.numerics.arithmetic import E2M1, E4M3, F32, Floats, Format, integer_format, round_to
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
-from vexport.rounding.grid import Grid
 from vexport.rounding.moments import Moments
-from vexport.rounding.settings import GPTQ, Recipe
 
 # Rows that one thread rounds at a time.
 TILE_ROWS = 64
@@ -24,6 +25,62 @@ TILE_ROWS = 64
 BLOCK_COLUMNS = 128
 # Damping is raised tenfold so many times before a layer is rounded to nearest instead.
 ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """(code - zero) * scale for every code of `form`; `scale` and `zero` (rows, groups) float32.
+
+    `width` is how many columns have one scale.
+    """
+
+    form: Format
+    scale: Floats
+    zero: Floats
+    width: int
+
+
+def number_format(args: QuantArgs) -> Format:
+    """The numbers of a weight in units of its scale."""
+    if args.is_float:
+        return E2M1 if args.num_bits == 4 else E4M3
+    return integer_format(args.num_bits, symmetric=args.symmetric)
+
+
+def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: torch.dtype) -> Grid:
+    """The grid of a weight (out, in), whose scales are stored in the dtype `stored`."""
+    rows, columns = shape
+    high, width = args.block or (1, args.group or columns)
+    groups = -(-columns // width)
+    scale = torch.from_numpy(scales.scale).to(stored).to(torch.float32)
+    if scales.global_scale is not None:
+        scale = scale / torch.from_numpy(scales.global_scale)
+    return Grid(
+        form=number_format(args),
+        scale=_spread(scale.numpy(), rows, groups, high),
+        zero=_spread(scales.zero_point, rows, groups, high),
+        width=width,
+    )
+
+
+def stack(grids: "list[Grid]") -> Grid:
+    """The grid of several weights of one scheme and one input, one below the other."""
+    first = grids[0]
+    return Grid(
+        form=first.form,
+        scale=np.concatenate([grid.scale for grid in grids]),
+        zero=np.concatenate([grid.zero for grid in grids]),
+        width=first.width,
+    )
+
+
+def _spread(values: Floats, rows: int, groups: int, high: int) -> Floats:
+    """(rows, groups) of a value a block of rows, a row, or one for all."""
+    if values.size == 1:
+        return np.full((rows, groups), values.reshape(()), np.float32)
+    blocks = values.reshape(-1, groups)
+    spread: Floats = np.ascontiguousarray(np.repeat(blocks, high, axis=0)[:rows], dtype=np.float32)
+    return spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +170,7 @@ def round_block(
 class Gptq:
     """The weights themselves, column after column."""
 
-    def recipes(self, *, layers: int, held_out: int) -> Sequence[Recipe]:
-        """llm-compressor's damping alone."""
-        return (GPTQ,)
-
-    def target(self, weight: torch.Tensor, moments: Moments, recipe: Recipe, factor: Factor) -> torch.Tensor:
+    def target(self, weight: torch.Tensor, moments: Moments, strength: float, factor: Factor) -> torch.Tensor:
         """The weights as they are."""
         return weight
 

@@ -1,15 +1,13 @@
 """The ways of rounding by name. Adding one is one class that satisfies `Method` and one entry here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from vexport.numerics.arithmetic import round_values
-from vexport.rounding.gptq import Factor, Gptq
-from vexport.rounding.grid import Grid
+from vexport.rounding.gptq import Factor, Gptq, Grid
 from vexport.rounding.moments import Moments
-from vexport.rounding.settings import Recipe, refit_recipes
 from vexport.types.rounding import Rounding
 
 
@@ -17,11 +15,7 @@ from vexport.types.rounding import Rounding
 class Method(Protocol):
     """Rounds the weights (out, in) of layers that share one input."""
 
-    def recipes(self, *, layers: int, held_out: int) -> Sequence[Recipe]:
-        """What runs next to each other, to be chosen from by the rows held out; one where there are none."""
-        ...
-
-    def target(self, weight: torch.Tensor, moments: Moments, recipe: Recipe, factor: Factor) -> torch.Tensor:
+    def target(self, weight: torch.Tensor, moments: Moments, strength: float, factor: Factor) -> torch.Tensor:
         """The weights (out, in) float32 that are to be rounded in the place of `weight`."""
         ...
 
@@ -33,11 +27,7 @@ class Method(Protocol):
 class Nearest:
     """The weights themselves, to the nearest number."""
 
-    def recipes(self, *, layers: int, held_out: int) -> Sequence[Recipe]:
-        """None: there is nothing to choose."""
-        return ()
-
-    def target(self, weight: torch.Tensor, moments: Moments, recipe: Recipe, factor: Factor) -> torch.Tensor:
+    def target(self, weight: torch.Tensor, moments: Moments, strength: float, factor: Factor) -> torch.Tensor:
         """The weights as they are."""
         return weight
 
@@ -62,15 +52,9 @@ def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
 class Refit(Gptq):
     """Corrected weights, column after column."""
 
-    def recipes(self, *, layers: int, held_out: int) -> Sequence[Recipe]:
-        """Strengths from none on; a quarter where there is nothing to choose by."""
-        return refit_recipes(layers, held_out)
-
-    def target(self, weight: torch.Tensor, moments: Moments, recipe: Recipe, factor: Factor) -> torch.Tensor:
-        """The weights corrected by the strength of the recipe, with the ridge that H was damped with."""
-        if not recipe.strength:
-            return weight
-        return refit(weight, moments, strength=recipe.strength, ridge=factor.damping)
+    def target(self, weight: torch.Tensor, moments: Moments, strength: float, factor: Factor) -> torch.Tensor:
+        """The weights corrected by `strength`, with the ridge that H was damped with."""
+        return refit(weight, moments, strength=strength, ridge=factor.damping) if strength else weight
 
 
 def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: float) -> torch.Tensor:

@@ -1,15 +1,24 @@
-"""How weights are rounded, and the strengths of a refit that are tried."""
+"""How much of a refit is taken, and how much text can be rounded by at once."""
 
-import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from vexport.errors import InputError
+from vexport.formats.arguments import input_bits
+from vexport.formats.schemes import get_scheme
+from vexport.types import FusionGroup
+
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+WAITING_BYTES = 2
+NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Strength:
     """One way to round: `strength` 0 is GPTQ. `ridge` is added to H as a share of its diagonal's mean.
 
     `weighs_tokens` says whether tokens count by the gradient behind them, or all the same.
@@ -21,77 +30,59 @@ class Recipe:
 
 
 # llm-compressor's damping.
-GPTQ = Recipe(strength=0.0, ridge=0.01)
-# A quarter of the refit: better than GPTQ in every scheme on SmolLM2-135M.
-REFIT = Recipe(strength=0.25, ridge=0.1)
-# What is tried where there is text to choose by. The first keeps a refit from losing to GPTQ; weights of
-# tokens are best for weights alone on SmolLM2-135M, and harm a refit where inputs have 4 bits.
-CANDIDATES = (GPTQ, REFIT, Recipe(strength=0.5, ridge=0.1, weighs_tokens=True))
-# What a deep model is tried with in addition.
-DEEP = (Recipe(strength=0.25, ridge=0.1, weighs_tokens=True),)
-# What a model of few layers is tried with in addition: errors of the correction add up layer after layer.
-FULL = (
-    Recipe(strength=0.5, ridge=0.03),
-    Recipe(strength=0.75, ridge=0.01),
-    Recipe(strength=1.0, ridge=0.01),
-)
-FEW_LAYERS = 8
-# Strengths are tried on so many tokens, at least so many for each column of the widest input, with one row in
-# so many held out to choose by. All of the text then goes through the one that was chosen.
-TRIAL_TOKENS, TRIAL_TOKENS_PER_COLUMN = 6144, 3
-HELD_OUT_ONE_IN = 4
-# Of less text than that, one row in so many is held out; none where there are fewer rows.
-HELD_OUT_OF_LITTLE = 8
-# Rows, spread over the text, that show how much tokens count, and how many times the work of one row each is:
-# twice forward, and back.
-WEIGHING_ROWS, WEIGHING_PASSES = 4, 3
-# Rows of the source's stream that are followed where only the report asks for them.
-COMPARED_ROWS = 4
-# Rows wait in a decoder layer until the weights in front of them are rounded, if all of the text takes no
-# more than this, nor more than half of the machine's memory: then each runs through it once. Else all run
-# through it twice, before and after it is rounded; those that strengths are tried on, too, since which one is
-# best depends on it.
-MOST_WAITING = 20 * 2**30
-WAITING_BYTES = 2
-CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+GPTQ = Strength(strength=0.0, ridge=0.01)
+# The strength of a refit by the bits of inputs, what left least KL on SmolLM2-135M (docs/rounding.md).
+REFITS = {
+    16: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
+    8: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
+    4: Strength(strength=0.5, ridge=0.3),
+}
 
 
-def refit_recipes(layers: int, held_out: int) -> tuple[Recipe, ...]:
-    """Strengths from none on, more of it for few layers; a quarter where there is nothing to choose by."""
-    if not held_out:
-        return (REFIT,)
-    return (*CANDIDATES, *(FULL if layers <= FEW_LAYERS else DEEP))
+def strength_of(group: FusionGroup) -> Strength:
+    """How a group is rounded: by its rule, else by the table above."""
+    if group.rounding != "refit":
+        return GPTQ
+    found = REFITS[input_bits(get_scheme(group.scheme).args)]
+    if group.strength is not None:
+        found = replace(found, strength=group.strength)
+    return found if group.ridge is None else replace(found, ridge=group.ridge)
+
+
+def weighs_tokens(groups: Iterable[FusionGroup]) -> bool:
+    """Whether how much tokens count has to be found for these groups."""
+    return any(strength_of(group).weighs_tokens for group in groups if group.rounding != "nearest")
 
 
 def most_waiting() -> int:
-    """How many bytes rows may take that wait in a layer on this machine."""
+    """How many bytes rows may take that wait in a layer: half of what this process may use."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such group, or one without a limit
         memory = min(memory, int(CGROUP_MEMORY.read_text(encoding="ascii")))
-    return min(MOST_WAITING, memory // 2)
+    return memory // 2
 
 
-def waiting_bytes(columns: Sequence[int], tokens: int, *, refits: bool) -> int:
+def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
     """What rows of so many tokens in all take that wait in front of the widest of a layer's inputs, 16-bit.
 
-    `columns` are those of each input. A row has what enters the widest and that as it is rounded, of the
-    others about as much as they take, and as much again is lost between; a refit keeps what enters the
-    widest in the source's stream, too.
+    A row has what enters the widest and that as it is rounded, of the others about as much as they take, and
+    as much again is lost between; a refit keeps what enters the widest in the source's stream, too.
     """
-    widest = max(columns, default=0)
-    return tokens * (sum(columns) + (3 if refits else 2) * widest) * WAITING_BYTES
+    rounded = [group for group in groups if group.rounding != "nearest"]
+    columns = {NUMBER.sub("*", group.name): group.members[0].in_features for group in rounded}
+    refits = any(strength_of(group).strength > 0 for group in rounded)
+    widest = max(columns.values(), default=0)
+    return tokens * (sum(columns.values()) + (3 if refits else 2) * widest) * WAITING_BYTES
 
 
-def trial_rows(rows: int, tokens: int, columns: int, held_out: int | None) -> tuple[int, int]:
-    """On how many rows strengths are tried, and how many of them are held out.
-
-    There are `rows` with `tokens` in all; `columns` are those of the widest input. `held_out` says how many
-    to hold out, None as many as is usual.
-    """
-    wanted = max(TRIAL_TOKENS, TRIAL_TOKENS_PER_COLUMN * columns)
-    fitted = math.ceil(wanted * rows / max(1, tokens))
-    if held_out is None:
-        held_out = max(1, fitted // (HELD_OUT_ONE_IN - 1))
-        if fitted + held_out > rows:
-            held_out = rows // HELD_OUT_OF_LITTLE
-    return min(rows, fitted + held_out), held_out
+def require_room(groups: Iterable[FusionGroup], tokens: int, samples: int) -> None:
+    """InputError where so many samples of text that wait in a layer take more memory than there is."""
+    needed, most = waiting_bytes(groups, tokens), most_waiting()
+    if needed > most:
+        fitting = samples * most // needed
+        raise InputError(
+            "calibration",
+            got=f"{samples} samples of {tokens:,} tokens, which take {needed / 1e9:.1f} GB while rounding",
+            need=f"at most {most / 1e9:.1f} GB, half of the memory",
+            fix=f"use --samples {fitting}" if fitting else "use shorter samples (seq_len in a scenario)",
+        )

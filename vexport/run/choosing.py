@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vexport.calibration.device import default_device
+from vexport.calibration.model import default_device
 from vexport.checkpoint.index import folder_digest
 from vexport.plan import build_plan, require_accepted
 from vexport.plan.needs import calibration_need

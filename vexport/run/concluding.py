@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from vexport.calibration.coverage import expert_coverage
 from vexport.checkpoint.card import inherited_card
 from vexport.errors import VexportError
 from vexport.files import from_json, write_text
@@ -46,6 +45,7 @@ from vexport.types import (
     Report,
     Verdict,
 )
+from vexport.types.calibration import expert_coverage
 from vexport.version import __version__
 
 SEEN_TEXT = "the text that decides is the calibration data: give text that the checkpoint was not made with"
@@ -135,6 +135,9 @@ def _report(run: Run) -> Report:
     scenario, root = run.scenario, run.index.root
     plan, conclusion = run.result(PLAN), run.result(CONCLUSION)
     calibration, sensitivity = run.get(CALIBRATION), run.get(SENSITIVITY)
+    rounding = rounding_of(run.folder)
+    if calibration is not None and rounding is not None:
+        calibration = rounding.completed(calibration)
     return Report(
         name=scenario.name,
         vexport=__version__,
@@ -154,7 +157,7 @@ def _report(run: Run) -> Report:
         calibration_data=portable(calibration.data) if calibration else "",
         calibration_digest=calibration.digest if calibration else None,
         experts=expert_coverage(calibration) if calibration else (),
-        rounding=rounding_of(run.folder),
+        rounding=rounding,
         check=run.result(CHECKED),
         dry_load=run.get(DRY_LOADED),
         baseline_load=run.get(LOADED_BASELINE) or NOT_RUN,

@@ -28,8 +28,7 @@ class Calibration(Section):
     rows. `pack` joins rows into samples of `seq_len` tokens; without it only plain text is joined.
 
     With `all_experts` the statistics of every expert see all tokens. `device` is torch's name of where the
-    layers run; without one it is a GPU where there is one. By `held_out` rows, without it by
-    a share of them, a refit's strength is chosen; 0 takes a quarter of the refit without a trial.
+    layers run; without one it is a GPU where there is one.
     """
 
     data: Annotated[str, Field(min_length=1)]
@@ -42,7 +41,6 @@ class Calibration(Section):
     pack: bool | None = None
     all_experts: bool = True
     device: str | None = None
-    held_out: Annotated[int, Ge(0)] | None = None
 
     @field_validator("data", mode="before")
     @classmethod

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Self, get_args
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from vexport.errors import nearest
@@ -94,15 +94,33 @@ DEFAULT_OBSERVERS: Mapping[str, object] = {
 }
 
 
+class Refit(Section):
+    """A way of rounding with its own strength, 0 (GPTQ) to 1, and ridge, a share of the mean of H's diagonal.
+
+    What is left out is the method's own (docs/rounding.md).
+    """
+
+    method: Rounding = "refit"
+    strength: Annotated[float, Ge(0), Le(1)] | None = None
+    ridge: Annotated[float, Gt(0)] | None = None
+
+    @model_validator(mode="after")
+    def _is_refit(self) -> Self:
+        if self.method != "refit":
+            raise ValueError("method refit: nothing else has a strength")
+        return self
+
+
 class Rule(Section):
     """Which layers get which scheme; in a list of rules the first match wins.
 
     `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
     `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme `auto`
     chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs calibration text;
-    without it weights of fewer than 8 bits are refitted where there is text. Without `observer` scales are
-    those that suit the rounding. `input_observer` is for static scales of inputs. Both are a name of
-    `vexport list observers` or package.module:Class; `..._kwargs` have their keywords.
+    a refit may be written `{method: refit, strength: 0.5, ridge: 0.1}`. Without it weights of fewer than 8
+    bits are refitted where there is text. Without `observer` scales are those that suit the rounding.
+    `input_observer` is for static scales of inputs. Both are a name of `vexport list observers` or
+    package.module:Class; `..._kwargs` have their keywords.
 
     A scheme is its name, also with a `group_size` (channel: one scale a row), or `weights` and
     `input_activations` as compressed-tensors writes them. Once read, all are a name in `scheme`.
@@ -119,7 +137,12 @@ class Rule(Section):
     observer_kwargs: dict[str, OptionValue] = Field(default_factory=dict)
     input_observer: str | None = None
     input_observer_kwargs: dict[str, OptionValue] = Field(default_factory=dict)
-    rounding: Rounding | None = None
+    rounding: Rounding | Refit | None = None
+
+    @property
+    def method(self) -> Rounding | None:
+        """The name of the way of rounding; None where the rule names none."""
+        return self.rounding.method if isinstance(self.rounding, Refit) else self.rounding
 
     @model_validator(mode="before")
     @classmethod
@@ -143,8 +166,8 @@ class Rule(Section):
 
     @field_validator("rounding")
     @classmethod
-    def _known_rounding(cls, value: str | None) -> str | None:
-        return None if value is None else known_name(value, ROUNDINGS)
+    def _known_rounding(cls, value: str | Refit | None) -> str | Refit | None:
+        return known_name(value, ROUNDINGS) if isinstance(value, str) else value
 
     @field_validator("observer", "input_observer")
     @classmethod

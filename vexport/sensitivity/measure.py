@@ -7,14 +7,13 @@ from pathlib import Path
 from scipy.stats import spearmanr
 
 from vexport.calibration.data import Samples
-from vexport.calibration.device import require_device
-from vexport.calibration.forward import make_batches
+from vexport.calibration.model import require_device
+from vexport.calibration.walk import LayerWalk, make_batches
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import reader_of
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.sensitivity.layer_groups import LayerGroup
-from vexport.sensitivity.stream import TrialStream
-from vexport.sensitivity.trials import Trial
+from vexport.sensitivity.stream import Trial, TrialStream
 from vexport.types import (
     Calibration,
     GroupSensitivity,
@@ -76,14 +75,10 @@ def measure(
         for option in layer_group.options
     ]
     with reader_of(calibration.smoothing) as reader:
-        stream = TrialStream(
-            index,
-            calibration,
-            reader,
-            make_batches(samples, 1),
-            trust_remote_code=trust_remote_code,
-            device=device,
+        walk = LayerWalk(
+            index, reader, make_batches(samples), trust_remote_code=trust_remote_code, device=device
         )
+        stream = TrialStream(walk, index, calibration, reader)
         inputs = digest_bytes(repr((layer_groups, calibration, samples)).encode())
         runs = TrialRuns(stream, file, inputs, on_progress)
         if method == "estimate":

@@ -11,24 +11,79 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vexport.calibration.capture import LayerCall, Rest, capture_layer_calls, replayed_layers
-from vexport.calibration.hidden import hidden_states
-from vexport.calibration.layerwise import Batch
-from vexport.calibration.model import build_on_meta, decoder_layers, tie_head, unload
-from vexport.calibration.products import fast_products
-from vexport.calibration.weights import Weights
+from vexport.calibration.capture import hidden_states
+from vexport.calibration.inputs import GroupInputs, Noted
+from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
 from vexport.numerics.metrics import divergence_of_logits
-from vexport.quantize.applied import QuantizedModel
-from vexport.quantize.round_sites import GroupWeights
-from vexport.sensitivity.trials import Trial, TrialInputs, layers_of, parameter_of
+from vexport.quantize.model import QuantizedLayer, QuantizedModel
+from vexport.quantize.round_sites import GroupWeights, SiteSums
+from vexport.quantize.stream import quantized_group
+from vexport.quantize.weight_scales import search_scales
+from vexport.sensitivity.layer_groups import Option
 from vexport.types import Calibration
 
 # The hidden states of a batch each.
 States = list[torch.Tensor]
 OnStep = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trial:
+    """A layer group in one scheme."""
+
+    unit: str
+    option: Option
+
+
+class TrialInputs:
+    """What enters the layers that a trial rounds by its text.
+
+    Nothing before the trial is quantized: a refit has no errors of earlier layers to correct and comes to
+    GPTQ for inputs that the trial's own scheme rounds, which is what is done.
+    """
+
+    def __init__(self, model: QuantizedModel, trial: Trial, *, tokens: int, device: str) -> None:
+        groups = [group for group in trial.option.groups if group.rounding != "nearest"]
+        self.inputs = GroupInputs(model.places, groups)
+        self._sums = SiteSums(model, self.inputs, {}, text=tokens, device=device, plain=True)
+
+    def add(self, noted: Noted) -> None:
+        """Take in a batch that went through the layers."""
+        self._sums.add(noted, noted)
+
+    def rounded(self) -> Mapping[str, GroupWeights]:
+        """The rounded weights by group."""
+        return self._sums.rounded(self.inputs.sites)[0]
+
+
+def layers_of(
+    model: QuantizedModel, trial: Trial, rounded: Mapping[str, GroupWeights]
+) -> Sequence[QuantizedLayer]:
+    """The trial's layers as compressed-tensors dequantizes what would be stored.
+
+    `rounded` has the weights, by group, that are not rounded to nearest. Raises InputError where a weight is
+    not finite.
+    """
+    layers = list[QuantizedLayer]()
+    for group in trial.option.groups:
+        stored = quantized_group(
+            group,
+            model.index,
+            model.calibration,
+            model.reader,
+            search=search_scales,
+            rounded=rounded.get(group.name, {}),
+        )
+        layers.extend(model.layers_of(group, stored))
+    return layers
+
+
+def parameter_of(model: QuantizedModel, trial: Trial) -> str:
+    """The name of a parameter that the trial changes; empty where the model has none of them."""
+    return model.places.parameter_of(trial.option.groups[0].members[0])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,24 +102,12 @@ class Outcome:
 class TrialStream:
     """A model that is filled layer by layer, and the trials of its groups."""
 
-    def __init__(
-        self,
-        index: SourceIndex,
-        calibration: Calibration,
-        reader: Reader,
-        batches: Sequence[Batch],
-        *,
-        trust_remote_code: bool,
-        device: str,
-    ) -> None:
-        self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
-        self.name, self.layers = decoder_layers(self.model)
-        self.ids = [batch.ids.to(device) for batch in batches]
-        self.device = device
-        self.weights = Weights(index, reader, self.model, device)
-        self.quantized = QuantizedModel(index, calibration, reader, self.model, self.weights, device=device)
-        self.weights.load_around(self.name)
-        tie_head(self.model)
+    def __init__(self, walk: LayerWalk, index: SourceIndex, calibration: Calibration, reader: Reader) -> None:
+        self.walk = walk
+        self.quantized = QuantizedModel(
+            index, calibration, reader, walk.model, walk.weights, device=walk.device
+        )
+        self.tokens = sum(ids.numel() for ids in walk.ids)
 
     def depth(self, trial: Trial) -> int:
         """The number of the decoder layer that a trial changes, that of layers where it is the output head.
@@ -79,19 +122,19 @@ class TrialStream:
                 need="a layer whose loss text can show",
                 fix="give it a rule with its own scheme and leave out `sensitivity`, or keep it",
             )
-        inside = parameter.removeprefix(f"{self.name}.")
-        return len(self.layers) if inside == parameter else int(inside.partition(".")[0])
+        inside = parameter.removeprefix(f"{self.walk.name}.")
+        return len(self.walk.layers) if inside == parameter else int(inside.partition(".")[0])
 
     def steps(self, trials: Sequence[Trial], *, carry: bool) -> int:
         """How often `run` will report a step: a trial run through a decoder layer, or to the output."""
-        last = len(self.layers)
+        last = len(self.walk.layers)
         return sum(1 + (max(0, last - self.depth(trial) - 1) if carry else 0) for trial in trials)
 
     @property
     def states_bytes(self) -> int:
         """The size of the hidden states of all batches between two layers."""
-        table = self.model.get_input_embeddings().weight
-        size: int = sum(ids.numel() for ids in self.ids) * table.shape[-1] * table.element_size()
+        table = self.walk.model.get_input_embeddings().weight
+        size: int = self.tokens * table.shape[-1] * table.element_size()
         return size
 
     @torch.no_grad()
@@ -102,42 +145,33 @@ class TrialStream:
         for trial in trials:
             at.setdefault(self.depth(trial), []).append(trial)
         carried: dict[Trial, States] = {}
-        self._load(0)
         with hidden_states() as first:
-            captured = capture_layer_calls(self.model, self.name, self.layers, self.ids, first)
-            states = [first[position].clone() for position in range(len(self.ids))]
-        # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
-        with torch.compiler.set_stance("force_eager"), fast_products(self.layers, self.device):
-            for number, layer in enumerate(self.layers):
-                if number:
-                    self._load(number)
-                calls = captured.calls[number]
-                here = at.get(number, ())
-                plain, rounded = self._plain(layer, calls, states, here)
-                for trial in carried:
-                    carried[trial] = self._forward(layer, calls, carried[trial])
-                    on_step()
-                for trial in here:
-                    made = self._try(
-                        trial, rounded[trial].rounded(), layer, calls, states, plain, outcomes[trial]
-                    )
-                    if carry:
-                        carried[trial] = made
-                    on_step()
-                unload(layer)
-                states = plain
-                if not carry and number >= max(at):
-                    break
-            if carry or len(self.layers) in at:
-                self._judge(captured.rest, states, carried, at.get(len(self.layers), ()), outcomes, on_step)
+            self.walk.begin(first)
+            states = [first[position].clone() for position in range(len(self.walk.ids))]
+
+        def visit(layer: Layer) -> None:
+            here = at.get(layer.number, ())
+            plain, rounded = self._plain(layer, states, here)
+            for trial in carried:
+                carried[trial] = self._forward(layer, carried[trial])
+                on_step()
+            for trial in here:
+                made = self._try(trial, rounded[trial].rounded(), layer, states, plain, outcomes[trial])
+                if carry:
+                    carried[trial] = made
+                on_step()
+            states[:] = plain
+
+        self.walk.forward(visit, lambda done, total: None, last=None if carry else max(at))
+        if carry or len(self.walk.layers) in at:
+            self._judge(states, carried, at.get(len(self.walk.layers), ()), outcomes, on_step)
         return outcomes
 
     def _try(
         self,
         trial: Trial,
         rounded: Mapping[str, GroupWeights],
-        layer: torch.nn.Module,
-        calls: Sequence[LayerCall],
+        layer: Layer,
         states: States,
         plain: States,
         outcome: Outcome,
@@ -145,45 +179,44 @@ class TrialStream:
         """The states after the layer with the trial in it; its errors go to `outcome`."""
         quantized = layers_of(self.quantized, trial, rounded)
         with self.quantized.applied(quantized):
-            made = self._forward(layer, calls, states)
+            made = self._forward(layer, states)
         outcome.error = relative_error(plain, made)
         if len(quantized) == 1:
             outcome.layers = {quantized[0].member.name: outcome.error}
         elif len(trial.option.groups) == 1:
             for one in quantized:
                 with self.quantized.applied((one,)):
-                    alone = self._forward(layer, calls, states)
+                    alone = self._forward(layer, states)
                 outcome.layers[one.member.name] = relative_error(plain, alone)
         return made
 
     def _plain(
-        self, layer: torch.nn.Module, calls: Sequence[LayerCall], states: States, trials: Sequence[Trial]
+        self, layer: Layer, states: States, trials: Sequence[Trial]
     ) -> tuple[States, Mapping[Trial, TrialInputs]]:
         """The states after the layer as it is, and what entered the layers that trials round by text."""
         inputs = self._inputs(trials)
         after = []
-        for call, one in zip(calls, states, strict=True):
+        for position, one in enumerate(states):
             with ExitStack() as block:
                 noted = {trial: block.enter_context(own.inputs.noted()) for trial, own in inputs.items()}
-                after.append(call.run(layer, one.to(self.device)).to("cpu"))
+                after.append(layer.run(position, one.to(self.walk.device)).to("cpu"))
             for trial, own in inputs.items():
                 own.add(noted[trial])
         return after, inputs
 
     def _inputs(self, trials: Sequence[Trial]) -> dict[Trial, TrialInputs]:
-        tokens = sum(ids.numel() for ids in self.ids)
+        device = self.walk.device
         return {
-            trial: TrialInputs(self.quantized, trial, tokens=tokens, device=self.device) for trial in trials
+            trial: TrialInputs(self.quantized, trial, tokens=self.tokens, device=device) for trial in trials
         }
 
-    def _forward(self, layer: torch.nn.Module, calls: Sequence[LayerCall], states: States) -> States:
+    def _forward(self, layer: Layer, states: States) -> States:
         return [
-            call.run(layer, one.to(self.device)).to("cpu") for call, one in zip(calls, states, strict=True)
+            layer.run(position, one.to(self.walk.device)).to("cpu") for position, one in enumerate(states)
         ]
 
     def _judge(
         self,
-        rest: Rest,
         states: States,
         carried: Mapping[Trial, States],
         heads: Sequence[Trial],
@@ -196,31 +229,21 @@ class TrialStream:
         for position, one in enumerate(states) if heads else ():
             with ExitStack() as block:
                 noted = {trial: block.enter_context(own.inputs.noted()) for trial, own in inputs.items()}
-                self._logits(position, one, rest)
+                self.walk.logits(position, one)
             for trial, own in inputs.items():
                 own.add(noted[trial])
         quantized = {trial: layers_of(self.quantized, trial, own.rounded()) for trial, own in inputs.items()}
         for position, one in enumerate(states):
-            plain = self._logits(position, one, rest)
+            plain = self.walk.logits(position, one)
             for trial, after in carried.items():
-                losses[trial] += divergence_of_logits(plain, self._logits(position, after[position], rest))
+                losses[trial] += divergence_of_logits(plain, self.walk.logits(position, after[position]))
             for trial, layers in quantized.items():
                 with self.quantized.applied(layers):
-                    losses[trial] += divergence_of_logits(plain, self._logits(position, one, rest))
-        tokens = sum(ids.numel() for ids in self.ids)
+                    losses[trial] += divergence_of_logits(plain, self.walk.logits(position, one))
         for trial, total in losses.items():
-            outcomes[trial].loss = total / tokens
+            outcomes[trial].loss = total / self.tokens
         for _ in heads:
             on_step()
-
-    def _logits(self, position: int, states: torch.Tensor, rest: Rest) -> torch.Tensor:
-        """Logits at every position of a batch, (1, tokens, vocabulary)."""
-        with replayed_layers(self.layers, states.to(self.device), rest):
-            logits: torch.Tensor = self.model(input_ids=self.ids[position], use_cache=False).logits
-        return logits
-
-    def _load(self, number: int) -> None:
-        self.weights.load(self.layers[number], f"{self.name}.{number}")
 
 
 def relative_error(plain: States, changed: States) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,8 @@ class Calibration:
     (`model.layers.0.self_attn`). `routed` has, by the name of a module of experts
     (`model.layers.0.mlp.experts`), how many tokens the router sent to each expert, whatever the experts'
     statistics saw. `smoothing` goes by the source's tensors: what else is here, but for `routed`, is of the
-    smoothed model.
+    smoothed model. `token_weights` is the mean square of the gradient behind each of the model's modules, by
+    octaves of a token's place in its row, where a refit asks for it.
     """
 
     rows: tuple[int, ...]
@@ -69,6 +71,7 @@ class Calibration:
     routed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     data: str = ""
     smoothing: Mapping[str, Smoothing] = field(default_factory=dict)
+    token_weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,21 @@ class ExpertCoverage:
     median: float
     most: int
     none: tuple[int, ...]
+
+
+def expert_coverage(calibration: Calibration) -> tuple[ExpertCoverage, ...]:
+    """One summary for each module of experts that text went through."""
+    return tuple(
+        ExpertCoverage(
+            name=name,
+            experts=len(counts),
+            fewest=min(counts),
+            median=median(counts),
+            most=max(counts),
+            none=tuple(expert for expert, tokens in enumerate(counts) if not tokens),
+        )
+        for name, counts in calibration.routed.items()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

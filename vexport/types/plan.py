@@ -84,7 +84,8 @@ class FusionGroup:
 
     `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`); a group of one
     member carries that member's name. `observer` finds the ranges of the weights, `input_observer` those of
-    inputs with static scales, where a rule names one.
+    inputs with static scales, where a rule names one. `strength` and `ridge` are those of a refit, where a
+    rule names them.
     """
 
     name: str
@@ -95,6 +96,8 @@ class FusionGroup:
     observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
     input_observer: str | None = None
     input_observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
+    strength: float | None = None
+    ridge: float | None = None
 
     @property
     def observers(self) -> str:

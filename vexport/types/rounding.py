@@ -1,9 +1,9 @@
 """How weights were rounded."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from vexport.types.calibration import KeyValueRanges
+from vexport.types.calibration import Calibration, InputRange, KeyValueRanges
 
 # The name of a way of rounding, of which the later ones know more.
 Rounding = str
@@ -15,30 +15,22 @@ SUMMARIES: Mapping[Rounding, str] = {
 ROUNDINGS = tuple(SUMMARIES)
 
 
-def knows_most(names: Iterable[Rounding]) -> Rounding:
-    """The way of rounding whose recipes the others take part in."""
-    return max(names, key=ROUNDINGS.index)
-
-
-def is_refit(name: Rounding) -> bool:
-    """Whether a way of rounding knows more than GPTQ: the source's stream, and how much each token counts."""
-    return name not in ("nearest", "gptq")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRounding:
     """How the weights of a fusion group were rounded.
 
     `fallback` says why they were rounded to nearest, although a rule asks for more. `strength` is how much
-    of the refit was taken, `damping` what was added to H, as a share of its diagonal's mean. `nearest_error`
-    and `error` are |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest and of these weights, over the
-    `tokens` of calibration that entered the `columns` of the weights, measured on 64 rows of many.
+    of the refit was taken, `weighs_tokens` whether tokens counted by the gradient behind them, `damping` what
+    was added to H, as a share of its diagonal's mean. `nearest_error` and `error` are
+    |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest and of these weights, over the `tokens` of
+    calibration that entered the `columns` of the weights, measured on 64 rows of many.
     """
 
     name: str
     rounding: Rounding = "nearest"
     fallback: str | None = None
     strength: float = 0.0
+    weighs_tokens: bool = False
     damping: float = 0.0
     columns: int = 0
     dead_columns: int = 0
@@ -52,37 +44,24 @@ class LayerRounding:
     """The groups of a decoder layer, and how far its output is from the source's: |h~ - h|^2 / |h|^2.
 
     `cached` is what the rounded layer would write to the KV cache, where that is quantized, by the attention
-    module's name in the checkpoint.
+    module's name in the checkpoint. `ranges`, `importance` and `routed` are those of a Calibration.
     """
 
     groups: tuple[GroupRounding, ...]
     state_error: float
     cached: Mapping[str, KeyValueRanges] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strength:
-    """How much of the refit was taken, and the KL over rows held out, nats per token, where some were.
-
-    `weighs_tokens` says whether tokens counted by the gradient behind them.
-    """
-
-    strength: float
-    ridge: float
-    divergence: float | None
-    weighs_tokens: bool = False
+    ranges: Mapping[str, InputRange] = field(default_factory=dict)
+    importance: Mapping[str, str] = field(default_factory=dict)
+    routed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingReport:
     """How a checkpoint's weights were rounded by calibration text.
 
-    `tried` are the strengths that ran, of which `chosen` was written; `layers` are the decoder layers in
-    order, and last what is behind them, if any of that was rounded.
+    `layers` are the decoder layers in order, and last what is behind them, if any of that was rounded.
     """
 
-    chosen: Strength
-    tried: tuple[Strength, ...]
     layers: tuple[LayerRounding, ...]
 
     @property
@@ -99,3 +78,16 @@ class RoundingReport:
     def cached(self) -> Mapping[str, KeyValueRanges]:
         """What the rounded layers would write to the KV cache, by attention module."""
         return {name: ranges for layer in self.layers for name, ranges in layer.cached.items()}
+
+    def completed(self, calibration: Calibration) -> Calibration:
+        """A calibration with what the text showed of layers while they were rounded."""
+        found = calibration
+        for layer in self.layers:
+            found = replace(
+                found,
+                ranges={**found.ranges, **layer.ranges},
+                importance={**found.importance, **layer.importance},
+                kv_ranges={**found.kv_ranges, **layer.cached},
+                routed={**found.routed, **layer.routed},
+            )
+        return found

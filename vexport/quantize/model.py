@@ -1,13 +1,16 @@
 """A model with some of its layers quantized: their weights as they are stored, their inputs rounded."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
-from vexport.calibration.weights import Weights, last_part
+from vexport.calibration.capture import replaced_forwards
+from vexport.calibration.experts import arithmetic_of
+from vexport.calibration.inputs import ExpertLayer, Places
+from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
@@ -16,9 +19,35 @@ from vexport.formats.input_rounding import InputRounding
 from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
 from vexport.plan.blocks import group_layout
-from vexport.quantize.rounded_experts import ExpertLayer, Hook, rounded_experts
 from vexport.quantize.stream import static_scales
 from vexport.types import Calibration, FusionGroup, LinearPlan
+
+# What rounds the inputs of a module.
+Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+
+
+@contextmanager
+def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) -> Iterator[None]:
+    """Within the block experts round what these hooks round; those of unknown arithmetic nothing."""
+    arithmetic = arithmetic_of(module)
+    if arithmetic is None:
+        yield
+        return
+
+    def rounded(value: torch.Tensor, expert: int, *, is_down: bool) -> torch.Tensor:
+        hook = hooks.get(ExpertLayer(expert=expert, is_down=is_down))
+        return value if hook is None or not len(value) else hook(module, (value,))[0]
+
+    def forward(*args: object, **kwargs: object) -> torch.Tensor:
+        entered, answers = arithmetic.enter(module, args, kwargs), []
+        for expert, route in enumerate(entered.routes):
+            tokens = rounded(entered.tokens[route], expert, is_down=False)
+            between = rounded(arithmetic.between(module, expert, tokens), expert, is_down=True)
+            answers.append(arithmetic.down(module, expert, between))
+        return arithmetic.leave(entered, answers)
+
+    with replaced_forwards([module], lambda number, own: forward):
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +79,7 @@ class QuantizedModel:
         self._weights = weights
         self._device = device
         self._roundings: dict[tuple[str, str], InputRounding] = {}
-        self._places = {name: place for place, (name, _) in enumerate(model.named_modules())}
-
-    def place_of(self, module: str) -> int:
-        """Where a module stands in the order of the model."""
-        return self._places[module]
-
-    def parameter_of(self, member: LinearPlan) -> str:
-        """The name of the parameter that holds a layer's weight; empty where the model has none."""
-        return next(iter(self._weights.parameters_of(member.weight)), "")
+        self.places = Places(model, weights)
 
     def layers_of(self, group: FusionGroup, stored: Mapping[str, Array]) -> Iterator[QuantizedLayer]:
         """The layers of a group as compressed-tensors dequantizes its `stored` bytes, by tensor name."""
@@ -100,13 +121,20 @@ class QuantizedModel:
         """Within the block the layers of these groups round their inputs; their weights are the source's."""
         with self._rounding(
             {
-                member: rounding.hook
+                member: partial(self._round_input, group)
                 for group in groups
-                if (rounding := self._input_rounding(group))
+                if get_scheme(group.scheme).args.input_activations is not None
                 for member in group.members
             }
         ):
             yield
+
+    def _round_input(
+        self, group: FusionGroup, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """A hook: its static scales need be known when text comes to it, not before."""
+        rounding = self._input_rounding(group)
+        return inputs if rounding is None else rounding.hook(module, inputs)
 
     @contextmanager
     def applied(self, layers: Sequence[QuantizedLayer]) -> Iterator[None]:
@@ -130,7 +158,7 @@ class QuantizedModel:
         experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
         with ExitStack() as block:
             for member, hook in hooks.items():
-                module, found = self.linear(member), self.expert(member)
+                module, found = self.places.linear(member), self.places.expert(member)
                 if module is not None:
                     block.callback(module.register_forward_pre_hook(hook).remove)
                 elif found is not None:
@@ -154,27 +182,6 @@ class QuantizedModel:
             expert = tensors[name].view(-1, *tensors[name].shape[-2:])[part.expert]
             (expert.T if part.transposed else expert)[part.start : part.stop : part.step] = layer.weight
         return tensors
-
-    def linear(self, member: LinearPlan) -> torch.nn.Module | None:
-        """The module that multiplies its input by the layer's weight alone, if there is one."""
-        owner, parameter = self._owner(member)
-        return owner if parameter == "weight" and isinstance(owner, torch.nn.Linear | Conv1D) else None
-
-    def expert(self, member: LinearPlan) -> tuple[torch.nn.Module, ExpertLayer] | None:
-        """The module of experts that holds a layer's weight, and which expert's it is; None for any other."""
-        owner, parameter = self._owner(member)
-        if owner is None or owner.get_parameter(parameter).dim() != 3:
-            return None
-        stored = self._weights.stored_as(self.parameter_of(member))
-        places = [names.index(member.weight) for names in stored if member.weight in names]
-        number = member.part.expert if member.part else places[0]
-        return owner, ExpertLayer(expert=number, is_down=parameter == "down_proj")
-
-    def _owner(self, member: LinearPlan) -> tuple[torch.nn.Module | None, str]:
-        """The module whose parameter holds a layer's weight, and the parameter's name there."""
-        name = self.parameter_of(member)
-        owner = self._model.get_submodule(name.rpartition(".")[0]) if name else None
-        return owner, last_part(name)
 
 
 @contextmanager

@@ -1,0 +1,233 @@
+"""A walk up through a model's layers and back, with the gradients of its own answers.
+
+Gradients are those of the log-probability of tokens that are drawn from the model's own answer: their second
+moments are the Fisher information, by which a small error of an input moves the KL divergence. What enters
+each layer is kept on the way up; on the way back the layer runs once more, and the gradient behind it becomes
+the one in front of it.
+
+They show how much a token counts, by its place in the text. Most attention rests on the first token: an error
+of its key or value changes every answer, hundreds of times as much as that of any later one; behind attention
+it counts for little. GPTQ takes all tokens for equal. Here each is weighed by the square of the gradient
+behind the layer (GuidedQuant, arXiv 2505.07004), averaged over places in the text: a few rows show it. The
+root of the mean left less of the KL divergence than the mean (docs/rounding.md).
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from vexport.calibration.capture import HiddenStates, hidden_states
+from vexport.calibration.experts import arithmetic_of
+from vexport.calibration.model import joined
+from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite
+
+# What enters all layers is kept until the way back: so many bytes in memory, the rest on disk.
+ENTERED_BYTES = 2**28
+# Probabilities that are held at once.
+RUN_ELEMENTS = 1 << 22
+
+# Runs a batch, the first one, through a layer again.
+Again = Callable[[], torch.Tensor]
+
+
+class GradientWatcher(Protocol):
+    """Sees the layers on the way back."""
+
+    def watching(self, layer: Layer) -> AbstractContextManager[None]:
+        """Within the block text runs through the layer, and its gradients back."""
+
+    def leave(self, layer: Layer, again: Again) -> None:
+        """What is done with a layer that all of the text has gone through; it still has its weights."""
+
+
+def walk_back(
+    walk: LayerWalk,
+    watchers: Sequence[GradientWatcher],
+    on_layer: OnLayer,
+    *,
+    entered_bytes: int = ENTERED_BYTES,
+) -> None:
+    """Run the batches of a walk up through all layers, and their gradients back.
+
+    Raises CheckpointFailed where a state is not finite, and what `LayerWalk.begin` raises.
+    """
+    with hidden_states() as hidden, hidden_states(entered_bytes) as entered:
+        Gradients(walk, watchers, hidden, entered).run(on_layer)
+
+
+class Gradients:
+    """The states of a walk on its way up, and the gradients on the way back; None where there is none."""
+
+    def __init__(
+        self,
+        walk: LayerWalk,
+        watchers: Sequence[GradientWatcher],
+        hidden: HiddenStates,
+        entered: HiddenStates,
+    ) -> None:
+        self._walk, self._watchers = walk, watchers
+        self._hidden, self._entered = hidden, entered
+        self._generator = torch.Generator(walk.device).manual_seed(0)
+        self._behind: list[torch.Tensor | None] = []
+
+    def run(self, on_layer: OnLayer) -> None:
+        """Go up and back."""
+        walk, depth = self._walk, len(self._walk.layers)
+        walk.begin(self._hidden)
+        walk.forward(self._up, lambda done, _: on_layer(done, 2 * depth))
+        walk.model.requires_grad_(False)
+        self._behind = [self._of_logits(position) for position in range(len(walk.batches))]
+        walk.backward(self._back, lambda done, _: on_layer(depth + done, 2 * depth))
+
+    def _up(self, layer: Layer) -> None:
+        for position in range(len(self._walk.batches)):
+            self._entered.append(self._hidden[position])
+            made = layer.run(position, self._before(layer, position))
+            if not is_finite(made):
+
+                def again(position: int = position) -> torch.Tensor:
+                    return layer.run(position, self._before(layer, position))
+
+                raise self._walk.not_finite(layer.module, layer.name, position, again)
+            self._hidden[position] = made
+
+    def _back(self, layer: Layer) -> None:
+        layer.module.requires_grad_(False)
+        with ExitStack() as block:
+            for watcher in self._watchers:
+                block.enter_context(watcher.watching(layer))
+            for position, behind in enumerate(self._behind):
+                self._behind[position] = self._through(layer, position, behind)
+        for watcher in self._watchers:
+            watcher.leave(layer, lambda: layer.run(0, self._before(layer, 0)))
+
+    def _before(self, layer: Layer, position: int) -> torch.Tensor:
+        """A copy of what enters a layer, on the device."""
+        states = self._entered[layer.number * len(self._walk.batches) + position]
+        return states.to(self._walk.device, copy=True)
+
+    def _through(self, layer: Layer, position: int, behind: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient in front of a layer; without one the batch runs through it all the same."""
+        found = None
+        if behind is not None:
+            states = self._before(layer, position)
+            found = _gradient(states, lambda states: layer.run(position, states), lambda _: behind)
+        if found is None:
+            layer.run(position, self._before(layer, position))
+        return found
+
+    def _of_logits(self, position: int) -> torch.Tensor | None:
+        """The gradient by what leaves the last layer."""
+        states = self._hidden[position].to(self._walk.device).clone()
+        return _gradient(states, lambda states: self._walk.logits(position, states), self._errors)
+
+    def _errors(self, logits: torch.Tensor) -> torch.Tensor:
+        """The gradient by logits (1, tokens, vocabulary): probabilities, less 1 at a token that is drawn."""
+        errors = torch.empty_like(logits)
+        rows = max(1, RUN_ELEMENTS // logits.shape[-1])
+        for part, own in zip(torch.split(logits[0], rows), torch.split(errors[0], rows), strict=True):
+            found = torch.softmax(part.to(torch.float32), -1)
+            ends = found.cumsum(-1)
+            share = torch.rand(len(found), 1, generator=self._generator, device=logits.device)
+            drawn = torch.searchsorted(ends, share * ends[:, -1:]).clamp_max(found.shape[-1] - 1)
+            own.copy_(found.scatter_add_(1, drawn, torch.full_like(share, -1.0)))
+        return errors
+
+
+def _gradient(
+    states: torch.Tensor,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    behind: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor | None:
+    """The gradient by `states` where `behind` gives that by what `forward` makes of them.
+
+    None where the model cannot be differentiated: an operation of it has no gradient, or one that overflows.
+    """
+    states.requires_grad_()
+    try:
+        with torch.enable_grad():
+            made = forward(states * 1)  # the model may change its input
+        (found,) = torch.autograd.grad(made, states, behind(made.detach()))
+    except RuntimeError as reason:
+        logging.getLogger(__name__).debug("no gradient: %s", reason)
+        return None
+    return found if bool(torch.isfinite(found).all()) else None
+
+
+# A token counts at most so many octaves more or less than the mean.
+MOST_OCTAVES = 10
+
+# The mean square of the gradient behind each module, by octaves of the token's place in its row: the tokens
+# 0, 1, 2 and 3, 4 to 7 and so on. Without a module its tokens all count the same.
+TokenWeights = Mapping[str, tuple[float, ...]]
+
+
+def weights_of(found: TokenWeights, modules: Sequence[str], tokens: int) -> torch.Tensor | None:
+    """By how much each of a row's tokens counts for these modules together, (tokens,) float32.
+
+    They go by the root mean square of the gradient, and their mean is about 1; powers of two, so that a
+    16-bit input times its weight loses no digit. None where nothing is known of any.
+    """
+    known = [torch.tensor(found[name]) for name in modules if name in found]
+    if not known:
+        return None
+    length = min(map(len, known))
+    gradients = torch.stack([one[:length] for one in known]).sum(0).sqrt()
+    weights = gradients[octaves(tokens).clamp_max(length - 1)]
+    mean = weights.mean()
+    return (
+        torch.exp2((weights / mean).log2().round().clamp(-MOST_OCTAVES, MOST_OCTAVES)) if mean > 0 else None
+    )
+
+
+def octaves(tokens: int) -> torch.Tensor:
+    """The octave of each place in a row of so many tokens, (tokens,)."""
+    places = torch.arange(tokens, dtype=torch.float64)
+    return torch.frexp(places).exponent.to(torch.int64)
+
+
+class TokenWeigher:
+    """Adds up the gradients behind the linear modules and experts of layers; rows have these `lengths`."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        # Sums of squares and how many, (2, octaves), by module.
+        self._sums: dict[str, torch.Tensor] = {}
+        self._lengths = set(lengths)
+
+    @contextmanager
+    def watching(self, layer: Layer) -> Iterator[None]:
+        """Within the block a layer's gradients are added up."""
+        with ExitStack() as block:
+            for name, module in layer.module.named_modules():
+                if isinstance(module, torch.nn.Linear) or arithmetic_of(module) is not None:
+                    handle = module.register_forward_hook(partial(self._see, joined(layer.name, name)))
+                    block.callback(handle.remove)
+            yield
+
+    def leave(self, layer: Layer, again: Again) -> None:
+        """Nothing more is to be seen of a layer."""
+
+    def found(self) -> TokenWeights:
+        """The means of what was seen."""
+        return {
+            name: tuple((squares / counts.clamp_min(1)).tolist())
+            for name, (squares, counts) in self._sums.items()
+            if bool(torch.isfinite(squares).all())
+        }
+
+    def _see(self, name: str, module: torch.nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(partial(self._add, name))  # type: ignore[no-untyped-call]
+
+    def _add(self, name: str, gradient: torch.Tensor) -> None:
+        squares = gradient.reshape(-1, gradient.shape[-1]).to("cpu", torch.float32).square().sum(-1)
+        if len(squares) not in self._lengths:  # not one of each token
+            return
+        if name not in self._sums:
+            self._sums[name] = torch.zeros(2, int(octaves(max(self._lengths))[-1]) + 1)
+        both = torch.stack([squares, torch.ones(len(squares))])
+        self._sums[name].index_add_(1, octaves(len(squares)), both)

@@ -1,0 +1,241 @@
+"""What enters the layers of fusion groups while a model runs.
+
+Linear modules show it to a hook. A module of experts has one forward for all of them: seen is what enters the
+module, and what enters each expert's layers is computed from it. Gate and up of all experts take the same
+tokens, all of the text's. An expert's down projection has its own, of what it makes of tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+
+from vexport.architectures.fusion import moe_layer
+from vexport.calibration.experts import Arithmetic, Entered, arithmetic_of
+from vexport.calibration.weights import Weights, last_part
+from vexport.types import FusionGroup, LinearPlan
+
+# What enters a module: of experts what their forward is called with.
+Value = torch.Tensor | Entered
+# That by the module's name in the model.
+Noted = Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayer:
+    """A place in a module of experts: an expert's down projection, or what takes the tokens (gate and up)."""
+
+    expert: int
+    is_down: bool
+
+
+class Places:
+    """Where the model has the layers of a plan."""
+
+    def __init__(self, model: torch.nn.Module, weights: Weights) -> None:
+        self._model, self._weights = model, weights
+        self._order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+
+    def order(self, module: str) -> int:
+        """Where a module stands in the order of the model."""
+        return self._order[module]
+
+    def parameter_of(self, member: LinearPlan) -> str:
+        """The name of the parameter that holds a layer's weight; empty where the model has none."""
+        return next(iter(self._weights.parameters_of(member.weight)), "")
+
+    def below(self, prefix: str, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
+        """The groups whose parameters' names begin so."""
+        return [group for group in groups if self.parameter_of(group.members[0]).startswith(prefix)]
+
+    def linear(self, member: LinearPlan) -> torch.nn.Module | None:
+        """The module that multiplies its input by the layer's weight alone, if there is one."""
+        owner, parameter = self._owner(member)
+        is_product = parameter == "weight" and owner is not None and owner.get_parameter("weight").dim() == 2
+        return owner if is_product and not isinstance(owner, torch.nn.Embedding) else None
+
+    def expert(self, member: LinearPlan) -> tuple[torch.nn.Module, ExpertLayer] | None:
+        """The module of experts that holds a layer's weight, and which expert's it is; None for any other."""
+        owner, parameter = self._owner(member)
+        if owner is None or owner.get_parameter(parameter).dim() != 3:
+            return None
+        stored = self._weights.stored_as(self.parameter_of(member))
+        places = [names.index(member.weight) for names in stored if member.weight in names]
+        number = member.part.expert if member.part else places[0]
+        return owner, ExpertLayer(expert=number, is_down=parameter == "down_proj")
+
+    def _owner(self, member: LinearPlan) -> tuple[torch.nn.Module | None, str]:
+        """The module whose parameter holds a layer's weight, and the parameter's name there."""
+        name = self.parameter_of(member)
+        owner = self._model.get_submodule(name.rpartition(".")[0]) if name else None
+        return owner, last_part(name)
+
+
+class _AllNoted(Exception):
+    """Ends a forward of which all inputs have been seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """An input (..., columns) that groups share: of the module `module`, there of all experts or of one.
+
+    `expert` is None for a linear module and for what all experts take. `is_aligned` says whether both streams
+    bring the same tokens in the same order: not where a router in front of the module chooses them. Of the
+    `groups` some may be rounded to nearest, and need static scales or importance alone.
+    """
+
+    name: str
+    module: str
+    columns: int
+    groups: tuple[FusionGroup, ...]
+    expert: int | None = None
+    is_aligned: bool = True
+
+    @property
+    def rounded(self) -> tuple[FusionGroup, ...]:
+        """The groups that are rounded by what enters."""
+        return tuple(group for group in self.groups if group.rounding != "nearest")
+
+
+class GroupInputs:
+    """The inputs of groups in a model, and why some groups have none that can be seen."""
+
+    def __init__(self, places: Places, groups: Sequence[FusionGroup]) -> None:
+        self._places = places
+        # The modules that an input enters, all to be shown the same one.
+        self._modules: dict[str, list[torch.nn.Module]] = {}
+        # The names of all of them.
+        self._names: dict[str, set[str]] = {}
+        # What takes the tokens of an expert, by module and expert.
+        self._firsts: dict[tuple[str, int], FusionGroup] = {}
+        self.unreachable: dict[str, str] = {}
+        found: dict[tuple[str, int | None, int], list[FusionGroup]] = {}
+        for group in groups:
+            place = self._place(group)
+            if isinstance(place, str):
+                self.unreachable[group.name] = place
+            else:
+                found.setdefault((*place, group.members[0].in_features), []).append(group)
+                names = {self._module_of(member) for member in group.members}
+                self._names.setdefault(place[0], set()).update(names)
+        self.sites = tuple(
+            Site(
+                name=shared[0].name,
+                module=module,
+                columns=columns,
+                groups=tuple(shared),
+                expert=expert,
+                is_aligned=self._is_experts(module) or moe_layer(shared[0].members[0].name) is None,
+            )
+            for (module, expert, columns), shared in found.items()
+        )
+
+    def _place(self, group: FusionGroup) -> tuple[str, int | None] | str:
+        """The module and expert that a group's input belongs to, or why it cannot be seen."""
+        member = group.members[0]
+        name = self._module_of(member)
+        linears = [self._places.linear(one) for one in group.members]
+        if linears[0] is not None and None not in linears:
+            self._modules[name] = [linear for linear in linears if linear is not None]
+            return name, None
+        found = self._places.expert(member)
+        if found is None:
+            return "the model runs no linear module with its weight"
+        module, layer = found
+        if arithmetic_of(module) is None:
+            return f"the arithmetic of {type(module).__name__} is not known"
+        self._modules[name] = [module]
+        if not layer.is_down:
+            self._firsts[name, layer.expert] = group
+        return name, layer.expert if layer.is_down else None
+
+    def _module_of(self, member: LinearPlan) -> str:
+        """The name of the module that has a member's weight."""
+        return self._places.parameter_of(member).rpartition(".")[0]
+
+    def _is_experts(self, module: str) -> bool:
+        return arithmetic_of(self._modules[module][0]) is not None
+
+    @property
+    def modules(self) -> list[str]:
+        """The names of the modules that inputs enter, in the model's order."""
+        return sorted(self._modules, key=self._places.order)
+
+    def names_of(self, site: Site) -> list[str]:
+        """The names of all modules that a site's input enters."""
+        return sorted(self._names[site.module])
+
+    def first_of(self, site: Site) -> FusionGroup | None:
+        """What makes the input of an expert's down projection of its tokens."""
+        return None if site.expert is None else self._firsts.get((site.module, site.expert))
+
+    def between(self, site: Site, tokens: torch.Tensor) -> torch.Tensor:
+        """What enters an expert's down projection (tokens, intermediate size) of tokens (tokens, hidden)."""
+        (module,) = self._modules[site.module]
+        arithmetic = arithmetic_of(module)
+        assert arithmetic is not None
+        assert site.expert is not None
+        return arithmetic.between(module, site.expert, tokens)
+
+    def only(self, module: str | None) -> "GroupInputs":
+        """Those of the groups whose input enters this module; None: of the groups that have none."""
+        part = copy(self)
+        part.sites = tuple(site for site in self.sites if site.module == module)
+        part.unreachable = {} if module else self.unreachable
+        return part
+
+    @contextmanager
+    def shown(self, show: Callable[[str, Value], None], *, once: bool = False) -> Iterator[None]:
+        """Within the block `show` gets the names of modules and what enters them, before that is rounded.
+
+        Several modules may read one input: it is shown for each, or `once` for the first of them.
+        """
+        with ExitStack() as block:
+            for name, modules in self._modules.items():
+                for module in modules[:1] if once else modules:
+                    hook = _showing(name, module, show)
+                    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                    block.callback(handle.remove)
+            yield
+
+    @contextmanager
+    def noted(self, *, only: bool = False) -> Iterator[dict[str, Value]]:
+        """Within the block the inputs of a forward are noted, before anything rounds them.
+
+        With `only` the block ends where all are, its forward's answer being of no use.
+        """
+        seen: dict[str, Value] = {}
+
+        def note(name: str, value: Value) -> None:
+            seen[name] = value
+            if only and len(seen) == len(self._modules):
+                raise _AllNoted
+
+        with suppress(_AllNoted), self.shown(note):
+            yield seen
+
+    def values(self, site: Site, value: Value, *, all_experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """What enters the layers of a site, by name: of experts all tokens, or those that each gets."""
+        members = [member for group in site.groups for member in group.members]
+        if not isinstance(value, Entered):
+            yield from ((member.name, value) for member in members)
+            return
+        tokens = value.tokens
+        if site.expert is not None:
+            tokens = self.between(site, tokens if all_experts else tokens[value.routes[site.expert]])
+        for member in members:
+            place = self._places.expert(member)
+            assert place is not None
+            is_routed = site.expert is None and not all_experts
+            yield member.name, tokens[value.routes[place[1].expert]] if is_routed else tokens
+
+
+def _showing(name: str, module: torch.nn.Module, show: Callable[[str, Value], None]) -> Callable[..., None]:
+    arithmetic: Arithmetic | None = arithmetic_of(module)
+
+    def hook(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, object]) -> None:
+        show(name, args[0] if arithmetic is None else arithmetic.enter(module, args, kwargs))
+
+    return hook
