@@ -6,7 +6,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 # Most lines and modules: what was reached, and 2 % for repairs.
-MOST = {"vexport": (51_910, 407), "tests": (28_140, 256), "scripts": (5_180, 35)}
+MOST = {"vexport": (50_600, 377), "tests": (28_000, 253), "scripts": (5_180, 35)}
 
 
 @pytest.mark.parametrize("folder", MOST)
