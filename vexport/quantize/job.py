@@ -1,16 +1,16 @@
 """One quantization: what is asked for, and its steps plan, calibrate, write."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex, unchanged
-from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
+from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard
 from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import require_extra
-from vexport.files import digest_bytes
+from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.numerics.compiling import watch_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import (
@@ -24,15 +24,18 @@ from vexport.outputs import (
 )
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
-from vexport.plan.needs import needs_search
+from vexport.plan.needs import needs_rounding, needs_search
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.finishing import finish, forget_progress, recipe, write_recipe
-from vexport.quantize.samples import calibrate_plan, require_calibration, round_plan
+from vexport.quantize.samples import PlanText, read_text, require_calibration
 from vexport.quantize.stream import Search, dealt, input_digest, planned_shards, write_shards
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
 from vexport.types import Calibration, OnProgress, Plan, silent
 from vexport.types.rounding import RoundingReport
+
+# What calibration text showed, for a call that goes on.
+STATISTICS = "statistics.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +53,6 @@ class QuantizeJob:
     # Judges the finished folder before it becomes `out`; what it returns is raised.
     prove: Callable[[Path, Plan], CheckpointFailed | None] = lambda folder, plan: None
     on_progress: OnProgress = silent
-
-    def calibrate(self, index: SourceIndex, plan: Plan) -> Calibration | None:
-        """What the samples show; None where the plan needs none."""
-        return calibrate_plan(
-            index,
-            plan,
-            self.calibration,
-            on_progress=self.on_progress,
-            trust_remote_code=self.trust_remote_code,
-        )
 
 
 def quantize_source(
@@ -80,10 +73,7 @@ def quantize_source(
         require_calibration(plan, job.calibration)
         on_plan(plan)
         _require_same_on_all_ranks(plan)
-        calibration = job.calibrate(index, plan)
-        rounding = write_checkpoint(job, index, plan, calibration)
-    if calibration is not None and rounding is not None:
-        calibration = rounding.completed(calibration)
+        calibration, rounding = write_checkpoint(job, index, plan)
     return plan, calibration, rounding
 
 
@@ -97,36 +87,34 @@ def _require_same_on_all_ranks(plan: Plan) -> None:
 
 
 def write_checkpoint(
-    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None
-) -> RoundingReport | None:
-    """Write the quantized checkpoint with its recipe, which appears whole or not at all.
+    job: QuantizeJob, index: SourceIndex, plan: Plan, known: Calibration | None = None
+) -> tuple[Calibration | None, RoundingReport | None]:
+    """Calibrate, round and write: the quantized checkpoint with its recipe appears whole or not at all.
 
-    A call that was broken off is continued by the next one with the same arguments. The answer is how the
-    weights were rounded, where calibration text decided it. InputError where a file of the source has
-    changed since `index` was read; CheckpointFailed, with OUT.failed in the place of OUT, by `job.prove`.
+    A call that was broken off is continued by the next one with the same arguments. The answer is what the
+    samples showed where they were run (`known` where that was done before), and how weights were rounded by
+    them. InputError where a file of the source has changed since `index` was read; CheckpointFailed, with
+    OUT.failed in the place of OUT, by `job.prove`.
     """
-    shards = planned_shards(index, plan, shard_bytes=job.shard_bytes)
-    with (
-        _working_folder(job, index, plan, calibration) as folder,
-        watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation,
-    ):
+    rounding, shards = None, planned_shards(index, plan, shard_bytes=job.shard_bytes)
+    with watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation:
 
         def on_progress(stage: str, done: int, total: int) -> None:
             compilation.end()
             job.on_progress(stage, done, total)
 
-        with unchanged(index):
-            finished, rounding = round_plan(
-                index,
-                plan,
-                calibration,
-                job.calibration,
-                aside_folder(folder),
-                on_progress=on_progress,
-                trust_remote_code=job.trust_remote_code,
-            )
-            if rounding is not None and calibration is not None:
-                calibration = rounding.completed(calibration)
+        text = None
+        if known is None or needs_rounding(plan):
+            trust = job.trust_remote_code
+            text = read_text(index, plan, job.calibration, on_progress=on_progress, trust_remote_code=trust)
+        inputs = input_digest(index, plan, known, text.digest if text else "", shard_bytes=job.shard_bytes)
+        with _working_folder(job, inputs) as folder, unchanged(index):
+            calibration = known
+            if text is not None:
+                calibration = known or _calibrated(text, aside_folder(folder) / STATISTICS)
+                if needs_rounding(plan):
+                    finished, rounding = text.round(calibration, aside_folder(folder))
+                    calibration = rounding.completed(calibration)
             write_shards(
                 index,
                 plan,
@@ -134,31 +122,34 @@ def write_checkpoint(
                 folder,
                 dealt(shards),
                 search=_search() if needs_search(plan) else None,
-                finished=finished,
+                finished=finished if rounding else None,
                 on_progress=on_progress,
             )
-        gather(None)  # all files are written
+            gather(None)  # all files are written
+            if rank_and_size()[0] == 0:
+                _finish(job, index, plan, calibration, folder, shards)
+    return calibration, rounding
+
+
+def _calibrated(text: PlanText, file: Path) -> Calibration:
+    """What the text shows, from `file` where an earlier call left it there."""
+    if not on_first(file.is_file):
+        found = text.calibrate()
         if rank_and_size()[0] == 0:
-            with unchanged(index):
-                finish(index, plan, calibration, folder, shards)
-            failure = job.prove(folder, plan)
-            forget_progress(folder, shards)
-            if failure is not None:
-                raise kept_as_failed(folder, job.out, failure)
-    return rounding
+            write_text(file, to_json(found))
+    return on_first(lambda: from_json(Calibration, file))
 
 
-@contextmanager
-def _working_folder(
-    job: QuantizeJob, index: SourceIndex, plan: Plan, calibration: Calibration | None
-) -> Iterator[Path]:
-    """Where OUT is made, with its recipe: the first rank's, which publishes it at the end of the block."""
-    if rank_and_size()[0] > 0:
-        yield on_first(Path)
-        return
-    all_experts = job.calibration is None or job.calibration.all_experts
-    digest = input_digest(index, plan, calibration, all_experts, shard_bytes=job.shard_bytes)
-    text = recipe(
+def _finish(
+    job: QuantizeJob,
+    index: SourceIndex,
+    plan: Plan,
+    calibration: Calibration | None,
+    folder: Path,
+    shards: Sequence[Shard],
+) -> None:
+    """Write what a checkpoint has besides its weights, and let it be judged."""
+    made_from = recipe(
         index,
         plan,
         job.rules,
@@ -168,12 +159,25 @@ def _working_folder(
         planning=job.planning,
         source=job.source,
     )
+    write_recipe(made_from, folder)
+    finish(index, plan, calibration, folder, shards)
+    failure = job.prove(folder, plan)
+    forget_progress(folder, shards)
+    if failure is not None:
+        raise kept_as_failed(folder, job.out, failure)
+
+
+@contextmanager
+def _working_folder(job: QuantizeJob, inputs: str) -> Iterator[Path]:
+    """Where OUT is made: the first rank's, which publishes it at the end of the block."""
+    if rank_and_size()[0] > 0:
+        yield on_first(Path)
+        return
 
     def note(text: str) -> None:
         job.on_progress(f"quantize {text}", 1, 1)
 
-    with resumable_directory(job.out, input_digest=digest, overwrite=job.overwrite, note=note) as folder:
-        write_recipe(text, folder)
+    with resumable_directory(job.out, input_digest=inputs, overwrite=job.overwrite, note=note) as folder:
         yield on_first(lambda: folder)
 
 

@@ -1,7 +1,7 @@
 """What calibration text decides of a plan: samples, what they show, weights rounded by them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,88 +31,117 @@ def require_calibration(plan: Plan, settings: CalibrationSettings | None) -> Non
         require_data(settings.data)
 
 
-def calibrate_plan(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanText:
+    """The calibration samples of a plan, and how they are run."""
+
+    index: SourceIndex
+    plan: Plan
+    settings: CalibrationSettings
+    samples: "Samples"
+    on_progress: OnProgress
+    trust_remote_code: bool
+
+    @property
+    def digest(self) -> str:
+        """Of all of it that written bytes depend on."""
+        return f"{self.samples.digest} {self._device} {self.settings.all_experts}"
+
+    @property
+    def _device(self) -> str:
+        from vexport.calibration import default_device
+
+        return self.settings.device or default_device()
+
+    def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> Calibration:
+        """What the samples show before weights are rounded.
+
+        Statistics of a plan that rounds by text come with the rounding, unless they are for `candidates`,
+        which smoothing serves, too.
+        """
+        from vexport.calibration import calibrate
+
+        plan = self.plan
+        smoothing, token_weights = self._look_back(candidates)
+        return calibrate(
+            self.index,
+            plan if candidates or not needs_rounding(plan) else replace(plan, groups=(), kv_cache=None),
+            self.samples,
+            on_layer=partial(self.on_progress, "calibrate (layers)"),
+            trust_remote_code=self.trust_remote_code,
+            all_experts=self.settings.all_experts,
+            device=self._device,
+            smoothing=smoothing,
+            token_weights=token_weights,
+        )
+
+    def _look_back(
+        self, candidates: Sequence[FusionGroup]
+    ) -> tuple[Mapping[str, Smoothing], Mapping[str, tuple[float, ...]]]:
+        from vexport.calibration.forward import look_back
+        from vexport.rounding.settings import weighs_tokens
+
+        smoothed = smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()
+        weighs = weighs_tokens(self.plan.groups)
+        if not smoothed and not weighs:
+            return {}, {}
+        return look_back(
+            self.index,
+            self.samples.spread(SMOOTHING_ROWS if smoothed else WEIGHING_ROWS),
+            smoothed=smoothed,
+            strength=self.plan.smoothing or 0.0,
+            weighs_tokens=weighs,
+            on_layer=partial(self.on_progress, "look back (layers)"),
+            trust_remote_code=self.trust_remote_code,
+            device=self._device,
+        )
+
+    def round(self, calibration: Calibration, folder: Path) -> tuple[Mapping[str, Array], RoundingReport]:
+        """The bytes of the weights, kept in `folder` until they are asked for, and how they were rounded."""
+        from vexport.quantize.rounding import round_weights
+
+        return round_weights(
+            self.index,
+            self.plan,
+            calibration,
+            self.samples,
+            folder,
+            on_progress=self.on_progress,
+            trust_remote_code=self.trust_remote_code,
+            device=self._device,
+            all_experts=self.settings.all_experts,
+        )
+
+
+def read_text(
     index: SourceIndex,
     plan: Plan,
     settings: CalibrationSettings | None,
     *,
-    candidates: Sequence[FusionGroup] = (),
     on_progress: OnProgress,
     trust_remote_code: bool,
-) -> Calibration | None:
-    """What the samples show before weights are rounded; None where the plan needs none.
+) -> PlanText | None:
+    """The samples that a plan needs; None where it needs none.
 
-    Statistics of a plan that rounds by text come with the rounding, unless they are for `candidates`, which
-    smoothing serves, too. Raises as `require_calibration`, and InputError where the text does not fit.
+    Raises as `require_calibration` and `calibration_samples`, and InputError where so much text cannot wait
+    in memory while weights are rounded by it.
     """
     require_calibration(plan, settings)
     if settings is None or calibration_need(plan) is None:
         return None
     require_extra("torch", "calibrating")
-    from vexport.calibration import calibrate, default_device
-    from vexport.calibration.forward import look_back
-    from vexport.rounding.settings import require_room, weighs_tokens
+    from vexport.rounding.settings import require_room
 
-    device = settings.device or default_device()
     samples = calibration_samples(index, settings, settings.samples, trust_remote_code=trust_remote_code)
-    tokens = sum(len(ids) for ids in samples.token_ids)
     if needs_rounding(plan):
-        require_room(plan.groups, tokens, len(samples.rows))
-    smoothed = smoothed_groups(candidates or plan.groups) if plan.smoothing else ()
-    smoothing: Mapping[str, Smoothing] = {}
-    token_weights: Mapping[str, tuple[float, ...]] = {}
-    if smoothed or weighs_tokens(plan.groups):
-        smoothing, token_weights = look_back(
-            index,
-            samples.spread(SMOOTHING_ROWS if smoothed else WEIGHING_ROWS),
-            smoothed=smoothed,
-            strength=plan.smoothing or 0.0,
-            weighs_tokens=weighs_tokens(plan.groups),
-            on_layer=partial(on_progress, "look back (layers)"),
-            trust_remote_code=trust_remote_code,
-            device=device,
-        )
-    return calibrate(
-        index,
-        plan if candidates or not needs_rounding(plan) else replace(plan, groups=(), kv_cache=None),
-        samples,
-        on_layer=partial(on_progress, "calibrate (layers)"),
-        trust_remote_code=trust_remote_code,
-        all_experts=settings.all_experts,
-        device=device,
-        smoothing=smoothing,
-        token_weights=token_weights,
-    )
-
-
-def round_plan(
-    index: SourceIndex,
-    plan: Plan,
-    calibration: Calibration | None,
-    settings: CalibrationSettings | None,
-    folder: Path,
-    *,
-    on_progress: OnProgress,
-    trust_remote_code: bool,
-) -> tuple[Mapping[str, Array], RoundingReport | None]:
-    """The bytes of the weights that the samples round, kept in `folder` until then, and how; none without."""
-    if not needs_rounding(plan):
-        return {}, None
-    assert calibration is not None
-    assert settings is not None
-    from vexport.calibration import default_device
-    from vexport.quantize.rounding import round_weights
-
-    return round_weights(
-        index,
-        plan,
-        calibration,
-        calibration_samples(index, settings, settings.samples, trust_remote_code=trust_remote_code),
-        folder,
+        require_room(plan.groups, sum(len(ids) for ids in samples.token_ids), len(samples.rows))
+    return PlanText(
+        index=index,
+        plan=plan,
+        settings=settings,
+        samples=samples,
         on_progress=on_progress,
         trust_remote_code=trust_remote_code,
-        device=settings.device or default_device(),
-        all_experts=settings.all_experts,
     )
 
 

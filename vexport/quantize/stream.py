@@ -338,9 +338,12 @@ def each_warning_once() -> Iterator[None]:
 
 
 def input_digest(
-    index: SourceIndex, plan: Plan, calibration: Calibration | None, all_experts: bool, *, shard_bytes: int
+    index: SourceIndex, plan: Plan, known: Calibration | None, text: str, *, shard_bytes: int
 ) -> str:
-    """A digest of all that the written bytes depend on; of files, their sizes and times."""
+    """A digest of all that the written bytes depend on; of files, their sizes and times.
+
+    `known` is what calibration showed before, `text` a digest of the text that decides the rest.
+    """
     files = [(str(file), *status) for file, status in index.statuses.items()]
-    parts = (__version__, files, index.config, plan, calibration, all_experts, shard_bytes)
+    parts = (__version__, files, index.config, plan, known, text, shard_bytes)
     return digest_bytes(repr(parts).encode())

@@ -44,7 +44,7 @@ def write(run: Run) -> SourceIndex:
     plan, calibration = run.result(PLAN), run.get(CALIBRATION)
     if calibration is not None:
         calibration = replace(calibration, smoothing=smoothing_for(plan, calibration.smoothing))
-    rounding = write_checkpoint(job, run.index, plan, calibration)
+    _, rounding = write_checkpoint(job, run.index, plan, calibration)
     if rounding is None:
         (run.folder / ROUNDING).unlink(missing_ok=True)
     else:
