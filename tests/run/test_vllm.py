@@ -1,4 +1,4 @@
-"""The main job in the real vLLM: five schemes of the demo model, and whole scenarios."""
+"""The main job in the real vLLM: schemes of the demo model, and whole scenarios."""
 
 import json
 import re
@@ -23,7 +23,6 @@ QUANTIZED_INPUTS_KL = 0.1
 SCHEMES = {
     "NVFP4": QUANTIZED_INPUTS_KL,
     "FP8": QUANTIZED_INPUTS_KL,
-    "FP8_DYNAMIC": QUANTIZED_INPUTS_KL,
     "W4A16": WEIGHT_ONLY_KL,
 }
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -6,7 +6,8 @@
 
 Every function raises what the command line prints: InputError for what was given, EnvironmentFault for what
 is missing or has died, CheckpointFailed where there is no report to return. Engines are other processes.
-`eval` is `evaluate` and `list` is `entries`, whose names hide no builtin. What is not used is not imported.
+`eval` is `evaluate` and `list` is `entries`, whose names hide no builtin; `plan_schemes` is `plan` without a
+scheme. What the command line notes is a Python warning. What is not used is not imported.
 """
 
 from importlib import import_module
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vexport.api.engines import Engine, compare, evaluate, load, run
-    from vexport.api.making import plan, quantize, repair
+    from vexport.api.making import plan, plan_schemes, quantize, repair
     from vexport.api.reading import check, entries, explain, report, verdict
     from vexport.scenario import Calibration, Evaluate, Rule, Serve
 
@@ -31,6 +32,7 @@ __all__ = [
     "explain",
     "load",
     "plan",
+    "plan_schemes",
     "quantize",
     "repair",
     "report",
@@ -39,7 +41,7 @@ __all__ = [
 ]
 # Names by the module that has them, and what commands are called whose names are builtins.
 _MODULES = {
-    "vexport.api.making": ("plan", "quantize", "repair"),
+    "vexport.api.making": ("plan", "plan_schemes", "quantize", "repair"),
     "vexport.api.reading": ("check", "entries", "explain", "report", "verdict"),
     "vexport.api.engines": ("Engine", "compare", "evaluate", "load", "run"),
     "vexport.scenario": ("Calibration", "Evaluate", "Rule", "Serve"),

@@ -1,17 +1,21 @@
 """What starts vLLM, in processes of its own."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from vexport.engine.dry.checkpoints import dry_load_checkpoints
 from vexport.engine.session import require_engine
+from vexport.formats.gpus import cards
+from vexport.plan.needs import with_default_text
 from vexport.run.comparing import compare_schemes, with_scheme
-from vexport.run.evaluating import EvalJob, evaluate_checkpoint
+from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoint
 from vexport.run.loading import load_checkpoints
 from vexport.run.scenario import run_scenario
 from vexport.run.serving import EngineOptions
 from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
+from vexport.scenario.serve import EngineArguments, with_options
 from vexport.types import (
     ComparedRun,
     DryLoadReport,
@@ -51,13 +55,15 @@ def load(
     dry: bool = False,
     tp: Sequence[int] = (1,),
     sm: Sequence[int] | None = None,
+    gpu: Sequence[str] = (),
     mode: EngineMode = "eager",
     engine: Engine | None = None,
     on_progress: OnProgress = silent,
 ) -> LoadReport | DryLoadReport:
-    """Load a checkpoint in vLLM, as `vexport load` does; with `dry` from headers, for `tp` and `sm`.
+    """Load a checkpoint in vLLM, as `vexport load` does; with `dry` from headers, for `tp`, `sm` and `gpu`.
 
-    A real load has the tensor parallel size of `engine.serve`.
+    A real load has the tensor parallel size of `engine.serve`. `gpu` has names, as "H100", whose room is
+    compared with what the model takes.
     """
     own = engine or Engine()
     if dry:
@@ -66,13 +72,14 @@ def load(
             (own.vllm_python,),
             tp=tuple(tp),
             sm=None if sm is None else tuple(sm),
+            gpus=cards(gpu),
             trust_remote_code=own.trust_remote_code,
             timeout=own.serve.timeout,
             on_progress=on_progress,
         )
         return found
-    if sm is not None or tuple(tp) != (1,):
-        raise ValueError("load: got tp or sm without dry, need dry=True, or the size in engine.serve")
+    if sm is not None or gpu or tuple(tp) != (1,):
+        raise ValueError("load: got tp, sm or gpu without dry, need dry=True, or the size in engine.serve")
     options = own.options(on_progress)
     (report,) = load_checkpoints((str(checkpoint),), (own.vllm_python,), [own.serve], (mode,), options)
     return report
@@ -85,15 +92,19 @@ def evaluate(
     *,
     engine: Engine | None = None,
     against: Name | None = None,
+    accept: Name | None = None,
     overwrite: bool = False,
     on_progress: OnProgress = silent,
-) -> Verdict:
+) -> Verdict | None:
     """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
 
-    As `vexport eval` does; lm-eval's results and the logs of vLLM go to `folder`.
+    As `vexport eval` does; lm-eval's results and the logs of vLLM go to `folder`. The answers become the
+    accepted baseline `accept` unless they fail; with that alone nothing is compared, and None returned.
     """
-    if (settings.baseline is None) == (against is None):
-        raise ValueError("evaluate: got no baseline or two, need one: settings.baseline or against")
+    if (settings.baseline and against) or not (settings.baseline or against or accept):
+        raise ValueError(
+            "evaluate: got no baseline or two, need settings.baseline or against, or accept alone"
+        )
     job = EvalJob(
         checkpoint=str(checkpoint),
         settings=settings,
@@ -101,10 +112,10 @@ def evaluate(
         options=(engine or Engine()).options(on_progress),
         overwrite=overwrite,
         against=None if against is None else Path(against),
-        accept=None,
+        accept=None if accept is None else Path(accept),
     )
     judged = evaluate_checkpoint(job)
-    assert judged is not None, "there is a baseline"
+    accept_answers(job, judged)
     return judged
 
 
@@ -113,11 +124,18 @@ def run(
     *,
     run_dir: Name | None = None,
     overwrite: bool = False,
+    tp: int | None = None,
+    engine_args: EngineArguments | None = None,
     engine: Engine | None = None,
     on_progress: OnProgress = silent,
 ) -> Report:
-    """Every stage of a scenario that is not done yet, as `vexport run` does; `serve` is the scenario's."""
-    parsed = read_scenario(Path(scenario))
+    """Every stage of a scenario that is not done yet, as `vexport run` does.
+
+    `serve` is the scenario's, with `tp` and `engine_args` in the place of what it says.
+    """
+    (parsed,) = with_default_text([read_scenario(Path(scenario))], _warn)
+    serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args or {})
+    parsed = parsed.model_copy(update={"serve": serve})
     options = (engine or Engine()).options(on_progress, parsed.serve)
     folder = parsed.run_dir if run_dir is None else Path(run_dir)
     return run_scenario(parsed, folder, options, overwrite=overwrite, file=Path(scenario))
@@ -139,8 +157,13 @@ def compare(
     base = base_scenario(str(source), schemes[0], None if scenario is None else Path(scenario))
     options = (engine or Engine()).options(on_progress, base.serve)
     folder = Path("runs") / f"compare-{base.name}" if run_dir is None else Path(run_dir)
-    scenarios = {scheme: with_scheme(base, scheme) for scheme in schemes}
-    rows, faults = compare_schemes(scenarios, folder, options, overwrite=overwrite)
+    scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes], _warn)
+    by_scheme = dict(zip(schemes, scenarios, strict=True))
+    rows, faults = compare_schemes(by_scheme, folder, options, overwrite=overwrite)
     if faults:
         raise faults[0]
     return rows
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)

@@ -1,24 +1,37 @@
 """What reads a source and makes a checkpoint."""
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexport.checkpoint.source import with_revision
+from vexport.engine.proof import failure_of
 from vexport.plan import Settings
-from vexport.plan.source import ignored_rules, plan_headers, rules_for
+from vexport.plan.needs import DEFAULT_TEXT, rounded_to_nearest, rules_need_calibration
+from vexport.plan.source import ignored_rules, plan_headers, rules_for, table_of_schemes
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.reports.quantized import quantized_answer
-from vexport.scenario import Calibration, GroupSize, Rule
+from vexport.scenario import (
+    Calibration,
+    GroupSize,
+    Rule,
+    default_calibration,
+    is_scenario,
+    read_scenario,
+)
 from vexport.scenario.llmcompressor import read_recipe
+from vexport.sensitivity.auto import plan_scenario
 from vexport.types import (
     KvCache,
     OnProgress,
     OnUnsupportedShape,
     Plan,
     Quantized,
+    SchemeTable,
     silent,
 )
 from vexport.types.rounding import Rounding
@@ -36,6 +49,7 @@ def plan(
     recipe: Name | None = None,
     rules: Sequence[Rule] = (),
     revision: str | None = None,
+    run_dir: Name | None = None,
     group_size: GroupSize | None = None,
     observer: str | None = None,
     input_observer: str | None = None,
@@ -50,8 +64,25 @@ def plan(
 ) -> Plan:
     """What quantizing would do, from headers alone, as `vexport plan` shows; its `refusals` are not raised.
 
-    One of `scheme`, `recipe` and `rules` says how; `has_text` says whether there will be calibration text.
+    One of `scheme`, `recipe` and `rules` says how; `has_text` says whether there will be calibration text. Or
+    `source` is the file of a scenario, which says all; `run_dir` has what its `scheme: auto` chooses by.
     """
+    if is_scenario(str(source)):
+        given = (
+            scheme,
+            recipe,
+            revision,
+            group_size,
+            observer,
+            input_observer,
+            rounding,
+            kv_cache,
+            smoothing,
+        )
+        if rules or ignore or any(each is not None for each in given):
+            raise ValueError(f"plan: got arguments next to {source}, need them in the scenario")
+        folder = None if run_dir is None else Path(run_dir)
+        return plan_scenario(read_scenario(Path(source)), folder, on_progress)[1]
     wanted, settings = _wanted(
         scheme,
         recipe,
@@ -70,6 +101,22 @@ def plan(
         ignore=ignore,
     )
     return plan_headers(with_revision(str(source), revision), wanted, settings, on_progress)[1]
+
+
+def plan_schemes(
+    source: Name,
+    *,
+    revision: str | None = None,
+    group_size: GroupSize | None = None,
+    ignore: Sequence[str] = (),
+    kv_cache: KvCache | None = None,
+    tp: Sequence[int] = (1,),
+    on_progress: OnProgress = silent,
+) -> SchemeTable:
+    """What every scheme would give, as `vexport plan` shows where none is named."""
+    settings = Settings(ranks=tuple(tp), kv_cache=kv_cache)
+    name = with_revision(str(source), revision)
+    return table_of_schemes(name, ignored_rules(ignore), settings, on_progress, group_size)
 
 
 def quantize(
@@ -91,6 +138,7 @@ def quantize(
     tp: Sequence[int] = (1,),
     calibration: Calibration | Name | None = None,
     max_shard_size: int = 5_000_000_000,
+    verify: bool = True,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     on_progress: OnProgress = silent,
@@ -99,7 +147,9 @@ def quantize(
 
     `scheme` is for all linear layers but those to `ignore`; `rules` say the same layer by layer, `recipe` is
     a file of llm-compressor. `calibration` may be the name of the data alone; without any a scheme that needs
-    samples is an InputError.
+    samples takes the text that ships with vexport. What was written is checked before it becomes `out`; with
+    `verify`, where vLLM is installed and VEXPORT_NO_VERIFY not set, by a dry load too: CheckpointFailed, and
+    OUT.failed, where it fails.
     """
     data = Calibration(data=str(calibration)) if isinstance(calibration, str | Path) else calibration
     wanted, settings = _wanted(
@@ -119,6 +169,13 @@ def quantize(
         rounding=rounding,
         ignore=ignore,
     )
+    if data is None and rules_need_calibration(wanted, settings.kv_cache, settings.smoothing):
+        warnings.warn(DEFAULT_TEXT, stacklevel=2)
+        data, wanted, settings = (
+            default_calibration(),
+            rounded_to_nearest(wanted),
+            replace(settings, has_text=True),
+        )
     job = QuantizeJob(
         source=with_revision(str(source), revision),
         out=Path(out),
@@ -128,6 +185,16 @@ def quantize(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         shard_bytes=max_shard_size,
+        prove=partial(
+            failure_of,
+            Path(out),
+            tp=tuple(tp),
+            dry=verify and not os.environ.get("VEXPORT_NO_VERIFY"),
+            trust_remote_code=trust_remote_code,
+            note=warnings.warn,
+            keeping=lambda patterns: f"ignore={[*ignore, *patterns]}",
+            on_progress=on_progress,
+        ),
         on_progress=on_progress,
     )
     planned, seen, rounded = quantize_source(job)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from vexport.cli.base import command, conclude, print_text
-from vexport.cli.effects import with_default_text
+from vexport.cli.base import command, conclude, note, print_text
 from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import PATH, Answer, format_option
 from vexport.errors.extras import raise_problems
@@ -63,9 +62,10 @@ def compare(
         raise click.UsageError("--schemes: name at least one scheme.")
     base = base_scenario(source, schemes[0], scenario_file)
     require_engine((interpreter.vllm_python,))
+    from vexport.plan.needs import with_default_text
     from vexport.run.comparing import compare_schemes, with_scheme
 
-    scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes])
+    scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes], note)
     folder = run_dir or Path("runs") / f"compare-{base.name}"
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(base.serve, on_progress)

@@ -4,17 +4,11 @@ Permissions and limits (--trust-remote-code, --overwrite, --timeout, --quiet, --
 needed; they are never worth a note.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import click
 from click.core import ParameterSource
 
 from vexport.cli.base import note
 from vexport.types import Plan
-
-if TYPE_CHECKING:
-    from vexport.scenario import Scenario
 
 CALIBRATION_OPTIONS = ("samples", "seq_len", "seed", "pack", "all_experts", "device")
 PLAN_OPTIONS = (
@@ -73,30 +67,6 @@ def note_unused(names: tuple[str, ...], reason: str) -> None:
     extra = given_options(*names)
     if extra:
         note(f"{_listed(extra)} {'has' if len(extra) == 1 else 'have'} no effect {reason}")
-
-
-def with_default_text(scenarios: "Sequence[Scenario]") -> "list[Scenario]":
-    """Scenarios of one kind; where one needs text and none is named, all with vexport's own, and a note."""
-    from vexport.plan.needs import rounded_to_nearest, rules_need_calibration
-    from vexport.scenario import default_calibration
-
-    needy = (one for one in scenarios if rules_need_calibration(one.rules, one.kv_cache, one.smoothing))
-    if all(one.calibration is not None for one in needy):
-        return list(scenarios)
-    note_default_calibration()
-    text = default_calibration()
-    return [
-        one.model_copy(update={"calibration": text, "rules": rounded_to_nearest(one.rules)})
-        for one in scenarios
-    ]
-
-
-def note_default_calibration() -> None:
-    """A note that text was needed and none was named."""
-    note(
-        "no calibration data was named: vexport's own text is used (`default`); "
-        "text like what the model will serve gives better scales"
-    )
 
 
 def note_unused_calibration(plan: Plan) -> None:

@@ -157,11 +157,8 @@ def evaluate(
     subject.require_consistent(comparison)
     serve = session.serve(tp)
     require_engine((interpreter.vllm_python,))
-    from vexport.evaluation.accepted import require_writable
     from vexport.run.evaluating import EvalJob, evaluate_checkpoint
 
-    if comparison.accept:
-        require_writable(comparison.accept)
     with progress_display(quiet=answer.quiet) as on_progress:
         job = EvalJob(
             checkpoint=checkpoint,
@@ -221,15 +218,12 @@ def _settings(
 
 def _answer(job: "EvalJob", verdict: Verdict | None, answer: Answer) -> None:
     """Print the verdict, write the accepted baseline, and exit by the outcome."""
-    from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted
     from vexport.reports import render_verdict
-    from vexport.run.serving import CANDIDATE
+    from vexport.run.evaluating import accept_answers
 
     if verdict:
         print_text(render_verdict(verdict, answer.format_))
-    if job.accept and (verdict is None or verdict.outcome != "FAIL"):
-        choice = choice_of(read_accepted(job.against)) if job.against else job.settings.gate
-        accepted = accept_results(job.folder / CANDIDATE, job.accept, choice)
-        click.echo(f"accepted: {job.accept}: {gates_of(accepted)}", err=verdict is not None)
+    if text := accept_answers(job, verdict):
+        click.echo(text, err=verdict is not None)
     if verdict:
         conclude(verdict.outcome, job.checkpoint, verdict.reason)

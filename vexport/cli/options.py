@@ -137,19 +137,12 @@ def capabilities(text: str) -> tuple[int, ...]:
 
 def gpus(text: str) -> tuple["Card", ...]:
     """Names of GPUs separated by commas, each once: `H100,l40s`. A type for click."""
-    from vexport.formats.gpus import CARDS
+    from vexport.formats.gpus import cards
 
-    names = {name.lower(): card for name, card in CARDS.items()}
-    parts = dict.fromkeys(part.strip().lower().replace(" ", "") for part in text.split(","))
-    for part in parts:
-        if part not in names:
-            raise click.BadParameter(f"{part!r} is not a known GPU. Known: {', '.join(CARDS)}.")
-    return tuple(names[part] for part in parts)
-
-
-def is_scenario(source: str) -> bool:
-    """Whether what stands for SOURCE|SCENARIO is the file of a scenario, or the recipe of a checkpoint."""
-    return source.endswith((".yaml", ".yml", "/vexport.json")) or source == "vexport.json"
+    try:
+        return cards(text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 class FormatOption(click.Option):

@@ -8,7 +8,7 @@ import click
 
 from vexport.cli.base import command, note, print_text, require_plan
 from vexport.cli.effects import PLAN_OPTIONS, given_values, note_unused, require_scenario_alone
-from vexport.cli.options import PATH, Answer, format_option, is_scenario, revision_option
+from vexport.cli.options import PATH, Answer, format_option, revision_option
 from vexport.cli.planning import PlanOptions, plan_options, requested_rules, scheme_option
 from vexport.errors import InputError
 from vexport.types import Outlook, Plan
@@ -51,6 +51,7 @@ def plan(
       vexport plan SCENARIO.yaml
     """
     from vexport.checkpoint.source import with_revision
+    from vexport.scenario import is_scenario
 
     if run_dir and not is_scenario(source):
         raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from vexport.cli.base import command, note, print_text
 from vexport.cli.effects import (
     CALIBRATION_OPTIONS,
-    note_default_calibration,
     note_unused,
     note_unused_calibration,
 )
@@ -34,13 +32,9 @@ from vexport.cli.planning import (
     requested_rules,
     scheme_option,
 )
-from vexport.errors import CheckpointFailed
 from vexport.errors.extras import require_extra
 from vexport.types import Calibration, ExpertCoverage, Plan
 from vexport.types.rounding import RoundingReport
-
-if TYPE_CHECKING:
-    from vexport.types import OnProgress
 
 
 @command()
@@ -93,7 +87,8 @@ def quantize(
     from vexport.checkpoint.data_name import DEFAULT
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
-    from vexport.plan.needs import rounded_to_nearest, rules_need_calibration
+    from vexport.engine.proof import failure_of
+    from vexport.plan.needs import DEFAULT_TEXT, rounded_to_nearest, rules_need_calibration
     from vexport.quantize.job import QuantizeJob, quantize_source
 
     is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, or alone: the one that speaks
@@ -107,7 +102,7 @@ def quantize(
         if not is_first:
             return
         if is_default:
-            note_default_calibration()
+            note(DEFAULT_TEXT)
         elif samples is not None:
             note_unused_calibration(plan)
         else:
@@ -123,7 +118,16 @@ def quantize(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             shard_bytes=max_shard_size,
-            prove=partial(_prove, out, options.settings.ranks, no_verify, trust_remote_code, on_progress),
+            prove=partial(
+                failure_of,
+                out,
+                tp=options.settings.ranks,
+                dry=not no_verify,
+                trust_remote_code=trust_remote_code,
+                note=note,
+                keeping=_keeping,
+                on_progress=on_progress,
+            ),
             on_progress=on_progress,
         )
         plan, seen, rounding = quantize_source(job, notes)
@@ -131,28 +135,10 @@ def quantize(
         _print(out, plan, seen, rounding, answer)
 
 
-def _prove(
-    out: Path,
-    tp: Sequence[int],
-    no_verify: bool,
-    trust_remote_code: bool,
-    on_progress: "OnProgress",
-    folder: Path,
-    plan: Plan,
-) -> CheckpointFailed | None:
-    """Why what was written is not to become OUT, with the command that keeps the layer at fault."""
-    from vexport.engine.proof import prove
-
-    proof = prove(
-        folder, plan, tp=tp, dry=not no_verify, trust_remote_code=trust_remote_code, on_progress=on_progress
-    )
-    for text in proof.not_judged:
-        note(text.replace(str(folder), str(out)))
-    if not proof.errors:
-        return None
-    words = [word for pattern in proof.keep for word in ("--ignore", pattern)]
-    again = shlex.join(["vexport", *sys.argv[1:], *words])
-    return proof.failure(folder, out, f"keep it: `{again}`" if words else "complete SOURCE, or report it")
+def _keeping(patterns: Sequence[str]) -> str:
+    """This command, with layers kept that it did not keep."""
+    words = [word for pattern in patterns for word in ("--ignore", pattern)]
+    return f"`{shlex.join(['vexport', *sys.argv[1:], *words])}`"
 
 
 def _print(

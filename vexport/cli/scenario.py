@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import add_step_summary, command, conclude, print_text
-from vexport.cli.effects import with_default_text
+from vexport.cli.base import add_step_summary, command, conclude, note, print_text
 from vexport.cli.engine import Interpreter, interpreter_option, serve_options
 from vexport.cli.options import FORMATS, PATH, Answer, answer_file, format_option
 
@@ -44,11 +43,12 @@ def run(
     """
     from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
+    from vexport.plan.needs import with_default_text
     from vexport.reports import render
     from vexport.scenario import read_scenario
     from vexport.scenario.serve import with_options
 
-    (parsed,) = with_default_text([read_scenario(scenario)])
+    (parsed,) = with_default_text([read_scenario(scenario)], note)
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
     parsed = parsed.model_copy(update={"serve": serve})
     require_engine((interpreter.vllm_python,))

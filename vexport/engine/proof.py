@@ -1,7 +1,7 @@
 """Proves a quantized checkpoint before it takes its name: its config and names, and that vLLM loads it."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,36 @@ class Proof:
     not_judged: tuple[str, ...]
 
     def failure(self, folder: Path, out: Path, fix: str) -> CheckpointFailed:
-        """The first error, on `out` instead of the `folder` in which it was written."""
+        """The first error, of `out` instead of the `folder` in which it was written."""
         first, number = self.errors[0], len(self.errors)
         where = first.where if str(folder) in first.where else f"{out}: {first.where}"
         got = first.got + (f" ({number - 1:,} more)" if number > 1 else "")
         return CheckpointFailed(where.replace(str(folder), str(out)), got=got, need=first.expected, fix=fix)
+
+
+def failure_of(
+    out: Path,
+    folder: Path,
+    plan: Plan,
+    *,
+    tp: Sequence[int],
+    dry: bool,
+    trust_remote_code: bool,
+    note: Callable[[str], None],
+    keeping: Callable[[Sequence[str]], str],
+    on_progress: OnProgress,
+) -> CheckpointFailed | None:
+    """Why what was written into `folder` by the plan is not to become `out`; see `prove`.
+
+    `note` is told what was not judged; `keeping` says how patterns of layers are kept instead.
+    """
+    proof = prove(folder, plan, tp=tp, dry=dry, trust_remote_code=trust_remote_code, on_progress=on_progress)
+    for text in proof.not_judged:
+        note(text.replace(str(folder), str(out)))
+    if not proof.errors:
+        return None
+    fix = f"keep it: {keeping(proof.keep)}" if proof.keep else "complete SOURCE, or report it"
+    return proof.failure(folder, out, fix)
 
 
 def prove(

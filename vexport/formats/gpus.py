@@ -4,7 +4,7 @@ Sources: NVIDIA's list (developer.nvidia.com/cuda-gpus), and what vLLM 0.32 name
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 GENERATIONS: Mapping[int, str] = {
@@ -53,6 +53,16 @@ CARDS: Mapping[str, Card] = {
         Card(name="RTX5090", memory_bytes=32_607 * _MIB, sm=120),
     )
 }
+
+
+def cards(names: Iterable[str]) -> tuple[Card, ...]:
+    """The GPUs of these names, each once; ValueError for one that is not in the table."""
+    known = {name.lower(): card for name, card in CARDS.items()}
+    parts = dict.fromkeys(name.strip().lower().replace(" ", "") for name in names)
+    for part in parts:
+        if part not in known:
+            raise ValueError(f"{part!r} is not a known GPU. Known: {', '.join(CARDS)}.")
+    return tuple(known[part] for part in parts)
 
 
 def parse_capability(text: str) -> int | None:

@@ -1,12 +1,17 @@
 """What quantizing by a plan needs beyond the weights: calibration data, a search for scales."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vexport.errors import InputError
 from vexport.formats.schemes import KEEP, get_scheme
-from vexport.scenario import AUTO, Rule
+from vexport.scenario import AUTO, Rule, Scenario, default_calibration
 from vexport.types import KvCache, Plan, observer_names
+
+DEFAULT_TEXT = (
+    "no calibration data was named: vexport's own text is used (`default`); "
+    "text like what the model will serve gives better scales"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +91,19 @@ def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple(
         rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule for rule in rules
     )
+
+
+def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]) -> list[Scenario]:
+    """Scenarios of one kind; where one needs text and none is named, all with vexport's own, and a note."""
+    needy = (one for one in scenarios if rules_need_calibration(one.rules, one.kv_cache, one.smoothing))
+    if all(one.calibration is not None for one in needy):
+        return list(scenarios)
+    note(DEFAULT_TEXT)
+    text = default_calibration()
+    return [
+        one.model_copy(update={"calibration": text, "rules": rounded_to_nearest(one.rules)})
+        for one in scenarios
+    ]
 
 
 def needs_rounding(plan: Plan) -> bool:

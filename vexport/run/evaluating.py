@@ -9,7 +9,7 @@ from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.errors.extras import attempt_all
-from vexport.evaluation.accepted import read_accepted
+from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
 from vexport.run.held_out import FILE
@@ -102,6 +102,15 @@ def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
         return _evaluated(job, models)
 
 
+def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
+    """Write the answers as the accepted baseline of `job.accept`, unless they fail; the answer says so."""
+    if job.accept is None or (verdict is not None and verdict.outcome == "FAIL"):
+        return ""
+    choice = choice_of(read_accepted(job.against)) if job.against else job.settings.gate
+    accepted = accept_results(job.folder / CANDIDATE, job.accept, choice)
+    return f"accepted: {job.accept}: {gates_of(accepted)}"
+
+
 def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Verdict | None:
     """The verdict on models that can be had; nobody else writes into the job's folder."""
     lm_eval = lm_eval_settings(job.settings, models) if job.settings.tasks else PLAIN
@@ -133,6 +142,8 @@ def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Verdict | None:
 
 def _require_usable(job: EvalJob) -> None:
     """Raise for what needs no download and no engine to be found out."""
+    if job.accept is not None:
+        require_writable(job.accept)
     local = {"CHECKPOINT": job.checkpoint, "--baseline": job.settings.baseline}
     paths = {label: Path(name).expanduser() for label, name in local.items() if name}
     files = [*_named({"--against": job.against}), *task_files(job.settings, "--task")]

@@ -105,6 +105,11 @@ def _where_to(key: str, known: Sequence[str]) -> str:
     return f"remove it{nearest(key, known)}"
 
 
+def is_scenario(source: str) -> bool:
+    """Whether what stands for SOURCE|SCENARIO is the file of a scenario, or the recipe of a checkpoint."""
+    return source.endswith((".yaml", ".yml", f"/{RECIPE}")) or source == RECIPE
+
+
 def read_scenario(path: Path) -> Scenario:
     """Read a scenario; every problem in it is reported at once, with the path of its key.
 
