@@ -97,12 +97,14 @@ def test_fewer_documents_and_other_tasks_are_told_at_once(
     shutil.copytree(lm_eval_runs / "twin", tmp_path / "twin")
     (file,) = (tmp_path / "twin").rglob("samples_sums_*.jsonl")
     file.write_text("\n".join(file.read_text().splitlines()[:200]))
-    (near,) = (tmp_path / "twin").rglob("samples_near_*.jsonl")
-    near.unlink()
+    (results,) = (tmp_path / "twin").rglob("results_*.json")
+    content = json.loads(results.read_text())
+    del content["configs"]["near"]
+    results.write_text(json.dumps(content))
     with pytest.raises(InputError) as caught:
         decide(accepted, tmp_path / "twin", margin=0.02, alpha=0.05)
     first, second = str(caught.value).splitlines()
-    assert "no samples of task near" in first
+    assert "no task near" in first
     assert "got 200 documents with exact_match,none, need the 400" in second
 
 

@@ -255,26 +255,6 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
     )
 
 
-def unpaired() -> Verdict:
-    """A verdict from means alone."""
-    judged = verdict("INCONCLUSIVE")
-    tasks = (
-        replace(
-            task,
-            right_to_wrong=None,
-            wrong_to_right=None,
-            changed_wrong=None,
-            flip_rate=None,
-            flip_low=None,
-            flip_high=None,
-            mcnemar_p=None,
-            flips=(),
-        )
-        for task in judged.tasks
-    )
-    return replace(judged, tasks=tuple(tasks), pooled=None)
-
-
 def report(outcome: Outcome = "PASS") -> Report:
     """A run that reached its verdict."""
     judged = verdict(outcome)

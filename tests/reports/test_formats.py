@@ -98,13 +98,6 @@ def test_what_decides_nothing_and_what_warns_is_shown(format: str) -> None:
     assert "vllm was 0.31.0 when the baseline was accepted" in text
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS))
-def test_a_verdict_without_pairs_says_so_where_pairs_would_stand(format: str) -> None:
-    text = render(replace(sample.report("INCONCLUSIVE"), verdict=sample.unpaired()), format)
-    assert "None" not in text
-    assert "n/a" in text or "null" in text or format in ("junit", "github", "card")
-
-
 @pytest.mark.parametrize("format", ["html", "markdown", "text", "junit", "github"])
 def test_a_metric_in_its_own_units_is_not_shown_in_per_cent(format: str) -> None:
     report = sample.report("FAIL")

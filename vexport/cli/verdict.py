@@ -93,8 +93,8 @@ def verdict_command(
     """Compare two lm-eval result folders; starts no model.
 
     The folders may come from anywhere. BASELINE_RESULTS may also be an accepted baseline
-    (`vexport eval --accept`). Documents are paired by lm-eval's sample files (--log_samples); without them
-    the means are compared by their standard errors, which takes many times the documents.
+    (`vexport eval --accept`). Documents are paired by lm-eval's sample files, which it writes with
+    --log_samples.
 
     \b
     Examples:

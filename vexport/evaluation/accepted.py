@@ -83,19 +83,13 @@ def require_writable(path: Path) -> None:
 
 
 def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
-    """Write what an lm-eval output folder has on the gates to `path`, whole or not at all.
-
-    InputError where samples are missing.
-    """
+    """Write what an lm-eval output folder has on the gates to `path`, whole or not at all."""
     require_writable(path)
     results = read_results(folder)
     tasks: dict[str, AcceptedTask] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for gated in gated_tasks(results, results, choice):
         gate = gated.gate
-        if not isinstance(gate, TaskPair):
-            where, fix = f"{results.file}: task {gate.task}", "evaluate again with --log_samples"
-            raise InputError(where, got="no samples", need="them, to pair documents later", fix=fix)
         members = _members(gate, results)
         if members != (gate.task,):
             groups[gate.task] = members
@@ -111,8 +105,8 @@ def pair_with(accepted: Accepted, candidate: Results) -> tuple[GatedTask, ...]:
     InputError, for all tasks at once: a task or document that one side lacks, questions that differ.
     """
     lost = [name for name in accepted.tasks if name not in candidate.tasks]
-    new = [name for name in candidate.summaries if name not in accepted.tasks]
-    problems = [_other_tasks(candidate, name, "no samples of", "evaluate it, with samples") for name in lost]
+    new = [name for name in candidate.tasks if name not in accepted.tasks]
+    problems = [_other_tasks(candidate, name, "no", "evaluate it") for name in lost]
     problems += [_other_tasks(candidate, name, "also", "leave it out, or accept again") for name in new]
     pairs: dict[str, TaskPair] = {}
     for name, task in accepted.tasks.items():

@@ -62,22 +62,16 @@ def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tu
     )
 
 
-def prompt_changes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
-    """What makes the prompts of a task differ, with both values."""
-    shaping = (CHAT_TEMPLATE, SYSTEM_INSTRUCTION, MULTITURN, f"{FEWSHOT}{task}")
-    return [
-        f"{name} ({_value(new, name)}, the baseline's: {_value(old, name)})"
-        for name in changed_names(old, new)
-        if name in shaping
-    ]
-
-
 def causes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
     """Everything that differs, what makes the task's prompts differ first and with both values."""
-    prompts = prompt_changes(old, new, task)
-    shaping = [change.partition(" (")[0] for change in prompts]
-    rest = [name for name in changed_names(old, new) if name not in shaping and name != MODEL]
-    return [*prompts, *rest]
+    names = [name for name in changed_names(old, new) if name != MODEL]
+    shaping = (CHAT_TEMPLATE, SYSTEM_INSTRUCTION, MULTITURN, f"{FEWSHOT}{task}")
+    prompts = [
+        f"{name} ({_value(new, name)}, the baseline's: {_value(old, name)})"
+        for name in names
+        if name in shaping
+    ]
+    return [*prompts, *(name for name in names if name not in shaping)]
 
 
 def _value(side: Fingerprint, name: str) -> str:

@@ -4,18 +4,16 @@ Format: lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may hold severa
 which the newest counts, and lm-eval's command line puts them into a subfolder named after the model.
 """
 
-import math
 import re
-import statistics
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.errors import InputError
 from vexport.errors.escaping import clip
 from vexport.evaluation.fingerprint import read_fingerprint
 from vexport.evaluation.recorded import recorded_fingerprint, recorded_prompting, unseparated_thinking
-from vexport.evaluation.samples import TaskSamples, as_float, read_samples
+from vexport.evaluation.samples import TaskSamples, read_samples
 from vexport.files import read_json_object
 from vexport.types import Json, Prompting
 
@@ -27,29 +25,15 @@ STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """One model's mean on a task, as lm-eval aggregated it over `documents`; `stderr` where it has one."""
-
-    task: str
-    metric: str
-    filter: str
-    higher_is_better: bool
-    documents: int
-    value: float
-    stderr: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """One lm-eval run.
 
-    `summaries` has every task; `tasks` those with samples. `groups` maps a group that lm-eval aggregates to
-    its tasks, leaves only. `fingerprint` names what could change a score, `prompting` says how it was asked,
-    `warning` what that may have spoiled.
+    `tasks` has the samples of every task. `groups` maps a group that lm-eval aggregates to its tasks, leaves
+    only. `fingerprint` names what could change a score, `prompting` says how it was asked, `warning` what
+    that may have spoiled.
     """
 
     file: Path
-    summaries: Mapping[str, tuple[Summary, ...]]
     tasks: Mapping[str, TaskSamples]
     groups: Mapping[str, tuple[str, ...]]
     fingerprint: Mapping[str, str]
@@ -60,7 +44,8 @@ class Results:
 def read_results(path: Path) -> Results:
     """Read the newest run in an lm-eval output folder, or the run of one results file.
 
-    InputError names the file (and the line) where something is missing or broken. Samples may be missing.
+    InputError names the file (and the line) where something is missing or broken: answers are paired by
+    their samples, which lm-eval writes with --log_samples.
     """
     file = path if path.is_file() else _newest_results(path)
     content = read_json_object(file)
@@ -69,14 +54,9 @@ def read_results(path: Path) -> Results:
         raise InputError(str(file), got="no tasks", need="lm-eval results", fix="evaluate at least one task")
     for name in names:
         _require_plain(file, name)
-    read = {name: samples for name in names if (samples := _read_task(file, name, content))}
     return Results(
         file=file,
-        summaries={
-            name: tuple(_with_stderr(summary, read.get(name)) for summary in _summaries(name, content))
-            for name in names
-        },
-        tasks=read,
+        tasks={name: _read_task(file, name, content) for name in names},
         groups=_aggregated_groups(content, frozenset(names)),
         fingerprint={**dict(recorded_fingerprint(content, names)), **read_fingerprint(file.parent)},
         prompting=recorded_prompting(content, names),
@@ -104,14 +84,15 @@ def _require_plain(file: Path, task: str) -> None:
         raise InputError(str(file), got=got, need=need, fix="evaluate again with lm-eval")
 
 
-def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples | None:
+def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples:
     stamp = STAMP.search(file.name)
     if stamp is None:
         need = "a name that ends in lm-eval's date"
         raise InputError(str(file), got=file.name, need=need, fix="give the folder that lm-eval wrote")
     path = file.with_name(f"samples_{task}_{stamp[1]}.jsonl")
     if not path.exists() and not path.is_symlink():
-        return None
+        where, fix = f"{file}: task {task}", "evaluate again with --log_samples"
+        raise InputError(where, got="no samples", need="them, to pair documents", fix=fix)
     output_type = str(_mapping(_mapping(content, "configs"), task).get("output_type", ""))
     return read_samples(path, task, output_type=output_type, higher_is_better=_directions(content, task))
 
@@ -119,46 +100,6 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
 def _directions(content: Mapping[str, Json], task: str) -> dict[str, bool]:
     better = _mapping(_mapping(content, "higher_is_better"), task)
     return {name: value for name, value in better.items() if isinstance(value, bool)}
-
-
-def _summaries(task: str, content: Mapping[str, Json]) -> Iterator[Summary]:
-    """Yield each `metric,filter` of a task that has a finite mean, where lm-eval says how many documents."""
-    values = _mapping(_mapping(content, "results"), task)
-    counts = _mapping(_mapping(content, "n-samples"), task)
-    documents = counts.get("effective", values.get("sample_len"))
-    if type(documents) is not int or documents < 1:
-        return
-    directions = _directions(content, task)
-    for key, value in values.items():
-        metric, comma, filter_name = key.rpartition(",")
-        if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
-            continue
-        stderr = values.get(f"{metric}_stderr,{filter_name}")
-        is_number = isinstance(stderr, (int, float)) and stderr >= 0 and math.isfinite(as_float(stderr))
-        if math.isfinite(as_float(value)):
-            yield Summary(
-                task=task,
-                metric=metric,
-                filter=filter_name,
-                higher_is_better=directions.get(metric, True),
-                documents=documents,
-                value=float(value),
-                stderr=as_float(stderr) if is_number and isinstance(stderr, (int, float)) else None,
-            )
-
-
-def _with_stderr(summary: Summary, samples: TaskSamples | None) -> Summary:
-    """lm-eval may write no standard error (`bootstrap_iters=0`); the samples have it all the same."""
-    if samples is None or summary.stderr is not None:
-        return summary
-    scores = [
-        sample.scores[summary.metric]
-        for sample in samples.samples.values()
-        if sample.filter == summary.filter and summary.metric in sample.scores
-    ]
-    if len(scores) != summary.documents or len(scores) < 2 or not all(map(math.isfinite, scores)):
-        return summary
-    return replace(summary, stderr=statistics.stdev(scores) / math.sqrt(len(scores)))
 
 
 def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:

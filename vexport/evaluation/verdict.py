@@ -25,12 +25,11 @@ from vexport.evaluation.fingerprint import (
     changes,
     device_of,
 )
-from vexport.evaluation.gates import Choice, Compared, GatedTask, gated_tasks
+from vexport.evaluation.gates import Choice, GatedTask, gated_tasks
 from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.reason import reason_for
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.results import Results, read_results
-from vexport.evaluation.unpaired import USUAL_DISAGREEMENT, UnpairedTask
 from vexport.types import Comparison, Outcome, TaskVerdict, Verdict
 
 NO_CHOICE: Choice = MappingProxyType({})
@@ -120,14 +119,13 @@ def judge(
         tasks=tasks,
         pooled=_pooled(gates, margin, alpha),
         warnings=(
-            *map(_unpaired_warning, (gate for gate in gates if isinstance(gate, UnpairedTask))),
             *(_floor_warning(gate, margin) for gate in gates if _cannot_fail(gate, margin)),
             *warnings,
         ),
     )
 
 
-def holm_levels(pairs: Sequence[Compared], *, margin: float, alpha: float) -> list[float]:
+def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
     """The level at which Holm's procedure last tests each task for a loss beyond `margin`.
 
     Each step tests the tasks that are still open at alpha / (number of them) and closes those that fail.
@@ -163,50 +161,36 @@ def _check_limits(margin: float, alpha: float) -> None:
     raise_all(problems)
 
 
-def _method(gates: Sequence[Compared], alpha: float) -> str:
+def _method(gates: Sequence[TaskPair], alpha: float) -> str:
     intervals = dict.fromkeys(map(_interval_name, gates))
-    kinds = "paired" if any(isinstance(gate, TaskPair) for gate in gates) else "unpaired"
     several = (
         f"; every task must pass, upper bounds corrected for {len(gates)} tasks (Holm)"
         if len(gates) > 1
         else ""
     )
-    return f"{kinds} difference, {' and '.join(intervals)}, one-sided {_percent(1 - alpha)} bounds{several}"
+    return f"paired difference, {' and '.join(intervals)}, one-sided {_percent(1 - alpha)} bounds{several}"
 
 
-def _interval_name(gate: Compared) -> str:
-    if isinstance(gate, UnpairedTask):
-        return f"unpaired {'Newcombe' if gate.binary else 'normal'} interval"
+def _interval_name(gate: TaskPair) -> str:
     name = "Tango's score interval" if gate.binary else "BCa bootstrap"
     return name if gate.clusters is None else f"{name} clustered by task"
 
 
-def _unpaired_warning(gate: UnpairedTask) -> str:
-    """What missing samples cost."""
-    start = f"{gate.task}: no samples to pair, so that the means are compared as if of different documents"
-    if gate.cost is None or gate.cost <= 1:
-        return f"{start}; log samples (--log_samples) to need fewer documents"
-    return (
-        f"{start}, which needs {gate.cost:.1f} times the documents that pairs need where "
-        f"{_percent(USUAL_DISAGREEMENT)} of the answers change; log samples (--log_samples)"
-    )
-
-
-def _cannot_fail(gate: Compared, margin: float) -> bool:
+def _cannot_fail(gate: TaskPair, margin: float) -> bool:
     """Whether the baseline has fewer right answers than may be lost."""
-    return isinstance(gate, TaskPair) and gate.binary and gate.sign > 0 and gate.baseline.mean() < margin
+    return gate.binary and gate.sign > 0 and gate.baseline.mean() < margin
 
 
-def _floor_warning(gate: Compared, margin: float) -> str:
+def _floor_warning(gate: TaskPair, margin: float) -> str:
     return (
         f"{gate.task}: the baseline has fewer right answers than the accepted loss of {_percent(margin)}, "
         "so that this task cannot fail, whatever the candidate answers; choose one that the model can do"
     )
 
 
-def _pooled(gates: Sequence[Compared], margin: float, alpha: float) -> Comparison | None:
+def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Comparison | None:
     """All documents as one task, where every metric is 0/1: informative, since the tasks decide."""
-    pairs = [gate for gate in gates if isinstance(gate, TaskPair) and gate.binary and gate.sign > 0]
+    pairs = [gate for gate in gates if gate.binary and gate.sign > 0]
     if len(pairs) < len(gates) or len(pairs) == 1:
         return None
     shared = {(pair.metric, pair.filter) for pair in pairs}

@@ -116,7 +116,6 @@ def _reading(verdict: Verdict) -> doc.Details:
             p_value(task.mcnemar_p),
         )
         for task in verdict.tasks
-        if task.flip_rate is not None
     )
     table = doc.Table(columns("Task", ">Flips", ">Still wrong, other answer", ">p"), flips)
     lines = doc.Listing(row(*reading_lines(verdict)))
@@ -146,14 +145,11 @@ def _worst_tile(verdict: Verdict | None) -> doc.Tile:
 
 def _flips_tile(verdict: Verdict | None) -> doc.Tile:
     label = "Answers that flipped"
-    paired = [task for task in verdict.tasks if task.flip_rate is not None] if verdict else []
-    if not paired:
-        return doc.Tile(
-            label, "not measured", "", "no samples to pair" if verdict else "an earlier gate failed"
-        )
-    lost = sum(task.right_to_wrong or 0 for task in paired)
-    gained = sum(task.wrong_to_right or 0 for task in paired)
-    documents = f"of {count(sum(task.documents for task in paired))}"
+    if not verdict or not verdict.tasks:
+        return doc.Tile(label, "not measured", "", "an earlier gate failed")
+    lost = sum(task.right_to_wrong for task in verdict.tasks)
+    gained = sum(task.wrong_to_right for task in verdict.tasks)
+    documents = f"of {count(sum(task.documents for task in verdict.tasks))}"
     return doc.Tile(label, count(lost + gained), documents, f"{count(lost)} lost, {count(gained)} gained")
 
 
@@ -173,7 +169,7 @@ def answers_section(verdict: Verdict | None) -> doc.Section | None:
 def _flips(task: TaskVerdict) -> doc.Details:
     """The losses first."""
     ordered = sorted(task.flips, key=lambda flip: flip.direction != "right to wrong")[:MAX_FLIPS]
-    total = (task.right_to_wrong or 0) + (task.wrong_to_right or 0)
+    total = task.right_to_wrong + task.wrong_to_right
     rest = f"{count(len(ordered))} of {count(total)} shown; eval/*/samples_*.jsonl has all"
     counts = f"{count(task.right_to_wrong)} lost, {count(task.wrong_to_right)} gained"
     content = parts(map(_flip, ordered), muted(rest) if total > len(ordered) else None)
@@ -248,7 +244,7 @@ def reading_lines(verdict: Verdict) -> tuple[str, ...]:
         f"Interval of a score, of recovery (quantized / baseline) and of flips: {_level(2 * verdict.alpha)}, "
         "two-sided.",
     ]
-    if any(task.mcnemar_p is not None for task in verdict.tasks):
+    if verdict.tasks:
         lines.append(
             "p (McNemar; a permutation test where answers are not right or wrong): whether the two models "
             "differ at all. It decides nothing: a small p next to PASS is a real loss that is smaller than "
@@ -265,9 +261,8 @@ def levels_line(verdict: Verdict) -> str:
 
 
 def p_values_line(verdict: Verdict) -> str:
-    """`addition 0.031, facts 1.000`; empty where no documents were paired."""
-    known = [(task.task, task.mcnemar_p) for task in verdict.tasks if task.mcnemar_p is not None]
-    return ", ".join(f"{title} {p_value(value)}" for title, value in known)
+    """`addition 0.031, facts 1.000`."""
+    return ", ".join(f"{task.task} {p_value(task.mcnemar_p)}" for task in verdict.tasks)
 
 
 def _levels_line(verdict: Verdict) -> tuple[str, ...]:

@@ -218,10 +218,9 @@ class TaskVerdict:
     level of Holm's step. `recovery` is candidate / baseline, None where the baseline scores 0.
     `documents_needed` would settle an INCONCLUSIVE; None where no number would, or nothing is open.
     Where the metric is not 0/1, right to wrong counts the documents that got worse and `mcnemar_p` is of a
-    permutation test. What only paired documents show is None where the samples are missing;
-    `changed_wrong` also where the baseline's answers are. `clusters` counts the tasks of a group whose
-    documents are clustered, None where documents count on their own. `also` has the task's other metrics
-    and filters, and a group's tasks.
+    permutation test. `changed_wrong` is None where the baseline's answers were not kept. `clusters` counts
+    the tasks of a group whose documents are clustered, None where documents count on their own. `also` has
+    the task's other metrics and filters, and a group's tasks.
     """
 
     task: str
@@ -234,13 +233,13 @@ class TaskVerdict:
     difference: float
     low: float
     high: float
-    right_to_wrong: int | None
-    wrong_to_right: int | None
+    right_to_wrong: int
+    wrong_to_right: int
     changed_wrong: int | None
-    flip_rate: float | None
-    flip_low: float | None
-    flip_high: float | None
-    mcnemar_p: float | None
+    flip_rate: float
+    flip_low: float
+    flip_high: float
+    mcnemar_p: float
     recovery: float | None
     recovery_low: float | None
     recovery_high: float | None
