@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import click
 import pytest
@@ -14,7 +13,6 @@ from vexport.checkpoint.chat_template import chat_templates
 from vexport.cli.prompting import prompting_options
 from vexport.errors import InputError
 from vexport.evaluation.chat import ServedChat
-from vexport.evaluation.fewshot import draw_by_document
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.scenario import Evaluate
 from vexport.types import LmEvalSettings
@@ -152,35 +150,6 @@ def test_generation_arguments_are_read_as_lm_eval_reads_them(
     command = click.command()(read)
     arguments = [part for value in given for part in ("--gen_kwargs", value)]
     command.main(arguments, standalone_mode=False)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["default", "first_n"])
-@pytest.mark.parametrize("excluded", [False, True])
-def test_examples_of_a_document_do_not_depend_on_the_others(name: str, excluded: bool) -> None:
-    samplers = pytest.importorskip("lm_eval.api.samplers")
-    rows = [{"number": number} for number in range(30)]
-
-    def drawn(documents: list[int] | None) -> dict[int, object]:
-        task = SimpleNamespace(sampler=samplers.get_sampler(name)(rows), eval_docs=rows)
-        draw_by_document(task, documents)
-        found: dict[int, object] = {}
-        for _ in range(2):  # again from the same seed, as for another look
-            task.sampler.set_rnd(7)
-            numbers = range(30) if documents is None else documents
-            found = {
-                number: task.sampler.sample(3, eval_doc=rows[number] if excluded else None)
-                for number in numbers
-            }
-        return found
-
-    everything = drawn(None)
-    plain = samplers.get_sampler(name)(rows).set_rnd(7)
-    assert everything == {
-        number: plain.sample(3, eval_doc=rows[number] if excluded else None) for number in range(30)
-    }
-    few = drawn([3, 4, 17, 29])
-    assert few == {number: everything[number] for number in few}
 
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

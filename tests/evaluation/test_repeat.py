@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vexport.errors import EnvironmentFault
-from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
+from vexport.evaluation.repeat import Repeated, compare_rows, write_repeated
 from vexport.evaluation.results import read_results
 from vexport.evaluation.verdict import decide
 
@@ -38,13 +38,6 @@ def test_another_prompt_and_graded_scores_are_not_compared() -> None:
         documents=0, changed=0
     )
     assert compare_rows({"one": rows([0.51])}, {"one": rows([0.52])}).changed == 0
-
-
-def test_a_random_part_of_each_task_is_asked_again() -> None:
-    found = ask_again({"one": rows([1] * 500), "two": rows([1] * 5)}, seed=0)
-    assert (len(found["one"]), found["two"]) == (100, [0, 1, 2, 3, 4])
-    assert found["one"] == sorted(set(found["one"]))
-    assert max(found["one"]) > 300
 
 
 @pytest.mark.parametrize(("changed", "documents"), [(0, 200), (3, 200), (0, 0), (1, 20)])

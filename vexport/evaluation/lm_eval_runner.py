@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from pydantic import JsonValue
 
 from vexport.engine.messages import ANSWERS, SessionRequest
 from vexport.errors import EnvironmentFault, InputError, VexportError
-from vexport.evaluation.fewshot import draw_by_document
 from vexport.evaluation.lm_eval_environment import (
     computed_once,
     dataset_cache,
@@ -28,7 +27,7 @@ from vexport.evaluation.lm_eval_environment import (
     vllm_distribution,
 )
 from vexport.evaluation.lm_eval_model import ModelArguments, replaced, wrap_engine
-from vexport.evaluation.repeat import Repeated, ask_again, compare_rows, write_repeated
+from vexport.evaluation.repeat import Repeated, compare_rows, documents_to_repeat, write_repeated
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.task_needs import allow_code, missing, require_allowed
 from vexport.evaluation.tasks import GROUP_SUFFIX
@@ -123,7 +122,7 @@ def _evaluate(
     run = partial(_simple_evaluate, model, dict(arguments), manager, tracker, request)
     tasks = load_tasks(request, manager, request.tasks)
     try:
-        results = run(tasks, None, cache)
+        results = run(tasks, request.limit, cache)
         if request.repeat:
             assert request.output is not None
             model.set_cache_hook(CacheHook(None))
@@ -142,7 +141,7 @@ def _simple_evaluate(
     tracker: "EvaluationTracker",
     request: SessionRequest,
     tasks: "list[Task | Group]",
-    documents: Mapping[str, list[int]] | None,
+    limit: float | None,
     cache: str | None = None,
 ) -> "EvalResults":
     from lm_eval import simple_evaluate
@@ -159,8 +158,7 @@ def _simple_evaluate(
         apply_chat_template=settings.apply_chat_template,
         fewshot_as_multiturn=settings.fewshot_as_multiturn,
         gen_kwargs=dict(settings.gen_kwargs) or None,
-        limit=None if documents else request.limit,
-        samples=documents,
+        limit=limit,
         log_samples=True,
         use_cache=cache,
         bootstrap_iters=0,
@@ -174,39 +172,17 @@ def _simple_evaluate(
 
 
 def _repeat(
-    run: "Callable[[list[Task | Group], Mapping[str, list[int]]], EvalResults]",
+    run: "Callable[[list[Task | Group], float | None], EvalResults]",
     results: "EvalResults",
     request: SessionRequest,
 ) -> Repeated:
-    """Ask a part of the documents again and count the answers that changed."""
-    documents = ask_again(results["samples"], request.seed)
-    tasks = _leaves(load_tasks(request, task_manager(request), request.tasks))
-    again = run(tasks, _chosen(tasks, documents))
+    """Ask a part of the documents again and count the answers that changed.
+
+    Tasks that are loaded again begin at the same seed: the first documents get the same few-shot examples.
+    """
+    tasks = load_tasks(request, task_manager(request), request.tasks)
+    again = run(tasks, documents_to_repeat(len(results["samples"]), request.limit))
     return compare_rows(results["samples"], again["samples"])
-
-
-def _chosen(tasks: "list[Task | Group]", documents: Mapping[str, Sequence[int]]) -> "dict[str, list[int]]":
-    """The documents as lm-eval takes them; each keeps the few-shot examples of a run over all documents."""
-    for task in _leaves(tasks):
-        draw_by_document(task, documents.get(task.task_name))
-    return {name: Documents(chosen) for name, chosen in documents.items()}
-
-
-def _leaves(tasks: "list[Task | Group]") -> "list[Task | Group]":
-    from lm_eval.api.group import Group
-
-    return [leaf for task in tasks for leaf in (task.get_all_tasks() if isinstance(task, Group) else [task])]
-
-
-class Documents(list[int]):
-    """Numbers of documents, sorted; lm-eval asks for each of the task's documents whether it is in."""
-
-    def __init__(self, documents: Sequence[int]) -> None:
-        super().__init__(documents)
-        self._set = frozenset(documents)
-
-    def __contains__(self, document: object) -> bool:
-        return document in self._set
 
 
 def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) -> None:

@@ -1,4 +1,4 @@
-"""The model against itself: a part of the documents asked again, in other batches of the same engine.
+"""The model against itself: the first documents of each task asked again, in other batches of the same engine.
 
 Answers that change tell that the engine is not deterministic; then a difference between two models tells
 nothing of the models.
@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from scipy import stats
 
 from vexport.errors import EnvironmentFault
@@ -33,16 +32,10 @@ class Repeated:
     changed: int
 
 
-def ask_again(samples: Mapping[str, Sequence[Row]], seed: int) -> dict[str, list[int]]:
-    """A random part of each task's documents, sorted; `samples` are lm-eval's rows by task."""
-    rng = np.random.default_rng(seed)
-    share = max(LEAST, DOCUMENTS // max(1, len(samples)))
-    chosen = {}
-    for task, rows in samples.items():
-        documents = sorted({row["doc_id"] for row in rows if isinstance(row["doc_id"], int)})
-        picked = rng.choice(documents, min(share, len(documents)), replace=False)
-        chosen[task] = sorted(int(document) for document in picked)
-    return chosen
+def documents_to_repeat(tasks: int, limit: float | None) -> int:
+    """How many documents of each task, from its first on, are asked again; `limit` is that of the tasks."""
+    share = max(LEAST, DOCUMENTS // max(1, tasks))
+    return min(share, int(limit)) if limit is not None and limit >= 1 else share
 
 
 def compare_rows(first: Mapping[str, Sequence[Row]], again: Mapping[str, Sequence[Row]]) -> Repeated:
