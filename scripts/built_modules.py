@@ -1,6 +1,5 @@
 """What one class of vLLM is built of: kinds of modules, and the names that its quantization config hears."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,11 +20,9 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vexport.architectures.modules import STACK, Kind, with_numbers, with_stars
-from vexport.engine.dry.audit import Audit
+from vexport.engine.dry.audit import Audit, opener
 from vexport.engine.dry.cell import configure
-from vexport.engine.dry.fake_platform import set_capability
-from vexport.engine.dry.headers import opener
-from vexport.engine.dry.ranks import join_group
+from vexport.engine.dry.fake_platform import join_group, set_capability
 from vexport.engine.dry.stubs import AbsentValues
 
 CAPABILITY = 90
@@ -57,11 +54,7 @@ class Asked:
 
 
 class Books(Audit):  # type: ignore[no-untyped-call]
-    """An audit that forgets no tensor."""
-
-    def handed_out(self, name: str, tensor: torch.Tensor) -> None:
-        self._sweep_at = sys.maxsize
-        super().handed_out(name, tensor)
+    """An audit that tells where tensors went."""
 
     def copied(self, model: nn.Module) -> Iterator[tuple[str, str]]:
         """(stored tensor, parameter that it was copied to, or that it became)."""

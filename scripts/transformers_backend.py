@@ -33,8 +33,7 @@ from vllm.model_executor.models.transformers.multimodal import MultiModalProcess
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vexport.engine.dry.cell import configure
-from vexport.engine.dry.fake_platform import set_capability
-from vexport.engine.dry.ranks import join_group
+from vexport.engine.dry.fake_platform import join_group, set_capability
 from vexport.engine.dry.stubs import AbsentValues
 
 Table = dict[str, object]

@@ -44,13 +44,6 @@ def _load(audit: Audit, name: str, form: torch.Tensor, load: Callable[[torch.Ten
     load(tensor)
 
 
-@pytest.fixture(autouse=True, params=["kept", "struck off"])
-def _books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers are the same where what is done is forgotten at once."""
-    if request.param == "struck off":
-        monkeypatch.setattr("vexport.engine.dry.audit._SWEEP_AT", 0)
-
-
 def stored(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vexport.engine.dry.checkpoints import dry_load_checkpoints
+from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
 from vexport.formats.gpus import cards
 from vexport.plan.needs import with_default_text

@@ -157,7 +157,7 @@ def _dry_loads(
     timeout: int,
     on_progress: "OnProgress",
 ) -> list[DryLoadReport]:
-    from vexport.engine.dry.checkpoints import dry_load_checkpoints
+    from vexport.engine.dry.load import dry_load_checkpoints
 
     return dry_load_checkpoints(
         checkpoints,

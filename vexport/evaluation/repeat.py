@@ -1,4 +1,4 @@
-"""The model against itself: the first documents of each task asked again, in other batches of the same engine.
+"""The model against itself: first documents of each task asked again, in other batches of the same engine.
 
 Answers that change tell that the engine is not deterministic; then a difference between two models tells
 nothing of the models.

@@ -6,7 +6,7 @@ from vexport.calibration.data import first_texts
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.data_name import DEFAULT
 from vexport.checkpoint.index import folder_digest
-from vexport.engine.dry.checkpoints import dry_load_checkpoints
+from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.run.directory import Digests, data_digest, path_digest, value_digest

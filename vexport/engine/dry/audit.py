@@ -1,19 +1,18 @@
 """Watches what a model's loaders copy: which elements of each parameter, from which tensors, of what dtype.
 
 Everything is on the meta device, so that a copy is only an entry in these books. A region is a view's
-offset, shape and strides; the regions of one storage are equal or apart, as vLLM's loaders make them. What
-nothing can happen to any more is struck off: a model of a trillion parameters has 200,000 tensors, and
-2 KB are noted of each.
+offset, shape and strides; the regions of one storage are equal or apart, as vLLM's loaders make them.
 """
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import safetensors
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.engine.dry.layers import INDEX
 from vexport.engine.dry.messages import Miscopy
 
@@ -31,8 +30,6 @@ _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
 # What vLLM drops before it loads (get_checkpoint_weight_mapper in quantization/base_config.py).
 _DROPPED = ".g_idx"
 _MOST_NAMES = 4
-# Stored tensors and results in the books when those that are done are looked for the first time.
-_SWEEP_AT = 4096
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,8 +73,6 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_handed_out = ""
         self._ranks = ranks
-        self._sweep_at = _SWEEP_AT
-        self._layouts: dict[Layout, Layout] = {}
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
         self._origins: dict[int, _Origin] = {}
@@ -91,30 +86,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def handed_out(self, name: str, tensor: torch.Tensor) -> None:
         """A stored tensor goes to the loaders."""
-        if len(self._origins) >= self._sweep_at:
-            self._strike_off()
-            self._sweep_at = _SWEEP_AT + 2 * len(self._origins)
         self.last_handed_out = name
         self._sources[name] = _Source(tensor=tensor)
         self._origins[_storage(tensor)] = _Origin(names=(name,), tensor=tensor)
-
-    def _strike_off(self) -> None:
-        """Forget what nothing but these books holds: results, and stored tensors without a fault."""
-        in_use = set[str]()
-        for storage, origin in list(self._origins.items()):
-            source = self._sources.get(origin.names[0]) if len(origin.names) == 1 else None
-            if source is not None and source.tensor is origin.tensor:
-                continue
-            if _is_let_go(origin.tensor, 1):
-                del self._origins[storage]
-                self._differences.discard(storage)
-            else:
-                in_use.update(origin.names)
-        for name, source in list(self._sources.items()):
-            if name in in_use or not _is_let_go(source.tensor, 2):
-                continue
-            if next(_source_faults(name, source, "", self._ranks), None) is None:
-                del self._origins[_storage(source.tensor)], self._sources[name]
 
     def __torch_dispatch__(
         self,
@@ -138,7 +112,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copied(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
         """`target` got values: those of `source`, or a constant."""
         written = self._written.setdefault(_storage(target), _Written())
-        written.regions[self._region(target)] = target.numel()
+        written.regions[_region(target)] = target.numel()
         if source is not None:
             for name in self._read(source):
                 if len(written.sources) <= _MOST_NAMES:
@@ -168,7 +142,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in origin.names:
             source = self._sources[name]
             if _storage(source.tensor) == _storage(tensor):
-                source.read[self._region(tensor)] = tensor.numel() * tensor.element_size()
+                source.read[_region(tensor)] = tensor.numel() * tensor.element_size()
         return origin.names
 
     def _scalar(self, tensor: object) -> float | bool:
@@ -177,10 +151,6 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.dtype is torch.bool:
             return _storage(tensor) not in self._differences
         return 1
-
-    def _region(self, tensor: torch.Tensor) -> Region:
-        layout = tuple(tensor.shape), tuple(tensor.stride())
-        return int(tensor.storage_offset()) * tensor.element_size(), self._layouts.setdefault(layout, layout)
 
     def faults(self, model: torch.nn.Module, *, optional: frozenset[str]) -> Iterator[Miscopy]:
         """What went wrong silently. Parameters named in `optional` need no stored tensor."""
@@ -207,6 +177,11 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     got=got,
                     expected=f"shape {list(parameter.shape)}",
                 )
+
+
+def _region(tensor: torch.Tensor) -> Region:
+    layout = tuple(tensor.shape), tuple(tensor.stride())
+    return int(tensor.storage_offset()) * tensor.element_size(), layout
 
 
 def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterator[Miscopy]:
@@ -257,14 +232,6 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _is_let_go(tensor: torch.Tensor, held: int) -> bool:
-    """Whether these books alone hold a tensor, in so many places, and no view has its storage."""
-    in_this_call = 2  # the argument, and that of getrefcount
-    in_torch = 2  # the tensor's own, and that of the storage's Python object
-    alone = torch._C._storage_Use_Count(_storage(tensor)) <= in_torch
-    return alone and sys.getrefcount(tensor) <= held + in_this_call
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -276,3 +243,41 @@ def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(tuple(value))
+
+
+class HeaderFile:
+    """`safetensors.safe_open` whose tensors are on the meta device; the file itself is checked as ever."""
+
+    def __init__(self, filename: str, audit: Audit) -> None:
+        self._file, self._audit = safetensors.safe_open(filename, framework="np"), audit
+
+    def __enter__(self) -> "HeaderFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def keys(self) -> list[str]:
+        """The names in the file, in its order."""
+        return list(self._file.keys())  # type: ignore[no-untyped-call]
+
+    def metadata(self) -> dict[str, str] | None:
+        """The file's own metadata."""
+        metadata: dict[str, str] | None = self._file.metadata()  # type: ignore[no-untyped-call]
+        return metadata
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the stored shape and dtype without data."""
+        header = self._file.get_slice(name)  # type: ignore[no-untyped-call]
+        tensor = torch.empty(header.get_shape(), dtype=TORCH_DTYPES[header.get_dtype()], device="meta")
+        self._audit.handed_out(name, tensor)
+        return tensor
+
+
+def opener(audit: Audit) -> Callable[..., HeaderFile]:
+    """What takes the place of `safe_open` in vLLM's weight_utils."""
+
+    def open_header(filename: str, framework: str = "pt", device: str = "cpu") -> HeaderFile:
+        return HeaderFile(filename, audit)
+
+    return open_header

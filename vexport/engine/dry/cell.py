@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vexport.checks.tokenizer import VOCABULARY
-from vexport.engine.dry.audit import Audit
-from vexport.engine.dry.fake_platform import set_capability
-from vexport.engine.dry.headers import opener
-from vexport.engine.dry.layers import layer_kinds, raising_layer
-from vexport.engine.dry.memory import rank_memory
+from vexport.engine.dry.audit import Audit, opener
+from vexport.engine.dry.fake_platform import join_group, set_capability
+from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
 from vexport.engine.dry.messages import Cell, CellResult, LoadedTensors, Outcome
-from vexport.engine.dry.ranks import join_group
 from vexport.engine.dry.stubs import AbsentValues, NotFollowed
 from vexport.engine.failures import one_line
 from vexport.files import from_json, to_json, write_text

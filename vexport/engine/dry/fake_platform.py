@@ -1,9 +1,11 @@
-"""Makes vLLM believe in a CUDA device of a chosen compute capability. Nothing is ever run on it.
+"""Makes vLLM believe in a CUDA device of a chosen compute capability, and in ranks. Nothing is run on it.
 
 Called before any other part of vLLM is imported, because much of vLLM asks for the platform when imported.
 """
 
 import torch
+import torch.distributed
+from torch._C._distributed_c10d import HashStore
 
 from vexport.engine.dry.stubs import (
     stub_device,
@@ -74,3 +76,17 @@ def set_capability(sm: int) -> None:
     # The one place where vLLM keeps an answer from the time of its import.
     if hasattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED"):
         cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = supports_block_fp8(sm)
+
+
+def join_group(tp: int, rank: int) -> None:
+    """Set up vLLM's groups for one process, then let the tensor parallel one claim to be `rank` of `tp`.
+
+    Nothing may communicate: the other ranks do not exist.
+    """
+    from vllm.distributed import parallel_state
+
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
+    parallel_state.initialize_model_parallel(1)
+    group = parallel_state.get_tp_group()
+    group.world_size, group.rank_in_group = tp, rank

@@ -1,12 +1,17 @@
 """Loads checkpoints dry: starts the worker, gives it the cells, judges what it saw."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.source import resolve_source
+from vexport.engine.arguments import require_layers
 from vexport.engine.dry.judge import Require, judge
 from vexport.engine.dry.messages import Cell, DryRequest, DryResult
-from vexport.engine.session import NO_EMULATION, log_folder, run_worker
-from vexport.types import DryLoadReport, OnProgress, silent
+from vexport.engine.session import NO_EMULATION, log_folder, require_vllm, run_worker
+from vexport.formats.gpus import Card
+from vexport.types import DryLoadReport, GpuRoom, OnProgress, RankMemory, silent
 
 # Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ.
 CAPABILITIES = (80, 89, 90, 100)
@@ -69,3 +74,73 @@ def dry_loads(
         judge(str(checkpoint), result.vllm, found, require)
         for checkpoint, found in zip(checkpoints, result.checkpoints, strict=True)
     ]
+
+
+def dry_load_checkpoints(
+    names: Sequence[str],
+    pythons: Sequence[Path | None],
+    *,
+    tp: Sequence[int],
+    sm: Sequence[int] | None,
+    gpus: Sequence[Card] = (),
+    trust_remote_code: bool,
+    timeout: float,
+    on_progress: OnProgress,
+) -> list[DryLoadReport]:
+    """A report for each checkpoint and interpreter, in that order; None is our own interpreter.
+
+    Without `sm` the capabilities are those of `gpus`, for which the reports have the room; without both they
+    are those of the GPUs in use, of which one must do for each `tp`. Raises as `dry_loads`,
+    and InputError where a checkpoint cannot be read.
+    """
+    roots = [resolve_source(name, on_progress) for name in names]
+    for root in roots:
+        require_checkpoint(root)
+        require_layers(root)
+    for python in pythons:
+        require_vllm(python)
+
+    wanted = sm or tuple(dict.fromkeys(card.sm for card in gpus))
+    per_python = [
+        dry_loads(
+            roots,
+            tp=tp,
+            sm=wanted or CAPABILITIES,
+            require="all" if wanted else "any",
+            vllm_python=python,
+            trust_remote_code=trust_remote_code,
+            timeout=timeout,
+            on_progress=on_progress,
+        )
+        for python in pythons
+    ]
+    return [
+        replace(
+            reports[number],
+            checkpoint=name,
+            vllm_python=str(python or ""),
+            rooms=tuple(_rooms(reports[number].memory, gpus)),
+        )
+        for number, name in enumerate(names)
+        for python, reports in zip(pythons, per_python, strict=True)
+    ]
+
+
+def _rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
+    """For each card, tensor parallel size and length of a sequence how many sequences fit at once.
+
+    An upper bound: what a step computes with and CUDA graphs take their part, which vLLM measures at its
+    start (1 to 3 GB, more with long prompts).
+    """
+    for card in cards:
+        for rank in memory:
+            free = card.usable_bytes - rank.weight_bytes
+            for sequence in rank.sequences:
+                fitting = max(free, 0) // sequence.kv_bytes if sequence.kv_bytes else 0
+                yield GpuRoom(
+                    gpu=card.name,
+                    tp=rank.tp,
+                    kv_bytes=free,
+                    tokens=sequence.tokens,
+                    sequences=fitting,
+                )

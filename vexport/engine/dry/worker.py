@@ -10,21 +10,17 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
-from vexport.checkpoint.index import INDEX_NAME
 from vexport.engine.dry.messages import Cell, CellResult, DryRequest, DryResult, Outcome, merge_ranks
 from vexport.engine.worker import end_with_parent, reporter
 from vexport.files import from_json, to_json, write_text
 
 _STAGE = "dry load"
-# Bytes of an index of some 10,000 tensors: two models of that size are not in memory together in vain.
-_LARGE_INDEX_BYTES = 1 << 20
 # What vLLM imports for each model: the plainest class, and the kinds of attention of which it chooses one.
 _EVERY_CELL = (
     "vllm.model_executor.models.llama",
@@ -132,25 +128,14 @@ def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], No
     running: dict[int, _Try] = {}
     waiting = sorted(tries, key=lambda one: one.cell.sm)
     while waiting or running:
-        ready = (one for one in tuple(waiting) if not _would_wait(one, running.values()))
-        for one in islice(ready, len(os.sched_getaffinity(0)) - len(running)):
-            waiting.remove(one)
+        while waiting and len(running) < len(os.sched_getaffinity(0)):
+            one = waiting.pop(0)
             running[_fork(one, request)] = one
         child, status = os.wait()
         if child not in running:  # a helper of vLLM's own
             continue
         _require_file(running.pop(child), os.waitstatus_to_exitcode(status))
         on_done(len(tries) - len(waiting) - len(running))
-
-
-def _would_wait(one: _Try, running: Iterable[_Try]) -> bool:
-    """Whether a try of a large model would build it, and wait for another that loads the same."""
-    index = one.checkpoint / INDEX_NAME
-    return (
-        any(other.loaded == one.loaded for other in running)
-        and index.is_file()
-        and index.stat().st_size > _LARGE_INDEX_BYTES
-    )
 
 
 def _fork(one: _Try, request: DryRequest) -> int:
