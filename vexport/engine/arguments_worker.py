@@ -10,17 +10,14 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Literal, Union, cast, get_args, get_origin
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest, InputProblem
 from vexport.engine.worker import CPU, end_with_parent
 from vexport.errors import EnvironmentFault, InputError, nearest
 from vexport.files import from_json, to_json, write_text
-
-_PLAIN = (bool, int, float, str, type(None), Any)
-_CONTAINERS = (list, set, tuple, dict)
 
 
 def main(arguments: list[str]) -> int:
@@ -97,10 +94,10 @@ def unfit(kind: object, value: JsonValue) -> str:
         unknown = [key for key in value if key not in known]
         name = sections[0].__name__
         return f"a key of {name} instead of {unknown[0]!r}{nearest(unknown[0], known)}" if unknown else ""
-    if not all(_is_plain(part) for part in _parts(kind)):
-        return ""
     try:
         TypeAdapter(cast(type[object], kind)).validate_json(json.dumps(value), strict=True)
+    except PydanticSchemaGenerationError:  # a type that JSON alone does not tell
+        return ""
     except ValidationError as error:
         # One line for each member of a union: the first says most.
         return str(error.errors()[0]["msg"]).removeprefix("Input should be ") + _choice(kind, value)
@@ -123,15 +120,6 @@ def _parts(kind: object) -> Iterator[object]:
             yield from _parts(part)
     else:
         yield kind
-
-
-def _is_plain(kind: object) -> bool:
-    """Whether JSON alone says if a value is of this type."""
-    if get_origin(kind) is Literal:
-        return True
-    if get_origin(kind) in _CONTAINERS:
-        return all(_is_plain(part) for argument in get_args(kind) for part in _parts(argument))
-    return kind in _PLAIN or kind in _CONTAINERS
 
 
 if __name__ == "__main__":

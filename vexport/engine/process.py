@@ -1,19 +1,19 @@
 """A worker in its own process group that cannot outlive us: progress on a pipe, its output in a log."""
 
 import json
-import math
 import os
-import selectors
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from vexport.types import OnProgress
 
 PROGRESS_FD = "VEXPORT_PROGRESS_FD"
-_POLL_SECONDS, _GRACE_SECONDS = 0.2, 1.0
+_POLL_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 # Of a worker that has its result, to end; and of a killed process, which may wait for a driver or a disk.
 _LAST_SECONDS, _KILLED_SECONDS = 20.0, 30.0
 _LONGEST_LINE = 1 << 16
@@ -37,7 +37,9 @@ def run_group(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
-    with os.fdopen(reader, "rb", buffering=0) as pipe, log.open("wb") as output:
+    progress = Thread(target=_pass_on, args=(reader, on_progress), daemon=True)
+    progress.start()
+    with log.open("wb") as output:
         try:
             process = subprocess.Popen(
                 command,
@@ -51,9 +53,10 @@ def run_group(
         finally:
             os.close(writer)
         try:
-            _follow(process, pipe.fileno(), time.monotonic() + timeout, on_progress, is_done)
+            _await_result(process, time.monotonic() + timeout, is_done)
         finally:
             end_group(process)
+    progress.join(_GRACE_SECONDS)  # what left the group may hold the pipe open
     code = process.poll()
     return -signal.SIGKILL if code is None else code
 
@@ -85,40 +88,22 @@ def _signal(group: int, number: int) -> bool:
     return True
 
 
-def _follow(
-    process: subprocess.Popen[bytes],
-    pipe: int,
-    deadline: float,
-    on_progress: OnProgress,
-    is_done: Callable[[], bool],
-) -> None:
-    """Pass progress on until the process has ended; a grandchild may hold the pipe open after that."""
-    pending, last = b"", math.inf
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while True:
-            ended, now = process.poll() is not None, time.monotonic()
-            if last == math.inf and (ended or is_done()):
-                last = now + (_GRACE_SECONDS if ended else _LAST_SECONDS)
-            if now > last:
-                return
-            if now > deadline and last == math.inf:
-                raise TimeoutError
-            chunk = os.read(pipe, 65536) if selector.select(0 if ended else _POLL_SECONDS) else None
-            pending = _pass_on(pending + (chunk or b""), on_progress)
-            if ended and not chunk:
-                return
-            if chunk == b"":
-                time.sleep(_POLL_SECONDS)
+def _await_result(process: subprocess.Popen[bytes], deadline: float, is_done: Callable[[], bool]) -> None:
+    """Return when the process has ended, or had its time to once it was done; or raise TimeoutError."""
+    while process.poll() is None:
+        if is_done():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_SECONDS)
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(_POLL_SECONDS)
 
 
-def _pass_on(text: bytes, on_progress: OnProgress) -> bytes:
-    """Tell of the whole lines that are progress; what is left of the text where it may become a line."""
-    *lines, rest = text.split(b"\n")
-    for line in lines:
-        try:
-            stage, done, total = json.loads(line)
-            on_progress(str(stage), int(done), int(total))
-        except (ValueError, TypeError, RecursionError):  # a library that writes into any descriptor
-            continue
-    return rest if len(rest) <= _LONGEST_LINE else b""
+def _pass_on(reader: int, on_progress: OnProgress) -> None:
+    """Tell of the lines that are progress: a library may write into any descriptor."""
+    with os.fdopen(reader, "rb") as pipe:
+        while line := pipe.readline(_LONGEST_LINE):
+            with suppress(ValueError, TypeError, RecursionError):
+                stage, done, total = json.loads(line)
+                on_progress(str(stage), int(done), int(total))
