@@ -9,20 +9,16 @@ from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearLayerConfig,
 )
 
-from vexport.engine.cpu_emulation.layer import Answer, QuantizedLayer
+from vexport.engine.cpu_emulation.layer import Answer, Dequantized, QuantizedLayer
 from vexport.engine.cpu_emulation.rounding import fake_fp8, fp8_token_scale, round_fp8
 
 
-class EmulationFp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
+class EmulationFp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic per token).
 
     The CPU build ignores static activation scales where it has AMX, and takes 0.2 s a layer for dynamic ones
     where it has no AMX-FP8.
     """
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        return True, None
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
@@ -50,19 +46,12 @@ class EmulationFp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         output = product * (scale * layer.weight_scale)
         return (output if bias is None else output + bias).to(x.dtype)
 
-    def apply_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("apply_weights does it all")
 
-
-class EmulationW8A16Fp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
+class EmulationW8A16Fp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 weights, activations as they are. vLLM makes scales per channel of those per tensor."""
 
     @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        return True, None
-
-    @classmethod
-    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
+    def can_implement(cls, config: object) -> Answer:
         return True, None
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
@@ -73,21 +62,9 @@ class EmulationW8A16Fp8Linear(FP8ScaledMMLinearKernel):  # type: ignore[misc]
             weight = layer.weight.data.to(torch.float32) * blocks_of(layer, layer.weight_scale_inv.data)
         layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
 
-    def apply_weights(
-        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return F.linear(x, layer.weight, bias)
 
-    def apply_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("apply_weights does it all")
-
-
-class EmulationFp8BlockLinear(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+class EmulationFp8BlockLinear(Dequantized, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 weights with scales by block, activations dynamic in groups: for CPUs without AMX."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        return True, None
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize the weight, which is stored as (out, in)."""
@@ -102,9 +79,6 @@ class EmulationFp8BlockLinear(Fp8BlockScaledMMLinearKernel):  # type: ignore[mis
         group = self.config.activation_quant_key.scale.group_shape.col
         rounded = fake_fp8(x.reshape(-1, x.shape[-1]), group)
         return F.linear(rounded.reshape(x.shape), layer.weight, bias)
-
-    def apply_block_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("apply_weights does it all")
 
 
 def blocks_of(layer: QuantizedLayer, stored: torch.Tensor) -> torch.Tensor:

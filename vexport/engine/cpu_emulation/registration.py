@@ -26,17 +26,21 @@ from vllm.model_executor.layers.quantization.compressed_tensors.transform.module
 from vllm.model_executor.layers.quantization.quark.schemes import quark_nvfp4
 from vllm.platforms import PlatformEnum
 
+from vexport.engine.cpu_emulation.fp4 import (
+    EmulationMxFp4Linear,
+    EmulationNvFp4A16Linear,
+    EmulationNvFp4Linear,
+)
 from vexport.engine.cpu_emulation.fp8 import (
     EmulationFp8BlockLinear,
     EmulationFp8Linear,
     EmulationW8A16Fp8Linear,
 )
-from vexport.engine.cpu_emulation.mxfp4 import EmulationMxFp4Linear
-from vexport.engine.cpu_emulation.nvfp4 import EmulationNvFp4A16Linear, EmulationNvFp4Linear
 from vexport.engine.cpu_emulation.rounding import round_fp8
-from vexport.engine.cpu_emulation.transform import rotate
 from vexport.engine.cpu_emulation.wna16 import EmulationW4A8Fp8Linear, EmulationWNA16Linear
 
+# Entries of one size and either sign, which vLLM's kernel computes without the matrix, so exactly.
+_COMPUTED = "hadamard"
 _ORIGINAL_QUANT = _custom_ops.scaled_fp8_quant
 _ORIGINAL_SCHEME = CompressedTensorsConfig._get_scheme_from_parts
 
@@ -110,3 +114,20 @@ def nvfp4_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
     """What vLLM's `init_nvfp4_linear_kernel` answers, for the CPU."""
     kernel = EmulationNvFp4A16Linear if use_a16 else EmulationNvFp4Linear
     return kernel(NvFp4LinearLayerConfig())
+
+
+def rotate(transform: HadamardTransform, value: torch.Tensor, part_id: int = 0) -> torch.Tensor:
+    """What `HadamardTransform.forward` answers: `value` (..., features) times the matrix, or its inverse.
+
+    vLLM has kernels for it on GPUs only.
+    """
+    if part_id not in transform.weight.partitions:
+        return value
+    chosen = transform.transforms[part_id]
+    matrix = transform.weight.partitions[part_id].to(torch.float32)
+    size = matrix.shape[0]
+    if chosen.scheme.type == _COMPUTED:
+        matrix = matrix.sign() / size**0.5
+    blocks = value.to(torch.float32).reshape(-1, size)
+    turned: torch.Tensor = blocks @ (matrix.T if chosen.args.inverse else matrix)
+    return turned.reshape(value.shape).to(value.dtype)

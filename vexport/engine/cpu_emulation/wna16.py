@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.nn import Parameter
 from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConfig
 
-from vexport.engine.cpu_emulation.layer import Answer, QuantizedLayer
+from vexport.engine.cpu_emulation.layer import Answer, Dequantized, QuantizedLayer
 from vexport.engine.cpu_emulation.rounding import fp8_token_scale, round_fp8
 
 
@@ -20,7 +20,7 @@ def unpack(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     return ((words[:, word] | (words[:, word + 1] << 32)) >> offset) & ((1 << bits) - 1)
 
 
-class EmulationWNA16Linear(MPLinearKernel):  # type: ignore[misc]
+class EmulationWNA16Linear(Dequantized, MPLinearKernel):  # type: ignore[misc]
     """Weights of 2 to 8 bits in groups or channels, with or without zero points; activations as they are."""
 
     @classmethod
@@ -48,11 +48,6 @@ class EmulationWNA16Linear(MPLinearKernel):  # type: ignore[misc]
     def stored_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """The scales (rows, groups), float32, as the kernel uses them."""
         return scale
-
-    def apply_weights(
-        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return F.linear(x, layer.weight, bias)
 
 
 class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
