@@ -154,32 +154,3 @@ def test_absent_values_do_not_differ() -> None:
         held.copy_(tensor)
 
     assert faults((stored(1), load), optional=("fused", "experts")) == []
-
-
-def _compare_and_copy(model: torch.nn.Module, tensor: torch.Tensor) -> None:
-    target = model.get_parameter("fused").data
-    assert not torch.ne(target[0, 0], tensor[0, 0])
-    target.copy_(tensor)
-
-
-def test_what_is_done_is_struck_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what a loader keeps for later, or has not read, is not."""
-    monkeypatch.setattr("vexport.engine.dry.audit._SWEEP_AT", 0)
-    model, audit = Layer(), Audit(1)
-    kept = list[torch.Tensor]()
-    with audit:
-        for number in range(20):
-            _load(audit, f"done{number}", stored(8, 4), partial(_compare_and_copy, model))
-        _load(audit, "kept", stored(1), kept.append)
-        _load(audit, "view kept", stored(4, 4), lambda tensor: kept.append(tensor[1:]))
-        _load(audit, "computed", stored(1), lambda tensor: kept.append(tensor.to(torch.bfloat16)))
-        _load(audit, "unread", stored(3), lambda tensor: None)
-        for number in range(20):
-            _load(audit, f"done too{number}", stored(8, 4), lambda tensor: rows(0, 8)(model, tensor))
-        assert {"kept", "view kept", "computed", "unread"} < audit._sources.keys()
-        assert len(audit._sources) < 20
-        assert len(audit._differences) < 3, "results of comparisons are let go too"
-        model.get_parameter("scale").data.copy_(kept[0])
-        model.get_parameter("scale").data.copy_(kept[2])
-    found = audit.faults(model, optional=frozenset({"experts"}))
-    assert [(fault.kind, fault.where) for fault in found] == [("unused", "view kept"), ("unused", "unread")]
