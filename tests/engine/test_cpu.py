@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from vexport.engine import cpu
-from vexport.engine.cpu import prepare_cpu
+from vexport.engine import worker
+from vexport.engine.worker import prepare_cpu
 
 NAMES = (
     "OMP_NUM_THREADS",
@@ -32,6 +32,6 @@ def test_all_cores_compute_unless_the_caller_says_how_many(
     own = {name: value for name, value in os.environ.items() if name not in NAMES}
     monkeypatch.setattr(os, "environ", own | given)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(cpu, "_nodes", lambda: 1)
+    monkeypatch.setattr(worker, "_nodes", lambda: 1)
     prepare_cpu({"tensor_parallel_size": ranks})
     assert os.environ.get("OMP_NUM_THREADS") == threads

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vexport.engine.environment import answer_environment
+from vexport.engine.describe import answer_environment
 from vexport.run.serving import serve_digest
 from vexport.types import Json
 

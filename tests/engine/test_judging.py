@@ -11,8 +11,7 @@ from scipy.stats import entropy
 from transformers import AutoTokenizer
 
 from tests.engine.fixtures import quantize_model
-from vexport.engine.agreement import KL_LIMITS, compare_logprobs, kl_limit
-from vexport.engine.canaries import canary_findings, symptom
+from vexport.engine.agreement import KL_LIMITS, canary_findings, compare_logprobs, kl_limit, symptom
 from vexport.engine.load import shortest_length
 from vexport.engine.prompts import CONTINUED, fixed_prompts
 from vexport.engine.reference import (

@@ -12,15 +12,16 @@ from scipy import stats
 
 from tests.evaluation.make import make_group, run_lm_eval
 from vexport.errors import InputError
-from vexport.evaluation.clusters import (
-    clustered_bootstrap,
-    clustered_tango,
-    design_effect,
-)
 from vexport.evaluation.gates import gated_tasks, label
 from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.results import read_results
-from vexport.evaluation.statistics import Scores, tango_interval
+from vexport.evaluation.statistics import (
+    Scores,
+    clustered_bootstrap,
+    clustered_tango,
+    design_effect,
+    tango_interval,
+)
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
 

@@ -12,7 +12,7 @@ from tests.command import vexport
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.cli.prompting import prompting_options
 from vexport.errors import InputError
-from vexport.evaluation.chat import ServedChat
+from vexport.evaluation.lm_eval_model import ServedChat
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.scenario import Evaluate
 from vexport.types import LmEvalSettings
@@ -153,7 +153,7 @@ def test_generation_arguments_are_read_as_lm_eval_reads_them(
 
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vexport.evaluation.chat.TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr("vexport.evaluation.lm_eval_model.TEMPLATE_SECONDS", 0.3)
     chat = ServedChat()
     chat.tokenizer = AutoTokenizer.from_pretrained(DEMO)
     chat.hf_chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

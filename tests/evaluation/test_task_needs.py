@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport.evaluation.task_needs import missing
+from vexport.evaluation.lm_eval_environment import missing
 
 SCENARIO = (
     "name: a\nsource: {source}\nrules: [{{match: Linear, scheme: W8A8}}]\nevaluate: {{suite: {suite}}}\n"

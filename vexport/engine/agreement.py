@@ -1,6 +1,12 @@
-"""Compares vLLM's log-probabilities with a reference, and holds the limits."""
+"""Judges what vLLM answered: log-probabilities against a reference, and greedy continuations.
+
+They are looked at for what a broken export does: nothing, an early end, one thing for ever.
+"""
 
 import json
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,13 +14,26 @@ from safetensors.torch import load_file
 
 from vexport.checkpoint.quantization import find_quantization
 from vexport.numerics.metrics import kl_divergence
-from vexport.types import LogprobAgreement
+from vexport.types import Canary, Finding, LogprobAgreement, Severity
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16: none are).
 # Both sides round to bfloat16 in their own order, and a low-bit rounding turns some of those differences into
 # whole steps. Measured on a random two-layer Llama: 2e-4 without, 2e-3 INT8, 7e-3 FP8, 6e-2 FP4. A deep model
 # amplifies them: `reference.agreement_limit`.
 KL_LIMITS = {16: 0.003, 8: 0.05, 4: 0.1}
+# A continuation that ends in this many rounds of a cycle of at most so many words says one thing for ever.
+_ROUNDS = 4
+_LONGEST_CYCLE = 6
+# A text of fewer letters has no recognizable script; an answer of fewer tokens has no early end.
+_LEAST_LETTERS = 20
+_LEAST_TOKENS = 8
+# A text that ends after as many tokens has been one; a broken export ends in its first sentence.
+_WHOLE_TOKENS = 48
+# A text in which as many words stand this often loops, if not to its end (SmolLM2-135M does).
+_LOOP_WORDS, _LOOP_TIMES = 8, 3
+_NUMBERS = "non-finite log-probabilities"
+_FIX = "compare the checkpoint with its source (`vexport check --source`), or quantize with a finer scheme"
+_FIX_QUANTIZED = "nothing if the evaluation passes: vLLM computes what the checkpoint holds"
 
 
 def kl_limit(checkpoint: Path, cache: str = "auto") -> float:
@@ -57,4 +76,105 @@ def compare_logprobs(
         max_kl=float(kl.max()),
         top1_agreement=float(same.to(torch.float64).mean()),
         limit=limit,
+    )
+
+
+def canary_findings(
+    canaries: Sequence[Canary], baseline: Sequence[Canary] | None = None, *, agrees: bool = False
+) -> list[Finding]:
+    """A finding for each degenerate continuation.
+
+    With the baseline's continuations of the same prompts, one that the baseline shares is none; the others
+    are errors if they are half of all or more, else warnings, since one continuation may change by chance.
+    Without a baseline each is a warning: the model may have the habit itself. So it is where the
+    log-probabilities of vLLM are those of the reference (`agrees`): then the weights say so, and what
+    quantization costs is for the evaluation to judge. Numbers that are not finite are always an error.
+    """
+    others = {canary.prompt: canary for canary in baseline or ()}
+    degenerate = [
+        (number, canary, found)
+        for number, canary in enumerate(canaries)
+        if (found := symptom(canary, others.get(canary.prompt))) is not None
+    ]
+    broken = baseline is not None and not agrees and 2 * len(degenerate) >= len(canaries)
+    severity: Severity = "error" if broken else "warning"
+    fix = _FIX_QUANTIZED if agrees and baseline is not None else _FIX
+    return [
+        _finding(number, canary, found, "error", _FIX)
+        if found == _NUMBERS
+        else _finding(number, canary, found, severity, fix)
+        for number, canary, found in degenerate
+    ]
+
+
+def not_finite(canaries: Sequence[Canary]) -> list[Finding]:
+    """The findings that hold for any text, also of a model to which the prompts mean nothing."""
+    return [
+        _finding(number, canary, _NUMBERS, "error", _FIX)
+        for number, canary in enumerate(canaries)
+        if canary.non_finite
+    ]
+
+
+def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
+    """What is wrong with a continuation, or None where nothing is, or the baseline's is no better."""
+    if canary.non_finite:
+        return _NUMBERS
+    if (alone := _alone(canary)) is not None:
+        return alone if baseline is None or not (_alone(baseline) or _loops(baseline)) else None
+    if baseline is not None and _early(canary, baseline):
+        return "an early end"
+    before = canary.prompt if baseline is None else baseline.text
+    scripts = _script(before), _script(canary.text)
+    return f"{scripts[1]} for {scripts[0]} letters" if all(scripts) and len(set(scripts)) > 1 else None
+
+
+def _alone(canary: Canary) -> str | None:
+    if not canary.text.strip():
+        return "empty"
+    words = canary.text.split()
+    if len(words) < _ROUNDS:
+        words = list(canary.text.strip())
+    return "repetition" if _cycles(words) else None
+
+
+def _cycles(words: Sequence[str]) -> bool:
+    """Whether the end of `words` is the same one to six words, four times or more."""
+    for length in range(1, _LONGEST_CYCLE + 1):
+        end = words[-length * _ROUNDS :]
+        if len(end) == length * _ROUNDS and all(end[i] == end[i % length] for i in range(len(end))):
+            return True
+    return False
+
+
+def _early(canary: Canary, baseline: Canary) -> bool:
+    """Whether the model ends before half of what the baseline says, early in the text, and not of a loop."""
+    whole = baseline.tokens if baseline.ended_after is None else baseline.ended_after
+    ended = canary.ended_after
+    if ended is None or ended >= _WHOLE_TOKENS or _loops(baseline):
+        return False
+    return whole >= _LEAST_TOKENS and 2 * ended < whole
+
+
+def _loops(canary: Canary) -> bool:
+    words = canary.text.split()
+    parts = Counter(tuple(words[i : i + _LOOP_WORDS]) for i in range(len(words) - _LOOP_WORDS + 1))
+    return max(parts.values(), default=0) >= _LOOP_TIMES
+
+
+def _script(text: str) -> str:
+    """The script of most letters (`LATIN`, `CYRILLIC`, `CJK`); nothing where there are few letters."""
+    scripts = Counter(unicodedata.name(letter, "").partition(" ")[0] for letter in text if letter.isalpha())
+    script, letters = scripts.most_common(1)[0] if scripts else ("", 0)
+    return script if scripts.total() >= _LEAST_LETTERS and 2 * letters > scripts.total() else ""
+
+
+def _finding(number: int, canary: Canary, found: str, severity: Severity, fix: str) -> Finding:
+    return Finding(
+        check="canary",
+        severity=severity,
+        where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
+        expected="finite numbers and text in the prompt's language that does not repeat itself",
+        got=f"{found} in {canary.tokens} tokens ({canary.finish_reason}): {canary.text[-80:]!r}",
+        fix=fix,
     )

@@ -1,21 +1,27 @@
-"""What really ran: the kernel of each kind of layer, the machine, and what this platform cannot show."""
+"""What really ran: the kernel of each kind of layer, the machine, and what this platform cannot show.
+
+And the environment variables of vLLM (vllm/envs.py) that choose kernels or precisions, and so may change an
+answer: `VLLM_BATCH_INVARIANT=1` dequantizes packed weights from vLLM 0.33 on, `VLLM_MARLIN_INPUT_DTYPE`
+quantizes inputs.
+"""
 
 import json
 import os
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
 
-from vexport.engine.environment import answer_environment
 from vexport.scenario.serve import TYPED, EngineArguments
 from vexport.types import EngineInfo
 
 if TYPE_CHECKING:
     from vllm import LLM
+
 
 _KERNEL_PACKAGES = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
 # What a kernel of the CPU build leaves out, measured or read in the file of that name in vLLM's
@@ -28,6 +34,14 @@ _KERNEL_BLIND_SPOTS = {
     "EmulationMxfp8LinearKernel": "MXFP8 activations stay in the model's dtype (mxfp8/emulation.py)",
 }
 _CPU_BLIND_SPOT = "GPU kernels were not run: their rounding order, their limits on shapes"
+NONE = "none"
+_CHOOSES = re.compile(
+    r"VLLM_(\w+_)?(AITER|ALLREDUCE|ATTENTION_BACKEND|BATCH_INVARIANT|DEEP_GEMM|EMULATION|FLASHINFER|FP4|FP8|"
+    r"HUMMING|INT4|KERNELS?|MARLIN|MLA|MOE|MXFP[48]|NVFP4|PRECISION|QUANT|QUANTIZATION|REDUCE|SAMPLER|SKINNY|"
+    r"TRITON)(_\w+)?"
+)
+# What the above would take too: places, sizes, and what vexport sets (`vexport.engine.session`).
+_UNRELATED = re.compile(r"_(CACHE|DIR|SIZE|THREADS)(_|$)|^VLLM_CPU_INT4_W4A8$")
 
 
 class DescribeKernels:
@@ -151,3 +165,9 @@ def _processor() -> str:
     flags = set(re.findall(r"\b(amx_tile|avx512_bf16|avx512f|avx2)\b", text))
     widest = [flag for flag in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if flag in flags]
     return f"{name.group(1) if name else platform.machine()} ({', '.join(widest) or platform.machine()})"
+
+
+def answer_environment(environment: Mapping[str, str] = os.environ) -> str:
+    """Those that are set, by name: `VLLM_BATCH_INVARIANT=1`; "none" where none is."""
+    names = (name for name in sorted(environment) if _CHOOSES.fullmatch(name) and not _UNRELATED.search(name))
+    return " ".join(f"{name}={environment[name]}" for name in names) or NONE

@@ -8,8 +8,14 @@ from pathlib import Path
 import torch
 
 from vexport.architectures.text_config import text_config
-from vexport.engine.agreement import compare_logprobs, kl_limit, read_logprobs
-from vexport.engine.canaries import canary_findings, not_finite, symptom
+from vexport.engine.agreement import (
+    canary_findings,
+    compare_logprobs,
+    kl_limit,
+    not_finite,
+    read_logprobs,
+    symptom,
+)
 from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
 from vexport.engine.prompts import Prompts
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference

@@ -19,7 +19,7 @@ from vexport.engine.dry.load import CAPABILITIES, dry_loads
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, remembered_reference
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.drift import Scored
-from vexport.evaluation.harness import differences
+from vexport.evaluation.prompting import differences
 from vexport.numerics.metrics import kl_divergence
 from vexport.types import Attribution, Cause, Distance, Outcome
 

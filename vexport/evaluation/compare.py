@@ -5,13 +5,15 @@ from itertools import islice
 
 import numpy as np
 
-from vexport.evaluation.clusters import clustered_bootstrap, clustered_tango, effective
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.statistics import (
     Interval,
     Scores,
     bootstrap_interval,
+    clustered_bootstrap,
+    clustered_tango,
     documents_to_settle,
+    effective,
     mcnemar_p,
     mean_statistic,
     permutation_p,

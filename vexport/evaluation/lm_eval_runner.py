@@ -1,4 +1,4 @@
-"""Runs lm-eval on an engine that already stands. Called in the worker process only.
+"""`python -m vexport.evaluation.lm_eval_runner REQUEST RESULT`: the engine's worker with tasks of lm-eval.
 
 What a killed evaluation was answered is in lm-eval's cache of requests. Its key leaves the model out: a file
 is for one model, one engine and one way of asking.
@@ -7,6 +7,7 @@ is for one model, one engine and one way of asking.
 import hashlib
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,19 +18,22 @@ from typing import TYPE_CHECKING
 import jinja2
 from pydantic import JsonValue
 
+from vexport.engine import worker
 from vexport.engine.messages import ANSWERS, SessionRequest
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.lm_eval_environment import (
+    allow_code,
     computed_once,
     dataset_cache,
     engine_words,
+    missing,
+    require_allowed,
     tasks_as_data,
     vllm_distribution,
 )
 from vexport.evaluation.lm_eval_model import ModelArguments, replaced, wrap_engine
 from vexport.evaluation.repeat import Repeated, compare_rows, documents_to_repeat, write_repeated
 from vexport.evaluation.task_data import explained_downloads
-from vexport.evaluation.task_needs import allow_code, missing, require_allowed
 from vexport.evaluation.tasks import GROUP_SUFFIX
 from vexport.files import atomic_path
 from vexport.types import OnProgress
@@ -251,3 +255,7 @@ def _move_files(source: Path, target: Path) -> None:
     for file in files:
         with atomic_path(target / file.name) as temporary:
             shutil.copyfile(file, temporary)
+
+
+if __name__ == "__main__":
+    sys.exit(worker.main(sys.argv[1:], run_tasks))

@@ -7,9 +7,8 @@ from itertools import islice
 import numpy as np
 
 from vexport.errors import InputError
-from vexport.evaluation.clusters import MIN_CLUSTERS, Clusters
 from vexport.evaluation.samples import HASHES, Sample, TaskSamples
-from vexport.evaluation.statistics import Scores
+from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
 
 # Metrics of lm-eval that are from 0 to 1 for each document.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))

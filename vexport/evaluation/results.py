@@ -11,16 +11,19 @@ from pathlib import Path
 
 from vexport.errors import InputError
 from vexport.errors.escaping import clip
-from vexport.evaluation.fingerprint import read_fingerprint
-from vexport.evaluation.recorded import recorded_fingerprint, recorded_prompting, unseparated_thinking
+from vexport.evaluation.fingerprint import (
+    mapping_in,
+    read_fingerprint,
+    recorded_fingerprint,
+    recorded_prompting,
+    unseparated_thinking,
+)
 from vexport.evaluation.samples import TaskSamples, read_samples
 from vexport.files import read_json_object
 from vexport.types import Json, Prompting
 
 # Of a task: with lm-eval's prefix and date a file's name has at most 255 bytes.
 LONGEST_NAME = 200
-# Groups times groups that may be in them; all of lm-eval's tasks together have some hundreds.
-MOST_GROUPS = 10**7
 STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 
 
@@ -49,7 +52,7 @@ def read_results(path: Path) -> Results:
     """
     file = path if path.is_file() else _newest_results(path)
     content = read_json_object(file)
-    names = list(_mapping(content, "configs"))
+    names = list(mapping_in(content, "configs"))
     if not names:
         raise InputError(str(file), got="no tasks", need="lm-eval results", fix="evaluate at least one task")
     for name in names:
@@ -93,12 +96,12 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
     if not path.exists() and not path.is_symlink():
         where, fix = f"{file}: task {task}", "evaluate again with --log_samples"
         raise InputError(where, got="no samples", need="them, to pair documents", fix=fix)
-    output_type = str(_mapping(_mapping(content, "configs"), task).get("output_type", ""))
+    output_type = str(mapping_in(mapping_in(content, "configs"), task).get("output_type", ""))
     return read_samples(path, task, output_type=output_type, higher_is_better=_directions(content, task))
 
 
 def _directions(content: Mapping[str, Json], task: str) -> dict[str, bool]:
-    better = _mapping(_mapping(content, "higher_is_better"), task)
+    better = mapping_in(mapping_in(content, "higher_is_better"), task)
     return {name: value for name, value in better.items() if isinstance(value, bool)}
 
 
@@ -106,7 +109,7 @@ def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> di
     """The outermost groups that have an aggregate of their own, with the tasks in them and below."""
     children = {
         name: [str(child) for child in value] if isinstance(value, list) else []
-        for name, value in _mapping(content, "group_subtasks").items()
+        for name, value in mapping_in(content, "group_subtasks").items()
     }
 
     def leaves(group: str) -> tuple[str, ...]:
@@ -122,16 +125,8 @@ def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> di
             waiting += reversed(inner)
         return tuple(found)
 
-    named = _mapping(content, "groups")
-    if len(named) * len(children) > MOST_GROUPS:
-        got, need = f"{len(named):,} groups of {len(children):,}", "groups of lm-eval"
-        raise InputError("groups of the results", got=got, need=need, fix="evaluate again with lm-eval")
+    named = mapping_in(content, "groups")
     groups = {name: members for name in named if (members := leaves(name))}
     sets = [frozenset(members) for members in groups.values()]
     outermost = {members for members in sets if not any(members < outer for outer in sets)}
     return {name: members for name, members in groups.items() if frozenset(members) in outermost}
-
-
-def _mapping(content: Mapping[str, Json], key: str) -> dict[str, Json]:
-    value = content.get(key)
-    return value if isinstance(value, dict) else {}

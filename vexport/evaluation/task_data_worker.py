@@ -12,10 +12,9 @@ from pathlib import Path
 from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.worker import end_with_parent, input_problem, reporter
 from vexport.errors import EnvironmentFault, VexportError
-from vexport.evaluation.lm_eval_environment import tasks_as_data
+from vexport.evaluation.lm_eval_environment import nltk_problem, task_settings, tasks_as_data
 from vexport.evaluation.lm_eval_runner import load_tasks, task_manager
 from vexport.evaluation.task_data import STAGE, Fetched, explained_downloads
-from vexport.evaluation.task_needs import nltk_problem, task_settings
 from vexport.files import from_json, to_json, write_text
 from vexport.types import OnProgress
 

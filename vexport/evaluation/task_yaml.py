@@ -1,7 +1,12 @@
-"""A task's YAML file read without running anything: its includes merged, its paths made absolute."""
+"""What YAML says of tasks, without importing lm-eval or running anything: a person's own file, and the names
+in lm-eval's folders. Of a file its includes are merged and its paths made absolute.
+"""
 
-from collections.abc import Iterator, Mapping
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -11,8 +16,10 @@ from vexport.outputs.separate import resolved
 from vexport.scenario.reading import require_bounded
 
 Config = dict[str, object]
-# Bytes of a task's file, and files that include each other; lm-eval's own have 100 kB and three levels.
-LARGEST, MOST_LEVELS = 1 << 22, 50
+_INDEXED = re.compile(
+    rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
+)
+_INCLUDED = re.compile(rb"([\w./-]+[.]ya?ml)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +44,6 @@ def _read(path: Path, trust: bool, above: tuple[Path, ...], read: dict[Path, Con
     own = resolved(path)
     if own in above:
         raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
-    if len(above) > MOST_LEVELS:
-        got, need = "more includes inside includes", f"at most {MOST_LEVELS} levels"
-        raise InputError(str(path), got=got, need=need, fix="put them into fewer files")
     if own not in read:
         config = parse_task(path, trust)
         includes = config.pop("include", [])
@@ -52,15 +56,15 @@ def _read(path: Path, trust: bool, above: tuple[Path, ...], read: dict[Path, Con
 
 def parse_task(path: Path, trust: bool) -> Config:
     """The file's own keys; InputError where it is no YAML mapping, or has `!function` without trust."""
+    if not path.is_file():
+        raise InputError(str(path), got="no such file", need="a task's YAML", fix="check the path")
     try:
-        loader = (_TrustingLoader if trust else _Loader)(_content(path))
+        loader = (_TrustingLoader if trust else _Loader)(path.read_bytes())
         loader.name = str(path)
         node = loader.get_single_node()
         if node is not None:
             require_bounded(node)
         config = None if node is None else loader.construct_document(node)
-    except FileNotFoundError:
-        raise InputError(str(path), got="no such file", need="a task's YAML", fix="check the path") from None
     except OSError as error:
         require_working_disk(error, path)
         raise InputError(str(path), got=str(error), need="a task's YAML", fix="check the path") from None
@@ -75,18 +79,6 @@ def parse_task(path: Path, trust: bool) -> Config:
         got = f"a {type(config).__name__}"
         raise InputError(str(path), got=got, need="a mapping of a task's keys", fix="fix the file")
     return {str(key): value for key, value in config.items()}
-
-
-def _content(path: Path) -> bytes:
-    """The bytes of a file; InputError of what is none, or too large: an include may name anything."""
-    if path.exists() and not path.is_file():
-        raise InputError(str(path), got="no file", need="a task's YAML", fix="check the path")
-    with path.open("rb") as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        need = f"a task's YAML of at most {LARGEST >> 20} MB"
-        raise InputError(str(path), got="a larger file", need=need, fix="check the path")
-    return content
 
 
 def remedy(got: str) -> str:
@@ -147,3 +139,50 @@ def named_modules(value: object) -> Iterator[Path]:
     elif isinstance(value, (Mapping, list)):
         for member in value.values() if isinstance(value, Mapping) else value:
             yield from named_modules(member)
+
+
+def require_known(name: str, include_paths: Sequence[Path]) -> None:
+    """Look `name` up in the YAML files that lm-eval would index, without importing lm-eval.
+
+    Where lm-eval is not installed next to vexport, the worker's lm-eval is left to judge.
+    """
+    package = find_spec("lm_eval")
+    if package is None or package.submodule_search_locations is None:
+        return
+    roots = [*include_paths, *(Path(location) / "tasks" for location in package.submodule_search_locations)]
+    names: set[str] = set()
+    for file in (file for root in roots for file in root.rglob("*.yaml") if file.is_file()):
+        names |= _indexed(file.read_bytes())
+        if name in names:
+            return
+    close = difflib.get_close_matches(name, names, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else "list them with `lm-eval ls tasks`"
+    raise InputError(f"task {name}", got="an unknown name", need="a task of lm-eval or a YAML file", fix=hint)
+
+
+def require_no_python(name: str, folders: Sequence[Path]) -> None:
+    """InputError where a task of these folders, or a file that it names, would run its own Python."""
+    files = sorted(file for folder in folders for file in folder.rglob("*.yaml") if file.is_file())
+    texts = {file: file.read_bytes() for file in files}
+    defined = {file: {one.decode() for one, _ in _INDEXED.findall(text)} for file, text in texts.items()}
+    pending = {file for file in texts if name in defined[file]}
+    pending = pending or {file for file in texts if name in _indexed(texts[file])}  # a tag in a list
+    reached = set[Path]()
+    while pending:
+        reached |= pending
+        words = {word for file in pending for word in (*_indexed(texts[file]), *_included(texts[file]))}
+        pending = {file for file in texts if words & {*defined[file], file.name}} - reached
+    for file in sorted(reached):
+        if b"!function" in texts[file]:
+            got, need = "!function, Python that would be run", "a task without Python"
+            raise InputError(str(file), got=got, need=need, fix=remedy(got))
+
+
+def _indexed(text: bytes) -> set[str]:
+    """Tasks, groups and tags that a YAML file defines or lists."""
+    return {(one or other).decode() for one, other in _INDEXED.findall(text)}
+
+
+def _included(text: bytes) -> set[str]:
+    """The names of the files that a YAML file includes."""
+    return {Path(name.decode()).name for name in _INCLUDED.findall(text)}

@@ -13,14 +13,14 @@ from pathlib import Path
 import yaml
 
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.foreign_code import METRIC_CODE, METRIC_FIX, is_foreign_code
-from vexport.evaluation.task_names import require_known, require_no_python
 from vexport.evaluation.task_yaml import (
     Config,
     TaskDumper,
     named_modules,
     parse_task,
     read_task,
+    require_known,
+    require_no_python,
     with_absolute_paths,
 )
 from vexport.files import write_text
@@ -33,9 +33,9 @@ FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", 
 """The `dataset_path` of documents that lie in `data_files` (datasets/packaged_modules)."""
 PICKLED = "pandas"
 """The one of files that older versions of datasets unpickle."""
-# lm-eval asks each document so many times, and holds all requests at once; its own tasks ask up to 64 times.
-MOST_REPEATS = 1000
 EVALUATION_SPLITS = ("test_split", "validation_split")
+METRIC_CODE = "Python that would be run"
+METRIC_FIX = "add --trust-remote-code if you trust it, or name a metric of lm-eval"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +142,6 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
     for metric in _metrics(config) if not trust else ():
         if is_foreign_code(metric):
             problems.append(InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX))
-    repeats = config.get("repeats", 1)
-    if type(repeats) is not int or not 0 < repeats <= MOST_REPEATS:
-        need = f"answers to each document, 1 to {MOST_REPEATS}"
-        problems.append(InputError(f"{path}: repeats", got=repr(repeats), need=need, fix="correct it"))
     raise_all(problems)
 
 
@@ -203,3 +199,11 @@ def _data_files(config: Config) -> Iterator[Path]:
             yield Path(value)
         elif isinstance(value, (dict, list)):
             pending.extend(value.values() if isinstance(value, dict) else value)
+
+
+def is_foreign_code(metric: str) -> bool:
+    """Whether `evaluate.load` would import a file, or what an account of the hub has (evaluate/loading.py).
+
+    A name alone is lm-eval's own, or one of the account of `evaluate`, unless a folder here has that name.
+    """
+    return "/" in metric or metric.endswith(".py") or Path(metric, f"{metric}.py").is_file()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, Scored, drift_warnings, measure_drift
-from vexport.evaluation.harness import differences
 from vexport.evaluation.held_out import TextLimits, decide_on_text
+from vexport.evaluation.prompting import differences
 from vexport.evaluation.verdict import decide
 from vexport.run.naming import portable
 from vexport.run.serving import EngineOptions, Served

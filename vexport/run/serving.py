@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import folder_digest
-from vexport.engine.environment import NONE, answer_environment
+from vexport.engine.describe import NONE, answer_environment
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import ANSWERS, SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
@@ -30,7 +30,7 @@ from vexport.types import LmEvalSettings, LoadReport, OnProgress
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
-TASKS_WORKER = "vexport.evaluation.worker"
+TASKS_WORKER = "vexport.evaluation.lm_eval_runner"
 LOGPROBS = "logprobs.safetensors"
 BASELINE = "baseline"
 CANDIDATE = "candidate"
