@@ -1,6 +1,7 @@
 """A worker in its own process group that cannot outlive us: progress on a pipe, its output in a log."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -8,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 from vexport.types import OnProgress
 
@@ -16,7 +16,7 @@ PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _POLL_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 # Of a worker that has its result, to end; and of a killed process, which may wait for a driver or a disk.
 _LAST_SECONDS, _KILLED_SECONDS = 20.0, 30.0
-_LONGEST_LINE = 1 << 16
+_PIPE_BYTES = 1 << 16
 
 
 def run_group(
@@ -37,9 +37,7 @@ def run_group(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
-    progress = Thread(target=_pass_on, args=(reader, on_progress), daemon=True)
-    progress.start()
-    with log.open("wb") as output:
+    with os.fdopen(reader, "rb", buffering=0) as pipe, log.open("wb") as output:
         try:
             process = subprocess.Popen(
                 command,
@@ -53,10 +51,9 @@ def run_group(
         finally:
             os.close(writer)
         try:
-            _await_result(process, time.monotonic() + timeout, is_done)
+            _follow(process, pipe.fileno(), time.monotonic() + timeout, on_progress, is_done)
         finally:
             end_group(process)
-    progress.join(_GRACE_SECONDS)  # what left the group may hold the pipe open
     code = process.poll()
     return -signal.SIGKILL if code is None else code
 
@@ -88,22 +85,37 @@ def _signal(group: int, number: int) -> bool:
     return True
 
 
-def _await_result(process: subprocess.Popen[bytes], deadline: float, is_done: Callable[[], bool]) -> None:
-    """Return when the process has ended, or had its time to once it was done; or raise TimeoutError."""
-    while process.poll() is None:
-        if is_done():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_LAST_SECONDS)
+def _follow(
+    process: subprocess.Popen[bytes],
+    pipe: int,
+    deadline: float,
+    on_progress: OnProgress,
+    is_done: Callable[[], bool],
+) -> None:
+    """Pass progress on until the process has ended, or had its time to once it was done; or TimeoutError."""
+    pending, last = b"", math.inf
+    os.set_blocking(pipe, False)
+    while True:
+        ended, now = process.poll() is not None, time.monotonic()
+        with suppress(BlockingIOError):
+            pending = _pass_on(pending + os.read(pipe, _PIPE_BYTES), on_progress)
+        if last == math.inf and is_done():
+            last = now + _LAST_SECONDS
+        if ended or now > last:
             return
-        if time.monotonic() > deadline:
+        if now > deadline and last == math.inf:
             raise TimeoutError
         time.sleep(_POLL_SECONDS)
 
 
-def _pass_on(reader: int, on_progress: OnProgress) -> None:
-    """Tell of the lines that are progress: a library may write into any descriptor."""
-    with os.fdopen(reader, "rb") as pipe:
-        while line := pipe.readline(_LONGEST_LINE):
-            with suppress(ValueError, TypeError, RecursionError):
-                stage, done, total = json.loads(line)
-                on_progress(str(stage), int(done), int(total))
+def _pass_on(text: bytes, on_progress: OnProgress) -> bytes:
+    """Tell of the whole lines that are progress; what is left of the text where it may become a line."""
+    *lines, rest = text.split(b"\n")
+    for line in lines:
+        try:
+            stage, done, total = json.loads(line)
+            progress = str(stage), int(done), int(total)
+        except (ValueError, TypeError, RecursionError):  # a library that writes into any descriptor
+            continue
+        on_progress(*progress)
+    return rest if len(rest) <= _PIPE_BYTES else b""

@@ -212,6 +212,7 @@ class _ReportingLLM:
         """So many prompts will come, for these requests."""
         self._stage = ", ".join(dict.fromkeys(str(request.task_name) for request in requests))
         self._done, self._total = 0, prompts
+        self._progress(self._stage, 0, prompts)
 
     def generate(
         self,
