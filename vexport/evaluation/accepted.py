@@ -33,15 +33,15 @@ _KIND = "vexport_baseline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedTask:
-    """The scores of one task: lines of `first-last scores`, and of `first-last digests`."""
+    """The scores of one task, and the digests of its questions, by `first-last` of their documents."""
 
     metric: str
     filter: str
     higher_is_better: bool
     documents: int
     score: float
-    outcomes: tuple[str, ...]
-    questions: tuple[str, ...]
+    scores: Mapping[str, str]
+    questions: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,11 @@ def is_accepted(path: Path) -> bool:
 
 def read_accepted(path: Path) -> Accepted:
     """Read an accepted baseline; InputError where it is something else or was damaged."""
-    if not path.exists():
-        fix = "check the path, or make it with `vexport eval --accept FILE`"
-        raise InputError(str(path), got="no such file", need="an accepted baseline", fix=fix)
-    if path.is_dir() or not is_accepted(path):
-        got, fix = "something else", "make one with `vexport eval --accept FILE`"
+    if not is_accepted(path):
+        got, fix = (
+            "something else" if path.exists() else "no such file",
+            "make it with `vexport eval --accept FILE`",
+        )
         raise InputError(str(path), got=got, need="an accepted baseline", fix=fix)
     accepted = from_json(Accepted, path)
     raise_all([problem for name, task in accepted.tasks.items() for problem in _damage(path, name, task)])
@@ -137,14 +137,16 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
         where, fix = f"{results.file}: task {name}", "evaluate all documents, or the first (--limit)"
         raise InputError(where, got="documents with gaps", need="consecutive ones", fix=fix)
     scores = [sample.scores[gate.metric] for sample in samples]
+    chunks = [samples[start : start + LINE] for start in range(0, len(samples), LINE)]
+    lines = {f"{chunk[0].doc_id}-{chunk[-1].doc_id}": chunk for chunk in chunks}
     return AcceptedTask(
         metric=gate.metric,
         filter=gate.filter,
         higher_is_better=gate.sign > 0,
         documents=len(samples),
         score=round(math.fsum(scores) / len(scores), 6),
-        outcomes=tuple(_scores_line(chunk, gate.metric) for chunk in _chunks(samples)),
-        questions=tuple(_questions_line(chunk) for chunk in _chunks(samples)),
+        scores={where: _scores_text(chunk, gate.metric) for where, chunk in lines.items()},
+        questions={where: "".join(map(_question, chunk)) for where, chunk in lines.items()},
     )
 
 
@@ -154,24 +156,10 @@ def _ordered(results: Results, name: str, filter_name: str) -> list[Sample]:
     return sorted(samples, key=lambda sample: sample.doc_id)
 
 
-def _chunks(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-    for start in range(0, len(samples), LINE):
-        yield samples[start : start + LINE]
-
-
-def _scores_line(chunk: Sequence[Sample], metric: str) -> str:
+def _scores_text(chunk: Sequence[Sample], metric: str) -> str:
     scores = [sample.scores[metric] for sample in chunk]
     binary = all(score in (0, 1) for score in scores)
-    text = "".join(f"{score:.0f}" for score in scores) if binary else " ".join(map(repr, scores))
-    return f"{_range(chunk)} {text}"
-
-
-def _questions_line(chunk: Sequence[Sample]) -> str:
-    return f"{_range(chunk)} {''.join(map(_question, chunk))}"
-
-
-def _range(chunk: Sequence[Sample]) -> str:
-    return f"{chunk[0].doc_id}-{chunk[-1].doc_id}"
+    return "".join(f"{score:.0f}" for score in scores) if binary else " ".join(map(repr, scores))
 
 
 def _question(sample: Sample) -> str:
@@ -183,34 +171,25 @@ def _question(sample: Sample) -> str:
 def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
     """Document -> score and question; ValueError names the line that is damaged."""
     stored: dict[int, tuple[float, str]] = {}
-    for scores_line, questions_line in zip(task.outcomes, task.questions, strict=True):
-        where, _, questions = questions_line.partition(" ")
+    for where, text in task.scores.items():
         first, _, last = where.partition("-")
         documents = range(int(first), int(last) + 1)
-        scores = _scores(scores_line.removeprefix(f"{where} "))
-        if len(questions) != DIGEST * len(documents) or len(scores) != len(documents):
-            raise ValueError(scores_line[:60])
+        scores = [float(score) for score in (text if set(text) <= {"0", "1"} else text.split(" "))]
+        digests = task.questions.get(where, "")
+        if not len(documents) == len(scores) == len(digests) / DIGEST or not all(map(math.isfinite, scores)):
+            raise ValueError(f"{where}: {text[:60]}")
         for index, (document, score) in enumerate(zip(documents, scores, strict=True)):
-            stored[document] = score, questions[DIGEST * index : DIGEST * (index + 1)]
+            stored[document] = score, digests[DIGEST * index : DIGEST * (index + 1)]
     if len(stored) != task.documents or not stored:
         raise ValueError(f"{len(stored)} documents, not {task.documents}")
     return stored
-
-
-def _scores(text: str) -> list[float]:
-    if text and set(text) <= {"0", "1"}:
-        return [float(digit) for digit in text]
-    scores = [float(part) for part in text.split(" ")]
-    if not all(map(math.isfinite, scores)):
-        raise ValueError(text[:60])
-    return scores
 
 
 def _damage(path: Path, name: str, task: AcceptedTask) -> Iterator[InputError]:
     try:
         stored_scores(task)
     except ValueError as error:
-        where, need = f"{path}: tasks.{name}", "lines of `first-last scores` and `first-last digests`"
+        where, need = f"{path}: tasks.{name}", "scores and questions of each document by `first-last`"
         yield InputError(where, got=str(error), need=need, fix="restore it from git, or accept it again")
 
 
