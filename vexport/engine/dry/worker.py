@@ -6,6 +6,7 @@ remembers here and there, and one crash.
 
 import gc
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from vexport.engine.dry.messages import Cell, CellResult, DryRequest, DryResult, Outcome, merge_ranks
@@ -125,43 +128,28 @@ def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], No
 
     Those of one capability come first, so that what they share is there for the others.
     """
-    running: dict[int, _Try] = {}
+    fork, running = multiprocessing.get_context("fork"), dict[int, tuple[BaseProcess, _Try]]()
     waiting = sorted(tries, key=lambda one: one.cell.sm)
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):
             one = waiting.pop(0)
-            running[_fork(one, request)] = one
-        child, status = os.wait()
-        if child not in running:  # a helper of vLLM's own
-            continue
-        _require_file(running.pop(child), os.waitstatus_to_exitcode(status))
+            child = fork.Process(target=_try, args=(one, request.trust_remote_code))
+            child.start()
+            running[child.sentinel] = child, one
+        for sentinel in connection.wait([*running]):
+            assert isinstance(sentinel, int)
+            ended, tried = running.pop(sentinel)
+            ended.join()
+            _require_file(tried, ended.exitcode or 0)
         on_done(len(tries) - len(waiting) - len(running))
 
 
-def _fork(one: _Try, request: DryRequest) -> int:
-    """The number of a child that tries; the child does not return."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if child := os.fork():
-        return child
+def _try(one: _Try, trust_remote_code: bool) -> None:
     from vexport.engine.dry.cell import try_cell
 
     gc.disable()
-    code = 1
-    try:
-        result = try_cell(
-            one.checkpoint,
-            one.cell,
-            one.rank,
-            one.loaded,
-            trust_remote_code=request.trust_remote_code,
-        )
-        write_text(one.file, to_json(result))
-        code = 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    result = try_cell(one.checkpoint, one.cell, one.rank, one.loaded, trust_remote_code=trust_remote_code)
+    write_text(one.file, to_json(result))
 
 
 def _require_file(one: _Try, code: int) -> None:
