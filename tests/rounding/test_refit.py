@@ -33,7 +33,7 @@ def codes(values: torch.Tensor) -> torch.Tensor:
 
 def rounded(strength: float) -> torch.Tensor:
     """The weight in 4 bits after a refit of some strength."""
-    moments = Moments(hessian=HESSIAN, cross=CROSS, tokens=1)
+    moments = Moments(hessian=HESSIAN, drift=CROSS - HESSIAN, tokens=1)
     wanted = refit(WEIGHT, moments, strength=strength, ridge=RIDGE)
     scale = GOLDEN["scale"].numpy()
     form = integer_format(4, symmetric=True)

@@ -134,7 +134,7 @@ class SiteSums:
         self._moments = {
             site.name: Moments.zeros(
                 site.columns,
-                cross=any(self._strength(group, site).strength > 0 for group in site.rounded),
+                drift=any(self._strength(group, site).strength > 0 for group in site.rounded),
                 device=device,
             )
             for site in self._sites
@@ -181,7 +181,7 @@ class SiteSums:
         tokens = here.tokens if first is None else self._model.rounded_input(first, here.tokens)
         between = self._model.rounded_input(site.groups[0], self._inputs.between(site, tokens))
         wanted = None
-        if moments.cross is not None:
+        if moments.drift is not None:
             assert exact is not None
             wanted = self._inputs.between(site, exact)
         assert site.expert is not None

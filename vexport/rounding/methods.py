@@ -62,12 +62,12 @@ def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: flo
 
     `ridge` is lambda as a share of the mean of H's diagonal, with which H is positive definite.
     """
-    assert moments.cross is not None
+    assert moments.drift is not None
     shift = ridge * moments.hessian.diagonal().mean()
     eye = torch.eye(len(moments.hessian), device=weight.device) * shift
     lower = torch.linalg.cholesky(moments.hessian + eye)
-    solved = torch.cholesky_solve((moments.cross + eye) @ weight.T, lower).T
-    return torch.lerp(weight, solved, strength)
+    correction = torch.cholesky_solve(moments.drift @ weight.T, lower).T
+    return torch.add(weight, correction, alpha=strength)
 
 
 METHODS: Mapping[Rounding, Method] = {"nearest": Nearest(), "gptq": Gptq(), "refit": Refit()}
