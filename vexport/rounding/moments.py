@@ -63,8 +63,8 @@ class Moments:
     def _add_drift(
         self, found: torch.Tensor, exact: torch.Tensor, weights: torch.Tensor | None, alpha: float
     ) -> None:
-        """Products of bf16 are added up in float32 and rounded once a row: a small error of what is small next
-        to H, in half of the time. Those of others are float32."""
+        """Products of bf16 are added up in float32 and rounded once a row: a small error of what is small
+        next to H, in half of the time. Those of others are float32."""
         assert self.drift is not None
         if found.dtype != torch.bfloat16:
             found, exact = found.to(torch.float32), exact.to(torch.float32)
