@@ -3,8 +3,8 @@
     PYTHONPATH=. .venv/bin/python scripts/generate_versions.py 0.33.0 [0.31.0 ...] [--cache FOLDER]
 
 The wheels of that vLLM and of `PINNED` are fetched into a cache and read as text. What is read are literals:
-schemes and their least capabilities, widths, the order of kernels, names of methods, and of the model classes
-what they fuse and whether they quantize their tables of tokens, as far as `PINNED` has them otherwise.
+schemes and their least capabilities, widths, names of methods, and of the model classes what they fuse and
+whether they quantize their tables of tokens, as far as `PINNED` has them otherwise.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from capabilities import supported
 from wheels import CACHE, MODELS, Wheel
 
 from vexport.architectures import architecture_table
@@ -22,9 +21,7 @@ from vexport.architectures import architecture_table
 FOLDER = Path(__file__).parent.parent / "vexport" / "architectures" / "versions"
 QUANTIZATION = "vllm/model_executor/layers/quantization"
 CT = f"{QUANTIZATION}/compressed_tensors"
-KERNELS = "vllm/model_executor/kernels/linear/__init__.py"
 REGISTRIES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
-PLATFORMS = ("CPU", "CUDA")
 TABLE = "VocabParallelEmbedding"
 Entry = dict[str, object]
 
@@ -73,8 +70,6 @@ def facts(wheel: Wheel) -> Entry:
         "compressed_tensors": required[1],
         "schemes": schemes(wheel),
         "asymmetric_widths": asymmetric_widths(wheel),
-        "kernels": kernels(wheel),
-        "supported": capabilities(wheel),
         "methods": methods(wheel),
     }
 
@@ -115,29 +110,6 @@ def asymmetric_widths(wheel: Wheel) -> list[int]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
     }
     return tables["WNA16_ZP_SUPPORTED_TYPES_MAP"]
-
-
-def kernels(wheel: Wheel) -> dict[str, dict[str, list[str]]]:
-    """The kernels of linear layers in the order in which they are tried, by table and platform."""
-    found = {}
-    for node in wheel.tree(KERNELS).body:
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)):
-            continue
-        name = ast.unparse(node.target)
-        if name.startswith("_POSSIBLE_"):
-            table = {
-                ast.unparse(key).rpartition(".")[2]: [ast.unparse(each) for each in value.elts]
-                for key, value in zip(node.value.keys, node.value.values, strict=True)
-                if key is not None and isinstance(value, ast.List)
-            }
-            found[name.strip("_")] = {platform: table.get(platform, []) for platform in PLATFORMS}
-    return found
-
-
-def capabilities(wheel: Wheel) -> dict[str, list[int]]:
-    """The capabilities on which each kernel of CUDA says that it is supported."""
-    names = {name for table in kernels(wheel).values() for name in table["CUDA"]}
-    return {name: supported(wheel, *wheel.imports(KERNELS)[name]) for name in sorted(names)}
 
 
 def methods(wheel: Wheel) -> list[str]:

@@ -25,7 +25,6 @@ SHARED = {
         "dequantize",
         "gpus",
         "input_rounding",
-        "kernels",
         "kv_cache",
         "own_schemes",
         "parameters",

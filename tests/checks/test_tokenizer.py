@@ -9,8 +9,7 @@ import pytest
 
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
-from tests.models import VOCABULARY
-from tests.mutations.edits import Change, all_of, file_bytes, spoiled
+from tests.mutations.edits import Change, file_bytes, spoiled
 from vexport.checks import check_checkpoint
 from vexport.types import Json
 
@@ -113,95 +112,3 @@ def test_the_dry_load_asks_transformers(good: Callable[[str], Path], tmp_path: P
         change(folder)
     ran = vexport("load", "--dry", *folders, "--tp", "1", "--sm", "90", "--format", "json", "--quiet")
     assert [report["ok"] for report in json.loads(ran.stdout)] == [True, False, False, False]
-
-
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-BROKEN = TEMPLATE.removesuffix("{% endfor %}")
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
-PARTS = "{% for message in messages %}{{ message.content[0].text }}{% endfor %}"
-TOOLS = "{{ messages[0].content }}{% if messages[1] %}{{ messages[1].tool_calls[0].no.name }}{% endif %}"
-
-
-def settings(template: Json, eos: str = "</s>") -> Change:
-    """A chat template in tokenizer_config.json."""
-    return written(SETTINGS, {"chat_template": template, "eos_token": eos})
-
-
-def end(name: str, token: Json) -> Change:
-    """The end of a text in a config."""
-
-    def apply(folder: Path) -> None:
-        content = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
-        (folder / name).write_text(json.dumps({**content, "eos_token_id": token}))
-
-    return apply
-
-
-def entry(word: str, *, added: bool) -> Change:
-    """A token that the table of embeddings does not have."""
-
-    def change(whole: dict[str, Json]) -> None:
-        tokens, model = whole["added_tokens"], whole["model"]
-        assert isinstance(tokens, list)
-        assert isinstance(model, dict)
-        words = model["vocab"]
-        assert isinstance(words, dict)
-        if added:
-            tokens.append({**dict.fromkeys(FLAGS, False), "id": VOCABULARY, "content": word})
-        else:
-            words[word] = VOCABULARY
-
-    return changed(change)
-
-
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-MADE_LATER: list[tuple[str, str, Change]] = [
-    ("error", f"{SETTINGS}: chat_template", settings(BROKEN)),
-    ("error", f"{SETTINGS}: chat_template", settings(5)),
-    ("error", f"{SETTINGS}: chat_template", settings(ENDLESS)),
-    ("error", f"{SETTINGS}: chat_template", settings("{{ 'x' * 10000000000 }}")),
-    ("error", f"{SETTINGS}: chat_template", settings("{{ messages[0].text.first }}")),
-    ("error", f"{SETTINGS}: chat_template", settings("no words of the user")),
-    ("error", f"{SETTINGS}: chat_template.tools", settings([{"name": "tools", "template": BROKEN}])),
-    ("warning", f"{SETTINGS}: chat_template", settings(TOOLS)),
-    ("error", "chat_template.jinja", raw("chat_template.jinja", BROKEN.encode())),
-    ("error", "additional_chat_templates/rag.jinja", raw("additional_chat_templates/rag.jinja", b"{{")),
-    ("error", f"{TOKENIZER}: model.vocab", entry("extra", added=False)),
-    ("warning", f"{TOKENIZER}: added_tokens", entry("<image>", added=True)),
-    ("error", f"{TOKENIZER}: added_tokens", all_of(entry("<end>", added=True), settings(TEMPLATE, "<end>"))),
-    ("error", f"{GENERATION}: eos_token_id", end(GENERATION, VOCABULARY)),
-    ("warning", f"{GENERATION}: eos_token_id", end(GENERATION, [2, VOCABULARY])),
-    ("error", "config.json: eos_token_id", end("config.json", [-1])),
-    ("warning", TOKENIZER, without(TOKENIZER, SETTINGS)),
-]
-SERVES: list[Change] = [
-    settings(TEMPLATE),
-    settings(REFUSING),
-    settings(PARTS),
-    settings([{"name": "default", "template": TEMPLATE}]),
-    settings("{% generation %}{{ messages[0].content }}{% endgeneration %}"),
-    end(GENERATION, [2, 3]),
-]
-
-
-def found(good: Path, folder: Path, change: Change) -> list[tuple[str, str]]:
-    """Severities and places of all findings on tokens and templates."""
-    copytree(good, folder)
-    (folder / "additional_chat_templates").mkdir()
-    write_tokenizer(folder)
-    change(folder)
-    findings = check_checkpoint(str(folder)).findings
-    return [(one.severity, one.where.replace(f"{folder}/", "")) for one in findings]
-
-
-@pytest.mark.parametrize(("severity", "where", "change"), MADE_LATER)
-def test_what_requests_would_meet_is_found(
-    good: Callable[[str], Path], tmp_path: Path, severity: str, where: str, change: Change
-) -> None:
-    assert found(good("W8A8"), tmp_path / "changed", change) == [(severity, where)]
-
-
-@pytest.mark.parametrize("change", SERVES)
-def test_templates_and_tokens_that_serve(good: Callable[[str], Path], tmp_path: Path, change: Change) -> None:
-    assert found(good("W8A8"), tmp_path / "changed", change) == []

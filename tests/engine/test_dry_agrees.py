@@ -40,16 +40,13 @@ CACHE_SCHEME: Json = {
 }
 
 
-def static(checkpoint: Path, tp: int, sm: int) -> tuple[str, Mapping[str, str]]:
-    """What the check says of one cell, and the kernel of each kind of layer."""
+def static(checkpoint: Path, tp: int, sm: int) -> str:
+    """What the check says of one cell."""
     with Reader() as reader:
         view = CheckpointView(read_index(checkpoint), reader, Target(tp=(tp,), sm=(sm,)))
         found = list(devices.run(view))
     severities = {finding.severity for finding in found}
-    status = "refused" if "error" in severities else "other precision" if "warning" in severities else "loads"
-    told = [finding for finding in found if "Kernel" in finding.got]
-    kernels = {kind: one.got.split(",")[0] for one in told for kind in one.where.split(" (")[0].split(", ")}
-    return status, kernels
+    return "refused" if "error" in severities else "other precision" if "warning" in severities else "loads"
 
 
 def with_cache(folder: Path, model: Mapping[str, object]) -> Path:
@@ -67,14 +64,8 @@ def test_check_and_dry_load_agree(good: Callable[[str], Path], tmp_path: Path) -
     reports = dry_loads(checkpoints, tp=TP, sm=SM)
     differ: list[tuple[object, ...]] = []
     for checkpoint, report in zip(checkpoints, reports, strict=True):
-        for number, cell in enumerate(report.cells):
-            status, kernels = static(checkpoint, cell.tp, cell.sm)
+        for cell in report.cells:
+            status = static(checkpoint, cell.tp, cell.sm)
             if status != ("refused" if cell.status == "faulty" else cell.status):
                 differ.append((checkpoint.name, cell.tp, cell.sm, cell.status, status))
-            taken = {row.name: row.cells[number].kernel for row in report.rows}
-            differ += [
-                (checkpoint.name, cell.tp, cell.sm, name, kernel)
-                for name, kernel in taken.items()
-                if kernel.endswith("Kernel") and kernels.get(name) != kernel
-            ]
     assert differ == []

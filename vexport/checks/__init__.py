@@ -56,7 +56,6 @@ FAMILIES = (
     "kv_cache",
     "transforms",
     "tokenizer",
-    "templates",
     "devices",
     "versions",
 )

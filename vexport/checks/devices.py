@@ -1,29 +1,25 @@
 """Would vLLM run the checkpoint on so many ranks and on such GPUs, and in the precision that is stored?
 
-Asked by `--tp` and `--sm`. The rules of shapes by rank are those of the plan; the rest is vLLM's choice of
-kernels, as its dry load shows it.
+Asked by `--tp` and `--sm`. The rules of shapes by rank are those of the plan; which kernel runs each layer is
+vLLM's own choice, which `load --dry` shows.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
-from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
-from vexport.architectures.versions import VersionFacts
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.formats.arguments import UNQUANTIZED_BITS, SchemeArgs, input_bits, precision
+from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.base import GpuSupport
-from vexport.formats.kernels import Multiplication, described_kernel, is_weight_only, kernel_of
 from vexport.formats.schemes import Scheme
-from vexport.plan.linears import NUMBER, Names, names_of
+from vexport.plan.linears import Names, names_of
 from vexport.plan.ranks import heads_of
-from vexport.plan.shapes import kind_of_group, rank_part, unsupported_on
-from vexport.types import Finding, FusionGroup, Json, LinearPlan, TensorInfo
-from vexport.version import PINNED, short_version
+from vexport.plan.shapes import unsupported_on
+from vexport.types import Finding, FusionGroup, LinearPlan, TensorInfo
+from vexport.version import PINNED
 
 NAME = "devices"
 DESCRIPTION = "heads, groups and blocks fit the ranks (--tp), schemes run as stored on the GPUs (--sm)"
@@ -31,8 +27,6 @@ DESCRIPTION = "heads, groups and blocks fit the ranks (--tp), schemes run as sto
 TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
 SINKS = ".sinks"
 INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# Below it vLLM runs models in float16 (vllm/platforms/cuda.py).
-BFLOAT16_FROM = 80
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -41,41 +35,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _ranks(view)
     for group, fused_linears in _by_group(view):
         yield from _capabilities(view, group, fused_linears)
-    yield from _kernels(view)
     yield from _cache(view)
-
-
-def _kernels(view: CheckpointView) -> Iterator[Finding]:
-    """The kernels that vLLM takes, with the kinds of layers and the GPUs: a warning where one is no match for
-    the scheme because of a layer's sides. Other methods have none."""
-    if view.method is not None or not view.target.sm:
-        return
-    names, text = names_of(view.index, view.architecture), text_config(view.index.config)
-    groups = [
-        (planned, scheme)
-        for group, fused_linears in _by_group(view)
-        if (scheme := _scheme(group)) is not None
-        for fused in fused_linears
-        if (planned := _planned(fused, group)) is not None
-    ]
-    several = len(view.target.tp) > 1
-    for ranks in view.target.tp or (1,):
-        found: dict[tuple[KernelUse, tuple[str, ...]], list[int]] = {}
-        for sm in view.target.sm:
-            served = Served(sm=sm, ranks=ranks, facts=view.facts, names=names, text=text)
-            for use, kinds in kernels_on(groups, served).items():
-                found.setdefault((use, kinds), []).append(sm)
-        for (use, kinds), capabilities in found.items():
-            yield Finding(
-                check=NAME,
-                severity="warning" if use.lacks else "info",
-                where=f"{', '.join(kinds)} ({f'tp {ranks}, ' if several else ''}sm {_listed(capabilities)})",
-                expected=f"inputs of {use.lacks} bits, as they are stored"
-                if use.lacks
-                else f"the first kernel of vLLM {short_version(view.target.vllm)} that fits",
-                got=f"{use}, because of the layer's sides" if use.lacks else str(use),
-                fix="measure accuracy and speed, or serve it elsewhere" if use.lacks else "nothing",
-            )
 
 
 def _cache(view: CheckpointView) -> Iterator[Finding]:
@@ -244,63 +204,3 @@ def _layers(count: int) -> str:
 
 def _listed(capabilities: list[int]) -> str:
     return "/".join(map(str, capabilities))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What layers are served with: a GPU's capability, ranks, a vLLM; and the language model's config."""
-
-    sm: int
-    ranks: int
-    facts: VersionFacts
-    names: Names
-    text: Mapping[str, Json]
-
-    @property
-    def float16(self) -> bool:
-        """Whether the model runs in float16."""
-        return self.sm < BFLOAT16_FROM or "float16" in (self.text.get("dtype"), self.text.get("torch_dtype"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelUse:
-    """One of vLLM's classes; `lacks` are the bits of inputs that it leaves in 16 where other layers have a
-    kernel for them on this GPU, else 0."""
-
-    kernel: str
-    lacks: int = 0
-
-    def __str__(self) -> str:
-        return described_kernel(self.kernel)
-
-
-def kernels_on(
-    groups: Iterable[tuple[FusionGroup, Scheme]], served: Served
-) -> Mapping[KernelUse, tuple[str, ...]]:
-    """The kinds of layers (numbers as *) of each kernel, in the order in which they are met.
-
-    Nothing is said of layers that the GPU refuses, nor of routed experts, whose kernels also depend on the
-    router.
-    """
-    chosen: dict[tuple[object, ...], KernelUse | None] = {}
-    found: dict[KernelUse, dict[str, None]] = {}
-    for group, scheme in groups:
-        kind = (scheme.name, *kind_of_group(group))
-        if kind not in chosen:
-            chosen[kind] = _kernel(group, scheme, served)
-        if (use := chosen[kind]) is not None:
-            found.setdefault(use, {})[NUMBER.sub("*", group.name)] = None
-    return {use: tuple(kinds) for use, kinds in found.items()}
-
-
-def _kernel(group: FusionGroup, scheme: Scheme, served: Served) -> KernelUse | None:
-    support = scheme.format.gpu_support(scheme.args)
-    part = rank_part(group, served.names, served.ranks, served.text)
-    if part is None or moe_layer(group.members[0].name) or support.refuses(served.sm):
-        return None
-    asked = Multiplication(args=scheme.args, shape=part, sm=served.sm, float16=served.float16)
-    kernel = kernel_of(scheme.format, asked, served.facts)
-    if kernel is None:
-        return None
-    bits = support.bits(served.sm)
-    return KernelUse(kernel=kernel, lacks=bits if is_weight_only(kernel) and bits < UNQUANTIZED_BITS else 0)

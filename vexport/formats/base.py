@@ -151,10 +151,6 @@ class Format(Protocol):
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """Which GPUs run it, and with how many bits of inputs."""
 
-    @abstractmethod
-    def kernel_table(self, args: Arguments) -> str:
-        """vLLM's list of kernels for linear layers, in its kernels/linear/__init__.py."""
-
     def cpu(self, args: Arguments) -> Cpu:
         """How vLLM's CPU build runs it."""
         return "emulated"

@@ -112,11 +112,6 @@ class Fp8(Format):
         full = UNQUANTIZED_BITS if _leaves_inputs(args) else 8
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, full_from: full}, stored_bits=input_bits(args))
 
-    def kernel_table(self, args: Arguments) -> str:
-        if _leaves_inputs(args):
-            return "POSSIBLE_WFP8A16_KERNELS"
-        return "POSSIBLE_FP8_KERNELS" if args.weights.block is None else "POSSIBLE_FP8_BLOCK_KERNELS"
-
     def cpu(self, args: Arguments) -> Cpu:
         """Native by block alone, with AMX: else the CPU build ignores static scales or takes 0.2 s a layer;
         that of vLLM 0.33 leaves inputs of weights per channel in bfloat16.

@@ -124,9 +124,6 @@ class PackedIntegers(Format):
         package = "" if group in OWN_GROUPS.get(args.weights.num_bits, ()) else HUMMING
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS}, stored_bits=stored, package=package)
 
-    def kernel_table(self, args: Arguments) -> str:
-        return "POSSIBLE_KERNELS"
-
     def cpu(self, args: Arguments) -> Cpu:
         """The CPU build has kernels for INT4 with 16-bit or INT8 inputs."""
         of_floats = args.input_activations is not None and args.input_activations.is_float
@@ -199,9 +196,6 @@ class Int8(Format):
         stored = input_bits(args)
         return GpuSupport(input_bits={75: 8}, stored_bits=stored, below=100)
 
-    def kernel_table(self, args: Arguments) -> str:
-        return "POSSIBLE_INT8_KERNELS"
-
     def cpu(self, args: Arguments) -> Cpu:
         return "native"
 
@@ -249,9 +243,6 @@ class Int4(Int8):
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
         return GpuSupport(input_bits={}, stored_bits=input_bits(args), below=0)
-
-    def kernel_table(self, args: Arguments) -> str:
-        return "POSSIBLE_KERNELS"
 
 
 def _bytes(args: Arguments, shape: tuple[int, int]) -> dict[str, Parameter]:

@@ -83,9 +83,6 @@ class Mxfp4(_Mx):
         """Marlin, for weights only, below SM 100; FlashInfer, which quantizes all inputs, from there on."""
         return GpuSupport(input_bits={80: UNQUANTIZED_BITS, 100: 4}, stored_bits=input_bits(args))
 
-    def kernel_table(self, args: Arguments) -> str:
-        return "POSSIBLE_MXFP4_KERNELS"
-
 
 class Mxfp8(_Mx):
     """e4m3 weights; vLLM quantizes inputs of MXFP8A16 too, where it has MXFP8 kernels."""
@@ -103,9 +100,6 @@ class Mxfp8(_Mx):
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """Marlin, for weights only, below SM 100; kernels that quantize all inputs from there on."""
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: 8}, stored_bits=input_bits(args))
-
-    def kernel_table(self, args: Arguments) -> str:
-        return "POSSIBLE_MXFP8_KERNELS"
 
 
 def _is_dynamic_fp8(args: Arguments) -> bool:

@@ -59,9 +59,6 @@ class Nvfp4(Format):
         stored = input_bits(args)
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: stored}, stored_bits=stored)
 
-    def kernel_table(self, args: Arguments) -> str:
-        return "POSSIBLE_NVFP4_KERNELS"
-
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
         """Of 6, which is code 7; searches for less error end one below."""
         if codes.shape[1] % (NVFP4_GROUP // 2):

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from vexport.architectures.fusion import looked_up, moe_layer
 from vexport.architectures.parts import QUERIES, evaluate, part_sizes
-from vexport.formats.partition import Split, is_head, partition_of, uneven
+from vexport.formats.partition import Split, is_head, uneven
 from vexport.formats.schemes import Scheme, get_scheme
 from vexport.plan.linears import Names
 from vexport.plan.reordered import unsupported_reordering
@@ -83,17 +83,6 @@ def unsupported_on(
     if scheme is None:
         return uneven(members, ranks, split)
     return scheme.unsupported_shape(members, ranks=ranks, split=split)
-
-
-def rank_part(
-    group: FusionGroup, names: Names, ranks: int, text: Mapping[str, Json]
-) -> tuple[int, int] | None:
-    """(out, in) of what one rank holds of a group, None where it cannot be cut."""
-    split, members = split_of(group, names), _members_on(group, names, ranks, text)
-    if uneven(members, ranks, split):
-        return None
-    part = partition_of(members, ranks, split)
-    return sum(part.out_features), part.in_features
 
 
 def _members_on(group: FusionGroup, names: Names, ranks: int, text: Mapping[str, Json]) -> list[LinearPlan]:

@@ -24,17 +24,14 @@ class VersionFacts:
     """One vLLM, read from its wheel.
 
     `schemes` are the classes of linear layers with the least compute capability of each, `asymmetric_widths`
-    the bits of packed integers with zero points; `kernels` are in the order in which they are tried, by what
-    is multiplied and platform; `supported` are the capabilities on which each of CUDA runs. `absent`, `added`
-    and `classes` are the model classes against those of `PINNED`.
+    the bits of packed integers with zero points. `absent`, `added` and `classes` are the model classes, in
+    comparison with those of `PINNED`.
     """
 
     vllm: str
     compressed_tensors: str
     schemes: Mapping[str, int]
     asymmetric_widths: tuple[int, ...]
-    kernels: Mapping[str, Mapping[str, tuple[str, ...]]]
-    supported: Mapping[str, tuple[int, ...]]
     methods: tuple[str, ...]
     absent: frozenset[str]
     added: Mapping[str, ClassFacts]
