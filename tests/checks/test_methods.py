@@ -9,7 +9,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import problems
-from vexport.checks.vllm.quant_methods import PRODUCERS
+from vexport.checks.vllm.quant_methods import METHODS, OTHERS
 from vexport.types import Finding, Json
 
 # As the producers write them, shortened.
@@ -100,5 +100,5 @@ def test_the_older_name_of_the_key_is_moved(good: Good, tmp_path: Path) -> None:
 def test_the_methods_are_those_of_vllm() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
-    known = {*QUANTIZATION_METHODS, "auto-round"}
-    assert {name for name in PRODUCERS if name not in known} == {"bitsandbytes", "gguf"}
+    known = {*QUANTIZATION_METHODS, "auto-round", "auto_awq", "auto_gptq"}
+    assert {name for name in (*METHODS, *OTHERS) if name not in known} == {"bitsandbytes", "gguf"}

@@ -1,6 +1,6 @@
 """Numbers and settings that cannot be meant: each rule where it speaks and where it does not."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from tests.mutations.edits import (
     tensors,
 )
 from vexport.checks import check_checkpoint
-from vexport.checks.model import wrong_settings
 from vexport.formats.parsing import parse_args
 from vexport.types import Json
 
@@ -28,27 +27,6 @@ def found(good: Path, folder: Path, change: Change) -> list[str]:
     """The places of the errors, relative to the checkpoint."""
     findings = check_checkpoint(str(spoiled(good, folder, change))).findings
     return [one.where.replace(f"{folder}/", "") for one in findings if one.severity == "error"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"rms_norm_eps": 1e-6}, None),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
-        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
-        ({"rms_norm_eps": True}, "rms_norm_eps"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
-        ({"rope_scaling": {"rope_type": "no-such"}}, "rope_scaling"),
-        ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, None),
-        ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {}}, "rope_scaling"),
-        ({"text_config": {}}, "text_config"),
-    ],
-)
-def test_settings(settings: Mapping[str, Json], key: str | None) -> None:
-    assert [fault.key for fault in wrong_settings(settings)] == ([key] if key else [])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from tests.mutations.edits import (
     swap,
 )
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.quant_methods import METHODS, PRODUCERS
 from vexport.checks.vllm.view import Target
 from vexport.types import Finding, Json
 
@@ -270,10 +269,6 @@ def test_another_version_is_judged_by_the_rules_of_this_one(written: Written) ->
     (told,) = [each for each in report.findings if each.check == "versions"]
     assert (report.ok, told.severity) == (True, "warning")
     assert "rules of 0.32" in told.got
-
-
-def test_each_method_is_one_of_a_producer() -> None:
-    assert {*METHODS} <= {*PRODUCERS}
 
 
 # What of the spoiled ones a load without values sees, with what it says of each.

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.models import problems
-from tests.mutations.edits import QUANTIZATION, WHOLE, config, spoiled
+from tests.mutations.edits import WHOLE, config, spoiled
 from vexport.types import Json
 
 WRITTEN: dict[str, dict[str, Json]] = json.loads(
     (Path(__file__).parent / "configs" / "compressed-tensors-0.20.json").read_text()
 )
-PRUNED: Json = {"method": "prune", "num_experts": [4, 3]}
 
 
 def rewritten(source: Path, folder: Path, name: str) -> Path:
@@ -31,11 +30,3 @@ def test_six_bits_are_refused_by_name(good: Callable[[str], Path], tmp_path: Pat
     found = problems(rewritten(good("MXFP8"), tmp_path / "written", name))
     (refused,) = [one for one in found if one.check == "config"]
     assert refused.got.startswith("format mxfp6-pack-quantized, which vLLM 0.32 does not have")
-
-
-def test_pruned_experts_are_what_no_vllm_reads(good: Callable[[str], Path], tmp_path: Path) -> None:
-    change = config(QUANTIZATION, moe_sparsity_config=PRUNED)
-    found = problems(spoiled(good("W8A8"), tmp_path / "pruned", change))
-    assert [(one.check, one.severity) for one in found] == [("config", "error")]
-    null = config(QUANTIZATION, moe_sparsity_config=None)
-    assert problems(spoiled(good("W8A8"), tmp_path / "null", null)) == []

@@ -98,9 +98,15 @@ def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
         if parameter == "weight" and _is_read_matrix(view, module, modules):
             continue
         if parameter == "bias":
-            yield _unread_bias(name, of_module=module in prefixes)
+            # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
+            expected = "no bias, or a config that announces it" if module in prefixes else "no such tensor"
+            fix = "remove it if it is zero, else correct the config (attention_bias, mlp_bias)"
+            yield _passed_over(name, expected, "a bias that vLLM drops silently", fix)
         elif module not in modules and moe_layer(module) is not None:
-            yield _unread_expert(name)
+            # vLLM drops what its mapping of experts does not have (load_weights of models with experts).
+            expected = "only experts and projections of the class, as many as config.json says"
+            fix = "remove it, or correct its name or the number of experts"
+            yield _passed_over(name, expected, "an unknown name, which vLLM drops silently", fix)
         else:
             yield error(
                 NAME,
@@ -141,26 +147,9 @@ def _untied_head(view: CheckpointView) -> Iterator[Finding]:
         )
 
 
-def _unread_bias(name: str, *, of_module: bool) -> Finding:
-    """vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py)."""
-    return warning(
-        NAME,
-        name,
-        expected="no bias, or a config that announces it" if of_module else "no such tensor",
-        got="a bias that vLLM drops silently",
-        fix="remove it if it is zero, else correct the config (attention_bias, mlp_bias)",
-    )
-
-
-def _unread_expert(name: str) -> Finding:
-    """vLLM drops what its mapping of experts does not have (load_weights of the models with experts)."""
-    return warning(
-        NAME,
-        name,
-        expected="only experts and projections of the class, as many as config.json says",
-        got="an unknown name, which vLLM drops silently",
-        fix="remove it, or correct its name or the number of experts",
-    )
+def _passed_over(where: str, expected: str, got: str, fix: str = "export the checkpoint again") -> Finding:
+    """A tensor that is not there or not read, which changes no answer of vLLM."""
+    return warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
 def _parameters(
@@ -170,20 +159,18 @@ def _parameters(
     shape = view.linear_shape(group, module, parameters)
     names = set(group.parameters(shape)) if shape is not None else {group.storage.weight}
     for parameter in sorted(names - parameters.keys()):
+        where = joined_name(module, parameter)
         if parameter == "input_scale" and any(parameter in other for other in fused.members.values()):
-            yield _covered(joined_name(module, parameter), fused)
+            # vLLM takes the largest of all members (create_fp8_input_scale).
+            expected = "an input scale for each layer that runs as one"
+            yield _passed_over(where, expected, f"none: vLLM takes that of the others in {fused.name}")
         elif parameter == "weight_shape":
-            yield _unread_shape(joined_name(module, parameter))
+            expected = "the tensor, by which compressed-tensors unpacks the weight"
+            yield _passed_over(where, expected, "none: transformers cannot load the layer; vLLM can")
         elif parameter in group.storage.unread and group.weights.symmetric:
-            yield _unread(joined_name(module, parameter))
+            yield _passed_over(where, "the tensor, which other loaders read", "none: vLLM does not read it")
         else:
-            yield error(
-                NAME,
-                joined_name(module, parameter),
-                expected=f"the tensor ({group.format})",
-                got="no such tensor: vLLM would read uninitialized memory",
-                fix="export the checkpoint again",
-            )
+            yield _missing(where, f"the tensor ({group.format})")
     expected = names | {"bias"} | group.storage.unread
     for parameter in sorted(parameters.keys() - expected) if shape is not None else ():
         yield error(
@@ -193,34 +180,6 @@ def _parameters(
             got="a tensor that the layer's scheme does not have",
             fix="remove it or correct the config group",
         )
-
-
-def _covered(where: str, fused: FusedLinear) -> Finding:
-    """vLLM starts from the lowest number and takes the largest of all members (create_fp8_input_scale)."""
-    return warning(
-        NAME,
-        where,
-        expected="an input scale for each layer that runs as one",
-        got=f"no such tensor: vLLM would take that of the others in {fused.name}",
-        fix="export the checkpoint again",
-    )
-
-
-def _unread_shape(where: str) -> Finding:
-    """No scheme of vLLM reads what it loads into `weight_shape`."""
-    return warning(
-        NAME,
-        where,
-        expected="the tensor, by which compressed-tensors unpacks the weight",
-        got="no such tensor: transformers cannot load the layer; vLLM does not read it",
-        fix="export the checkpoint again",
-    )
-
-
-def _unread(where: str) -> Finding:
-    """A parameter that vLLM makes and no kernel of it reads."""
-    expected, got = "the tensor, which other loaders read", "no such tensor: vLLM does not read it"
-    return warning(NAME, where, expected=expected, got=got, fix="export the checkpoint again")
 
 
 def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:

@@ -4,10 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from vexport.architectures.fusion import moe_layer
-from vexport.architectures.text_config import EXPERT_COUNTS, text_config
-from vexport.architectures.versions import VersionFacts, facts_of, known_versions
 from vexport.checks.vllm.groups import of_attention, parse_group
-from vexport.checks.vllm.quant_methods import FROM_SOURCE, METHOD, METHODS, PRODUCERS, TAKEN_AS, method_name
+from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
 from vexport.checks.vllm.quant_methods.base import QuantMethod
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
@@ -61,7 +59,6 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _unreadable(view, groups)
     yield from _sparsity(view, config)
     yield from _ignore(view, config)
-    yield from _pruned_experts(view, config)
     problems = tuple(_patterns(view))
     yield from problems or _groups(view)
 
@@ -143,32 +140,10 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
 def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
     """Source: _parse_sparsity_config of CompressedTensorsConfig."""
     sparsity = config.get("sparsity_config")
-    if sparsity and not isinstance(sparsity, dict):
-        yield _finding(view, "sparsity_config", "no such key", repr(sparsity), "remove it")
-    if isinstance(sparsity, dict) and (sparsity.get("targets") or sparsity and "format" not in sparsity):
-        got = (
-            f"one with targets {sparsity.get('targets')}" if sparsity.get("targets") else "one without format"
-        )
+    usable = isinstance(sparsity, dict) and "format" in sparsity and not sparsity.get("targets")
+    if sparsity and not usable:
         expected, fix = "no sparsity, which vLLM no longer loads", "export without sparsity compression"
-        yield _finding(view, "sparsity_config", expected, got, fix)
-
-
-def _pruned_experts(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
-    """What compressed-tensors 0.20 says of layers with fewer experts; vLLM gives all layers as many."""
-    sparsity = config.get("moe_sparsity_config")
-    if not isinstance(sparsity, dict):
-        return
-    counts, text = sparsity.get("num_experts"), text_config(view.index.config)
-    usual = next((text[key] for key in EXPERT_COUNTS if key in text), None)
-    alike = isinstance(counts, list) and all(count == usual for count in counts)
-    expected = f"{usual} experts in every layer, and no constants in their place"
-    got = f"method {sparsity.get('method')}, num_experts {str(counts)[:80]}, which vLLM does not read"
-    if sparsity.get("method") == "prune" and alike:
-        where = f"{view.quantization_place}.moe_sparsity_config"
-        yield warning(NAME, where, expected=expected, got=got, fix="nothing: config.json has as many")
-    else:
-        fix = "prune all layers to one number of experts, and set it in config.json"
-        yield _finding(view, "moe_sparsity_config", expected, got, fix)
+        yield _finding(view, "sparsity_config", expected, repr(sparsity)[:80], fix)
 
 
 def _patterns(view: CheckpointView) -> Iterator[Finding]:
@@ -193,27 +168,14 @@ def other_method(view: CheckpointView) -> str | None:
     return None if name in METHODS else name
 
 
-def _is_in(method: str, facts: VersionFacts) -> bool:
-    """Whether a vLLM has a method."""
-    return method in facts.methods or TAKEN_AS.get(method) in facts.methods
-
-
 def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
     """The one finding on a checkpoint of such a method."""
-    producer, way = PRODUCERS.get(method, ("an unknown producer", FROM_SOURCE))
-    has = [version for version in known_versions() if _is_in(method, facts_of(version))]
-    loads = _is_in(method, view.facts)
-    last = f"; {short_version(has[-1])} is the last known one that has" if has and not loads else ""
-    does = (
-        "which vLLM may well load, by other code than is judged here"
-        if loads
-        else f"which vLLM {short_version(view.target.vllm)} has not{last}"
-    )
-    ask = "ask vLLM itself with `vexport load` (also --dry); to have it judged, " if loads else ""
+    vllm = short_version(view.target.vllm)
+    loads = method in view.facts.methods
     yield error(
         NAME,
         view.quantization_place,
         expected=f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}",
-        got=f"{method!r} (of {producer}), {does}",
-        fix=f"{ask}{way}",
+        got=f"{method!r}, which vLLM {vllm} {'loads by code that is not judged' if loads else 'has not'}",
+        fix=f"{'ask vLLM itself with `vexport load`, or ' if loads else ''}quantize from the source",
     )

@@ -2,11 +2,9 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from vexport.architectures import architecture_table
 from vexport.architectures.decoders import decoders
-from vexport.architectures.text_config import TEXT_CONFIGS, text_config
 from vexport.architectures.transformers_models import transformers_models
 from vexport.checks.vllm.decoder import impossible_size, layout_of, missing_sizes
 from vexport.checks.vllm.view import CheckpointView, error, warning
@@ -25,26 +23,6 @@ CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
 CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 # Base models that vLLM registers with a class that generates too (models/registry.py).
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
-# Of trained models 1e-8 to 1e-5.
-LARGEST_EPSILON = 0.01
-# get_rope (vllm/model_executor/layers/rotary_embedding/__init__.py); "su" and "mrope" are older names.
-ROPES = frozenset(
-    {
-        "default",
-        "dynamic",
-        "linear",
-        "llama3",
-        "longrope",
-        "mrope",
-        "ntk",
-        "openpangu",
-        "proportional",
-        "su",
-        "yarn",
-    }
-    | {"bailing_mrope", "deepseek_llama_scaling", "deepseek_yarn", "mllama4"}
-)
-WITH_FACTOR = ("dynamic", "linear", "llama3", "ntk", "yarn", "deepseek_yarn")
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -59,15 +37,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         key, got = impossible
         yield _wrong(view, key, "at most as many as there are tensors", got)
         return
-    told = dict[str, WrongSetting]()
     if view.class_name in decoders():
         for key in missing_sizes(view.class_name, config):
             got = repr(config[key]) if key in config else "none: transformers would take its own default"
-            told[key] = WrongSetting(key=key, expected="a size", got=got)
+            yield _wrong(view, key, "a size", got)
         yield from _sizes(view, config)
-        told = {setting.key: setting for setting in (*told.values(), *wrong_settings(config))}
-    for setting in told.values():
-        yield _wrong(view, setting.key, setting.expected, setting.got)
 
 
 def _narrowed(view: CheckpointView) -> Iterator[Finding]:
@@ -142,29 +116,26 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _unnamed(view: CheckpointView) -> Iterator[Finding]:
-    name, base = view.class_name, base_of(view.class_name)
+    name, kind = view.class_name, _kind(view)
+    # transformers' base model, which vLLM takes where the config names no class (get_config).
+    base = name.replace("ForCausalLM", "Model")
     if view.index.config.get("architectures"):
         return
     if base not in GENERATING_BASES:
-        got = f"none: vLLM takes {base} for model_type {_kind(view)}, which gives embeddings and no text"
+        got = f"none: vLLM takes {base} for model_type {kind}, which gives embeddings and no text"
         yield _wrong(view, "architectures", "the name of the model class", got)
         return
     yield warning(
         NAME,
         f"{view.config_path}: architectures",
         expected="the name of the model class",
-        got=f"none: vLLM takes {name} for model_type {_kind(view)}",
+        got=f"none: vLLM takes {name} for model_type {kind}",
         fix=f'add "architectures": ["{name}"]',
     )
 
 
 def _kind(view: CheckpointView) -> str:
     return str(view.index.config.get("model_type"))
-
-
-def base_of(name: str) -> str:
-    """transformers' base model of a class, which vLLM takes where the config names none (get_config)."""
-    return name.replace("ForCausalLM", "Model")
 
 
 def _sizes(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
@@ -184,68 +155,3 @@ def _wrong(view: CheckpointView, key: str, expected: str, got: str) -> Finding:
         got=got,
         fix="take the model's original config.json",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrongSetting:
-    """A key of config.json, what it may be, and what it is."""
-
-    key: str
-    expected: str
-    got: str
-
-
-def wrong_settings(config: Mapping[str, Json]) -> Iterator[WrongSetting]:
-    """What is wrong with a decoder's config, except its sizes."""
-    yield from _epsilon(config)
-    yield from _rope(config)
-    experts, chosen = (
-        config.get("num_experts", config.get("num_local_experts")),
-        config.get("num_experts_per_tok"),
-    )
-    if isinstance(experts, int) and isinstance(chosen, int) and not 0 < chosen <= experts:
-        yield WrongSetting(
-            key="num_experts_per_tok", expected=f"from 1 to {experts} experts", got=str(chosen)
-        )
-    if config.get("is_encoder_decoder") is True:
-        yield WrongSetting(key="is_encoder_decoder", expected="false: the class is a decoder", got="true")
-    inner = config.get("text_config")
-    if inner is not None and not isinstance(inner, dict):
-        expected = "none: vLLM would take it for the whole config of the model"
-        yield WrongSetting(key="text_config", expected=expected, got=repr(inner))
-    text = text_config(config)
-    if text is not config and "num_attention_heads" not in text:
-        key = next(key for key in TEXT_CONFIGS if isinstance(config.get(key), dict))
-        expected = "none: vLLM would take it for the whole config of the model"
-        yield WrongSetting(key=key, expected=expected, got="one without num_attention_heads")
-
-
-def _epsilon(config: Mapping[str, Json]) -> Iterator[WrongSetting]:
-    value = config.get("rms_norm_eps", LARGEST_EPSILON)
-    if not isinstance(value, float) or not 0 <= value <= LARGEST_EPSILON:
-        expected = f"a number from 0 to {LARGEST_EPSILON}"
-        yield WrongSetting(key="rms_norm_eps", expected=expected, got=repr(value))
-
-
-def _rope(config: Mapping[str, Json]) -> Iterator[WrongSetting]:
-    """Positions: transformers 5 stores rope_parameters, older versions rope_theta and rope_scaling."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if isinstance(new, dict) and isinstance(old, dict) and new != old and not _is_default(new, old):
-        got = f"{old} next to rope_parameters {new}"
-        yield WrongSetting(key="rope_scaling", expected="one description of the positions", got=got)
-    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if not isinstance(value, dict) or any(isinstance(each, dict) for each in value.values()):
-            continue
-        kind = _rope_kind(value)
-        if not isinstance(kind, str) or kind not in ROPES:
-            yield WrongSetting(key=key, expected=f"a type of {', '.join(sorted(ROPES))}", got=repr(kind))
-        elif kind in WITH_FACTOR and not isinstance(value.get("factor"), (int, float)):
-            yield WrongSetting(key=key, expected=f"a factor for {kind}", got=repr(value.get("factor")))
-
-
-def _is_default(*descriptions: Mapping[str, Json]) -> bool:
-    return all(_rope_kind(description) == "default" for description in descriptions)
-
-
-def _rope_kind(description: Mapping[str, Json]) -> Json:
-    return description.get("rope_type", description.get("type", "default"))

@@ -82,25 +82,22 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
     """An index that is wrong in what vLLM does not read: only names of files count for it."""
     weight_map = read_json_object(view.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
-    lost = [name for name in listed if name not in places]
-    absolute = {str(file) for file in {*map(str, listed.values())} if Path(file).is_absolute()}
-    whole = [name for name, file in listed.items() if str(file) in absolute]
-    elsewhere = [
-        name for name in listed.keys() & places.keys() - {*whole} if listed[name] != places[name].file.name
-    ]
-    unlisted = places.keys() - listed.keys()
+    whole = {name for name, file in listed.items() if Path(str(file)).is_absolute()}
     for names, got in (
-        (lost, "no such tensor"),
-        (elsewhere, "it in another file"),
+        (listed.keys() - places.keys(), "no such tensor"),
         (whole, "a whole path, which only this machine has"),
-        (unlisted, "no entry"),
+        (places.keys() - listed.keys(), "no entry"),
+        (
+            {
+                name
+                for name in listed.keys() & places.keys() - whole
+                if listed[name] != places[name].file.name
+            },
+            "it in another file",
+        ),
     ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield warning(
-                NAME,
-                f"{INDEX_NAME}: {min(names)}{more}",
-                expected="an index that says in which file each tensor is",
-                got=got,
-                fix="write the index again: other loaders than vLLM's follow it",
-            )
+            where = f"{INDEX_NAME}: {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            expected = "an index that says in which file each tensor is"
+            fix = "write the index again: other loaders than vLLM's follow it"
+            yield warning(NAME, where, expected=expected, got=got, fix=fix)

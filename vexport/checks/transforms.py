@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.vllm.groups import INPUT, OUTPUT, OnlineTransform, unreadable_schemes
+from vexport.checks.vllm.groups import INPUT, OUTPUT, OnlineTransform
 from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.types import Finding
@@ -15,14 +15,6 @@ DESCRIPTION = "online rotations (transform_config) are ones that vLLM computes, 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on transforms of inputs and outputs; those in the weights are of no concern."""
     where = f"{view.quantization_place}.transform_config"
-    config = (view.quantization or {}).get("transform_config")
-    if config and (not isinstance(config, dict) or config.keys() != {"config_groups"}):
-        yield _wrong(where, "none, or an object of config_groups and nothing else", repr(config))
-        return
-    for key, got in (
-        unreadable_schemes(config["config_groups"]) if isinstance(config, dict) and config else ()
-    ):
-        yield _wrong(f"{where}.config_groups.{key}", "a scheme that compressed-tensors reads", got)
     for transform in view.transforms:
         if transform.location not in (INPUT, OUTPUT):
             expected = "transforms of inputs and outputs of linear layers, the only ones that vLLM computes"

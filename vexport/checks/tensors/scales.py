@@ -1,6 +1,5 @@
 """The numbers of scales, read no further than a question needs: most are one byte, and there are many."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,27 +60,11 @@ class Counts:
 
 
 def counts(reader: Reader, tensor: TensorInfo) -> Counts:
-    """The kinds of a scale's numbers; where POSITIVE has its dtype, told from their bits."""
-    size = math.prod(tensor.shape)
-    if tensor.dtype not in POSITIVE:
-        values = numbers(reader, tensor)
-        kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
-        nan, infinite, zero, negative = (int(np.count_nonzero(one)) for one in kinds)
-        return Counts(size=size, nan=nan, infinite=infinite, zero=zero, negative=negative)
-    kind, end = POSITIVE[tensor.dtype]
-    bits = np.frombuffer(reader.raw(tensor), kind)
-    sign = bits.dtype.type(1 << 8 * bits.itemsize - 1)
-    sizes = bits & (sign - bits.dtype.type(1))
-    nan = infinite = negative = 0
-    if sizes.max(initial=0) >= end:
-        # e4m3 has no infinity: where the others have one it has NaN.
-        is_nan = sizes >= end if tensor.dtype == "F8_E4M3" else sizes > end
-        nan, not_finite = int(np.count_nonzero(is_nan)), int(np.count_nonzero(sizes >= end))
-        infinite, negative = not_finite - nan, -int(np.count_nonzero((bits > sign) & is_nan))
-    if bits.max(initial=0) > sign:
-        negative += int(np.count_nonzero(bits > sign))
-    zero = sizes.size - int(np.count_nonzero(sizes))
-    return Counts(size=size, nan=nan, infinite=infinite, zero=zero, negative=negative)
+    """The kinds of a scale's numbers."""
+    values = numbers(reader, tensor)
+    kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
+    nan, infinite, zero, negative = (int(np.count_nonzero(kind)) for kind in kinds)
+    return Counts(size=values.size, nan=nan, infinite=infinite, zero=zero, negative=negative)
 
 
 def ends(reader: Reader, scale: TensorInfo) -> tuple[float, float]:

@@ -9,16 +9,13 @@ transform/linear.py; the others are in the weights.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from vexport.architectures import Architecture
 from vexport.architectures.fusion import moe_layer
 from vexport.formats import nearest_format, vllm_format
-from vexport.formats.arguments import TORCH_DTYPE, QuantArgs
+from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import Format, Parameter
 from vexport.formats.parsing import parse_args
 from vexport.formats.partition import is_head
@@ -185,49 +182,6 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
     if isinstance(patterns, Patterns):
         return patterns.match(name)
     return any(matches(pattern, name) for pattern in patterns)
-
-
-def _known_dtype(value: object) -> object:
-    """The name of a torch dtype, as it may be spelled."""
-    if isinstance(value, str) and not TORCH_DTYPE.match(f"torch.{value.removeprefix('torch.')}"):
-        raise ValueError("no torch dtype")
-    return value
-
-
-Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-
-
-@dataclass(kw_only=True)
-class _Apply:
-    """What compressed-tensors reads an entry of `apply` as (TransformArgs)."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-    targets: Names
-    location: Literal["input", "weight_input", "weight_output", "output", "k_cache", "q_attn"]
-    inverse: bool = False
-    ignore: Names = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class _Scheme:
-    """The same of a scheme (TransformScheme)."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-    type: str
-    apply: list[_Apply] = field(default_factory=list)
-    randomize: bool = False
-    requires_grad: bool = False
-    head_dim: int | None = None
-    precision: Annotated[str, BeforeValidator(_known_dtype)] = "float32"
-
-
-def unreadable_schemes(groups: Json) -> Iterator[tuple[str, str]]:
-    """The keys of a transform_config's groups that compressed-tensors refuses, and why."""
-    try:
-        TypeAdapter(dict[str, _Scheme]).validate_python(groups)
-    except ValidationError as error:
-        for one in error.errors(include_url=False):
-            yield ".".join(map(str, one["loc"])), f"{one['msg']}: {one['input']!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Quantization methods next to compressed-tensors: the judged ones, one file each, and who writes which."""
+"""Quantization methods next to compressed-tensors: the judged ones, one file each."""
 
 from collections.abc import Callable, Mapping
 
@@ -25,32 +25,8 @@ METHODS: Mapping[str, Callable[[Mapping[str, Json], Model], QuantMethod]] = {
 METHOD = "compressed-tensors"
 # What a config of another method may have and one of compressed-tensors never has.
 FOREIGN_KEYS = ("quant_algo", "quantization", "packing_format", "global_quant_config", "producer")
-MODELOPT = "NVIDIA ModelOpt"
-FROM_SOURCE = "quantize from the source (`vexport quantize`)"
-# The methods by their names in configs: who writes them, and how a checkpoint in compressed-tensors is had.
-PRODUCERS: Mapping[str, tuple[str, str]] = {
-    "auto-round": ("AutoRound", FROM_SOURCE),
-    "auto_awq": ("AutoAWQ", FROM_SOURCE),
-    "auto_gptq": ("AutoGPTQ", FROM_SOURCE),
-    "awq": ("AutoAWQ, AutoRound or GPTQModel", FROM_SOURCE),
-    "bitsandbytes": ("bitsandbytes", FROM_SOURCE),
-    "fbgemm_fp8": ("FBGEMM", FROM_SOURCE),
-    "fp8": ("a model that is published in FP8, such as DeepSeek's", FROM_SOURCE),
-    "fp_quant": ("FP-Quant", FROM_SOURCE),
-    "gguf": ("llama.cpp", FROM_SOURCE),
-    "gptq": ("GPTQModel, AutoGPTQ or AutoRound", FROM_SOURCE),
-    "inc": ("AutoRound", FROM_SOURCE),
-    "modelopt": (MODELOPT, FROM_SOURCE),
-    "modelopt_fp4": (MODELOPT, FROM_SOURCE),
-    "modelopt_mixed": (MODELOPT, FROM_SOURCE),
-    "modelopt_mxfp8": (MODELOPT, FROM_SOURCE),
-    "mxfp4": ("OpenAI's gpt-oss", FROM_SOURCE),
-    "mxfp8": ("a model that is published in MXFP8", FROM_SOURCE),
-    "quark": ("AMD Quark", FROM_SOURCE),
-    "torchao": ("TorchAO", FROM_SOURCE),
-}
-# Names in configs that vLLM takes for its own (`override_quantization_method` of its classes).
-TAKEN_AS: Mapping[str, str] = {"auto-round": "inc", "auto_awq": "awq", "auto_gptq": "gptq"}
+# Methods of vLLM and of others that are not judged.
+OTHERS = ("bitsandbytes", "fbgemm_fp8", "fp_quant", "gguf", "mxfp8", "torchao")
 
 
 def method_name(config: Mapping[str, Json]) -> str | None:
@@ -64,7 +40,7 @@ def method_name(config: Mapping[str, Json]) -> str | None:
     if not isinstance(method, str):
         return "modelopt" if _is_modelopt(config) else None
     name = method.lower().replace("_", "-")
-    listed = next((producer for producer in PRODUCERS if producer.replace("_", "-") == name), None)
+    listed = next((known for known in (*METHODS, *OTHERS) if known.replace("_", "-") == name), None)
     return listed or (None if name == METHOD else method)
 
 

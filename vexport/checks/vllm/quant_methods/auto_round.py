@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 
 from vexport.checks.vllm.quant_methods import fp8
 from vexport.checks.vllm.quant_methods.awq import Awq
-from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, Model, QuantMethod
+from vexport.checks.vllm.quant_methods.base import (
+    Config,
+    MethodFormat,
+    MethodGroup,
+    Model,
+    QuantMethod,
+    linear_group,
+)
 from vexport.checks.vllm.quant_methods.gptq import Gptq
 from vexport.checks.vllm.quant_methods.integers import MOST_BITS, integer_group
 from vexport.formats import MXFP4, MXFP8
@@ -62,9 +69,6 @@ class AsMxfp4(MethodFormat, Mxfp4):
 
     name = "auto-round"
 
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "INCMxfp4LinearMethod"
-
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """No least capability is asked for (INCConfig.get_min_capability is 60), and Marlin takes SM 75."""
         return from_turing(super().gpu_support(args))
@@ -81,9 +85,6 @@ class AsMxfp8(MethodFormat, Mxfp8):
     """As compressed-tensors has it."""
 
     name = "auto-round"
-
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "INCMxfp8LinearScheme"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,15 +206,8 @@ def _mx_group(config: Config, settings: Settings, name: str) -> MethodGroup:
     if settings.bits not in (4, 8) or settings.group_size != MX_GROUP or not settings.symmetric:
         config.wrong("group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", repr(settings))
     args, ours = get_scheme("MXFP4" if four else "MXFP8").args, MXFP4 if four else MXFP8
-    return MethodGroup(
-        name=name,
-        targets=("Linear",),
-        weights=args.weights,
-        input_activations=args.input_activations,
-        format=ours.name,
-        stored_as=AsMxfp4() if four else AsMxfp8(),
-        translated_format=ours.name,
-    )
+    stored_as = AsMxfp4() if four else AsMxfp8()
+    return linear_group(name, stored_as, args.weights, args.input_activations, ours)
 
 
 def _require(config: Config, expected: Mapping[str, Json]) -> None:

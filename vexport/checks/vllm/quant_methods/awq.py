@@ -63,9 +63,6 @@ class Awq(MethodFormat, PackedIntegers):
         bits = args.weights.num_bits
         return None if bits == BITS else f"{bits} bits: vLLM runs {BITS}"
 
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "AutoAWQLinearMethod"
-
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         ours = {stored: own for own, stored in PACKED_NAMES.items()}
         found = transposed_words(args, shape, packed_by="out")

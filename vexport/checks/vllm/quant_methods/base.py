@@ -7,19 +7,17 @@ translated: most tensors by another name, some computed from the stored ones.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 from vexport.checkpoint.derived import Derived, renamed
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.formats.arguments import Arguments
-from vexport.formats.base import Format, Parameter
+from vexport.formats.arguments import Arguments, QuantArgs
+from vexport.formats.base import Format, GpuSupport, Parameter
 from vexport.types import Json, Severity, TensorInfo
 
 # What a layer's tensors are in compressed-tensors: the same bytes under another name, or computed ones.
 Translation = Mapping[str, TensorInfo | Derived]
-Kept = Literal["all", "some", "none"]
 EXPERTS = "experts"
 
 
@@ -55,6 +53,10 @@ class MethodFormat(Format):
     def matches(self, args: Arguments, stored_as: str) -> bool:
         """vLLM picks it by the method, never for a config group."""
         return False
+
+    def vllm_scheme(self, args: Arguments) -> str:
+        """None of compressed-tensors' schemes."""
+        return ""
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         renamed_parameters = super().parameters(args, shape)  # type: ignore[safe-super]
@@ -107,6 +109,22 @@ class MethodGroup(ConfigGroup):
         )
 
 
+def linear_group(
+    name: str, stored_as: MethodFormat, weights: QuantArgs, inputs: QuantArgs | None, translated: Format
+) -> MethodGroup:
+    """A group for any linear layer, by how its weights and inputs are quantized and what that is called by
+    compressed-tensors."""
+    return MethodGroup(
+        name=name,
+        targets=("Linear",),
+        weights=weights,
+        input_activations=inputs,
+        format=stored_as.name,
+        stored_as=stored_as,
+        translated_format=translated.name,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantMethod:
     """A quantization config of another method as vLLM reads it.
@@ -115,7 +133,7 @@ class QuantMethod:
     experts of a layer: None where vLLM keeps it. `skip_key` names the list that keeps layers;
     `quantizes_head` says whether the output head is quantized where that list does not name it; `source` is
     vLLM's file, `cache_scales` its own names for the KV cache's scales, `modules` what every decoder layer
-    stores quantized where that is known, `stays` why a checkpoint cannot be written in compressed-tensors.
+    stores quantized where that is known.
     """
 
     name: str
@@ -127,7 +145,6 @@ class QuantMethod:
     kv_cache: bool = False
     cache_scales: Mapping[str, str] = field(default_factory=dict)
     modules: Sequence[str] = ()
-    stays: str = ""
     problems: Sequence[Problem] = field(default_factory=tuple)
 
 
@@ -168,6 +185,11 @@ class Config:
     ) -> None:
         """Note a problem."""
         self.problems.append(Problem(where=key, expected=expected, got=got, fix=fix, severity=severity))
+
+
+def at_least(support: GpuSupport, sm: int) -> GpuSupport:
+    """Without GPUs below a capability."""
+    return replace(support, input_bits={max(sm, start): bits for start, bits in support.input_bits.items()})
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:

@@ -15,6 +15,7 @@ from vexport.checks.vllm.quant_methods.base import (
     Model,
     QuantMethod,
     is_listed,
+    linear_group,
 )
 from vexport.formats import FP8
 from vexport.formats.arguments import Arguments
@@ -34,9 +35,6 @@ class NativeFp8(MethodFormat, Fp8):
     """One scale for the tensor: weight_scale, and input_scale where inputs are static."""
 
     name = "fp8"
-
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "Fp8LinearMethod"
 
 
 class NativeFp8Block(NativeFp8):
@@ -97,12 +95,5 @@ def group(block: Json, *, static: bool) -> MethodGroup:
     elif block is None:
         weights = get_scheme("FP8").args.weights
         inputs = get_scheme("FP8").args.input_activations if static else inputs
-    return MethodGroup(
-        name="fp8",
-        targets=("Linear",),
-        weights=weights,
-        input_activations=inputs,
-        format="fp8",
-        stored_as=NativeFp8() if block is None else NativeFp8Block(),
-        translated_format=FP8.name,
-    )
+    stored_as = NativeFp8() if block is None else NativeFp8Block()
+    return linear_group("fp8", stored_as, weights, inputs, FP8)

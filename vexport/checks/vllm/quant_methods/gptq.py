@@ -69,9 +69,6 @@ class Gptq(MethodFormat, PackedIntegers):
             return f"group_size {weights.group}: vLLM runs {', '.join(map(str, MARLIN_GROUPS))}"
         return None
 
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "AutoGPTQLinearMethod"
-
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         return transposed_words(args, shape, packed_by="in")
 

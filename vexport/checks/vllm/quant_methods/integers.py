@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.quant_methods.base import MethodFormat, MethodGroup
+from vexport.checks.vllm.quant_methods.base import MethodFormat, MethodGroup, linear_group
 from vexport.formats import PACKED
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import FLOAT_SCALES, Parameter
@@ -37,15 +37,7 @@ def integer_group(
         group_size=size if size > 0 else None,
         observer="minmax",
     )
-    return MethodGroup(
-        name=name,
-        targets=("Linear",),
-        weights=weights,
-        input_activations=None,
-        format=stored_as.name,
-        stored_as=stored_as,
-        translated_format=PACKED.name,
-    )
+    return linear_group(name, stored_as, weights, None, PACKED)
 
 
 def transposed_words(args: Arguments, shape: tuple[int, int], *, packed_by: str) -> Mapping[str, Parameter]:

@@ -20,8 +20,10 @@ from vexport.checks.vllm.quant_methods.base import (
     Model,
     QuantMethod,
     Translation,
+    at_least,
     contains_listed,
     is_listed,
+    linear_group,
 )
 from vexport.formats import FP8, MXFP8, NVFP4
 from vexport.formats.arguments import Arguments
@@ -50,9 +52,6 @@ class ModelOptFp8(MethodFormat, Fp8):
 
     name = "modelopt"
 
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "ModelOptLinearMethod"
-
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """Scales per channel are (out,), of blocks (rows, 1, columns, 1)."""
         found = dict(super().parameters(args, shape))
@@ -66,8 +65,7 @@ class ModelOptFp8(MethodFormat, Fp8):
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """The method refuses SM 75 (ModelOptFp8Config.get_min_capability)."""
-        support = super().gpu_support(args)
-        return replace(support, input_bits={max(80, sm): bits for sm, bits in support.input_bits.items()})
+        return at_least(super().gpu_support(args), 80)
 
 
 class ModelOptNvfp4(MethodFormat, Nvfp4):
@@ -81,9 +79,6 @@ class ModelOptNvfp4(MethodFormat, Nvfp4):
         "input_global_scale": "input_scale",
     }
     reciprocals = frozenset({"weight_global_scale", "input_global_scale"})
-
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "ModelOptLinearMethod"
 
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
         """Global scales are the reciprocals of what ModelOpt stores."""
@@ -106,9 +101,6 @@ class ModelOptMxfp8(MethodFormat, Mxfp8):
     """weight and weight_scale as compressed-tensors has them."""
 
     name = "modelopt"
-
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "ModelOptLinearMethod"
 
 
 # By ModelOpt's name of the algorithm: how it is stored, the preset that has its arguments, and its format.
@@ -188,15 +180,7 @@ def is_excluded(layer: str, name: str, kept: tuple[str, ...]) -> bool:
 def _group(algo: str) -> MethodGroup:
     stored_as, preset, translated = ALGOS[algo]
     args = get_scheme(preset).args
-    return MethodGroup(
-        name=algo,
-        targets=("Linear",),
-        weights=args.weights,
-        input_activations=args.input_activations,
-        format=f"modelopt {algo}",
-        stored_as=stored_as,
-        translated_format=translated.name,
-    )
+    return linear_group(algo, stored_as, args.weights, args.input_activations, translated)
 
 
 def _is_weight_only(values: Mapping[str, Json]) -> bool:

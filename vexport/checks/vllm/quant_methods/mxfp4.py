@@ -7,7 +7,14 @@ _load_weights_mxfp4 of vllm/model_executor/models/gpt_oss.py.
 from collections.abc import Mapping
 
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checks.vllm.quant_methods.base import Config, MethodFormat, MethodGroup, Model, QuantMethod
+from vexport.checks.vllm.quant_methods.base import (
+    Config,
+    MethodFormat,
+    MethodGroup,
+    Model,
+    QuantMethod,
+    linear_group,
+)
 from vexport.formats import MXFP4
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, Parameter
@@ -37,9 +44,6 @@ class StackedMxfp4(MethodFormat, Mxfp4):
     def __init__(self, experts: int, rows: int, columns: int) -> None:
         self.experts, self.rows, self.columns = experts, rows, columns
 
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "GptOssMxfp4MoEMethod"
-
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
         """As config.json says: vLLM views the tensors so."""
         return self.experts * self.rows, self.columns
@@ -68,11 +72,15 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
         expected = f"a model of type {MODEL_TYPE}: vLLM reads others by code that vexport does not judge"
         got, fix = repr(model.config.get("model_type")), "ask vLLM with `vexport load`"
         config.wrong("quant_method", expected, got, fix)
+    weights = get_scheme("MXFP4A16").args.weights
     sizes = [_size(config, model, key) for key in ("num_local_experts", "hidden_size", "intermediate_size")]
     experts, hidden, inner = sizes
     groups = {
-        "gate_up_proj": _group("gate_up_proj", StackedMxfp4(experts, 2 * inner, hidden)),
-        "down_proj": _group("down_proj", StackedMxfp4(experts, hidden, inner)),
+        projection: linear_group(f"mxfp4 {projection}", stored_as, weights, None, MXFP4)
+        for projection, stored_as in (
+            ("gate_up_proj", StackedMxfp4(experts, 2 * inner, hidden)),
+            ("down_proj", StackedMxfp4(experts, hidden, inner)),
+        )
     }
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
@@ -86,7 +94,6 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
         groups=tuple(groups.values()),
         group_of=group_of,
         modules=tuple(f"mlp.experts.{projection}" for projection in groups),
-        stays="vLLM loads no experts of gpt-oss in MXFP4 from compressed-tensors (_load_packed_expert)",
         problems=tuple(config.problems),
     )
 
@@ -97,16 +104,3 @@ def _size(config: Config, model: Model, key: str) -> int:
         return size
     config.wrong("quant_method", f"{key} in config.json, by which vLLM cuts the experts", repr(size))
     return 0
-
-
-def _group(projection: str, stored_as: StackedMxfp4) -> MethodGroup:
-    args = get_scheme("MXFP4A16").args
-    return MethodGroup(
-        name=f"mxfp4 {projection}",
-        targets=("Linear",),
-        weights=args.weights,
-        input_activations=None,
-        format="mxfp4",
-        stored_as=stored_as,
-        translated_format=MXFP4.name,
-    )

@@ -16,12 +16,14 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodGroup,
     Model,
     QuantMethod,
+    at_least,
+    linear_group,
 )
 from vexport.checks.vllm.quant_methods.integers import integer_group
 from vexport.checks.vllm.quant_methods.modelopt import ModelOptFp8, ModelOptNvfp4
 from vexport.formats import FP8, INT8, MXFP4, NVFP4
-from vexport.formats.arguments import Arguments, QuantArgs
-from vexport.formats.base import Format, GpuSupport, Parameter
+from vexport.formats.arguments import Arguments
+from vexport.formats.base import GpuSupport, Parameter
 from vexport.formats.fp8 import Fp8
 from vexport.formats.integer import Int8
 from vexport.formats.mxfp import Mxfp4
@@ -161,7 +163,11 @@ def _kind(weight: Side, inputs: Side | None, pack_method: str) -> MethodGroup | 
     ):
         own = inputs is None or inputs.has(dtype="fp4", is_dynamic=True)
         args = get_scheme("MXFP4A16" if inputs is None else "MXFP4").args
-        return _made("MXFP4", QuarkMxfp4(), args.weights, args.input_activations, MXFP4) if own else None
+        return (
+            linear_group("quark MXFP4", QuarkMxfp4(), args.weights, args.input_activations, MXFP4)
+            if own
+            else None
+        )
     return None
 
 
@@ -170,7 +176,7 @@ def _nvfp4(weight: Side, inputs: Side | None) -> MethodGroup | None:
     grouped = weight.has(dtype="fp4", qscheme="per_group", group_size=NVFP4_GROUP)
     if not grouped or inputs is None or inputs.second is None:
         return None
-    return _made("NVFP4", QuarkNvfp4(), args.weights, args.input_activations, NVFP4)
+    return linear_group("quark NVFP4", QuarkNvfp4(), args.weights, args.input_activations, NVFP4)
 
 
 def _fp8(weight: Side, inputs: Side) -> MethodGroup | None:
@@ -180,7 +186,9 @@ def _fp8(weight: Side, inputs: Side) -> MethodGroup | None:
         dynamic = inputs.has(qscheme="per_group", group_size=BLOCK_COLUMNS, is_dynamic=True)
         plain = dynamic and not weight.has(scale_type="float8_e8m0fnu")
         return (
-            _made("FP8 blocks", QuarkFp8Block(), args.weights, args.input_activations, FP8) if plain else None
+            linear_group("quark FP8 blocks", QuarkFp8Block(), args.weights, args.input_activations, FP8)
+            if plain
+            else None
         )
     static, by_token = get_scheme("FP8").args, get_scheme("FP8_DYNAMIC").args
     if not weight.has(is_dynamic=False) or weight.values.get("qscheme") not in ("per_tensor", "per_channel"):
@@ -191,7 +199,7 @@ def _fp8(weight: Side, inputs: Side) -> MethodGroup | None:
         if not inputs.has(qscheme="per_tensor"):
             return None
         of_inputs = static.input_activations
-    return _made("FP8", QuarkFp8(), weights, of_inputs, FP8)
+    return linear_group("quark FP8", QuarkFp8(), weights, of_inputs, FP8)
 
 
 def _int8(weight: Side, inputs: Side) -> MethodGroup | None:
@@ -206,35 +214,13 @@ def _int8(weight: Side, inputs: Side) -> MethodGroup | None:
     if static:
         of_inputs = replace(of_inputs, strategy="tensor", dynamic=False)
     weights = args.weights if weight.has(qscheme="per_channel") else replace(args.weights, strategy="tensor")
-    return _made("INT8", QuarkInt8(), weights, of_inputs, INT8)
-
-
-def _made(
-    name: str, stored_as: MethodFormat, weights: QuantArgs, inputs: QuantArgs | None, ours: Format
-) -> MethodGroup:
-    return MethodGroup(
-        name=f"quark {name}",
-        targets=("Linear",),
-        weights=weights,
-        input_activations=inputs,
-        format="quark",
-        stored_as=stored_as,
-        translated_format=ours.name,
-    )
-
-
-def at_least(support: GpuSupport, sm: int) -> GpuSupport:
-    """Without GPUs below a capability."""
-    return replace(support, input_bits={max(sm, start): bits for start, bits in support.input_bits.items()})
+    return linear_group("quark INT8", QuarkInt8(), weights, of_inputs, INT8)
 
 
 class QuarkFp8(ModelOptFp8):
     """weight, weight_scale (out,) or one number, input_scale where inputs are static."""
 
     name = "quark"
-
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "QuarkW8A8Fp8"
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """SM 89 or above (get_min_capability)."""
@@ -246,9 +232,6 @@ class QuarkFp8Block(MethodFormat, Fp8):
 
     name = "quark"
 
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "QuarkW8A8Fp8PerBlock"
-
     def gpu_support(self, args: Arguments) -> GpuSupport:
         return at_least(super().gpu_support(args), 89)
 
@@ -258,9 +241,6 @@ class QuarkInt8(MethodFormat, Int8):
 
     name = "quark"
     unread = frozenset({"weight_zero_point", "input_zero_point"})
-
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "QuarkW8A8Int8"
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         found = dict(super().parameters(args, shape))
@@ -277,9 +257,6 @@ class QuarkMxfp4(MethodFormat, Mxfp4):
     weight = "weight"
     names = {"weight_packed": "weight"}
 
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "QuarkOCP_MX"
-
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """The scheme asks for less than compressed-tensors', and Marlin's kernel takes SM 75."""
         return from_turing(super().gpu_support(args))
@@ -290,9 +267,6 @@ class QuarkNvfp4(ModelOptNvfp4):
 
     name = "quark"
     names = {**ModelOptNvfp4.names, "input_global_scale": "input_scale_2"}
-
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "QuarkNVFP4"
 
 
 class QuarkInt4(Awq):
@@ -313,6 +287,3 @@ class QuarkInt4(Awq):
     def __init__(self, *, reordered: bool) -> None:
         self.reordered = reordered
         self.places = PLACES if reordered else tuple(range(8))
-
-    def vllm_scheme(self, args: Arguments) -> str:
-        return "QuarkW4A16Int4"
