@@ -11,7 +11,7 @@ import torch
 from tests.command import vexport
 from tests.engine.sketches import QWEN3_MOE, sketch
 from tests.models import errors, problems, save_llama, save_qwen3
-from tests.mutations.edits import Change, Tensors, drop, element, put, spoiled, tensors
+from tests.mutations.edits import Change, drop, element, put, spoiled
 from vexport.formats.schemes import all_schemes
 
 Config = dict[str, object]
@@ -59,60 +59,22 @@ def padded_words(packed: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(packed, (0, -(-columns // 10) - packed.shape[1]))
 
 
+# The family and the place of an error; that there is one is held by the recorded mutations (tests/mutations).
 TENSOR_MUTATIONS = [
     ("NVFP4", drop(f"{Q}.weight_scale"), "completeness", f"{Q}.weight_scale"),
-    ("NVFP4", drop(f"{Q}.weight_packed"), "completeness", f"{Q}.weight_packed"),
-    ("NVFP4", drop(f"{Q}.input_global_scale"), "completeness", f"{Q}.input_global_scale"),
-    ("NVFP4A16", drop(f"{DOWN}.weight_global_scale"), "completeness", f"{DOWN}.weight_global_scale"),
-    ("FP8", drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
-    ("W8A8", drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
     ("W8A8", drop("model.norm.weight"), "completeness", "model.norm.weight"),
-    ("W8A8", drop("lm_head.weight"), "completeness", "lm_head.weight"),
-    (
-        "W8A8",
-        drop("model.layers.0.input_layernorm.weight"),
-        "completeness",
-        "model.layers.0.input_layernorm.weight",
-    ),
+    ("W4A8", drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
     (
         "NVFP4A16",
         put(f"{Q}.weight_global_scale", lambda t: t * 1.25),
         "fusion",
-        "model.layers.1.self_attn.qkv_proj",
-    ),
-    (
-        "NVFP4",
-        put(f"{Q}.input_global_scale", lambda t: t * 1.25),
-        "fusion",
-        "model.layers.1.self_attn.qkv_proj",
+        "layers.1.self_attn.qkv_proj",
     ),
     ("NVFP4", put(f"{DOWN}.weight_global_scale", lambda t: 1 / t), "values", f"{DOWN}.weight_global_scale"),
-    ("NVFP4", put(f"{DOWN}.weight_scale", element(float("nan"))), "values", f"{DOWN}.weight_scale"),
-    ("FP8_DYNAMIC", put(f"{DOWN}.weight_scale", element(0.0)), "values", f"{DOWN}.weight_scale"),
-    (
-        "FP8_DYNAMIC",
-        put(f"{DOWN}.weight_scale", element(float("inf"))),
-        "values",
-        f"{DOWN}.weight_scale",
-    ),
-    ("W8A8", put(f"{DOWN}.weight_scale", element(-1.0)), "values", f"{DOWN}.weight_scale"),
-    ("FP8", put(f"{DOWN}.input_scale", element(float("nan"))), "values", f"{DOWN}.input_scale"),
-    ("W4A16", put(f"{DOWN}.weight_scale", element(float("nan"))), "values", f"{DOWN}.weight_scale"),
-    ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.float8_e5m2)), "shapes", f"{DOWN}.weight"),
-    ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
-    ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t[:, :-1]), "shapes", f"{DOWN}.weight_scale"),
-    ("W4A16", put(f"{Q}.weight_packed", lambda t: t[:, :-16]), "shapes", f"{Q}.weight_packed"),
-    ("W4A16_ASYM", drop(f"{DOWN}.weight_zero_point"), "completeness", f"{DOWN}.weight_zero_point"),
-    ("W4A16_ASYM", put(f"{DOWN}.weight_zero_point", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_zero_point"),
-    ("FP8_BLOCK", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
-    ("FP8_BLOCK", put(f"{DOWN}.weight_scale", element(float("nan"))), "values", f"{DOWN}.weight_scale"),
-    ("MXFP4", put(f"{DOWN}.weight_scale", lambda t: t[:, ::2]), "shapes", f"{DOWN}.weight_scale"),
     ("MXFP4", put(f"{DOWN}.weight_scale", element(255)), "values", f"{DOWN}.weight_scale"),
-    ("MXFP4", put(f"{DOWN}.weight_scale", e8m0), "shapes", f"{DOWN}.weight_scale"),
+    ("FP8_BLOCK", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
     ("MXFP8", put(f"{DOWN}.weight_scale", e8m0), "shapes", f"{DOWN}.weight_scale"),
-    ("MXFP8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), "shapes", f"{DOWN}.weight"),
     ("W3A16", put(f"{DOWN}.weight_packed", padded_words), "shapes", DOWN),
-    ("W4A8", drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
 ]
 
 
@@ -134,9 +96,7 @@ def test_broken_tensors_are_found(
     [
         ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.bfloat16)), f"{DOWN}.weight"),
         ("W4A16", drop(f"{DOWN}.weight_shape"), f"{DOWN}.weight_shape"),
-        ("W8A8", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), f"{DOWN}.weight"),
         ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)), f"{DOWN}.weight_scale"),
-        ("W4A16", put(f"{DOWN}.weight_packed", lambda t: t.to(torch.int64)), f"{DOWN}.weight_packed"),
         ("NVFP4", put(f"{DOWN}.input_global_scale", lambda t: t.bfloat16()), f"{DOWN}.input_global_scale"),
     ],
 )
@@ -189,30 +149,13 @@ def quantization(config: Config) -> Config:
 
 CONFIG_MUTATIONS = [
     ("NVFP4", lambda c: c.pop("quantization_config"), "config"),
-    ("NVFP4", lambda c: quantization(c).update(quant_method="fp8"), "config"),
-    ("NVFP4", lambda c: quantization(c).update(config_groups={}), "config"),
-    ("NVFP4", lambda c: weights(c).update(group_size=32), "config"),
-    ("NVFP4", lambda c: weights(c).update(no_such_key=1), "config"),
-    ("W4A16", lambda c: weights(c).update(actorder="group"), "config"),
     ("W4A16", lambda c: group(c).update(format="no-such-format"), "config"),
-    ("W4A16", lambda c: weights(c).update(group_size=64), "shapes"),
-    ("W4A16", lambda c: weights(c).update(symmetric=False), "completeness"),
-    ("FP8_DYNAMIC", lambda c: weights(c).update(strategy="tensor"), "shapes"),
-    ("FP8_DYNAMIC", lambda c: weights(c).update(type="int"), "shapes"),
-    ("FP8_BLOCK", lambda c: weights(c).update(block_structure=[64, 64]), "shapes"),
-    ("FP8_BLOCK", lambda c: weights(c).update(block_structure=[96, 128]), "shapes"),
-    ("MXFP4", lambda c: weights(c).update(group_size=16), "shapes"),
-    ("MXFP8", lambda c: weights(c).update(num_bits=4), "completeness"),
-    ("W4A16_ASYM", lambda c: weights(c).update(symmetric=True), "completeness"),
     ("W8A16", lambda c: weights(c).update(num_bits=4), "shapes"),
     ("W5A16", lambda c: weights(c).update(num_bits=6), "shapes"),
+    ("W4A16_ASYM", lambda c: weights(c).update(symmetric=True), "completeness"),
     ("W8A8", lambda c: quantization(c).update(ignore=["lm_head", Q]), "targets"),
     ("W8A8", lambda c: quantization(c).update(ignore=[]), None),
-    ("W8A8", lambda c: quantization(c).update(ignore=["lm_head", DOWN]), "targets"),
-    ("W8A8", lambda c: group(c).update(targets=["re:.*mlp.*"]), "targets"),
     ("W8A8", lambda c: group(c).update(targets=["linear"]), None),
-    ("W8A8", lambda c: group(c).update(targets=["Linear", "re:.*lm_head"]), None),
-    ("W8A8", lambda c: c.update(num_hidden_layers=4), "completeness"),
 ]
 
 
@@ -273,31 +216,6 @@ def test_routed_experts_need_inputs_that_vllm_quantizes(tmp_path: Path) -> None:
     assert "does not run for routed experts" in finding.got
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"12345678")
-
-
-def spoil_header(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[:8] + b"x" + data[9:])
-
-
-@pytest.mark.parametrize("spoil", [truncate, lengthen, spoil_header])
-def test_broken_files_are_found(
-    good: Callable[[str], Path], tmp_path: Path, spoil: Callable[[Path], None]
-) -> None:
-    folder = tmp_path / "broken"
-    copytree(good("W8A8"), folder)
-    spoil(folder / "model.safetensors")
-    (finding,) = errors(folder)
-    assert finding.check == "files"
-    assert "model.safetensors" in finding.where
-
-
 def test_an_index_may_not_leave_its_folder(good: Callable[[str], Path], tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     copytree(good("W8A8"), folder)
@@ -319,15 +237,3 @@ def test_check_answers_with_a_list_and_exit_codes(good: Callable[[str], Path], t
     assert [report["ok"] for report in reports] == [True, False]
     assert set(reports[1]["findings"][0]) == {"check", "severity", "where", "expected", "got", "fix"}
     assert vexport("check", good("NVFP4"), "--format", "json").code == 0
-
-
-def test_a_missing_fused_part_is_found(tmp_path: Path) -> None:
-    source = save_llama(tmp_path / "source")
-    assert vexport("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet").code == 0
-
-    def without_k(values: Tensors) -> None:
-        for name in [name for name in values if "k_proj" in name]:
-            del values[name]
-
-    found = errors(spoiled(tmp_path / "out", tmp_path / "broken", tensors(without_k)))
-    assert {finding.where for finding in found} == {f"model.layers.{i}.self_attn.k_proj" for i in range(3)}

@@ -1,4 +1,4 @@
-"""Numbers of scales told from their bits, and rows of weights that are read alone."""
+"""Rows of weights that are read alone, and scales of nothing."""
 
 import os
 from collections.abc import Callable
@@ -12,42 +12,15 @@ from vexport.checkpoint.derived import DerivedReader
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import SmoothedReader
 from vexport.checks import check_checkpoint
-from vexport.checks.tensors.scales import Counts, counts
 from vexport.errors import InputError
 from vexport.repair.write import Overlay
 from vexport.types import TensorInfo
-
-# All bits of 8 and 16, every 65,521st of 32.
-DTYPES = {
-    "F8_E4M3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn),
-    "BF16": torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16),
-    "F16": torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16),
-    "F32": torch.arange(0, 1 << 32, 65_521, dtype=torch.int64).to(torch.uint32).view(torch.float32),
-}
 
 
 def stored(file: Path, data: bytes, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
     """A tensor that is a whole file."""
     file.write_bytes(data)
     return TensorInfo(name="one", dtype=dtype, shape=shape, file=file, start=0, end=len(data))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kinds_of_numbers_are_those_of_torch(dtype: str, tmp_path: Path) -> None:
-    values = DTYPES[dtype]
-    wide = values.double()
-    expected = Counts(
-        size=values.numel(),
-        nan=int(wide.isnan().sum()),
-        infinite=int(wide.isinf().sum()),
-        zero=int((wide == 0).sum()),
-        negative=int((wide < 0).sum()),
-    )
-    data = values.view(torch.uint8).numpy().tobytes()
-    with Reader() as reader:
-        found = counts(reader, stored(tmp_path / "file", data, dtype, (values.numel(),)))
-    assert found == expected
-    assert found.positive == int((wide > 0).sum())
 
 
 def test_some_rows_are_read_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checks.quant_methods import CHECKPOINTS, write
-from tests.checks.spoiled_methods import LAYER, SPOILED, K, quantization
+from tests.checks.spoiled_methods import LAYER, SPOILED, quantization
 from tests.models import save_llama
 from tests.mutations.edits import INDEX, WEIGHTS, Change, Tensors, all_of, drop, put, tensors
 from tests.mutations.good import vary_norms
@@ -26,7 +26,7 @@ RUN_RECORDS = FOLDER / "methods-run-0.32.0.jsonl"
 SOURCE = "source of all"
 CODES = ("qweight", "weight_packed", "weight")
 SCALES = ("scales", "weight_scale", "weight_scale_inv")
-UP, GATE, NORM = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.gate_proj", f"{LAYER}.input_layernorm.weight"
+NORM = f"{LAYER}.input_layernorm.weight"
 Edit = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -48,7 +48,7 @@ def quant_method(name: str) -> str:
 def method_mutations(name: str) -> Mapping[str, Change]:
     """All mutations of a sound checkpoint by name."""
     own = {what: change for what, (change, _, _) in SPOILED.get(name, {}).items()}
-    return {**own, **{what: change for what, change in ANY_METHOD.items() if what not in own}, **HARMLESS}
+    return {**any_method(LAYER), **own, **HARMLESS}
 
 
 def stored(values: Tensors, module: str, parameters: tuple[str, ...]) -> str:
@@ -73,11 +73,6 @@ def dropped(module: str, parameters: tuple[str, ...]) -> Change:
         del values[stored(values, module, parameters)]
 
     return tensors(change)
-
-
-def _exchange(values: Tensors) -> None:
-    up, gate = (stored(values, module, CODES) for module in (UP, GATE))
-    values[up], values[gate] = values[gate], values[up]
 
 
 def _worst(value: torch.Tensor) -> torch.Tensor:
@@ -109,17 +104,27 @@ def _without_metadata(folder: Path) -> None:
     save_file(load_file(folder / WEIGHTS), folder / WEIGHTS)
 
 
-ANY_METHOD: Mapping[str, Change] = {
-    "no codes": dropped(K, CODES),
-    "no scales": dropped(K, SCALES),
-    "codes all zero": edited(K, CODES, torch.zeros_like),
-    "codes the other way": edited(K, CODES, lambda value: value.T),
-    "a half of the codes": edited(K, CODES, lambda value: value[: len(value) // 2]),
-    "another layer's codes": tensors(_exchange),
-    "a scale that is NaN": edited(K, SCALES, _worst),
-    "a layer's norm gone": drop(NORM),
-    "a file that is cut": _cut,
-}
+def any_method(layer: str) -> Mapping[str, Change]:
+    """Ways to spoil a decoder layer, whatever the names of its tensors."""
+    key, up, gate = f"{layer}.self_attn.k_proj", f"{layer}.mlp.up_proj", f"{layer}.mlp.gate_proj"
+
+    def exchange(values: Tensors) -> None:
+        first, second = (stored(values, module, CODES) for module in (up, gate))
+        values[first], values[second] = values[second], values[first]
+
+    return {
+        "no codes": dropped(key, CODES),
+        "no scales": dropped(key, SCALES),
+        "codes all zero": edited(key, CODES, torch.zeros_like),
+        "codes the other way": edited(key, CODES, lambda value: value.T),
+        "a half of the codes": edited(key, CODES, lambda value: value[: len(value) // 2]),
+        "another layer's codes": tensors(exchange),
+        "a scale that is NaN": edited(key, SCALES, _worst),
+        "a layer's norm gone": drop(f"{layer}.input_layernorm.weight"),
+        "a file that is cut": _cut,
+    }
+
+
 HARMLESS: Mapping[str, Change] = {
     "a key that nobody reads": quantization(comment="made on a Monday"),
     "two files and an index": _sharded,

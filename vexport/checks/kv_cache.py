@@ -19,6 +19,7 @@ NAME = "kv_cache"
 DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the keys and values of every layer"
 SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
+FIX = "quantize the KV cache again with calibration"
 # Of keys and values up to 4096; the largest known ones are some hundreds.
 MOST_SCALE = 4096 / E4M3_MAX
 # Of keys and values that reach a thousandth at most.
@@ -59,8 +60,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 fix="quantize the KV cache again, or remove kv_cache_scheme",
             )
         else:
-            yield from _values(view, tensor, per_head=scheme["strategy"] == "attn_head")
-            yield from _size(view, module, parameter, tensor)
+            yield from _count(view, tensor, per_head=scheme["strategy"] == "attn_head")
+            yield from _values(view, module, parameter, tensor)
 
 
 def _unannounced(view: CheckpointView) -> Iterator[Finding]:
@@ -115,33 +116,31 @@ def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | N
     return next((tensors[name] for ending in endings if (name := f"{module}.{ending}") in tensors), None)
 
 
-def _values(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
+def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
+    heads = text_config(view.index.config).get("num_key_value_heads") if per_head else None
+    if not per_head and tensor.num_elements != 1:
+        yield _wrong(tensor, "one scale for all heads (strategy tensor)", f"{tensor.num_elements} values")
+    if isinstance(heads, int) and heads > 0 and tensor.num_elements % heads:
+        expected = f"a scale for each of {heads} KV heads (strategy attn_head)"
+        yield _wrong(tensor, expected, str(tensor.num_elements))
+
+
+def _values(view: CheckpointView, module: str, parameter: str, tensor: TensorInfo) -> Iterator[Finding]:
+    """Whether scales are numbers, of a size that those of keys and values can have."""
     values = view.reader.floats(tensor)
-    if not per_head and values.size != 1:
-        yield _wrong(tensor, "one scale for all heads (strategy tensor)", f"{values.size} values")
-    heads = _heads(text_config(view.index.config))
-    if per_head and heads is not None and values.size % heads:
-        yield _wrong(tensor, f"a scale for each of {heads} KV heads (strategy attn_head)", str(values.size))
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
-    if bad:
-        yield _wrong(
-            tensor, "finite scales above zero", f"{bad} of {values.size} values NaN, infinite or <= 0"
-        )
-
-
-def _size(view: CheckpointView, module: str, parameter: str, tensor: TensorInfo) -> Iterator[Finding]:
-    """Whether a scale is one of numbers that keys and values can have."""
-    values = view.reader.floats(tensor)
     if tensor.dtype not in FLOAT_SCALES:
         yield _wrong(tensor, f"dtype {' or '.join(sorted(FLOAT_SCALES))}", tensor.dtype)
-    if not values.size or not np.isfinite(values).all() or values.min() <= 0:
+    if bad:
+        got = f"{bad} of {values.size} values NaN, infinite or <= 0"
+        yield _wrong(tensor, "finite scales above zero", got)
+    if bad or not values.size:
         return
     reach = largest_output(view, f"{module}.{parameter[0]}_proj")
     most = MOST_SCALE if reach is None else min(MOST_SCALE, reach / E4M3_MAX)
     if (values == PLACEHOLDER).all():
-        fix = "quantize the KV cache again with calibration"
         got = "1, which vLLM takes where there is none"
-        yield warning(NAME, tensor.name, expected="a calibrated scale", got=got, fix=fix)
+        yield warning(NAME, tensor.name, expected="a calibrated scale", got=got, fix=FIX)
     elif values.max() > most:
         got = f"{values.max():g}, which looks like a reciprocal"
         yield _wrong(tensor, f"scales of at most {most:.3g}", got)
@@ -149,11 +148,5 @@ def _size(view: CheckpointView, module: str, parameter: str, tensor: TensorInfo)
         yield _wrong(tensor, f"scales of at least {LEAST_SCALE:g}", f"{values.max():g}")
 
 
-def _heads(config: Mapping[str, Json]) -> int | None:
-    heads = config.get("num_key_value_heads")
-    return heads if isinstance(heads, int) and heads > 0 else None
-
-
 def _wrong(tensor: TensorInfo, expected: str, got: str) -> Finding:
-    fix = "quantize the KV cache again with calibration"
-    return error(NAME, tensor.name, expected=expected, got=got, fix=fix)
+    return error(NAME, tensor.name, expected=expected, got=got, fix=FIX)

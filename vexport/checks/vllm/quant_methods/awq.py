@@ -26,8 +26,7 @@ from vexport.checks.vllm.quant_methods.integers import (
     bits_of,
     integer_group,
     packed,
-    shape_tensor,
-    transposed_scales,
+    packed_integers,
     transposed_words,
     unpacked,
 )
@@ -81,30 +80,16 @@ class Awq(MethodFormat, PackedIntegers):
         """Codes and zero points in words along the inputs and outputs, in the plain order."""
         shape = self.shape(args, stored)
         assert shape is not None
-        codes, scales, symmetric = (
-            stored[self.weight],
-            stored[self.names["weight_scale"]],
-            args.weights.symmetric,
+        codes, symmetric = stored[self.weight], args.weights.symmetric
+        packed_codes = Derived(
+            dtype="I32",
+            shape=(shape[0], shape[1] // CODES),
+            sources=(codes,),
+            rows=partial(self._repacked, codes, SIGN if symmetric else 0),
         )
-        tensors: dict[str, TensorInfo | Derived] = {
-            "weight_packed": Derived(
-                dtype="I32",
-                shape=(shape[0], shape[1] // CODES),
-                sources=(codes,),
-                rows=partial(self._repacked, codes, SIGN if symmetric else 0),
-            ),
-            "weight_scale": transposed_scales(scales),
-            "weight_shape": shape_tensor(shape, codes),
-        }
-        if not symmetric:
-            zeros = stored[self.names["weight_zero_point"]]
-            tensors["weight_zero_point"] = Derived(
-                dtype="I32",
-                shape=(zeros.shape[1], zeros.shape[0]),
-                sources=(zeros,),
-                rows=partial(self._zero_points, zeros),
-            )
-        return tensors | {name: stored[name] for name in ("bias",) if name in stored}
+        zeros = None if symmetric else stored[self.names["weight_zero_point"]]
+        read = None if zeros is None else (zeros, partial(self._zero_points, zeros))
+        return packed_integers(stored, shape, packed_codes, stored[self.names["weight_scale"]], read)
 
     def _repacked(self, codes: TensorInfo, sign: int, reader: Reader, rows: slice) -> Array:
         """Some rows (outputs) of the weight, in words along the inputs."""

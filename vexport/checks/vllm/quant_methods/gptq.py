@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 
-from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import (
     Config,
@@ -29,9 +28,9 @@ from vexport.checks.vllm.quant_methods.integers import (
     bits_of,
     integer_group,
     packed,
-    shape_tensor,
+    packed_integers,
+    transposed,
     transposed_rows,
-    transposed_scales,
     transposed_words,
     unpacked,
 )
@@ -86,26 +85,12 @@ class Gptq(MethodFormat, PackedIntegers):
         """Words of codes and scales transposed; zero points too, where the weight is not symmetric."""
         shape = self.shape(args, stored)
         assert shape is not None
-        codes, scales = stored["qweight"], stored["scales"]
-        tensors: dict[str, TensorInfo | Derived] = {
-            "weight_packed": Derived(
-                dtype="I32",
-                shape=(codes.shape[1], codes.shape[0]),
-                sources=(codes,),
-                rows=partial(transposed_rows, codes),
-            ),
-            "weight_scale": transposed_scales(scales),
-            "weight_shape": shape_tensor(shape, codes),
-        }
+        codes, zeros = stored["qweight"], None
         if not args.weights.symmetric:
-            zeros = stored["qzeros"]
-            tensors["weight_zero_point"] = Derived(
-                dtype="I32",
-                shape=(zeros.shape[1], zeros.shape[0]),
-                sources=(zeros,),
-                rows=partial(self._zero_points, zeros, args.weights.num_bits),
-            )
-        return tensors | {name: stored[name] for name in ("bias",) if name in stored}
+            stored_zeros = stored["qzeros"]
+            zeros = (stored_zeros, partial(self._zero_points, stored_zeros, args.weights.num_bits))
+        packed_codes = transposed(codes, partial(transposed_rows, codes))
+        return packed_integers(stored, shape, packed_codes, stored["scales"], zeros)
 
     def _zero_points(self, zeros: TensorInfo, bits: int, reader: Reader, rows: slice) -> Array:
         """Zero points as they are used, in words along the outputs."""

@@ -3,7 +3,7 @@
 Words hold codes of one column or row, the first in the lowest bits unless a method has its own order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,13 +11,15 @@ import numpy.typing as npt
 
 from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.quant_methods.base import MethodFormat, MethodGroup, linear_group
+from vexport.checks.vllm.quant_methods.base import MethodFormat, MethodGroup, Translation, linear_group
 from vexport.formats import PACKED
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import FLOAT_SCALES, Parameter
 from vexport.formats.parameters import exact, words
 from vexport.types import TensorInfo
 
+# Some rows of a tensor, computed from stored ones.
+Rows = Callable[[Reader, slice], npt.NDArray[np.generic]]
 Array = npt.NDArray[np.generic]
 PACKED_NAMES = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
 
@@ -62,20 +64,32 @@ def transposed_words(args: Arguments, shape: tuple[int, int], *, packed_by: str)
     }
 
 
-def transposed_scales(scales: TensorInfo) -> Derived:
-    """Scales (out, groups)."""
-    return Derived(
-        dtype=scales.dtype,
-        shape=(scales.shape[1], scales.shape[0]),
-        sources=(scales,),
-        rows=partial(transposed_rows, scales),
-    )
+def packed_integers(
+    stored: Mapping[str, TensorInfo],
+    shape: tuple[int, int],
+    codes: Derived,
+    scales: TensorInfo,
+    zeros: tuple[TensorInfo, Rows] | None,
+) -> Translation:
+    """A layer (out, in) as compressed-tensors packs it, from its codes in words along the inputs, its stored
+    scales and, where they are read, its stored zero points with how they are read; its bias stays."""
+    sizes = np.asarray(shape, np.int64)
+    tensors: dict[str, TensorInfo | Derived] = {
+        "weight_packed": codes,
+        "weight_scale": transposed(scales, partial(transposed_rows, scales)),
+        "weight_shape": Derived(
+            dtype="I64", shape=(2,), sources=codes.sources, rows=lambda reader, rows: sizes[rows]
+        ),
+    }
+    if zeros is not None:
+        tensors["weight_zero_point"] = transposed(*zeros)
+    return tensors | {name: stored[name] for name in ("bias",) if name in stored}
 
 
-def shape_tensor(shape: tuple[int, int], near: TensorInfo) -> Derived:
-    """`weight_shape`, by which compressed-tensors unpacks."""
-    values = np.asarray(shape, np.int64)
-    return Derived(dtype="I64", shape=(2,), sources=(near,), rows=lambda reader, rows: values[rows])
+def transposed(tensor: TensorInfo, rows: Rows) -> Derived:
+    """A tensor of the same dtype whose columns are the rows of a stored one."""
+    sides = (tensor.shape[1], tensor.shape[0])
+    return Derived(dtype=tensor.dtype, shape=sides, sources=(tensor,), rows=rows)
 
 
 def transposed_rows(tensor: TensorInfo, reader: Reader, rows: slice) -> Array:
