@@ -1,7 +1,6 @@
 """Can vLLM read the quantization config at all?"""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.groups import of_attention, parse_group
@@ -66,8 +65,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 def _other_method(view: CheckpointView, method: QuantMethod) -> Iterator[Finding]:
     """What vLLM refuses of another method's config, or reads otherwise than it is meant."""
     for problem in method.problems:
-        finding = _finding(view, problem.where, problem.expected, problem.got, problem.fix)
-        yield replace(finding, severity=problem.severity)
+        yield problem.finding(NAME, f"{view.quantization_place}.{problem.where}")
     used = [view.group_of(fused) for fused in view.fused_linears if fused.is_quantized]
     for name, refusal in dict.fromkeys((group.name, group.refusal) for group in used if group is not None):
         if refusal is not None:

@@ -5,7 +5,7 @@ vLLM's own choice, which `load --dry` shows.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from vexport.architectures.text_config import text_config
 from vexport.checks.kv_cache import cache_scales
@@ -18,7 +18,7 @@ from vexport.formats.schemes import Scheme
 from vexport.plan.linears import Names, names_of
 from vexport.plan.ranks import heads_of
 from vexport.plan.shapes import unsupported_on
-from vexport.types import Finding, FusionGroup, LinearPlan, TensorInfo
+from vexport.types import Finding
 from vexport.version import PINNED
 
 NAME = "devices"
@@ -93,7 +93,7 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
     counts: dict[tuple[str, str], int] = {}
     for fused in view.fused_linears:
         group = view.group_of(fused) if fused.is_quantized else None
-        planned = _planned(fused, group)
+        planned = view.planned(fused, group)
         if planned is None:
             continue
         if group is None and any(names.place(member.name) != "decoder" for member in planned.members):
@@ -110,24 +110,6 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
             got=reason,
             fix="serve it on another number of GPUs, or use another scheme for these layers",
         )
-
-
-def _planned(fused: FusedLinear, group: ConfigGroup | None) -> FusionGroup | None:
-    """A fused layer as a plan has it; None where the sides of a part cannot be told."""
-    layers = [_linear(name, parameters, group) for name, parameters in fused.members.items()]
-    members = tuple(layer for layer in layers if layer is not None)
-    if len(members) < len(layers) or not members:
-        return None
-    return FusionGroup(name=fused.name, scheme=NAME, observer="", members=members)
-
-
-def _linear(name: str, parameters: Mapping[str, TensorInfo], group: ConfigGroup | None) -> LinearPlan | None:
-    """A layer with its sides; None where they cannot be told."""
-    weight = parameters.get("weight")
-    sides = group.shape(parameters) if group else weight.shape if weight is not None else None
-    if sides is None or len(sides) != 2:
-        return None
-    return LinearPlan(name=name, weight=name, out_features=sides[0], in_features=sides[1])
 
 
 def _scheme(group: ConfigGroup | None) -> Scheme | None:

@@ -17,9 +17,10 @@ from vexport.formats.partition import EXPERT, is_head, partition_of
 from vexport.numerics.constants import INT32_BITS
 from vexport.plan.linears import Names, names_of
 from vexport.plan.shapes import parts_of
-from vexport.types import Finding, FusionGroup, LinearPlan, TensorInfo
+from vexport.types import Finding, TensorInfo
 
 NAME = "shapes"
+EXPORT = "export it again"
 DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
 
 # Rounded to 16 bits they move all weights or inputs of a layer alike, by .4 %: far less than FP4 does.
@@ -67,13 +68,7 @@ def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> I
         return
     for module, parameters in fused.members.items():
         for problem in group.stored_as.unusable(group, parameters, view.reader):
-            yield (error if problem.severity == "error" else warning)(
-                NAME,
-                f"{module}.{problem.where}",
-                expected=problem.expected,
-                got=problem.got,
-                fix=problem.fix,
-            )
+            yield problem.finding(NAME, f"{module}.{problem.where}")
 
 
 def _right_somewhere(view: CheckpointView) -> frozenset[str]:
@@ -109,21 +104,10 @@ def _dtype(
     little = tensor.name.endswith(GLOBAL_SCALES) and is_rounded_little(view.reader, tensor)
     if little or is_lossless_cast(view.reader, tensor, expected.dtype):
         loss = "and they were rounded by 0.4 % at most" if little else "without a loss"
-        yield warning(
-            NAME,
-            tensor.name,
-            expected=wanted,
-            got=f"{tensor.dtype}, whose values vLLM casts {loss}",
-            fix="export it again",
-        )
-        return
-    yield error(
-        NAME,
-        tensor.name,
-        expected=wanted,
-        got=tensor.dtype,
-        fix="export it again: vLLM would cast the values silently",
-    )
+        got = f"{tensor.dtype}, whose values vLLM casts {loss}"
+        yield warning(NAME, tensor.name, expected=wanted, got=got, fix=EXPORT)
+    else:
+        yield error(NAME, tensor.name, expected=wanted, got=f"{tensor.dtype}, which vLLM casts", fix=EXPORT)
 
 
 def _shape(
@@ -133,22 +117,12 @@ def _shape(
     if tensor.shape == expected.shape or scalar:
         return
     wanted = f"shape {list(expected.shape)} ({group.format}, {_granularity(group)})"
+    got, fix = str(list(tensor.shape)), "export it again, or correct the config"
     if narrowing and cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut):
-        yield warning(
-            NAME,
-            tensor.name,
-            expected=wanted,
-            got=f"{list(tensor.shape)}, of which vLLM silently drops the end",
-            fix="export it again",
-        )
-        return
-    yield error(
-        NAME,
-        tensor.name,
-        expected=wanted,
-        got=str(list(tensor.shape)),
-        fix="export it again, or correct the config",
-    )
+        got += ", of which vLLM silently drops the end"
+        yield warning(NAME, tensor.name, expected=wanted, got=got, fix=EXPORT)
+    else:
+        yield error(NAME, tensor.name, expected=wanted, got=got, fix=fix)
 
 
 def _is_narrowed(stored: tuple[int, ...], expected: tuple[int, ...], cut: int | None) -> bool:
@@ -172,13 +146,9 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
         for dtype in ("BF16", "F16"):
             few = dtypes.get(dtype, [])
             for name in few if len(few) < len(whole) else ():
-                yield warning(
-                    NAME,
-                    name,
-                    expected=f"dtype F32, as {parameter} of {whole[0].rpartition('.')[0]} has",
-                    got=f"{dtype}, which has fewer digits: answers move, no further than by rounding weights",
-                    fix="export it again",
-                )
+                expected = f"dtype F32, as {parameter} of {whole[0].rpartition('.')[0]} has"
+                got = f"{dtype}, which has fewer digits: answers move, no further than by rounding weights"
+                yield warning(NAME, name, expected=expected, got=got, fix=EXPORT)
 
 
 def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
@@ -217,30 +187,16 @@ def _plain(view: CheckpointView, name: str, expected: Parameter, cut: int | None
     if tensor is None:
         return
     if tensor.dtype not in FLOATING:
-        yield error(
-            NAME,
-            name,
-            expected=f"dtype {' or '.join(sorted(FLOATING))}",
-            got=tensor.dtype,
-            fix="export it again: vLLM would cast the values silently",
-        )
+        expected_dtype = f"dtype {' or '.join(sorted(FLOATING))}"
+        yield error(NAME, name, expected=expected_dtype, got=f"{tensor.dtype}, which vLLM casts", fix=EXPORT)
     elif _loses_in_bfloat16(view, tensor):
-        yield error(
-            NAME,
-            name,
-            expected="dtype BF16, as the model has",
-            got="F16 with digits that BF16 does not hold: vLLM drops them, or its bits are no F16",
-            fix="export it again",
-        )
+        got = "F16 with digits that BF16 does not hold: vLLM drops them, or its bits are no F16"
+        yield error(NAME, name, expected="dtype BF16, as the model has", got=got, fix=EXPORT)
     if tensor.shape != expected.shape:
         narrowed = cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut)
-        yield error(
-            NAME,
-            name,
-            expected=f"shape {list(expected.shape)}, as config.json sizes {view.class_name}",
-            got=f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}",
-            fix="export it again, or correct config.json",
-        )
+        wanted = f"shape {list(expected.shape)}, as config.json sizes {view.class_name}"
+        got = f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}"
+        yield error(NAME, name, expected=wanted, got=got, fix="export it again, or correct config.json")
 
 
 def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
@@ -261,47 +217,29 @@ def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) 
         if (shape := view.linear_shape(group, module, parameters))
     }
     if len(set(widths.values())) > 1:
-        yield error(
-            NAME,
-            fused.name,
-            expected="the same in_features in all layers that run as one",
-            got=", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items()),
-            fix="export the checkpoint again",
-        )
+        expected = "the same in_features in all layers that run as one"
+        got = ", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items())
+        yield error(NAME, fused.name, expected=expected, got=got, fix=EXPORT)
     size = group.weights.group_size
     for module, width in widths.items():
         if size and size > 0 and width % size:
-            yield error(
-                NAME,
-                module,
-                expected=f"in_features that are a multiple of group_size {size}",
-                got=str(width),
-                fix="quantize the layer with another group size, or keep it",
-            )
+            expected = f"in_features that are a multiple of group_size {size}"
+            fix = "quantize the layer with another group size, or keep it"
+            yield error(NAME, module, expected=expected, got=str(width), fix=fix)
 
 
 def _whole_blocks(
     view: CheckpointView, names: Names, group: ConfigGroup, fused: FusedLinear
 ) -> Iterator[Finding]:
     """What vLLM refuses at every tensor parallel size."""
-    members = tuple(
-        LinearPlan(name=module, weight=module, out_features=shape[0], in_features=shape[1])
-        for module, parameters in fused.members.items()
-        if (shape := view.linear_shape(group, module, parameters))
-    )
-    if group.weights.block is None or not members:
+    planned = view.planned(fused, group) if group.weights.block is not None else None
+    if planned is None:
         return
-    planned = FusionGroup(name=fused.name, scheme=NAME, observer="", members=members)
     parts = parts_of(planned, names, text_config(view.index.config))
-    reason = group.storage.unsupported_shape(group, partition_of(parts, 1, "none"))
-    if reason:
-        yield error(
-            NAME,
-            fused.name,
-            expected="whole blocks in layers that vLLM runs as one, but for the last",
-            got=reason,
-            fix="quantize the layer per channel, or keep it",
-        )
+    if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
+        expected = "whole blocks in layers that vLLM runs as one, but for the last"
+        fix = "quantize the layer per channel, or keep it"
+        yield error(NAME, fused.name, expected=expected, got=reason, fix=fix)
 
 
 def _granularity(group: ConfigGroup) -> str:

@@ -24,13 +24,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     for fused in view.fused_linears:
         ignored, parts = view.ignored(fused), view.lookup_names(fused)
         if ignored and len(ignored) < len(parts):
-            yield error(
-                NAME,
-                fused.name,
-                expected=f"all or none of {_names(parts)} in {_list(view)}: vLLM runs them as one layer",
-                got=f"only {', '.join(ignored)}",
-                fix=f"list all of them in {_list(view)}, or none",
-            )
+            expected = f"all or none of {_names(parts)} in {_list(view)}: vLLM runs them as one layer"
+            fix = f"list all of them in {_list(view)}, or none"
+            yield error(NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix)
             continue
         table = view.architecture.is_table(fused.name) and fused.is_quantized
         yield from _quantized_table(view, fused) if table else _agreement(view, fused)
@@ -52,26 +48,22 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
             continue
         group = view.group_of(FusedLinear(name=module, members={module: {parameter: tensor}}))
         if group is not None:
-            yield error(
-                NAME,
-                module,
-                expected=f"quantized tensors ({group.format}), as {group.name} targets this table",
-                got="an unquantized weight",
-                fix="add the table to ignore, or narrow the targets",
-            )
+            yield _unquantized(module, group, "table", "add the table to ignore, or narrow the targets")
+
+
+def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Finding:
+    expected = f"quantized tensors ({group.format}), as {group.name} targets this {kind}"
+    return error(NAME, module, expected=expected, got="an unquantized weight", fix=fix)
 
 
 def _quantized_table(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
     """A table of tokens that is stored quantized, which vLLM refuses of most models."""
     reason = _table_refusal(view, fused)
     if reason is not None:
-        yield error(
-            NAME,
-            fused.name,
-            expected="an unquantized table, or packed integers that vLLM looks up in a model like this",
-            got=f"{', '.join(quantized_parameters(fused.members[fused.name]))}: {reason}",
-            fix="keep the embeddings: quantize again with the table in ignore",
-        )
+        expected = "an unquantized table, or packed integers that vLLM looks up in a model like this"
+        got = f"{', '.join(quantized_parameters(fused.members[fused.name]))}: {reason}"
+        fix = "keep the embeddings: quantize again with the table in ignore"
+        yield error(NAME, fused.name, expected=expected, got=got, fix=fix)
 
 
 def _table_refusal(view: CheckpointView, fused: FusedLinear) -> str | None:
@@ -108,13 +100,10 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
     for layer, groups in by_layer.items():
         names = {projection: group.name if group else "none" for projection, group in groups.items()}
         if len(set(names.values())) > 1:
-            yield error(
-                NAME,
-                layer,
-                expected="one config group for all projections of the experts",
-                got=", ".join(f"{projection} {name}" for projection, name in names.items()),
-                fix="quantize all projections of the experts alike, or none",
-            )
+            expected = "one config group for all projections of the experts"
+            got = ", ".join(f"{projection} {name}" for projection, name in names.items())
+            fix = "quantize all projections of the experts alike, or none"
+            yield error(NAME, layer, expected=expected, got=got, fix=fix)
 
 
 def _agreement(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
@@ -122,28 +111,18 @@ def _agreement(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
     for module, parameters in fused.members.items():
         stored = quantized_parameters(parameters)
         if group is None and stored:
-            head = is_head(fused.name)
-            yield error(
-                NAME,
-                module,
-                expected="a target that matches this quantized layer"
-                if view.method is None
-                else f"a layer that vLLM quantizes ({view.method.source}), as it is stored",
-                got=f"{', '.join(stored)} and no target"
-                if not head
-                else "a quantized output head and no separate target",
-                fix='add "re:.*lm_head" to the targets'
-                if head and view.method is None
-                else f"add it to targets or remove it from {_list(view)}",
-            )
+            expected, got = "a target that matches this quantized layer", f"{', '.join(stored)} and no target"
+            fix = f"add it to targets or remove it from {_list(view)}"
+            if is_head(fused.name):
+                got = "a quantized output head and no separate target"
+            if view.method is not None:
+                expected = f"a layer that vLLM quantizes ({view.method.source}), as it is stored"
+            elif is_head(fused.name):
+                fix = 'add "re:.*lm_head" to the targets'
+            yield error(NAME, module, expected=expected, got=got, fix=fix)
         if group is not None and not stored:
-            yield error(
-                NAME,
-                module,
-                expected=f"quantized tensors ({group.format}), as {group.name} targets this layer",
-                got="an unquantized weight",
-                fix=f"add the layer to {_list(view)}, or export it quantized",
-            )
+            fix = f"add the layer to {_list(view)}, or export it quantized"
+            yield _unquantized(module, group, "layer", fix)
 
 
 def _list(view: CheckpointView) -> str:

@@ -29,7 +29,7 @@ from vexport.checks.vllm.layers import FusedLinear, linear_modules, split_name
 from vexport.checks.vllm.quant_methods import METHODS, method_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup, Model, QuantMethod
 from vexport.formats.partition import is_head
-from vexport.types import Finding, Json, TensorInfo
+from vexport.types import Finding, FusionGroup, Json, LinearPlan, TensorInfo
 from vexport.types.patterns import Patterns
 from vexport.version import PINNED, Version
 
@@ -210,6 +210,18 @@ class CheckpointView:
         layout = self.layout
         configured = (layout.linears.get(module) or layout.tables.get(module)) if layout is not None else None
         return configured or group.shape(parameters)
+
+    def planned(self, fused: FusedLinear, group: ConfigGroup | None) -> FusionGroup | None:
+        """A fused layer as a plan has it; None where the sides of a part cannot be told."""
+        members = []
+        for name, parameters in fused.members.items():
+            weight = parameters.get("weight")
+            shape = self.linear_shape(group, name, parameters) if group else weight.shape if weight else None
+            if shape is None or len(shape) != 2:
+                return None
+            plan = LinearPlan(name=name, weight=name, out_features=shape[0], in_features=shape[1])
+            members.append(plan)
+        return FusionGroup(name=fused.name, scheme="", observer="", members=tuple(members))
 
     @cached_property
     def targets(self) -> Targets:

@@ -14,7 +14,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import Format, GpuSupport, Parameter
-from vexport.types import Json, Severity, TensorInfo
+from vexport.types import Finding, Json, Severity, TensorInfo
 
 # What a layer's tensors are in compressed-tensors: the same bytes under another name, or computed ones.
 Translation = Mapping[str, TensorInfo | Derived]
@@ -30,6 +30,17 @@ class Problem:
     got: str
     fix: str
     severity: Severity = "error"
+
+    def finding(self, check: str, where: str) -> Finding:
+        """The same of a whole name."""
+        return Finding(
+            check=check,
+            severity=self.severity,
+            where=where,
+            expected=self.expected,
+            got=self.got,
+            fix=self.fix,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
