@@ -138,13 +138,10 @@ def _untied_head(view: CheckpointView) -> Iterator[Finding]:
     if view.index.config.get("tie_word_embeddings") is not True or head is None or table is None:
         return
     if not same_bytes(view.reader, head, view.reader, table):
-        yield warning(
-            NAME,
-            head.name,
-            expected="no head, or that of the embeddings, as config.json ties them",
-            got="a different head: vLLM would use it, transformers would not",
-            fix="set tie_word_embeddings to false, or remove the head",
-        )
+        expected = "no head, or that of the embeddings, as config.json ties them"
+        got = "a different head: vLLM would use it, transformers would not"
+        fix = "set tie_word_embeddings to false, or remove the head"
+        yield warning(NAME, head.name, expected=expected, got=got, fix=fix)
 
 
 def _passed_over(where: str, expected: str, got: str, fix: str = "export the checkpoint again") -> Finding:
@@ -189,13 +186,9 @@ def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
         stored_apart = fused.name not in fused.members
         missing = fused.is_quantized and stored_apart and module not in fused.members
         if missing and not _is_repeated(view, module):
-            yield error(
-                NAME,
-                module,
-                expected=f"the part of {projection} that vLLM loads with {len(fused.members)} others",
-                got="no tensor of it",
-                fix="export the checkpoint again",
-            )
+            expected = f"the part of {projection} that vLLM loads with {len(fused.members)} others"
+            fix = "export the checkpoint again"
+            yield error(NAME, module, expected=expected, got="no tensor of it", fix=fix)
 
 
 def _is_repeated(view: CheckpointView, module: str) -> bool:

@@ -170,10 +170,7 @@ def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
     """The one finding on a checkpoint of such a method."""
     vllm = short_version(view.target.vllm)
     loads = method in view.facts.methods
-    yield error(
-        NAME,
-        view.quantization_place,
-        expected=f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}",
-        got=f"{method!r}, which vLLM {vllm} {'loads by code that is not judged' if loads else 'has not'}",
-        fix=f"{'ask vLLM itself with `vexport load`, or ' if loads else ''}quantize from the source",
-    )
+    expected = f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}"
+    got = f"{method!r}, which vLLM {vllm} {'loads by code that is not judged' if loads else 'has not'}"
+    fix = f"{'ask vLLM itself with `vexport load`, or ' if loads else ''}quantize from the source"
+    yield error(NAME, view.quantization_place, expected=expected, got=got, fix=fix)

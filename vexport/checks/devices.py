@@ -57,13 +57,10 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
     if refusing:
         with_flashinfer = f", or {FLASHINFER_FROM} with FlashInfer"
         reason = "attention sinks" if sinks else f"heads of {width}"
-        yield error(
-            NAME,
-            f"the FP8 KV cache (sm {_listed(refusing)})",
-            expected=f"SM {TRITON_FP8_FROM} or above{with_flashinfer if runs else ''}",
-            got=f"a GPU on which vLLM has no attention with an FP8 cache ({reason})",
-            fix="serve it elsewhere, or with --kv-cache-dtype bfloat16 (float16 below SM 80)",
-        )
+        expected = f"SM {TRITON_FP8_FROM} or above{with_flashinfer if runs else ''}"
+        got = f"a GPU on which vLLM has no attention with an FP8 cache ({reason})"
+        fix = "serve it elsewhere, or with --kv-cache-dtype bfloat16 (float16 below SM 80)"
+        yield error(NAME, f"the FP8 KV cache (sm {_listed(refusing)})", expected=expected, got=got, fix=fix)
 
 
 def _ranks(view: CheckpointView) -> Iterator[Finding]:
@@ -79,13 +76,9 @@ def _heads(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]:
     heads = heads_of(linears, names, text)
     got = heads.uneven(ranks)
     if got:
-        yield error(
-            NAME,
-            f"{view.config_path} (tp {ranks})",
-            expected=f"heads that {ranks} ranks can share, or of which each holds one",
-            got=got,
-            fix=f"serve it on {heads.possible_ranks} GPUs",
-        )
+        expected = f"heads that {ranks} ranks can share, or of which each holds one"
+        fix = f"serve it on {heads.possible_ranks} GPUs"
+        yield error(NAME, f"{view.config_path} (tp {ranks})", expected=expected, got=got, fix=fix)
 
 
 def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]:
@@ -103,13 +96,9 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
             key = (INDEX.sub("*", fused.name), reason)
             counts[key] = counts.get(key, 0) + 1
     for (kind, reason), count in counts.items():
-        yield error(
-            NAME,
-            f"{kind} ({_layers(count)}, tp {ranks})",
-            expected="parts that each rank can hold and run",
-            got=reason,
-            fix="serve it on another number of GPUs, or use another scheme for these layers",
-        )
+        where = f"{kind} ({_layers(count)}, tp {ranks})"
+        fix = "serve it on another number of GPUs, or use another scheme for these layers"
+        yield error(NAME, where, expected="parts that each rank can hold and run", got=reason, fix=fix)
 
 
 def _scheme(group: ConfigGroup | None) -> Scheme | None:
@@ -138,31 +127,22 @@ def _capabilities(
     least = _least(view, group)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
     if refusing:
-        yield error(
-            NAME,
-            f"{layers}, sm {_listed(refusing)})",
-            expected=f"{_needed(support, least)} for {precision(group)} ({group.format})",
-            got="a GPU on which vLLM refuses the scheme",
-            fix="serve it elsewhere, or use another scheme",
-        )
+        expected = f"{_needed(support, least)} for {precision(group)} ({group.format})"
+        got = "a GPU on which vLLM refuses the scheme"
+        fix = "serve it elsewhere, or use another scheme"
+        yield error(NAME, f"{layers}, sm {_listed(refusing)})", expected=expected, got=got, fix=fix)
     running = [sm for sm in capabilities if sm not in refusing]
     for bits in dict.fromkeys(support.bits(sm) for sm in running):
         if bits != input_bits(group):
-            yield warning(
-                NAME,
-                f"{layers}, sm {_listed([sm for sm in running if support.bits(sm) == bits])})",
-                expected=f"{precision(group)}, as it is stored",
-                got=f"W{weights}A{bits}: vLLM has no kernel for the former there, and says nothing",
-                fix="measure accuracy and speed at that precision, or serve it elsewhere",
-            )
+            where = f"{layers}, sm {_listed([sm for sm in running if support.bits(sm) == bits])})"
+            got = f"W{weights}A{bits}: vLLM has no kernel for the former there, and says nothing"
+            fix = "measure accuracy and speed at that precision, or serve it elsewhere"
+            yield warning(NAME, where, expected=f"{precision(group)}, as it is stored", got=got, fix=fix)
     if running and support.package:
-        yield warning(
-            NAME,
-            f"{layers}, sm {_listed(running)})",
-            expected="4 or 8 bits in rows or in groups of 32, 64 or 128, which vLLM's own kernels run",
-            got=f"{weights} bits{groups}, for which it needs the package {support.package}",
-            fix=f"install {support.package} next to vLLM",
-        )
+        expected = "4 or 8 bits in rows or in groups of 32, 64 or 128, which vLLM's own kernels run"
+        got = f"{weights} bits{groups}, for which it needs the package {support.package}"
+        fix = f"install {support.package} next to vLLM"
+        yield warning(NAME, f"{layers}, sm {_listed(running)})", expected=expected, got=got, fix=fix)
 
 
 def _least(view: CheckpointView, group: ConfigGroup) -> int:

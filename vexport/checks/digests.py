@@ -42,10 +42,7 @@ def _compared(view: CheckpointView, digests: Mapping[str, str], otherwise: str) 
         actual = dict(zip(names, found, strict=True))
     for name, digest in digests.items():
         if actual.get(name) != digest:
-            yield error(
-                NAME,
-                str(root / name),
-                expected=f"the bytes that were written, {digest}",
-                got=f"others, {actual[name]}" if name in actual else "no such file",
-                fix=f"download or export it again; {otherwise}",
-            )
+            expected = f"the bytes that were written, {digest}"
+            got = f"others, {actual[name]}" if name in actual else "no such file"
+            fix = f"download or export it again; {otherwise}"
+            yield error(NAME, str(root / name), expected=expected, got=got, fix=fix)

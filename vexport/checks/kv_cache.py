@@ -42,13 +42,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _unannounced(view) if view.method is None else ()
         return
     if not isinstance(scheme, dict) or any(scheme.get(key) not in right for key, right in ACCEPTED.items()):
-        yield error(
-            NAME,
-            f"{view.quantization_place}.kv_cache_scheme",
-            expected=f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}",
-            got=json.dumps(scheme),
-            fix="quantize the KV cache again, or remove the key",
-        )
+        where = f"{view.quantization_place}.kv_cache_scheme"
+        expected = f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}"
+        fix = "quantize the KV cache again, or remove the key"
+        yield error(NAME, where, expected=expected, got=json.dumps(scheme), fix=fix)
         return
     for module, parameter, tensor in cache_scales(view):
         if tensor is None:
@@ -68,13 +65,10 @@ def _unannounced(view: CheckpointView) -> Iterator[Finding]:
     """Scales of all attention layers, calibrated for a cache that vLLM would keep in 16 bits."""
     stored = [tensor for _, _, tensor in _places(view)] if view.quantization is not None else []
     if stored and all(stored):
-        yield error(
-            NAME,
-            f"{view.quantization_place}.kv_cache_scheme",
-            expected="the scheme of the fp8 KV cache, of which all attention layers have the scales",
-            got="no scheme: vLLM would not quantize the cache",
-            fix="set kv_cache_scheme, or remove the scales",
-        )
+        where = f"{view.quantization_place}.kv_cache_scheme"
+        expected = "the scheme of the fp8 KV cache, of which all attention layers have the scales"
+        got = "no scheme: vLLM would not quantize the cache"
+        yield error(NAME, where, expected=expected, got=got, fix="set kv_cache_scheme, or remove the scales")
 
 
 def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:

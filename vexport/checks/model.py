@@ -148,10 +148,5 @@ def _sizes(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding
 
 
 def _wrong(view: CheckpointView, key: str, expected: str, got: str) -> Finding:
-    return error(
-        NAME,
-        f"{view.config_path}: {key}",
-        expected=expected,
-        got=got,
-        fix="take the model's original config.json",
-    )
+    fix = "take the model's original config.json"
+    return error(NAME, f"{view.config_path}: {key}", expected=expected, got=got, fix=fix)

@@ -115,13 +115,8 @@ def _scale(
 
 
 def _odd_sign(tensor: TensorInfo) -> Finding:
-    return warning(
-        NAME,
-        tensor.name,
-        expected="a scale above zero",
-        got="a negative one, whose sign cancels: inputs are divided by it and products multiplied",
-        fix="store its magnitude",
-    )
+    got = "a negative one, whose sign cancels: inputs are divided by it and products multiplied"
+    return warning(NAME, tensor.name, expected="a scale above zero", got=got, fix="store its magnitude")
 
 
 def _may_be_negative(found: Counts, parameter: str, group: ConfigGroup | None) -> bool:
@@ -203,13 +198,9 @@ def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iter
     of_weight = parameter.startswith("weight")
     least = LEAST_WEIGHT_GLOBAL_SCALE if of_weight else LEAST_INPUT_GLOBAL_SCALE
     if value < least:
-        yield error(
-            NAME,
-            tensor.name,
-            expected=f"a global scale (448*6/absmax) of at least {least:g}",
-            got=f"{value:g}, which looks like its reciprocal",
-            fix="store 1/value, or export again",
-        )
+        expected = f"a global scale (448*6/absmax) of at least {least:g}"
+        got = f"{value:g}, which looks like its reciprocal"
+        yield error(NAME, tensor.name, expected=expected, got=got, fix="store 1/value, or export again")
     elif value == PLACEHOLDER:
         yield _wrong_size(tensor, "1, which no calibration gives")
     elif not of_weight and value > GLOBAL_SCALE_NUMERATOR / LEAST_INPUT:
@@ -249,10 +240,5 @@ def _is_empty(view: CheckpointView, parameters: Mapping[str, TensorInfo]) -> boo
 
 
 def _wrong_size(tensor: TensorInfo, got: str) -> Finding:
-    return error(
-        NAME,
-        tensor.name,
-        expected="scales of a plausible size",
-        got=got,
-        fix="export again: these numbers are no scales of this layer, or upside down",
-    )
+    fix = "export again: these numbers are no scales of this layer, or upside down"
+    return error(NAME, tensor.name, expected="scales of a plausible size", got=got, fix=fix)

@@ -46,13 +46,10 @@ def ranges(view: CheckpointView, check: str) -> Iterator[Finding]:
             findings.append(_lost(check, module, empty))
     few = [module for module, share in full.items() if share < LEAST_FULL]
     if len(few) == 1 and full[few[0]] < MOST_FULL and len(full) > FEWEST_OTHERS:
-        yield error(
-            check,
-            few[0],
-            expected="codes that reach the end of their range for every scale, as in all other layers",
-            got=f"{1 - full[few[0]]:.0%} of the ranges unfilled",
-            fix="export it again: the weight is transposed, or these are another weight's codes",
-        )
+        expected = "codes that reach the end of their range for every scale, as in all other layers"
+        got = f"{1 - full[few[0]]:.0%} of the ranges unfilled"
+        fix = "export it again: the weight is transposed, or these are another weight's codes"
+        yield error(check, few[0], expected=expected, got=got, fix=fix)
     yield from findings
 
 
@@ -61,13 +58,9 @@ def _lost(check: str, module: str, share: float) -> Finding:
 
     Where a weight is zero itself, producers store the least scale, or a number that stands for none.
     """
-    return error(
-        check,
-        module,
-        expected="codes other than zero where a scale of usual size is",
-        got=f"{share:.0%} of the ranges empty",
-        fix="download or export it again: a part of the weight is lost",
-    )
+    expected = "codes other than zero where a scale of usual size is"
+    fix = "download or export it again: a part of the weight is lost"
+    return error(check, module, expected=expected, got=f"{share:.0%} of the ranges empty", fix=fix)
 
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:

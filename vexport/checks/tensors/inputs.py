@@ -70,13 +70,9 @@ def static_range(
 
 
 def _impossible(check: str, static: StaticRange, inputs: str) -> Finding:
-    return error(
-        check,
-        static.name,
-        expected=f"a scale for inputs {inputs}",
-        got=f"one for inputs up to {static.largest:.3g}",
-        fix="calibrate again: the number is no scale of this layer, or upside down",
-    )
+    got = f"one for inputs up to {static.largest:.3g}"
+    fix = "calibrate again: the number is no scale of this layer, or upside down"
+    return error(check, static.name, expected=f"a scale for inputs {inputs}", got=got, fix=fix)
 
 
 def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None:

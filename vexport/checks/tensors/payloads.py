@@ -49,13 +49,9 @@ def beyond(
     codes = np.frombuffer(view.reader.raw(weight), np.int8)
     bad = int(np.count_nonzero((codes >= half) | (codes < -half)))
     if bad:
-        yield error(
-            check,
-            weight.name,
-            expected=f"codes of {group.weights.num_bits} bits, from {-half} to {half - 1}",
-            got=f"{bad} of {codes.size} beyond them",
-            fix="correct num_bits",
-        )
+        expected = f"codes of {group.weights.num_bits} bits, from {-half} to {half - 1}"
+        got = f"{bad} of {codes.size} beyond them"
+        yield error(check, weight.name, expected=expected, got=got, fix="correct num_bits")
 
 
 def not_finite(view: CheckpointView, check: str) -> Iterator[Finding]:
@@ -66,13 +62,9 @@ def not_finite(view: CheckpointView, check: str) -> Iterator[Finding]:
             continue
         bad = _count_not_finite(view, tensor) if tensor.shape else _is_nan(view, tensor)
         if bad:
-            yield error(
-                check,
-                tensor.name,
-                expected="finite values" if tensor.shape else "a number",
-                got=f"{bad} values NaN or infinite",
-                fix="export again, and look at this tensor in the source",
-            )
+            expected = "finite values" if tensor.shape else "a number"
+            fix = "export again, and look at this tensor in the source"
+            yield error(check, tensor.name, expected=expected, got=f"{bad} values NaN or infinite", fix=fix)
 
 
 def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
