@@ -1,6 +1,5 @@
 """Time and memory follow the size of the files, not the numbers or expressions in them."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +9,11 @@ import pytest
 
 from tests.command import Ran, vexport
 from tests.evaluation.make import make_tasks
+from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, spoiled
 from vexport.errors import InputError
+from vexport.types import Json
 from vexport.types.patterns import MOST_SECONDS, matches
 
-Config = dict[str, object]
 BOMBS = (r"re:([a-z._0-9]+)+\$", r"re:(.*)*(.*)*(.*)*(.*)*(.*)*X", "re:(?=(.+)+Z)", r"re:(\w|\w\w|\.|_)+!")
 NAME = "model.layers.0.self_attn.q_proj.weight_packed"
 # A sound check of the micro model takes a tenth of that.
@@ -21,26 +21,17 @@ SOON = 10.0
 
 
 @pytest.fixture
-def check(good: Callable[[str], Path], tmp_path: Path) -> Callable[[Callable[[Config], object]], Ran]:
+def check(good: Callable[[str], Path], tmp_path: Path) -> Callable[[Change], Ran]:
     """Check a copy of a sound checkpoint with a changed config; what takes too long fails."""
 
-    def run(change: Callable[[Config], object]) -> Ran:
-        folder = copytree(good("W4A16"), tmp_path / "changed")
-        config = json.loads((folder / "config.json").read_text())
-        change(config)
-        (folder / "config.json").write_text(json.dumps(config))
+    def run(change: Change) -> Ran:
+        folder = spoiled(good("W4A16"), tmp_path / "changed", change)
         start = time.process_time()
         ran = vexport("check", folder)
         assert time.process_time() - start < SOON
         return ran
 
     return run
-
-
-def _quantization(config: Config) -> Config:
-    value = config["quantization_config"]
-    assert isinstance(value, dict)
-    return value
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
@@ -52,10 +43,8 @@ def test_a_slow_expression_is_stopped_and_named(bomb: str) -> None:
     assert time.thread_time() - start < 2 * MOST_SECONDS
 
 
-def test_a_slow_expression_in_ignore_is_one_error(
-    check: Callable[[Callable[[Config], object]], Ran],
-) -> None:
-    ran = check(lambda config: _quantization(config).update(ignore=["lm_head", BOMBS[0]]))
+def test_a_slow_expression_in_ignore_is_one_error(check: Callable[[Change], Ran]) -> None:
+    ran = check(config(QUANTIZATION, ignore=["lm_head", BOMBS[0]]))
     assert ran.code == 1
     assert ran.stdout.count("the pattern") == 1
 
@@ -71,9 +60,9 @@ def test_a_slow_expression_in_ignore_is_one_error(
     ],
 )
 def test_numbers_beyond_the_tensors_are_one_error(
-    check: Callable[[Callable[[Config], object]], Ran], changes: Config
+    check: Callable[[Change], Ran], changes: dict[str, Json]
 ) -> None:
-    ran = check(lambda config: config.update(changes))
+    ran = check(config(WHOLE, **changes))
     assert ran.code == 1
     assert "1e+09 in a checkpoint of" in ran.stdout
 
@@ -82,8 +71,7 @@ def test_numbers_beyond_the_tensors_are_one_error(
 def test_no_vllm_is_started_for_them(command: tuple[str, ...], llama: Path, tmp_path: Path) -> None:
     """It would build layer after layer until its time is over."""
     folder = copytree(llama, tmp_path / "huge")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    config(WHOLE, num_hidden_layers=10**9)(folder)
     more = (llama, "--task", make_tasks(tmp_path, 3)[0]) if "eval" in command else ()
     ran = vexport(*command, *more[:1], folder, *more[1:], "--quiet")
     assert (ran.code, len(ran.errors)) == (2, 1), ran

@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.command import vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
-from tests.mutations.edits import Change, Tensors, config, spoiled
+from tests.mutations.edits import Change, config, spoiled
 
 Finding = Mapping[str, str]
 
@@ -95,13 +94,6 @@ def test_capabilities_refuse_or_run_otherwise(good: Callable[[str], Path], schem
     warnings = {one["where"].partition("sm ")[2]: one["got"] for one in found if one["severity"] == "warning"}
     assert warnings.keys() == {f"{capabilities})" for capabilities in other}
     assert all(warnings[f"{capabilities})"].startswith(bits) for capabilities, bits in other.items())
-
-
-def ordered(values: Tensors) -> None:
-    """The index by which columns were ordered, for every packed weight."""
-    for name in [name for name in values if name.endswith(".weight_packed")]:
-        columns = values[name].shape[1] * 8
-        values[name.replace("packed", "g_idx")] = torch.arange(columns, dtype=torch.int32) // 128
 
 
 @pytest.mark.parametrize(

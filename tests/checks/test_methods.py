@@ -9,6 +9,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import problems
+from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, json_config, spoiled
 from vexport.checks.vllm.quant_methods import METHODS, OTHERS
 from vexport.types import Finding, Json
 
@@ -22,13 +23,9 @@ SEPARATE: Json = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo
 Good = Callable[[str], Path]
 
 
-def rewritten(source: Path, out: Path, change: Callable[[dict[str, Json]], None]) -> Path:
-    """A copy with another config.json."""
-    copytree(source, out)
-    config: dict[str, Json] = json.loads((out / "config.json").read_text())
-    change(config)
-    (out / "config.json").write_text(json.dumps(config))
-    return out
+def described(quantization: Json) -> Change:
+    """Another quantization config."""
+    return config(WHOLE, quantization_config=quantization)
 
 
 def only(root: Path) -> Finding:
@@ -40,10 +37,7 @@ def only(root: Path) -> Finding:
 @pytest.mark.parametrize("producer", CONFIGS)
 def test_another_method_is_one_finding(good: Good, tmp_path: Path, producer: str) -> None:
     method = CONFIGS[producer]["quant_method"]
-    changed = rewritten(
-        good("W8A8"), tmp_path / "other", lambda config: config.update(quantization_config=CONFIGS[producer])
-    )
-    finding = only(changed)
+    finding = only(spoiled(good("W8A8"), tmp_path / "other", described(CONFIGS[producer])))
     assert (finding.check, finding.severity) == ("config", "error")
     assert repr(method) in finding.got
     assert ("vexport load" in finding.fix) is (method != "bitsandbytes")
@@ -51,9 +45,7 @@ def test_another_method_is_one_finding(good: Good, tmp_path: Path, producer: str
 
 @pytest.mark.parametrize("producer", ["FP-Quant", "TorchAO"])
 def test_repair_makes_no_compressed_tensors_of_it(good: Good, tmp_path: Path, producer: str) -> None:
-    changed = rewritten(
-        good("W8A8"), tmp_path / "other", lambda config: config.update(quantization_config=CONFIGS[producer])
-    )
+    changed = spoiled(good("W8A8"), tmp_path / "other", described(CONFIGS[producer]))
     ran = vexport("repair", changed, tmp_path / "out", "--format", "json", "--quiet")
     report = json.loads(ran.stdout)
     assert (ran.code, report["repairs"], (tmp_path / "out").exists()) == (1, [], False)
@@ -61,9 +53,7 @@ def test_repair_makes_no_compressed_tensors_of_it(good: Good, tmp_path: Path, pr
 
 def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:
     """Where config.json has none, as vLLM does; its own config comes first."""
-    other = rewritten(
-        good("W8A8"), tmp_path / "other", lambda config: config.update(quantization_config=None)
-    )
+    other = spoiled(good("W8A8"), tmp_path / "other", described(None))
     (other / "hf_quant_config.json").write_text(json.dumps(SEPARATE))
     assert {finding.severity for finding in problems(other)} == {"error"}
     copytree(good("W8A8"), tmp_path / "both")
@@ -72,12 +62,8 @@ def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:
 
 
 def test_a_name_that_its_keys_belie_is_set(good: Good, tmp_path: Path) -> None:
-    def renamed(config: dict[str, Json]) -> None:
-        quantization = config["quantization_config"]
-        assert isinstance(quantization, dict)
-        quantization["quant_method"] = "gptq"
-
-    finding = only(rewritten(good("W8A8"), tmp_path / "renamed", renamed))
+    renamed = config(QUANTIZATION, quant_method="gptq")
+    finding = only(spoiled(good("W8A8"), tmp_path / "renamed", renamed))
     assert finding.fix == "set quant_method to compressed-tensors"
     ran = vexport("repair", tmp_path / "renamed", tmp_path / "out", "--quiet")
     assert ran.code == 0
@@ -85,10 +71,11 @@ def test_a_name_that_its_keys_belie_is_set(good: Good, tmp_path: Path) -> None:
 
 
 def test_the_older_name_of_the_key_is_moved(good: Good, tmp_path: Path) -> None:
-    def older(config: dict[str, Json]) -> None:
-        config["compression_config"] = config.pop("quantization_config")
+    @json_config
+    def older(whole: dict[str, Json]) -> None:
+        whole["compression_config"] = whole.pop("quantization_config")
 
-    changed = rewritten(good("W8A8"), tmp_path / "older", older)
+    changed = spoiled(good("W8A8"), tmp_path / "older", older)
     assert problems(changed) == []
     ran = vexport("repair", changed, tmp_path / "out", "--quiet")
     assert ran.code == 0, ran.stderr
