@@ -168,8 +168,8 @@ def _parameters(
             yield _passed_over(where, "the tensor, which other loaders read", "none: vLLM does not read it")
         else:
             yield _missing(where, f"the tensor ({group.format})")
-    expected = names | {"bias"} | group.storage.unread
-    for parameter in sorted(parameters.keys() - expected) if shape is not None else ():
+    announced = names | {"bias"} | group.storage.unread
+    for parameter in sorted(parameters.keys() - announced) if shape is not None else ():
         yield error(
             NAME,
             joined_name(module, parameter),
