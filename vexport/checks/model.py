@@ -23,6 +23,15 @@ CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
 CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 # Base models that vLLM registers with a class that generates too (models/registry.py).
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
+# Of trained models 1e-8 to 1e-5.
+LARGEST_EPSILON = 0.01
+# get_rope (vllm/model_executor/layers/rotary_embedding/__init__.py); "su" and "mrope" are older names.
+WITH_FACTOR = ("dynamic", "linear", "llama3", "ntk", "yarn", "deepseek_yarn")
+ROPES = (
+    *WITH_FACTOR,
+    *("default", "longrope", "mrope", "openpangu", "proportional", "su"),
+    *("bailing_mrope", "deepseek_llama_scaling", "mllama4"),
+)
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -42,6 +51,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             got = repr(config[key]) if key in config else "none: transformers would take its own default"
             yield _wrong(view, key, "a size", got)
         yield from _sizes(view, config)
+        yield from _positions(view, config)
 
 
 def _narrowed(view: CheckpointView) -> Iterator[Finding]:
@@ -142,9 +152,29 @@ def _sizes(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding
     heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         yield _wrong(view, "num_key_value_heads", f"a divisor of num_attention_heads {heads}", str(keys))
+    epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
+    if not isinstance(epsilon, float) or not 0 <= epsilon <= LARGEST_EPSILON:
+        yield _wrong(view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", repr(epsilon))
     activation = config.get("hidden_act", SILU)
     if activation != SILU and decoders()[view.class_name].silu:
         yield _wrong(view, "hidden_act", SILU, repr(activation))
+
+
+def _positions(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
+    """Rotary positions: transformers 5 stores rope_parameters, older versions rope_theta and rope_scaling."""
+    ropes = {key: config.get(key) for key in ("rope_parameters", "rope_scaling")}
+    described = {key: value for key, value in ropes.items() if isinstance(value, dict)}
+    kinds = {key: value.get("rope_type", value.get("type", "default")) for key, value in described.items()}
+    new, old = ropes.values()
+    if len(described) > 1 and new != old and any(kind != "default" for kind in kinds.values()):
+        yield _wrong(view, "rope_scaling", "one description of the positions", f"{old} next to {new}")
+    for key, value in described.items():
+        if any(isinstance(each, dict) for each in value.values()):
+            continue
+        if kinds[key] not in ROPES:
+            yield _wrong(view, key, f"a type of {', '.join(sorted(ROPES))}", repr(kinds[key]))
+        elif kinds[key] in WITH_FACTOR and not isinstance(value.get("factor"), (int, float)):
+            yield _wrong(view, key, f"a factor for {kinds[key]}", repr(value.get("factor")))
 
 
 def _wrong(view: CheckpointView, key: str, expected: str, got: str) -> Finding:
