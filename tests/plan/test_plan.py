@@ -10,7 +10,6 @@ from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.plan import Settings, build_plan, matches
-from vexport.plan.estimates import Samples, estimates
 from vexport.scenario import Rule
 from vexport.types import Plan
 
@@ -214,19 +213,6 @@ def test_the_predicted_size_is_the_written_one(family: str, scheme: str, tmp_pat
     assert vexport("quantize", model, tmp_path / "out", "--scheme", scheme, "--quiet").code == 0
     written = read_index(tmp_path / "out")
     assert written.num_bytes == plan.output_bytes
-
-
-def test_rounding_by_text_takes_more_memory_and_time(tmp_path: Path) -> None:
-    index = read_index(save_family("llama", tmp_path / "model"))
-    samples = Samples(number=64, tokens=512)
-    nearest, refit = (
-        estimates(
-            index, build_plan(index, [Rule(match="Linear", scheme="W4A16", rounding=rounding)]), samples
-        )[0]
-        for rounding in ("nearest", "refit")
-    )
-    assert refit.memory_bytes > nearest.memory_bytes
-    assert refit.seconds > nearest.seconds
 
 
 def test_rows_that_vllm_orders_anew_keep_their_scales_by_row(tmp_path: Path) -> None:

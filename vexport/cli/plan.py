@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import command, note, print_text, require_plan
-from vexport.cli.effects import PLAN_OPTIONS, given_values, note_unused, require_scenario_alone
 from vexport.cli.options import PATH, Answer, format_option, revision_option
-from vexport.cli.planning import PlanOptions, plan_options, requested_rules, scheme_option
+from vexport.cli.planning import (
+    PLAN_OPTIONS,
+    PlanOptions,
+    given_values,
+    plan_options,
+    requested_rules,
+    require_scenario_alone,
+    scheme_option,
+)
 from vexport.errors import InputError
-from vexport.types import Outlook, Plan
+from vexport.types import Plan
 
 if TYPE_CHECKING:
-    from vexport.checkpoint.index import SourceIndex
-    from vexport.scenario import Calibration, Rule, Scenario
+    from vexport.scenario import Rule, Scenario
 
 
 @command()
@@ -38,7 +44,7 @@ def plan(
     options: PlanOptions,
     answer: Answer,
 ) -> None:
-    """Show what quantizing would do: layers, size, problems, time.
+    """Show what quantizing would do: layers, groups, size, problems.
 
     SOURCE is a folder or a hub id (ORG/NAME or ORG/NAME@REVISION). Reads headers only, also from the hub.
     Without --scheme it compares all schemes.
@@ -74,15 +80,12 @@ def _plan_scenario(source: str, revision: str | None, run_dir: Path | None, answ
     require_scenario_alone()
     if revision:
         raise click.UsageError("--revision cannot be used with a scenario; set `revision` in it.")
-    if run_dir and scenario.auto is None:
-        note("--run-dir has no effect: no rule of the scenario has scheme: auto")
     with progress_display(quiet=answer.quiet) as on_progress:
-        index, plan = plan_scenario(scenario, run_dir, on_progress)
+        _, plan = plan_scenario(scenario, run_dir, on_progress)
     trust = ("--trust-remote-code",) if scenario.evaluate and scenario.evaluate.suite == "code" else ()
     then = shlex.join(["vexport", "run", source, *given_values("run_dir"), *trust])
-    outlook = _outlook(index, plan, scenario.calibration, then)
     _note_missing_data(scenario)
-    _print(source, plan, outlook, answer, scenario)
+    _print(source, plan, then, answer, scenario)
 
 
 def _note_missing_data(scenario: "Scenario") -> None:
@@ -112,9 +115,8 @@ def _plan_rules(
     from vexport.plan.source import plan_headers
 
     with progress_display(quiet=answer.quiet) as on_progress:
-        index, plan = plan_headers(name, rules, options.settings, on_progress)
-    outlook = _outlook(index, plan, None, _quantize_command(source, plan))
-    _print(source, plan, outlook, answer)
+        _, plan = plan_headers(name, rules, options.settings, on_progress)
+    _print(source, plan, _quantize_command(source, plan), answer)
 
 
 def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
@@ -124,7 +126,6 @@ def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
     from vexport.plan.source import ignored_rules, table_of_schemes
     from vexport.reports.plan import render_table
 
-    note_unused(("observer", "input_observer", "on_unsupported_shape"), "without --scheme")
     settings = Settings(ranks=options.tp or (1,), kv_cache=options.kv_cache)
     with progress_display(quiet=answer.quiet) as on_progress:
         table = table_of_schemes(
@@ -133,27 +134,12 @@ def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
     print_text(render_table(table, answer.format_))
 
 
-def _outlook(index: "SourceIndex", plan: Plan, settings: "Calibration | None", then: str) -> Outlook:
-    """What a plan comes to with these samples, or with those that `quantize` takes by itself."""
-    from vexport.plan.estimates import Samples
-    from vexport.plan.outlook import outlook
-    from vexport.scenario import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
-
-    if settings is None:
-        samples = Samples(number=DEFAULT_SAMPLES, tokens=DEFAULT_SEQ_LEN)
-    else:
-        samples = Samples(number=settings.samples, tokens=settings.seq_len, data=settings.data)
-    return outlook(index, plan, samples, then)
-
-
-def _print(
-    source: str, plan: Plan, outlook: Outlook, answer: Answer, scenario: "Scenario | None" = None
-) -> None:
+def _print(source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenario | None" = None) -> None:
     """The answer; exit with 2 where the plan has refusals."""
     from vexport.reports.plan import render_plan
 
     evaluate = scenario.evaluate if scenario else None
-    print_text(render_plan(plan, outlook, answer.format_, evaluate))
+    print_text(render_plan(plan, answer.format_, then, evaluate))
     require_plan(source, plan)
 
 

@@ -32,30 +32,23 @@ class CalibrationNeed:
 
 
 def calibration_need(plan: Plan) -> CalibrationNeed | None:
-    """What of a plan needs calibration: statistics, or weights rounded by what enters their layers.
+    """What of a plan needs calibration: statistics, smoothing, or weights rounded by their inputs.
 
     None where samples would change nothing.
     """
-    if need := statistics_need(plan):
+    if need := _ranges_need(plan):
         return need
+    if plan.smoothing:
+        return CalibrationNeed(where="smoothing", samples="samples that show which channels are large")
     rounded = next((group.rounding for group in plan.groups if group.rounding != "nearest"), None)
     if rounded is None:
         return None
     return CalibrationNeed(where=f"rounding {rounded}", samples="samples that show what enters each layer")
 
 
-def statistics_need(plan: Plan) -> CalibrationNeed | None:
-    """What of a plan needs statistics of the source's activations: ranges, or smoothing alone."""
-    if need := ranges_need(plan):
-        return need
-    if not plan.smoothing:
-        return None
-    return CalibrationNeed(where="smoothing", samples="samples that show which channels are large")
-
-
-def ranges_need(plan: Plan) -> CalibrationNeed | None:
-    """The same of all samples: static scales of inputs, keys or values, weights searched by importance and
-    rounded to nearest.
+def _ranges_need(plan: Plan) -> CalibrationNeed | None:
+    """What needs statistics of all samples: static scales of inputs, keys or values, weights searched by
+    importance and rounded to nearest.
     """
     static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
     if plan.attention:

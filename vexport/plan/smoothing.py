@@ -7,9 +7,8 @@ from vexport.types import FusionGroup, Plan, Smoothing
 
 # The strength that is best for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and on ours.
 STRENGTH = 0.5
-# Rows of text, spread over all, whose gradients show how channels are smoothed, or how much tokens count, and
-# how many times the work of one row each is: twice forward, and back.
-SMOOTHING_ROWS, WEIGHING_ROWS, PASSES = 16, 4, 3
+# Rows of text, spread over all, whose gradients show how channels are smoothed, or how much tokens count.
+SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
 
 
 def smoothing_strength(groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool) -> float:

@@ -6,7 +6,6 @@ The schemas are generated from the types (scripts/generate_schemas).
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +18,6 @@ from vexport.types import (
     DryLoadReport,
     Json,
     LoadReport,
-    Outlook,
     Plan,
     Quantized,
     Report,
@@ -48,19 +46,12 @@ FOLDER = Path(__file__).parent
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanAnswer(Plan):
-    """What `vexport plan --format json` writes: the plan and what comes of it."""
-
-    outlook: Outlook
-
-
 def schemas() -> Mapping[str, str]:
     """File name to text of every schema."""
     return {
         "report.schema.json": _titled("vexport report", json_schema(Report)),
         "check.schema.json": _titled("vexport check --format json", json_schema(list[CheckReport])),
-        "plan.schema.json": _titled("vexport plan --format json", json_schema(PlanAnswer)),
+        "plan.schema.json": _titled("vexport plan --format json", json_schema(Plan)),
         "plan-schemes.schema.json": _titled("vexport plan SOURCE --format json", json_schema(SchemeTable)),
         "quantize.schema.json": _titled("vexport quantize --format json", json_schema(Quantized)),
         "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),

@@ -55,13 +55,10 @@ from vexport.types.findings import (
 )
 from vexport.types.plan import (
     AttentionLayer,
-    Estimate,
     FusionGroup,
-    KeptShare,
     KvCache,
     LinearPlan,
     OnUnsupportedShape,
-    Outlook,
     Plan,
     SchemeOutlook,
     SchemeTable,
