@@ -15,7 +15,7 @@ from vexport.run.directory import RunDirectory
 COMMANDS = {
     "quantize": ("quantize", "MODEL", "OUT", "--scheme", "FP8_DYNAMIC"),
     "repair": ("repair", "GOOD", "OUT"),
-    "eval": ("eval", "GOOD", "--task", "TASK", "--accept", "NEW", "--output", "OUT"),
+    "eval": ("eval", "GOOD", "--task", "TASK", "--accept", "NEW", "--output-dir", "OUT"),
     "run": ("run", "SCENARIO", "--run-dir", "OUT"),
 }
 TASK = Path(__file__).parents[2] / "scenarios" / "demo" / "tasks" / "addition.yaml"

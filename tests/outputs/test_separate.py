@@ -66,27 +66,27 @@ CASES = [
     (*QUANTIZE, "model", "model"),
     (*QUANTIZE, "model", "link"),
     (*REPAIR, "model", "model"),
-    (*EVAL, "model", "--accept", "new.json", "--output", "model"),
+    (*EVAL, "model", "--accept", "new.json", "--output-dir", "model"),
     (*RUN, "--run-dir", "model"),
     # a folder that holds it
     (*QUANTIZE, "model", "."),
     (*QUANTIZE, "model", "up"),
     (*QUANTIZE, "hub/snapshots/main", "hub/blobs"),
     (*QUANTIZE, "model", "data", *CALIBRATION),
-    (*EVAL, "model", "--accept", "new.json", "--output", "."),
-    (*EVAL, "model", "--against", "data/accepted.json", "--output", "data"),
-    (*EVAL, "model", "--accept", "new.json", "--output", "tasks"),
+    (*EVAL, "model", "--accept", "new.json", "--output-dir", "."),
+    (*EVAL, "model", "--against", "data/accepted.json", "--output-dir", "data"),
+    (*EVAL, "model", "--accept", "new.json", "--output-dir", "tasks"),
     (*RUN, "--run-dir", "."),
     (*RUN, "--run-dir", "data"),
     # a folder inside it
     (*QUANTIZE, "model", "model/out"),
     (*REPAIR, "model", "link/out"),
-    (*EVAL, "model", "--accept", "new.json", "--output", "model/eval"),
+    (*EVAL, "model", "--accept", "new.json", "--output-dir", "model/eval"),
     (*RUN, "--run-dir", "model/run"),
     # an output file
     (*EVAL, "model", "--against", "data/accepted.json", "--accept", "data/accepted.json"),
     (*EVAL, "model", "--against", "data/accepted.json", "--accept", "up/data/accepted.json"),
-    (*EVAL, "model", "--accept", "out", "--output", "out"),
+    (*EVAL, "model", "--accept", "out", "--output-dir", "out"),
 ]
 
 

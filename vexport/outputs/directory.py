@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,8 +24,6 @@ from vexport.types import Json
 from vexport.version import __version__
 
 RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
-# The folder of a checkpoint's named chat templates, the only one in it.
-TEMPLATES = "additional_chat_templates"
 
 
 def working_folder(path: Path) -> Path:
@@ -124,12 +121,9 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
             _settle(path, work)
             refuse_existing(path, overwrite=overwrite)
             yield work, record
-            _require_ours(record, work, path)
-            _require_files(work, path)
             _sign(work / NEW)
             _sync(work / NEW)
             refuse_existing(path, overwrite=overwrite)
-            _require_ours(record, work, path)
             _swap(path, work)
             _sync_entry(path.parent)
             shutil.rmtree(work / OLD, ignore_errors=True)
@@ -148,34 +142,25 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         work.mkdir(mode=0o700)
-    _require_own(work, path, stat.S_ISDIR)
-    work.chmod(0o700)
-    for entry in work.iterdir():
-        _require_own(entry, path, stat.S_ISREG if entry.name == RECORD else stat.S_ISDIR)
-        if entry.name not in (RECORD, NEW, OLD, ASIDE):
-            raise _foreign(entry, path)
-    if not (work / RECORD).exists() or not (work / RECORD).stat().st_size:
-        for entry in (entry for part in (NEW, OLD, ASIDE) for entry in (work / part).glob("*")):
-            raise _foreign(entry, path)  # we begin with the record
+    _require_ours(work, path)
     descriptor = os.open(work / RECORD, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace") as record:
         _lock(record, work, path)
-        _require_files(work, path)
         yield record
 
 
-def _require_files(work: Path, path: Path) -> None:
-    """InputError unless a working folder has plain files of ours, and named chat templates in theirs."""
-    for folder in (work / NEW, work / NEW / TEMPLATES, work / ASIDE):
-        for entry in folder.glob("*"):
-            _require_own(entry, path, stat.S_ISDIR if entry == work / NEW / TEMPLATES else stat.S_ISREG)
-
-
-def _require_ours(record: TextIO, work: Path, path: Path) -> None:
-    """InputError where the working folder was removed, and perhaps made again by another process."""
-    if not _is_ours(record, work):
-        got, fix = "a hidden folder that was removed or replaced while it was written", "run again"
-        raise InputError(str(path), got=got, need=f"{work} for one process alone", fix=fix)
+def _require_ours(work: Path, path: Path) -> None:
+    """InputError where a working folder has links, or what vexport does not leave there."""
+    made = [entry for part in (NEW, ASIDE) for entry in (work / part).rglob("*")]
+    known = [work / name for name in (RECORD, NEW, OLD, ASIDE)]
+    for entry in (work, *(work.iterdir() if work.is_dir() else ()), *made):
+        if entry.is_symlink() or entry.lstat().st_uid != os.geteuid() or not work.is_dir():
+            raise _foreign(entry, path)
+        if entry.parent == work and entry not in known:
+            raise _foreign(entry, path)
+    if not (work / RECORD).exists() or not (work / RECORD).stat().st_size:
+        for entry in (*made, *(work / OLD).glob("*")):
+            raise _foreign(entry, path)  # we begin with the record
 
 
 def _is_ours(record: TextIO, work: Path) -> bool:
@@ -195,14 +180,6 @@ def _lock(record: TextIO, work: Path, path: Path) -> None:
         pass
     fix = "wait for it, or choose another path"
     raise InputError(str(path), got="another process that writes it", need="one at a time", fix=fix)
-
-
-def _require_own(entry: Path, path: Path, is_kind: Callable[[int], bool]) -> None:
-    """InputError unless an entry is a plain file or folder of ours, not a link and under no second name."""
-    status = entry.lstat()
-    linked = stat.S_ISREG(status.st_mode) and status.st_nlink > 1
-    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or linked:
-        raise _foreign(entry, path)
 
 
 def _foreign(entry: Path, path: Path) -> InputError:

@@ -5,9 +5,8 @@ Folders of results have a file that marks them as vexport's, and a list of what 
 
 import fcntl
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,22 +14,10 @@ from pathlib import Path
 
 from vexport.errors import InputError
 from vexport.files import read_json_object, write_text
-from vexport.types import Json
 
 # In a checkpoint that vexport wrote: how it was made, and under FILES the names of what was written.
 RECIPE = "vexport.json"
 FILES = "files"
-# Checkpoints of vexport 0.1 have no such file. Their quantization config has these keys and no others: what
-# compressed-tensors writes itself has a `version` too.
-_OLD_KEYS = frozenset(
-    ("config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "quant_method")
-) | {"quantization_status"}
-# And these files, in so far as their source had them.
-_OLD_FILES = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|tokenizer.*|vocab\..*|merges\.txt|"
-    r"(config|generation_config|special_tokens_map|added_tokens|(pre|video_pre)?processor_config)\.json|"
-    r"chat_template\..*|.*\.(model|tiktoken)|(LICENSE|NOTICE|USE_POLICY).*|\.gitattributes"
-)
 SHOWN = 3
 
 
@@ -74,22 +61,13 @@ def others(folder: Path, is_own: Callable[[str], bool]) -> list[str]:
 
 def checkpoint_files(folder: Path) -> frozenset[str] | None:
     """The names of what vexport wrote into a checkpoint's folder; None where it wrote none."""
-    recipe = _object(folder / RECIPE)
-    files = recipe.get(FILES)
-    if isinstance(files, list):
-        return frozenset(name for name in files if isinstance(name, str)) | {RECIPE}
-    config = _object(folder / "config.json").get("quantization_config")
-    if recipe or (isinstance(config, dict) and config.keys() == _OLD_KEYS):
-        names = (entry.name for entry in folder.iterdir())
-        return frozenset(name for name in names if name == RECIPE or _OLD_FILES.fullmatch(name))
-    return None
-
-
-def _object(file: Path) -> Mapping[str, Json]:
     try:
-        return read_json_object(file)
+        files = read_json_object(folder / RECIPE).get(FILES)
     except InputError:
-        return {}
+        return None
+    if not isinstance(files, list):
+        return None
+    return frozenset(name for name in files if isinstance(name, str)) | {RECIPE}
 
 
 def is_filled_folder(path: Path) -> bool:
@@ -118,7 +96,7 @@ class FolderKind:
     """A kind of folder: what it is called, the file that marks it and what that says.
 
     `entries` are the names of what vexport writes into it, also with `*`; `checkpoints` those of them that
-    are checkpoints; `earlier_mark` is a file that older versions left in each.
+    are checkpoints.
     """
 
     name: str
@@ -126,12 +104,10 @@ class FolderKind:
     text: str
     entries: frozenset[str]
     checkpoints: frozenset[str] = frozenset()
-    earlier_mark: str | None = None
 
     def require_own(self, folder: Path) -> None:
         """InputError where a folder with something in it does not have the mark."""
-        marks = (self.mark, *([self.earlier_mark] if self.earlier_mark else []))
-        if is_filled_folder(folder) and not any((folder / mark).is_file() for mark in marks):
+        if is_filled_folder(folder) and not (folder / self.mark).is_file():
             raise not_ours(folder, self.name)
 
     def require_replaceable(self, folder: Path, *, overwrite: bool) -> None:

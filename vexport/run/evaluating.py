@@ -44,7 +44,6 @@ RESULTS = FolderKind(
     mark=".vexport-eval",
     text="Results of vexport. `vexport eval --overwrite` replaces everything in this folder.\n",
     entries=frozenset((BASELINE, CANDIDATE)),
-    earlier_mark=f"{CANDIDATE}/vllm.log",
 )
 
 
