@@ -52,12 +52,10 @@ def test_what_quantizes_the_model_is_not_for_the_baseline(tmp_path: Path) -> Non
     assert serve.arguments(is_baseline=False) == serve.given
 
 
-def test_the_old_name_of_the_dry_sizes_is_accepted(tmp_path: Path) -> None:
+def test_the_sizes_of_the_dry_load_have_two_names(tmp_path: Path) -> None:
     old, new = (served(tmp_path, f"{{{key}: [1, 4]}}") for key in ("tensor_parallel", "dry_tensor_parallel"))
     assert old == new
     assert (new.dry_ranks, new.ranks) == ((1, 4), 1)
-    (line,) = refused(tmp_path, "{tensor_parallel: [1], dry_tensor_parallel: [1]}")
-    assert "one of dry_tensor_parallel and tensor_parallel, its old name" in line
 
 
 def test_the_size_that_runs_is_planned_too(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import yaml
 
 from vexport.errors import InputError, require_working_disk
 from vexport.outputs.separate import resolved
-from vexport.scenario.reading import require_bounded
 
 Config = dict[str, object]
 _INDEXED = re.compile(
@@ -61,10 +60,7 @@ def parse_task(path: Path, trust: bool) -> Config:
     try:
         loader = (_TrustingLoader if trust else _Loader)(path.read_bytes())
         loader.name = str(path)
-        node = loader.get_single_node()
-        if node is not None:
-            require_bounded(node)
-        config = None if node is None else loader.construct_document(node)
+        config = loader.get_single_data()
     except OSError as error:
         require_working_disk(error, path)
         raise InputError(str(path), got=str(error), need="a task's YAML", fix="check the path") from None

@@ -82,10 +82,6 @@ class Sensitivity(Section):
     samples: Positive = 16
 
 
-# Names that keys of a scenario had before.
-FORMER_KEYS = {"on_misfit": "on_unsupported_shape"}
-
-
 class Scenario(Section):
     """One complete run.
 
@@ -108,14 +104,6 @@ class Scenario(Section):
     sensitivity: Sensitivity | None = None
     serve: Serve = Serve()
     evaluate: Evaluate | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_former_keys(cls, content: object) -> object:
-        if not isinstance(content, dict):
-            return content
-        renamed = {old: new for old, new in FORMER_KEYS.items() if new not in content}
-        return {renamed.get(key, key): value for key, value in content.items()}
 
     @model_validator(mode="after")
     def _has_what_auto_needs(self) -> Self:

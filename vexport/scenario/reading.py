@@ -123,11 +123,6 @@ def read_scenario(path: Path) -> Scenario:
     return _absolute(scenario, path.parent)
 
 
-# Values of a scenario, each alias counted as what it stands for; a long one has hundreds.
-MOST_VALUES = 100_000
-MOST_DIGITS = 1000
-
-
 class _Loader(yaml.SafeLoader):
     """YAML without repeated keys, of which PyYAML would silently take the last."""
 
@@ -147,11 +142,7 @@ def load_yaml(path: Path, need: str = "a scenario") -> object:
     """What a YAML file says, within bounds; InputError where it cannot be read."""
     try:
         require_no_device(path)
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        if node is not None:
-            require_bounded(node)
-        content: object = None if node is None else loader.construct_document(node)
+        content: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise InputError(str(path), got="no such file", need=need, fix="check the path") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -169,36 +160,6 @@ def load_yaml(path: Path, need: str = "a scenario") -> object:
             str(path), got=clip(" ".join(got.split()), 200), need="valid YAML", fix="correct the file"
         ) from None
     return content
-
-
-def require_bounded(root: yaml.Node) -> None:
-    """MarkedYAMLError where aliases make more values of a text than MOST_VALUES, or hold themselves.
-
-    Integers are bounded too: of more than 4,300 digits Python makes no text, hexadecimal ones included.
-    """
-    sizes: dict[int, int] = {}
-    waiting = [root]
-    while waiting:
-        node = waiting[-1]
-        inner = [part for each in node.value for part in (each if isinstance(each, tuple) else (each,))]
-        children = inner if isinstance(node, yaml.CollectionNode) else []
-        unknown = [child for child in children if id(child) not in sizes]
-        if unknown and sizes.get(id(node)) != -1:
-            sizes[id(node)] = -1  # begun
-            waiting += unknown
-            continue
-        waiting.pop()
-        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
-            raise _marked(f"an integer of {len(node.value):,} digits", node)
-        if any(sizes.get(id(child), -1) < 0 for child in children):
-            raise _marked("an alias inside what it stands for", node)
-        sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
-        if sizes[id(node)] > MOST_VALUES:
-            raise _marked(f"aliases that stand for more than {MOST_VALUES:,} values", node)
-
-
-def _marked(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _absolute(scenario: Scenario, folder: Path) -> Scenario:

@@ -53,8 +53,6 @@ _OPTIONS = {
     "tensor_parallel_size": "--tp",
     "max_model_len": "--max-model-len",
 }
-_OLD_RANKS = "tensor_parallel"
-_RANKS = "dry_tensor_parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,7 @@ class Serve(Section):
     engine_args: dict[str, JsonValue] = {}
     dry_tensor_parallel: Annotated[
         tuple[Positive, ...] | None,
-        Field(validation_alias=AliasChoices(_RANKS, _OLD_RANKS), min_length=1),
+        Field(validation_alias=AliasChoices("dry_tensor_parallel", "tensor_parallel"), min_length=1),
     ] = None
     compute: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu",)
     timeout: Positive = 3600
@@ -142,12 +140,7 @@ class Serve(Section):
     @classmethod
     def _sorted_out(cls, values: object) -> object:
         """Arguments in `engine_args` that have a key of their own go there; one given twice stays."""
-        if not isinstance(values, dict):
-            return values
-        if _RANKS in values and _OLD_RANKS in values:
-            need = f"one of {_RANKS} and {_OLD_RANKS}, its old name"
-            raise located_errors([((_OLD_RANKS,), values[_OLD_RANKS], need, "remove it")])
-        if not isinstance(values.get("engine_args"), dict):
+        if not isinstance(values, dict) or not isinstance(values.get("engine_args"), dict):
             return values
         keys, others = {**values}, dict[str, JsonValue]()
         for name, value in values["engine_args"].items():
