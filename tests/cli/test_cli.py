@@ -100,7 +100,7 @@ def test_help_answers_at_once() -> None:
         (["run", "MISSING.yaml"], ["MISSING.yaml", "no such file"]),
         (["eval", "LLAMA", "--baseline", "LLAMA", "--task", "MISSING", "--output-dir", "OUT"], ["MISSING"]),
         (
-            ["eval", "LLAMA", "--baseline", "MISSING", "--task", "TASK", "--output", "OUT"],
+            ["eval", "LLAMA", "--baseline", "MISSING", "--task", "TASK", "--output-dir", "OUT"],
             ["MISSING", "folder"],
         ),
         (["report", "EMPTY"], ["EMPTY", "vexport run"]),

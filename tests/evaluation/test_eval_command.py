@@ -67,13 +67,6 @@ def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) 
     assert (tmp_path / "notes.md").read_text() == "mine"
 
 
-def test_limits_of_a_verdict_that_is_not_given_are_noted(tmp_path: Path) -> None:
-    (tmp_path / "notes.md").write_text("mine")  # ends the call before an engine starts
-    given = ("--accept", tmp_path / "notes.md", "--margin", "0.1")
-    done = vexport("eval", "model", "--task", "t", *given)
-    assert "note: --margin has no effect with --accept alone: nothing is compared" in done.stderr
-
-
 def test_a_gate_can_be_chosen_for_folders_made_elsewhere(lm_eval_runs: Path) -> None:
     folders = (str(lm_eval_runs / "baseline"), str(lm_eval_runs / "twin"))
     done = vexport("verdict", *folders, "--gate", "choices=acc_norm,none", "--format", "json")

@@ -33,22 +33,13 @@ _MARKS = re.compile(
     rf"^(?P<head>{_STATUS}|error|warning|info)(?=  | on |:|$)|(?<=  )(?P<cell>{_STATUS})(?=  | \w|$)",
     re.MULTILINE,
 )
-_OFF = ("", "0")
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether `stream` gets colour.
-
-    NO_COLOR turns it off (no-color.org), FORCE_COLOR or CLICOLOR_FORCE on, CLICOLOR=0 off; else a terminal
-    that is not `dumb` has it.
-    """
+    """Whether `stream` gets colour: a terminal does, NO_COLOR turns it off and FORCE_COLOR on."""
     if os.environ.get("NO_COLOR"):
         return False
-    if any(os.environ.get(name, "") not in _OFF for name in ("FORCE_COLOR", "CLICOLOR_FORCE")):
-        return True
-    if os.environ.get("CLICOLOR") == "0" or os.environ.get("TERM") == "dumb":
-        return False
-    return stream.isatty()
+    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def coloured(text: str) -> str:

@@ -51,8 +51,8 @@ EPILOG = """
 Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
 fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted, 143 terminated.
 
-Environment: VEXPORT_FORMAT, VEXPORT_TP, VEXPORT_SM, VEXPORT_VLLM and VEXPORT_VLLM_PYTHON set the options of
-these names wherever a command has them; the command line wins. NO_COLOR and FORCE_COLOR are obeyed.
+Environment: VEXPORT_VLLM_PYTHON sets --vllm-python; the command line wins. NO_COLOR and FORCE_COLOR are
+obeyed.
 
 Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fish_source.
 """

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import command, conclude, print_text
-from vexport.cli.effects import note_unused
 from vexport.cli.engine import (
     Interpreter,
     Session,
@@ -15,7 +14,6 @@ from vexport.cli.engine import (
     serve_options,
     session_options,
 )
-from vexport.cli.help import RenamedOption
 from vexport.cli.options import PATH, POSITIVE, Answer, format_option
 from vexport.cli.prompting import PromptOptions, prompting_options
 from vexport.cli.verdict import DriftOptions, VerdictOptions, drift_options, verdict_options
@@ -43,8 +41,6 @@ class Comparison:
             raise click.UsageError(
                 "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
             )
-        if not compared:
-            note_unused(("margin", "alpha", "format_"), "with --accept alone: nothing is compared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +62,6 @@ class Subject:
             return
         if comparison.baseline is None or comparison.accept:
             raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
-        note_unused(("margin", "gate"), "with --text: --kl-limit and --nll-limit decide")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +103,6 @@ class Results:
 @prompting_options
 @click.option(
     "--output-dir",
-    "--output",
-    cls=RenamedOption,
     type=PATH,
     metavar="DIR",
     help="Folder for lm-eval's files [default: runs/eval-NAME].",

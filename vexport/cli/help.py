@@ -1,9 +1,7 @@
 """How help reads: options in sections, commands in the order of work, lines that fit the terminal."""
 
-import copy
 import inspect
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 
 import click
@@ -11,9 +9,6 @@ import click
 from vexport.errors.removed import instead_of
 
 WIDEST = 100
-NARROWEST = 24
-# Below this many columns a description stands under its option.
-TWO_COLUMNS = 66
 OTHERS = "Options"
 # The sections in their order; an option that none of them names stands under "Options".
 SECTIONS: Mapping[str, Sequence[str]] = {
@@ -75,46 +70,8 @@ SECTIONS: Mapping[str, Sequence[str]] = {
 _SECTION_OF = {name: title for title, names in SECTIONS.items() for name in names}
 
 
-class RenamedOption(click.Option):
-    """An option that help shows under its first name only; the others are those that it had before."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Its first name and its description."""
-        shown = copy.copy(self)
-        shown.opts = self.opts[:1]
-        return click.Option.get_help_record(shown, ctx)
-
-
-class HelpFormatter(click.HelpFormatter):
-    """As wide as the terminal, up to WIDEST columns; in one column where two do not fit."""
-
-    def __init__(
-        self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None
-    ) -> None:
-        columns = min(shutil.get_terminal_size().columns, max_width or WIDEST)
-        super().__init__(indent_increment, width or max(columns - 2, NARROWEST))
-
-    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        """Terms with their descriptions next to them, or below them on a narrow terminal."""
-        if self.width >= TWO_COLUMNS:
-            super().write_dl(rows, col_max, col_spacing)
-            return
-        for term, description in rows:
-            self.write_text(term)
-            with self.indentation():
-                self.write_text(description)
-
-
-class HelpContext(click.Context):
-    """Click's context with our formatter."""
-
-    formatter_class = HelpFormatter
-
-
 class SectionedCommand(click.Command):
     """A command whose options stand in the sections of `SECTIONS`."""
-
-    context_class = HelpContext
 
     def invoke(self, ctx: click.Context) -> object:
         """Call the command; a parameter whose type is a dataclass takes the options named as its fields."""
@@ -140,8 +97,6 @@ def grouped(function: Callable[..., object], values: Mapping[str, object]) -> di
 
 class OrderedGroup(click.Group):
     """A group whose commands are listed in the order in which they were added, each with a whole sentence."""
-
-    context_class = HelpContext
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

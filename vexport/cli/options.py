@@ -19,7 +19,6 @@ Function = Callable[..., None]
 Decorator = Callable[[Function], Function]
 
 FORMATS = ("text", "json", "junit", "github")
-ALL_FORMATS = (*FORMATS, "html", "markdown", "card")
 FORMAT_OF_SUFFIX: Mapping[str, str] = {
     ".txt": "text",
     ".json": "json",
@@ -55,14 +54,8 @@ class Count(click.IntRange):
 
     name = "n"
 
-    def convert(self, value: int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number that the text is."""
-        if _is_no(int, value):
-            self.fail(f"{value!r} is not a whole number.", param, ctx)
-        number: int = super().convert(value, param, ctx)
-        if number > MOST_COUNT:
-            self.fail(f"{value!r} is more than {MOST_COUNT}.", param, ctx)
-        return number
+    def __init__(self, least: int) -> None:
+        super().__init__(least, MOST_COUNT)
 
 
 class Real(click.FloatRange):
@@ -70,21 +63,10 @@ class Real(click.FloatRange):
 
     def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number that the text is."""
-        if _is_no(float, value):
-            self.fail(f"{value!r} is not a number.", param, ctx)
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
-
-
-def _is_no(kind: type[int] | type[float], value: object) -> bool:
-    """Whether a text is no number of a kind."""
-    try:
-        kind(str(value))
-    except ValueError:
-        return True
-    return False
 
 
 PATH = click.Path(path_type=Path)
@@ -145,16 +127,6 @@ def gpus(text: str) -> tuple["Card", ...]:
         raise click.BadParameter(str(error)) from None
 
 
-class FormatOption(click.Option):
-    """--format; what VEXPORT_FORMAT says holds for commands that have this format, and for no other."""
-
-    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """The variable's value; None where it is a format that only other commands have."""
-        value = super().resolve_envvar_value(ctx)
-        choices = self.type.choices if isinstance(self.type, click.Choice) else ()
-        return None if value in ALL_FORMATS and value not in choices else value
-
-
 def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -> str:
     """The format that was asked for; where none was, the one that the name of the answer's file ends in."""
     file = answer_file(context)
@@ -197,11 +169,9 @@ def format_option(
         return click.option(
             "--format",
             "format_",
-            cls=FormatOption,
             type=click.Choice(formats),
             default="text",
             show_default=True,
-            envvar="VEXPORT_FORMAT",
             callback=_by_suffix,
             metavar="F",
             help=f"Form of the answer: {', '.join(formats)}.",
@@ -226,7 +196,6 @@ def tp_option(function: Function) -> Function:
         "--tp",
         type=numbers,
         metavar="N,...",
-        envvar="VEXPORT_TP",
         help="Tensor parallel sizes to support, e.g. 1,2,4 [default: 1].",
     )(function)
 
@@ -237,7 +206,6 @@ def device_options(function: Function) -> Function:
         "--sm",
         type=capabilities,
         metavar="N,...",
-        envvar="VEXPORT_SM",
         help="Compute capabilities to support, e.g. 80,90,100 (9.0 is 90).",
     )(function)
     return tp_option(function)
@@ -271,6 +239,5 @@ def vllm_option(function: Function) -> Function:
         metavar="VERSION",
         default=short_version(),
         show_default=True,
-        envvar="VEXPORT_VLLM",
         help="vLLM version to check against.",
     )(function)

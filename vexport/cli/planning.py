@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vexport.cli.base import note
-from vexport.cli.effects import given_options
-from vexport.cli.help import RenamedOption
+from vexport.cli.base import given, note
 from vexport.cli.options import PATH, POSITIVE, Count, Real, stacked, tp_option
 from vexport.types import KvCache, OnUnsupportedShape
 from vexport.types.rounding import ROUNDINGS, Rounding
@@ -19,6 +17,19 @@ if TYPE_CHECKING:
 
 GroupSize = int | Literal["channel"]
 SCHEME_HELP = "Scheme for all linear layers; see `vexport list schemes`."
+PLAN_OPTIONS = (
+    "scheme",
+    "recipe",
+    "group_size",
+    "observer",
+    "input_observer",
+    "rounding",
+    "ignore",
+    "kv_cache",
+    "smoothing",
+    "on_unsupported_shape",
+    "tp",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +100,34 @@ scheme_option = stacked(
         help="Recipe of llm-compressor in the place of a scheme.",
     ),
 )
+
+
+def given_options(*names: str) -> list[str]:
+    """Those parameters of the running command that stand on its command line, as options: `--seq-len`."""
+    parameters = click.get_current_context().command.params
+    return [each.opts[0] for each in parameters if each.name in names and given(each.name)]
+
+
+def given_values(*names: str) -> list[str]:
+    """As `given_options`, each with its value, as they would stand on another command line."""
+    words: list[str] = []
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        if parameter.name in names and given_options(parameter.name):
+            value = context.params[parameter.name]
+            if parameter.multiple:
+                words += [word for item in value for word in (parameter.opts[0], str(item))]
+            else:
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                words += [parameter.opts[0], text]
+    return words
+
+
+def require_scenario_alone() -> None:
+    """UsageError where options stand next to a scenario that decides the same."""
+    extra = given_options(*PLAN_OPTIONS)
+    if extra:
+        raise click.UsageError(f"{', '.join(extra)} cannot be used with a scenario; set it in the scenario.")
 
 
 def requested_rules(
@@ -187,9 +226,6 @@ plan_options = stacked(
     ),
     click.option(
         "--on-unsupported-shape",
-        "--on-misfit",
-        "on_unsupported_shape",
-        cls=RenamedOption,
         type=click.Choice(("refuse", "keep", "smaller-group")),
         default="refuse",
         show_default=True,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from vexport.cli.help import RenamedOption
 from vexport.cli.options import POSITIVE, Count, stacked
 from vexport.types import BatchSize, Scalar
 
@@ -113,8 +112,6 @@ def _batch_size(text: str) -> BatchSize:
 prompting_options = stacked(
     click.option(
         "--num-fewshot",
-        "--num_fewshot",
-        cls=RenamedOption,
         type=Count(0),
         metavar="N",
         help="Examples in each prompt.",
@@ -132,15 +129,11 @@ prompting_options = stacked(
     ),
     click.option(
         "--system-instruction",
-        "--system_instruction",
-        cls=RenamedOption,
         metavar="TEXT",
         help="System prompt.",
     ),
     click.option(
         "--gen-kwargs",
-        "--gen_kwargs",
-        cls=RenamedOption,
         multiple=True,
         metavar="K=V,...",
         callback=_generation,
@@ -148,16 +141,12 @@ prompting_options = stacked(
     ),
     click.option(
         "--max-gen-toks",
-        "--max_gen_toks",
-        cls=RenamedOption,
         type=POSITIVE,
         metavar="N",
         help="Most new tokens where a task sets none [default: 256].",
     ),
     click.option(
         "--think-end-token",
-        "--think_end_token",
-        cls=RenamedOption,
         metavar="TEXT",
         help="Score only what follows it, such as </think>.",
     ),
@@ -168,8 +157,6 @@ prompting_options = stacked(
     ),
     click.option(
         "--include-path",
-        "--include_path",
-        cls=RenamedOption,
         type=click.Path(path_type=Path, exists=True, file_okay=False),
         multiple=True,
         metavar="DIR",
@@ -177,8 +164,6 @@ prompting_options = stacked(
     ),
     click.option(
         "--batch-size",
-        "--batch_size",
-        cls=RenamedOption,
         type=_batch_size,
         default="auto",
         metavar="N|auto",

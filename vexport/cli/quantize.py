@@ -11,11 +11,6 @@ from pathlib import Path
 import click
 
 from vexport.cli.base import command, note, print_text
-from vexport.cli.effects import (
-    CALIBRATION_OPTIONS,
-    note_unused,
-    note_unused_calibration,
-)
 from vexport.cli.options import (
     PATH,
     Answer,
@@ -99,14 +94,8 @@ def quantize(
         samples, rules = calibration.with_data(DEFAULT), rounded_to_nearest(rules)
 
     def notes(plan: Plan) -> None:
-        if not is_first:
-            return
-        if is_default:
+        if is_default and is_first:
             note(DEFAULT_TEXT)
-        elif samples is not None:
-            note_unused_calibration(plan)
-        else:
-            note_unused(CALIBRATION_OPTIONS, "without --calibration")
 
     with progress_display(quiet=answer.quiet or not is_first) as on_progress:
         job = QuantizeJob(
