@@ -2,10 +2,13 @@
 
 import shlex
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from vexport.checkpoint.card import inherited_card
+from vexport.checkpoint.index import SourceIndex
 from vexport.errors import VexportError
 from vexport.files import from_json, write_text
 from vexport.reports import render
@@ -14,7 +17,6 @@ from vexport.run.directory import LAYERS, REPORT_FILE, rounding_of
 from vexport.run.judging import cause_of, drift_between, verdict_on, verdict_on_text, warnings_of
 from vexport.run.naming import commit_of, portable, source_name
 from vexport.run.serving import BASELINE, CANDIDATE
-from vexport.run.sizes import size_by_kind
 from vexport.run.state import (
     ATTRIBUTION,
     CALIBRATION,
@@ -39,10 +41,12 @@ from vexport.types import (
     CheckReport,
     Drift,
     DryLoadReport,
+    KindSize,
     LayerErrors,
     LoadReport,
     Outcome,
     Report,
+    TensorInfo,
     Verdict,
 )
 from vexport.types.calibration import expert_coverage
@@ -53,6 +57,9 @@ LOAD_DECIDES = "the checkpoint failed at load, which decides: what it answered i
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 # The page comes last: it links to what is there.
 RENDERED = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
+# A kind below this share of both checkpoints is counted among the others.
+_LEAST_SHARE = 0.005
+OTHERS = "others"
 
 
 def measure_drift(run: Run) -> Drift | None:
@@ -169,3 +176,40 @@ def _report(run: Run) -> Report:
         mixed=run.get(MIXED),
         seconds=run.directory.seconds,
     )
+
+
+def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, ...]:
+    """The largest of the source first; all kinds together have all bytes of both."""
+    before, after = _bytes_by_kind(source.tensors), _bytes_by_kind(written.tensors)
+    sizes: dict[str, tuple[int, int]] = {}
+    for kind in before | after:
+        pair = (before[kind], after[kind])
+        shown = _is_large(pair[0], source.num_bytes) or _is_large(pair[1], written.num_bytes)
+        name = kind if shown else OTHERS
+        old = sizes.get(name, (0, 0))
+        sizes[name] = (old[0] + pair[0], old[1] + pair[1])
+    ordered = sorted(sizes.items(), key=lambda item: (item[0] == OTHERS, -item[1][0], item[0]))
+    return tuple(KindSize(kind=kind, source_bytes=old, output_bytes=new) for kind, (old, new) in ordered)
+
+
+def tensor_kind(name: str) -> str:
+    """The part of a block that a tensor belongs to (`self_attn`, `mlp`), `norm`, or what stands alone.
+
+    `model.layers.3.mlp.down_proj.weight_scale` is `mlp`, `model.embed_tokens.weight` is `embed_tokens`.
+    """
+    *modules, last = name.split(".")
+    numbers = [index for index, part in enumerate(modules) if part.isdecimal()]
+    inner = modules[numbers[0] + 1 :] if numbers else modules[-1:]
+    kind = inner[0] if inner else last
+    return "norm" if "norm" in kind else kind
+
+
+def _bytes_by_kind(tensors: Mapping[str, TensorInfo]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for name, tensor in tensors.items():
+        sizes[tensor_kind(name)] += tensor.num_bytes
+    return sizes
+
+
+def _is_large(part: int, whole: int) -> bool:
+    return part >= _LEAST_SHARE * max(1, whole)

@@ -12,7 +12,6 @@ from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
-from vexport.run.held_out import FILE
 from vexport.run.judging import (
     cause_of,
     drift_between,
@@ -25,6 +24,7 @@ from vexport.run.serving import (
     BASELINE,
     CANDIDATE,
     PLAIN,
+    TEXT_FILE,
     EngineOptions,
     Questions,
     Served,
@@ -77,7 +77,7 @@ class EvalJob:
     def is_unfinished(self) -> bool:
         """Whether the folder is that of an interrupted evaluation, whose answers are not asked again."""
         results = (self.folder / CANDIDATE).glob("results_*.json")
-        ended = any(results) or (self.folder / CANDIDATE / FILE).is_file()
+        ended = any(results) or (self.folder / CANDIDATE / TEXT_FILE).is_file()
         return (self.folder / RESULTS.mark).is_file() and not ended and not self.overwrite
 
     @property

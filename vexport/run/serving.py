@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vexport.calibration.data import read_samples
 from vexport.checkpoint.data_name import require_data
-from vexport.checkpoint.index import folder_digest
+from vexport.checkpoint.index import folder_digest, read_index
 from vexport.engine.describe import NONE, answer_environment
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import ANSWERS, SessionRequest, SessionResult
@@ -22,11 +23,11 @@ from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import digest_bytes, to_json
 from vexport.outputs import NamedPath
+from vexport.quantize.samples import vocab_size
 from vexport.run.directory import value_digest
-from vexport.run.held_out import KL_TOKENS, read_rows, with_text
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import EngineArguments, Serve
-from vexport.types import LmEvalSettings, LoadReport, OnProgress
+from vexport.types import CalibrationData, LmEvalSettings, LoadReport, OnProgress
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
@@ -35,6 +36,10 @@ LOGPROBS = "logprobs.safetensors"
 BASELINE = "baseline"
 CANDIDATE = "candidate"
 PLAIN = LmEvalSettings()
+# What each token of the text cost.
+TEXT_FILE = "text.safetensors"
+# Of each row, as far as the whole vocabulary is compared: vLLM answers in Python lists.
+KL_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +127,30 @@ def serve_model(
         if (repeated := read_repeated(folder)) is not None:
             require_deterministic(folder, repeated, settings.alpha)
     return Served(result=result, prompts=prompts, rows=rows)
+
+
+def read_rows(settings: Evaluate, checkpoint: Path, longest: int | None, *, trust_remote_code: bool) -> Rows:
+    """The rows of the text as the checkpoint's tokens; none where tasks decide.
+
+    They are as long as asked, or as the sequences that the engine (`longest`) or the model allows; what is
+    left of the text after the last whole row is not read, unless it is all there is.
+    """
+    if settings.text is None:
+        return ()
+    needed = settings.text_tokens + 1  # vLLM generates a token after each
+    tokens = min(needed, longest or shortest_length(checkpoint, needed)) - 1
+    data = CalibrationData(name=settings.text, samples=settings.text_rows, seq_len=tokens, pack=True)
+    size = vocab_size(read_index(checkpoint))
+    read = read_samples(data, checkpoint, vocab_size=size, trust_remote_code=trust_remote_code).token_ids
+    return tuple(row for row in read if len(row) == tokens) or tuple(row for row in read if len(row) > 1)
+
+
+def with_text(request: SessionRequest, rows: Rows, folder: Path) -> SessionRequest:
+    """The request that reads the rows too, whose scores go to `folder`."""
+    if not rows:
+        return request
+    length = max(request.max_model_len or 0, *(len(row) + 1 for row in rows))
+    return replace(request, text=rows, text_file=folder / TEXT_FILE, max_model_len=length)
 
 
 def clear_session(folder: Path) -> None:

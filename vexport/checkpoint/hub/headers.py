@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexport.checkpoint.header import MAX_HEADER_BYTES
-from vexport.checkpoint.hub.download import download, fetch, list_files, needed_weights
+from vexport.checkpoint.hub.download import download, fetch, list_files, needed_weights, side_files
 from vexport.checkpoint.hub.failures import explain
-from vexport.checkpoint.hub.files import side_files
 from vexport.checkpoint.hub.names import HubName
 from vexport.errors import EnvironmentFault, InputError, InputErrors
 from vexport.types import OnProgress
