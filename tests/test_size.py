@@ -6,7 +6,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 # Most lines and modules: what was reached, and 2 % for repairs.
-MOST = {"vexport": (48_970, 353), "tests": (27_390, 251), "scripts": (4_985, 34)}
+MOST = {"vexport": (48_130, 347), "tests": (27_270, 251), "scripts": (4_985, 34)}
 
 
 @pytest.mark.parametrize("folder", MOST)
