@@ -43,7 +43,7 @@ LATE = {
     "numerics": ("torch",),
     "engine": ("vllm", "vexport"),
     "reports": ("huggingface_hub", "vexport"),
-    "evaluation": ("vllm", "lm_eval", "datasets", "msgspec", "sqlitedict", "torch"),
+    "evaluation": ("vllm", "lm_eval", "datasets", "sqlitedict", "torch"),
 }
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "scipy", "matplotlib", "compressed_tensors", "numpy")
 

@@ -69,14 +69,34 @@ def folder(tmp_path: Path) -> Path:
     results = {
         "configs": {"sums": {"task": "sums", "output_type": "generate_until"}},
         "results": {"sums": {"exact_match,none": 0.9, "exact_match_stderr,none": 0.01}},
-        "n-samples": {"sums": {"original": 900, "effective": 900}},
+        "n-samples": {"sums": {"original": 2, "effective": 2}},
         "higher_is_better": {"sums": {"exact_match": True}},
     }
+    samples = [
+        {
+            "doc_id": number,
+            "doc": {"a": number},
+            "target": "1",
+            "arguments": {"gen_args_0": {"arg_0": f"{number} + 1 =", "arg_1": {"until": ["."]}}},
+            "resps": [["1"]],
+            "filtered_resps": ["1"],
+            "filter": "none",
+            "metrics": ["exact_match"],
+            "doc_hash": f"{number:064x}",
+            "prompt_hash": f"{number:064x}",
+            "target_hash": f"{number:064x}",
+            "exact_match": 1.0,
+        }
+        for number in range(2)
+    ]
     for name, text in {
+        "results/samples_sums_2026-01-01T00-00-00.000000.jsonl": "".join(
+            f"{json.dumps(sample)}\n" for sample in samples
+        ),
         "results/results_2026-01-01T00-00-00.000000.json": json.dumps(results),
         "finished/report.json": to_json(report()),
     }.items():
-        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
 
