@@ -148,7 +148,7 @@ def test_generation_arguments_are_read_as_lm_eval_reads_them(
         assert gen_kwargs == expected
 
     command = click.command()(read)
-    arguments = [part for value in given for part in ("--gen_kwargs", value)]
+    arguments = [part for value in given for part in ("--gen-kwargs", value)]
     command.main(arguments, standalone_mode=False)
 
 
