@@ -145,7 +145,7 @@ def _scheme_lines(plan: Plan, scheme: str) -> list[tuple[str, str]]:
 def _kept_lines(plan: Plan) -> list[str]:
     """How many linear layers are kept, and which kinds."""
     kinds = dict.fromkeys(map(kind_of, plan.kept_linears))
-    first = f"{plural(len(plan.kept_linears), 'linear layer')}, and all that is none"
+    first = f"{plural(len(plan.kept_linears), 'linear layer')}; embeddings, norms and what else is not linear"
     return [first, *(f"  {kind}" for kind in _shortened([*kinds], MOST_KEPT))]
 
 
