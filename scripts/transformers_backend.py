@@ -38,17 +38,21 @@ from vexport.engine.dry.stubs import AbsentValues
 
 Table = dict[str, object]
 TASKS = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM")
+_SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+_MIXTURE = {"n_routed_experts": 8, "num_experts_per_tok": 2}
 # Few layers for speed; sizes for a class whose config has no defaults that a model can be made of.
 TRIED: tuple[Mapping[str, int], ...] = (
     {"num_hidden_layers": 4},
     {},
+    _SMALL,
+    {**_SMALL, **_MIXTURE},
+    {**_SMALL, **_MIXTURE, "moe_intermediate_size": 128, "first_k_dense_replace": 1, "n_shared_experts": 1},
     {
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "kv_lora_rank": 512,
     },
 )
 # What is no answer of vLLM's: transformers' defaults make no model, and a real checkpoint may.
@@ -111,22 +115,28 @@ def has_tensor_parallel_plan(kind: str) -> bool:
 def describe_backed(classes: Mapping[str, str]) -> Iterator[tuple[str, Table | str]]:
     """For each class its entry, or what vLLM's backend says against it.
 
-    Each in a separate process, for vLLM has one set of groups in each.
+    Each try in a separate process, for vLLM has one set of groups in each.
     """
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        yield from pool.imap(_described, sorted(classes.items()), chunksize=1)
-
-
-def _described(item: tuple[str, str]) -> tuple[str, Table | str]:
-    name, kind = item
-    reason = "no sizes to try"
+    left, reasons = dict(classes), dict[str, str]()
     for sizes in TRIED:
-        try:
-            return name, _entry(*_built(AutoConfig.for_model(kind, **sizes), name))
-        except Exception as error:
-            text = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
-            reason = text if isinstance(error, ValueError) else f"{UNBUILT}: {text}"
-    return name, reason
+        tries = [(name, kind, sizes) for name, kind in sorted(left.items())]
+        with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+            for name, found in pool.imap(_described, tries, chunksize=1):
+                if isinstance(found, str):
+                    reasons.setdefault(name, found)
+                else:
+                    del left[name]
+                    yield name, found
+    yield from ((name, reasons[name]) for name in left)
+
+
+def _described(one_try: tuple[str, str, Mapping[str, int]]) -> tuple[str, Table | str]:
+    name, kind, sizes = one_try
+    try:
+        return name, _entry(*_built(AutoConfig.for_model(kind, **sizes), name))
+    except Exception as error:
+        text = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+        return name, text if isinstance(error, ValueError) else f"{UNBUILT}: {text}"
 
 
 def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
