@@ -85,6 +85,9 @@ class Moments:
         """Fill the upper triangle of `hessian`, in place, when all tokens are in."""
         for first, last in _blocks(self.hessian):
             self.hessian[:first, first:last] = self.hessian[first:last, :first].T
+            # Sums in another order may differ on both sides of the diagonal.
+            block = self.hessian[first:last, first:last]
+            block.copy_(block.tril() + block.tril(-1).T)
         return self
 
 
