@@ -8,6 +8,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.calibration.make import samples
 from tests.calibration.models import configs, save
+from vexport.calibration.capture import hidden_states
+from vexport.calibration.walk import LayerWalk
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
 from vexport.plan import Settings
 from vexport.plan.source import plan_headers
@@ -61,6 +65,17 @@ def test_text_that_does_not_fit_is_refused_with_how_many_samples_do(
     with pytest.raises(InputError, match=f"--samples {ROWS // 2}"):
         require_room(plan.groups, ROWS * 32, ROWS)
     require_room(plan.groups, ROWS * 16, ROWS // 2)
+
+
+def test_a_rank_without_rows_walks_along(tmp_path: Path) -> None:
+    """With more ranks than rows of text."""
+    index = read_index(save(configs()["llama"], tmp_path / "llama"))
+    seen = list[int]()
+    with torch.no_grad(), Reader() as reader, hidden_states() as hidden:
+        walk = LayerWalk(index, reader, [], trust_remote_code=False, device="cpu")
+        walk.begin(hidden)
+        walk.forward(lambda layer: seen.append(len(layer.calls)), lambda done, total: None)
+    assert seen == [0] * LAYERS
 
 
 def test_each_row_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

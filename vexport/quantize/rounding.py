@@ -174,8 +174,7 @@ class RoundingWalk:
     def run(self, source: HiddenStates, quantized: HiddenStates, on_layer: OnLayer) -> None:
         """Round everything; `source` and `quantized` are for the hidden states of both streams."""
         self._source, self._quantized = source, quantized
-        if self._walk.batches:
-            self._walk.begin(source)
+        self._walk.begin(source)
         for position in range(len(source)):
             quantized.append(source[position])
         # The source's rows that are followed, by their positions among this rank's.
