@@ -63,16 +63,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 def found_in(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
     index, planned = plan_for(folder, scheme="W8A8")
-    found, weights = look_back(
-        index,
-        TEXT,
-        smoothed=planned.groups,
-        strength=0.5,
-        weighs_tokens=False,
-        on_layer=lambda done, total: None,
-        trust_remote_code=False,
-        device="cpu",
-    )
+    found, weights = look_back(index, TEXT, smoothed=planned.groups, strength=0.5, weighs_tokens=False)
     assert not weights
     return index, found
 

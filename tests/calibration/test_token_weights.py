@@ -26,16 +26,7 @@ def always_the_last(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
 
 
 def find(folder: Path) -> TokenWeights:
-    smoothing, found = look_back(
-        read_index(folder),
-        TEXT,
-        smoothed=(),
-        strength=0.0,
-        weighs_tokens=True,
-        on_layer=lambda done, total: None,
-        trust_remote_code=False,
-        device="cpu",
-    )
+    smoothing, found = look_back(read_index(folder), TEXT, smoothed=(), strength=0.0, weighs_tokens=True)
     assert not smoothing
     return found
 

@@ -91,9 +91,9 @@ def look_back(
     smoothed: Sequence[FusionGroup],
     strength: float,
     weighs_tokens: bool,
-    on_layer: OnLayer,
-    trust_remote_code: bool,
-    device: str,
+    on_layer: OnLayer = lambda done, total: None,
+    trust_remote_code: bool = False,
+    device: str = "cpu",
 ) -> tuple[Mapping[str, Smoothing], TokenWeights]:
     """By how much the inputs of the groups `smoothed` are scaled, and how much tokens count where asked.
 
