@@ -63,6 +63,15 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _outside_layers(view)
 
 
+def unjudged(view: CheckpointView) -> Iterator[str]:
+    """What of a checkpoint's tensors is not judged, and why: `WHAT: WHY`."""
+    if view.layout is None:
+        yield (
+            f"names and shapes of the tensors of {view.class_name or 'the model'}: it is not known what vLLM "
+            "builds of this class and config, so that only layers are compared with each other"
+        )
+
+
 def _of_method(view: CheckpointView) -> Iterator[Finding]:
     """Modules that another method stores in every decoder layer, of which none is there."""
     count = text_config(view.index.config).get("num_hidden_layers")
