@@ -40,9 +40,10 @@ def job(
 
 
 def rewrite(source: Path) -> None:
-    """As a download that is repeated."""
+    """As a download that is repeated; not cut on the way, which ends a process that has the file mapped."""
     file = next(source.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes())
+    with file.open("r+b") as stream:
+        stream.write(file.read_bytes())
 
 
 def replace_shard(source: Path) -> None:

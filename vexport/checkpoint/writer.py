@@ -23,6 +23,8 @@ from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorS
 # transformers' own default for the size of a shard (modeling_utils.save_pretrained).
 DEFAULT_SHARD_BYTES = 5_000_000_000
 METADATA = {"format": "pt"}
+# Bytes after which they are handed to the disk, so that the sync at the end waits for little.
+WRITE_BACK_BYTES = 1 << 26
 # Bytes of a tensor that is copied which are in memory at once.
 COPY_BYTES = 1 << 22
 
@@ -110,7 +112,7 @@ class ShardWriter:
             self._file.write(header)
         if self._file.seek(0, os.SEEK_END) > self._ends[self.done]:
             self._file.truncate(self._ends[self.done])
-        self._file.seek(self._ends[self.done])
+        self._handed_over = self._file.seek(self._ends[self.done])
         self._error: BaseException | None = None
         self._chunks: Queue[Chunk | None] = Queue(maxsize=ahead)
         self._thread = Thread(target=self._append_all)
@@ -156,6 +158,10 @@ class ShardWriter:
             while left:
                 left = left[self._file.write(left) :]
         position = self._file.tell()
+        if (size := position - self._handed_over) >= WRITE_BACK_BYTES:
+            # Linux starts the write-back of these bytes and does not wait for it (mm/fadvise.c).
+            os.posix_fadvise(self._file.fileno(), self._handed_over, size, os.POSIX_FADV_DONTNEED)
+            self._handed_over = position
         while self._next < len(self._ends) - 1 and position >= self._ends[self._next + 1]:
             self._progress.add(self._digest.hexdigest())
             self._next += 1
