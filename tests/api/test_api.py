@@ -85,8 +85,8 @@ def test_importing_it_imports_nothing_heavy() -> None:
 
 
 def test_functions_have_the_arguments_of_their_commands() -> None:
-    """Themselves or in a type that they take; but for what is printed and how."""
-    printed = {"format_", "answer_file", "quiet", "debug", "every"}
+    """Themselves or in a type that they take; but for what is printed, how, and how it exits."""
+    printed = {"format_", "answer_file", "quiet", "debug", "every", "strict"}
     renamed = {"cards": "gpu", "output_dir": "folder", "scenario_file": "scenario", "no_verify": "verify"}
     renamed |= {
         "tp": "tensor_parallel_size",

@@ -11,6 +11,7 @@ from tests.command import vexport
 from tests.models import problems
 from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, json_config, spoiled
 from vexport.checks.vllm.quant_methods import METHODS, OTHERS
+from vexport.checks.vllm.unjudged import NAMES, NUMBERS
 from vexport.types import Finding, Json
 
 # As the producers write them, shortened.
@@ -35,12 +36,16 @@ def only(root: Path) -> Finding:
 
 
 @pytest.mark.parametrize("producer", CONFIGS)
-def test_another_method_is_one_finding(good: Good, tmp_path: Path, producer: str) -> None:
-    method = CONFIGS[producer]["quant_method"]
-    finding = only(spoiled(good("W8A8"), tmp_path / "other", described(CONFIGS[producer])))
-    assert (finding.check, finding.severity) == ("config", "error")
-    assert repr(method) in finding.got
-    assert ("vexport load" in finding.fix) is (method != "bitsandbytes")
+def test_another_method_is_not_judged(good: Good, tmp_path: Path, producer: str) -> None:
+    """It is an error only where vLLM does not have it."""
+    other = spoiled(good("W8A8"), tmp_path / "other", described(CONFIGS[producer]))
+    ran = vexport("check", other, "--static", "--strict", "--format", "json")
+    (report,) = json.loads(ran.stdout)
+    assert {each["what"] for each in report["not_judged"]} == {NAMES, NUMBERS}
+    assert all(repr(CONFIGS[producer]["quant_method"]) in each["why"] for each in report["not_judged"])
+    refused = producer == "bitsandbytes"
+    assert ran.code == (1 if refused else 3)
+    assert [finding["check"] for finding in report["findings"]] == ["config"] * refused
 
 
 @pytest.mark.parametrize("producer", ["FP-Quant", "TorchAO"])

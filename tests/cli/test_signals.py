@@ -68,10 +68,15 @@ def test_what_hears_nothing_ends_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("load", MODEL), ("load", "--dry", MODEL), EVAL], ids=["load", "dry", "eval"]
+    "arguments",
+    [("load", MODEL), ("load", "--dry", MODEL), ("check", MODEL), EVAL],
+    ids=["load", "dry", "check", "eval"],
 )
-def test_a_signal_while_vllm_is_imported(arguments: Sequence[object], tmp_path: Path) -> None:
+def test_a_signal_while_vllm_is_imported(
+    arguments: Sequence[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker, what it has started and its folders go too."""
+    monkeypatch.delenv("VEXPORT_NO_VERIFY")
     moments = random.Random(str(arguments))
     number = moments.choice(list(CODES))
     assert_interrupted(strike(arguments, number, moments.uniform(1, 4), folder=tmp_path), number)

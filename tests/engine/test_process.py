@@ -12,9 +12,9 @@ import pytest
 
 from vexport.engine import process, worker
 from vexport.engine.messages import SessionRequest, SessionResult
-from vexport.engine.process import run_group
+from vexport.engine.process import started_group
 from vexport.files import to_json
-from vexport.types import silent
+from vexport.types import OnProgress, silent
 
 # A worker with a child of its own; the child writes its process id and sleeps, deaf to SIGTERM.
 CHILD = (
@@ -48,6 +48,16 @@ result.write_text("all answers")
 """
 
 
+def run(
+    log: Path, timeout: float, *command: str, progress: OnProgress = silent, result: Path | None = None
+) -> int:
+    """The exit code of a script with its arguments; `result` is the file with which it is done."""
+    with started_group(
+        [sys.executable, "-c", *command], environment=os.environ, log=log, timeout=timeout
+    ) as follow:
+        return follow(progress, result.is_file if result else lambda: False)
+
+
 def gone(pid: int) -> bool:
     """Whether a process has ended; an orphan's zombie counts as ended."""
     status = Path(f"/proc/{pid}/status")
@@ -60,40 +70,32 @@ def gone(pid: int) -> bool:
 
 def test_progress_and_log_arrive(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    code = run_group(
-        [sys.executable, "-c", REPORTING],
-        environment=os.environ,
-        log=tmp_path / "logs" / "log",
-        timeout=30,
-        on_progress=lambda *progress: seen.append(progress),
-    )
+    log = tmp_path / "logs" / "log"
+    code = run(log, 30, REPORTING, progress=lambda *progress: seen.append(progress))
     assert code == 7
-    assert (tmp_path / "logs" / "log").read_text() == "hello\n"
+    assert log.read_text() == "hello\n"
     assert seen == [("load", 0, 1), ("load", 1, 1)]
 
 
 def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with pytest.raises(TimeoutError):
-        run_group(
-            [sys.executable, "-c", PARENT, str(note)],
-            environment=os.environ,
-            log=tmp_path / "log",
-            timeout=2,
-            on_progress=silent,
-        )
+        run(tmp_path / "log", 2, PARENT, str(note))
     assert gone(int(note.read_text()))
 
 
 def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    script = (
-        "import os, signal, sys; from pathlib import Path;"
-        "from vexport.engine.process import run_group;"
-        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell ignores it in the background
-        f"run_group([sys.executable, '-c', {PARENT!r}, {str(note)!r}], environment=os.environ,"
-        f"log=Path({str(tmp_path / 'log')!r}), timeout=100, on_progress=print)"
-    )
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from vexport.engine.process import started_group
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
+command = [sys.executable, "-c", {PARENT!r}, {str(note)!r}]
+log = Path({str(tmp_path / "log")!r})
+with started_group(command, environment=os.environ, log=log, timeout=100) as follow:
+    follow(print)
+"""
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     while not (note.exists() and note.read_text()):
         time.sleep(0.05)
@@ -105,13 +107,7 @@ def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
 def test_a_flood_ends_at_the_timeout(tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(TimeoutError):
-        run_group(
-            [sys.executable, "-c", FLOODING],
-            environment=os.environ,
-            log=tmp_path / "log",
-            timeout=0.5,
-            on_progress=silent,
-        )
+        run(tmp_path / "log", 0.5, FLOODING)
     assert time.monotonic() - begin < 20
 
 
@@ -120,14 +116,7 @@ def test_what_is_done_needs_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(process, "_GRACE_SECONDS", 0.2)
     note, result = tmp_path / "pid", tmp_path / "result"
     begin = time.monotonic()
-    code = run_group(
-        [sys.executable, "-c", LINGERING, str(note), str(result)],
-        environment=os.environ,
-        log=tmp_path / "log",
-        timeout=30,
-        on_progress=silent,
-        is_done=result.is_file,
-    )
+    code = run(tmp_path / "log", 30, LINGERING, str(note), str(result), result=result)
     assert code == -signal.SIGKILL
     assert time.monotonic() - begin < 10
     assert gone(int(note.read_text()))

@@ -1,5 +1,6 @@
-"""What reads checkpoints, results and the reference, and starts nothing."""
+"""What reads checkpoints, results and the reference."""
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,15 @@ def check(
     vllm: Version = PINNED,
     source: Name | None = None,
     digests: Name | None = None,
+    static: bool = False,
+    vllm_python: Path | None = None,
+    trust_remote_code: bool = False,
     on_progress: OnProgress = silent,
 ) -> CheckReport:
-    """Whether vLLM loads a checkpoint, as `vexport check` says; `source` compares the weights as well."""
+    """Whether vLLM loads a checkpoint, as `vexport check` says; `source` compares the weights as well.
+
+    Where vLLM is installed its own loaders are asked too, unless `static` or VEXPORT_NO_VERIFY is set.
+    """
     against = None
     if source is not None:
         from vexport.fidelity.compare import against as compared
@@ -36,7 +43,20 @@ def check(
     target = Target(tp=tuple(tp), sm=tuple(sm), vllm=vllm)
     root = resolve_source(str(checkpoint), on_progress)
     known = named_digests(None if digests is None else str(digests), root)
-    return check_checkpoint(str(checkpoint), target, against, root=root, digests=known)
+    read = partial(check_checkpoint, str(checkpoint), target, against, root=root, digests=known)
+    if static or os.environ.get("VEXPORT_NO_VERIFY"):
+        return read()
+    from vexport.engine.gate import checked_in_vllm
+
+    (report,) = checked_in_vllm(
+        {str(checkpoint): root},
+        target,
+        lambda: [read()],
+        vllm_python=vllm_python,
+        trust_remote_code=trust_remote_code,
+        on_progress=on_progress,
+    )
+    return report
 
 
 def verdict(

@@ -13,10 +13,11 @@ from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader
 from vexport.checks.config import other_method
 from vexport.checks.vllm.translated import in_our_terms
+from vexport.checks.vllm.unjudged import unjudged
 from vexport.checks.vllm.view import ANY, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
-from vexport.types import CheckReport, Finding
+from vexport.types import CheckReport, Finding, NotJudged
 from vexport.version import short_version
 
 FILES = "files"
@@ -85,12 +86,14 @@ def check_checkpoint(
     """
     root = root or Path(name)
     require_config(root)
+    not_judged: tuple[NotJudged, ...] = ()
     try:
         index = read_index(root)
         with Reader() as reader:
             view = CheckpointView(index, reader, target, digests)
             # What several families cannot read, each of them tells.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
+            not_judged = tuple(unjudged(view))
     except InputError as problem:
         findings = findings_of(problem)
     except OSError as error:
@@ -100,6 +103,7 @@ def check_checkpoint(
         checkpoint=name,
         ok=ok,
         findings=findings,
+        not_judged=not_judged,
         vllm=short_version(target.vllm),
         tp=tuple(target.tp) or (1,),
         sm=tuple(target.sm),

@@ -20,7 +20,6 @@ DESCRIPTION = "quantization_config is there and every config group is one that v
 FORMAT_NAMES = frozenset({"dense", "mixed-precision", "naive-quantized", *(each.name for each in FORMATS)})
 # With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it passes over.
 SIDES = ("input_activations", "output_activations")
-OUTPUTS = "static INT8, which vLLM runs in a scheme that vexport does not judge (CompressedTensorsWNA8O8Int)"
 # Activation ordering that vLLM no longer runs (compressed_tensors.py, _quantization_scheme_map_from_config).
 REFUSED_ORDERING = ("group", "dynamic")
 
@@ -80,10 +79,15 @@ def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Fi
         if isinstance(parsed, str):
             expected = "arguments that compressed-tensors accepts"
             yield _finding(view, f"config_groups.{name}", expected, parsed, "correct the group")
-        elif isinstance(raw, dict) and all(_is_static_int8(raw.get(side)) for side in SIDES):
-            key, expected = f"config_groups.{name}.output_activations", "no quantized outputs"
-            fix = "ask vLLM itself with `vexport load`, or quantize without them"
-            yield _finding(view, key, expected, OUTPUTS, fix)
+
+
+def has_quantized_outputs(view: CheckpointView) -> bool:
+    """Whether vLLM runs a group in a scheme of its own, whose rules are not among the checks."""
+    groups = (view.quantization or {}).get("config_groups")
+    each_group = groups.values() if isinstance(groups, dict) else ()
+    return any(
+        isinstance(raw, dict) and all(_is_static_int8(raw.get(side)) for side in SIDES) for raw in each_group
+    )
 
 
 def _is_static_int8(raw: Json) -> bool:
@@ -167,10 +171,10 @@ def other_method(view: CheckpointView) -> str | None:
 
 
 def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
-    """The one finding on a checkpoint of such a method."""
+    """The one finding on a checkpoint of a method that vLLM does not have."""
+    if method in view.facts.methods:
+        return
     vllm = short_version(view.target.vllm)
-    loads = method in view.facts.methods
     expected = f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}"
-    got = f"{method!r}, which vLLM {vllm} {'loads by code that is not judged' if loads else 'has not'}"
-    fix = f"{'ask vLLM itself with `vexport load`, or ' if loads else ''}quantize from the source"
-    yield error(NAME, view.quantization_place, expected=expected, got=got, fix=fix)
+    got = f"{method!r}, which vLLM {vllm} has not"
+    yield error(NAME, view.quantization_place, expected=expected, got=got, fix="quantize from the source")

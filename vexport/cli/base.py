@@ -139,6 +139,20 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
     )
 
 
+def require_judged(reports: Sequence[CheckReport]) -> None:
+    """Exit with 3 where something of a checkpoint was not judged, naming the first."""
+    for report in reports:
+        if report.not_judged:
+            first, number = report.not_judged[0], len(report.not_judged)
+            more = f" ({number - 1:,} more)" if number > 1 else ""
+            raise Inconclusive(
+                report.checkpoint,
+                got=f"no judgement on {first.what}{more}: {first.why}",
+                need="all judged, as --strict says",
+                fix="load it where vLLM runs (`vexport load`), or leave --strict out",
+            )
+
+
 def require_no_internal_error(reports: Sequence[CheckReport]) -> None:
     """Exit with 4 where a check ended with an exception of ours, whatever else was found."""
     from vexport.checks import INTERNAL

@@ -1,15 +1,24 @@
 """Will vLLM load a checkpoint: from its files alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import add_step_summary, command, print_text, require_no_internal_error, require_ok
+from vexport.cli.base import (
+    add_step_summary,
+    command,
+    print_text,
+    require_judged,
+    require_no_internal_error,
+    require_ok,
+)
+from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import Answer, device_options, format_option, vllm_option
 from vexport.errors import VexportError, file_problem
-from vexport.errors.extras import raise_problems
+from vexport.errors.extras import attempt, raise_problems
 from vexport.types import CheckReport
 
 if TYPE_CHECKING:
@@ -34,6 +43,14 @@ if TYPE_CHECKING:
 )
 @device_options
 @vllm_option
+@click.option(
+    "--static",
+    is_flag=True,
+    envvar="VEXPORT_NO_VERIFY",
+    help="Judge by the files alone, without a dry load in vLLM.",
+)
+@interpreter_option
+@click.option("--strict", is_flag=True, help="Exit with 3 where something was not judged.")
 @click.option("--all", "every", is_flag=True, help="List each finding; text has those of one kind as one.")
 @format_option()
 def check(
@@ -43,18 +60,23 @@ def check(
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
     vllm: tuple[int, int],
+    static: bool,
+    interpreter: Interpreter,
+    strict: bool,
     every: bool,
     answer: Answer,
 ) -> None:
     """Check that vLLM will load each CHECKPOINT correctly.
 
-    Reads files only: no GPU, no vLLM. Works for checkpoints of any producer. --tp and --sm also check that it
+    Reads files of any producer, without a GPU. Where vLLM is installed its own loaders judge them as well
+    (about 10 seconds; not with --static). What was not judged is listed. --tp and --sm also check that it
     runs on such GPUs, in the precision that is stored; --vllm checks against another version.
     `vexport list checks` lists the checks.
 
     \b
     Examples:
       vexport check OUT
+      vexport check OUT --static --strict
       vexport check OUT --tp 1,2,4 --sm 80,90
       vexport check OUT --source MODEL
       vexport check OUT --digests vexport.json
@@ -68,43 +90,72 @@ def check(
     target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
     with progress_display(quiet=answer.quiet) as on_progress:
         against = _against(source, on_progress)
-        reports, problems = _checked(checkpoints, target, against, digests, on_progress)
-    if answer.format_ != "text" or len(problems) < len(reports):
+        roots, problems = _resolved(checkpoints, on_progress)
+        read = partial(_checked, checkpoints, roots, problems, target, against, digests)
+        if static:
+            reports = read()
+        else:
+            from vexport.engine.gate import checked_in_vllm
+
+            reports = checked_in_vllm(
+                roots,
+                target,
+                read,
+                vllm_python=interpreter.vllm_python,
+                trust_remote_code=interpreter.trust_remote_code,
+                on_progress=on_progress,
+            )
+    if answer.format_ != "text" or len(problems) < len(roots | problems):
         print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
     if answer.format_ == "github":
         add_step_summary(summarize_checks(reports))
     require_no_internal_error(reports)
-    raise_problems(problems)
+    raise_problems([*problems.values()])
     for report in reports:
         require_ok(report.checkpoint, report.ok, report.findings)
+    if strict:
+        require_judged(reports)
+
+
+def _resolved(
+    names: Sequence[str], on_progress: "OnProgress"
+) -> tuple[dict[str, Path], dict[str, VexportError]]:
+    """The folder of each name, or why there is none."""
+    from vexport.checkpoint.source import resolve_source
+
+    found = {name: attempt(partial(resolve_source, name, on_progress), name) for name in names}
+    roots = {name: root for name, root in found.items() if isinstance(root, Path)}
+    return roots, {name: problem for name, problem in found.items() if isinstance(problem, VexportError)}
 
 
 def _checked(
     names: Sequence[str],
+    roots: Mapping[str, Path],
+    problems: dict[str, VexportError],
     target: "Target",
     against: "Against | None",
     digests: str | None,
-    on_progress: "OnProgress",
-) -> tuple[list[CheckReport], list[VexportError]]:
-    """A report for each name, and why some could not be read: no checkpoints at all, or a fault elsewhere."""
-    from vexport.checkpoint.source import resolve_source
+) -> list[CheckReport]:
+    """A report for each name; `problems` gets why some could not be read: no checkpoints at all, or a fault
+    elsewhere."""
     from vexport.checks import check_checkpoint, findings_of, internal_error
     from vexport.outputs.digests import named_digests
 
-    reports, problems = list[CheckReport](), list[VexportError]()
+    reports = list[CheckReport]()
     for name in names:
         try:
-            root = resolve_source(name, on_progress)
+            if name in problems:
+                raise problems[name]
+            root = roots[name]
             known = named_digests(digests, root)
             reports.append(check_checkpoint(name, target, against, root=root, digests=known))
         except (VexportError, OSError) as error:
-            problem = file_problem(error) if isinstance(error, OSError) else error
-            problems.append(problem)
-            reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(problem)))
+            problems[name] = file_problem(error) if isinstance(error, OSError) else error
+            reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(problems[name])))
         except Exception as error:
             findings = (internal_error(f"the check of {name}", error),)
             reports.append(CheckReport(checkpoint=name, ok=False, findings=findings))
-    return reports, problems
+    return reports
 
 
 def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":

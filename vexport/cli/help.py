@@ -46,6 +46,8 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "cards",
         "vllm",
         "dry",
+        "static",
+        "strict",
         "mode",
         "vllm_python",
         "engine_args",

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from vexport.types import OnProgress
 
@@ -19,25 +21,27 @@ _LAST_SECONDS, _KILLED_SECONDS = 20.0, 30.0
 _PIPE_BYTES = 1 << 16
 
 
-def run_group(
-    command: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    log: Path,
-    timeout: float,
-    on_progress: OnProgress,
-    is_done: Callable[[], bool] = lambda: False,
-) -> int:
-    """Run a command to its end; return its exit code, negative for a signal, as subprocess does.
+class Follow(Protocol):
+    """Waits for the end of a started command; returns its exit code, negative for a signal."""
+
+    def __call__(self, on_progress: OnProgress, is_done: Callable[[], bool] = ...) -> int: ...
+
+
+@contextmanager
+def started_group(
+    command: Sequence[str], *, environment: Mapping[str, str], log: Path, timeout: float
+) -> Iterator[Follow]:
+    """Start a command in its own process group, which is gone when the context ends, however that ends.
 
     Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD go to
-    `on_progress`. Its stdin closes when this process dies, however it dies. The whole group is gone when this
-    returns or raises. TimeoutError after `timeout` seconds. Once it `is_done` it has some seconds to end: an
-    engine that is torn down waits for threads, devices and other processes.
+    `on_progress` of what is yielded. Its stdin closes when this process dies, however it dies. TimeoutError
+    `timeout` seconds after the start. Once it `is_done` it has some seconds to end: an engine that is torn
+    down waits for threads, devices and other processes.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb", buffering=0) as pipe, log.open("wb") as output:
+        deadline = time.monotonic() + timeout
         try:
             process = subprocess.Popen(
                 command,
@@ -51,11 +55,9 @@ def run_group(
         finally:
             os.close(writer)
         try:
-            _follow(process, pipe.fileno(), time.monotonic() + timeout, on_progress, is_done)
+            yield partial(_follow, process, pipe.fileno(), deadline)
         finally:
             end_group(process)
-    code = process.poll()
-    return -signal.SIGKILL if code is None else code
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -90,19 +92,19 @@ def _follow(
     pipe: int,
     deadline: float,
     on_progress: OnProgress,
-    is_done: Callable[[], bool],
-) -> None:
+    is_done: Callable[[], bool] = lambda: False,
+) -> int:
     """Pass progress on until the process has ended, or had its time to once it was done; or TimeoutError."""
     pending, last = b"", math.inf
     os.set_blocking(pipe, False)
     while True:
-        ended, now = process.poll() is not None, time.monotonic()
+        code, now = process.poll(), time.monotonic()
         with suppress(BlockingIOError):
             pending = _pass_on(pending + os.read(pipe, _PIPE_BYTES), on_progress)
         if last == math.inf and is_done():
             last = now + _LAST_SECONDS
-        if ended or now > last:
-            return
+        if code is not None or now > last:
+            return -signal.SIGKILL if code is None else code  # that of one that is ended now
         if now > deadline and last == math.inf:
             raise TimeoutError
         time.sleep(_POLL_SECONDS)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checks import INTERNAL, findings_of_headers
+from vexport.engine.dry.judge import errors_or_doubt
 from vexport.engine.dry.load import CAPABILITIES, dry_loads
 from vexport.engine.session import EngineFault
 from vexport.errors import CheckpointFailed
 from vexport.errors.extras import is_installed
 from vexport.formats.schemes import get_scheme
-from vexport.types import DryLoadReport, Finding, FusionGroup, OnProgress, Plan, silent
+from vexport.types import Finding, FusionGroup, OnProgress, Plan, silent
 
-_SECONDS = 600.0
 # Layers that are named one by one in advice; of more their projections are.
 _FEW = 6
 _NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
@@ -107,25 +107,11 @@ def _dry_loaded(
             sm=sm,
             require="any",
             trust_remote_code=trust_remote_code,
-            timeout=_SECONDS,
             on_progress=on_progress,
         )
     except EngineFault as fault:
         return f"the dry load ended early: {fault.got}"
-    return _judged(report)
-
-
-def _judged(report: DryLoadReport) -> list[Finding] | str:
-    """The errors that hold for a tensor parallel size on all GPUs, or why it cannot be told."""
-    needed = [cell for cell in report.cells if cell.needed and cell.reason]
-    unknown = {cell.tp: cell.reason for cell in needed if cell.status == "not shown"}
-    open_to_doubt = {cell.reason for cell in needed if cell.tp in unknown}
-    certain = {cell.reason for cell in needed if cell.tp not in unknown}
-    errors = [each for each in report.findings if each.severity == "error"]
-    errors = [each for each in errors if each.got in certain or each.got not in open_to_doubt]
-    if unknown and not errors:
-        return f"the dry load cannot build this model: {min(unknown.values())}"
-    return errors
+    return errors_or_doubt(report)
 
 
 def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:

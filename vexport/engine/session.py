@@ -10,14 +10,20 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.failures import explain, failure_from_exit, log_tail
-from vexport.engine.messages import EngineFailure, InputProblem, SessionRequest, SessionResult
-from vexport.engine.process import run_group
+from vexport.engine.messages import (
+    EngineFailure,
+    FailureKind,
+    InputProblem,
+    SessionRequest,
+    SessionResult,
+)
+from vexport.engine.process import Follow, started_group
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
 from vexport.errors.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
@@ -149,8 +155,62 @@ def run_worker(
 ) -> T:
     """Run `python -m module REQUEST RESULT` and return the result it wrote, one of our types.
 
-    Its environment is ours with `extra`. EngineFault, at `where`, if vLLM is missing, if the worker ends
-    without a result, or after `timeout` seconds.
+    As `started_worker`, to whose end it waits.
+    """
+    with started_worker(
+        module, request, kind, where=where, log=log, timeout=timeout, vllm_python=vllm_python, extra=extra
+    ) as worker:
+        return worker.result(on_progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker(Generic[T]):
+    """A worker that runs."""
+
+    kind: type[T]
+    where: str
+    log: Path
+    timeout: float
+    result_file: Path
+    follow: Follow
+
+    def result(self, on_progress: OnProgress) -> T:
+        """Wait for the result.
+
+        EngineFault if the worker ends without one, or `timeout` seconds after its start.
+        """
+        try:
+            code = self.follow(on_progress, self.result_file.is_file)
+        except TimeoutError:
+            raise self._fault("timed out", f"not finished after {self.timeout:g} s") from None
+        if not self.result_file.is_file():
+            raise EngineFault(self.where, failure_from_exit(self.log, code), self.log)
+        try:
+            return from_json(self.kind, self.result_file)
+        except InputError as error:
+            message = f"the worker wrote a result that cannot be read ({error.got})"
+            raise self._fault("crashed", message) from None
+
+    def _fault(self, kind: FailureKind, message: str) -> EngineFault:
+        failure = EngineFailure(kind=kind, message=message, log_tail=log_tail(self.log))
+        return EngineFault(self.where, failure, self.log)
+
+
+@contextmanager
+def started_worker(
+    module: str,
+    request: object,
+    kind: type[T],
+    *,
+    where: str,
+    log: Path,
+    timeout: float,
+    vllm_python: Path | None,
+    extra: Mapping[str, str],
+) -> Iterator[Worker[T]]:
+    """Start `python -m module REQUEST RESULT`, which is gone when the context ends.
+
+    Its environment is ours with `extra`. EngineFault, at `where`, if vLLM is missing.
     """
     require_vllm(vllm_python)
     python = vllm_python or Path(sys.executable)
@@ -158,29 +218,16 @@ def run_worker(
         scratch = Path(folder)
         request_file, result_file = scratch / "request.json", scratch / "result.json"
         write_text(request_file, to_json(request))
-        arguments = [str(request_file), str(result_file)]
         environment = worker_environment() if vllm_python is None else _foreign_environment(scratch)
-        try:
-            code = run_group(
-                [str(python), "-m", module, *arguments],
-                environment={**environment, **_temporary_files(scratch), **extra},
-                log=log,
-                timeout=timeout,
-                on_progress=on_progress,
-                is_done=result_file.is_file,
+        with started_group(
+            [str(python), "-m", module, str(request_file), str(result_file)],
+            environment={**environment, **_temporary_files(scratch), **extra},
+            log=log,
+            timeout=timeout,
+        ) as follow:
+            yield Worker(
+                kind=kind, where=where, log=log, timeout=timeout, result_file=result_file, follow=follow
             )
-        except TimeoutError:
-            message = f"not finished after {timeout:g} s"
-            failure = EngineFailure(kind="timed out", message=message, log_tail=log_tail(log))
-            raise EngineFault(where, failure, log) from None
-        if not result_file.is_file():
-            raise EngineFault(where, failure_from_exit(log, code), log)
-        try:
-            return from_json(kind, result_file)
-        except InputError as error:
-            message = f"the worker wrote a result that cannot be read ({error.got})"
-            failure = EngineFailure(kind="crashed", message=message, log_tail=log_tail(log))
-            raise EngineFault(where, failure, log) from None
 
 
 def _temporary_files(scratch: Path) -> Mapping[str, str]:

@@ -13,8 +13,9 @@ from vexport.checkpoint.index import read_index, require_checkpoint, unchanged
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of, smoothing_of
 from vexport.checks import findings_of, findings_on
-from vexport.checks.config import other_method
-from vexport.checks.vllm.view import CheckpointView
+from vexport.checks.config import NAME, other_method
+from vexport.checks.vllm.quant_methods import METHODS
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
 from vexport.fidelity.believed import disagreements, proven_smoothing
@@ -56,7 +57,9 @@ def repair_checkpoint(
         repairs: tuple[Repair, ...] = ()
         try:
             view = CheckpointView(read_index(checkpoint), reader)
-            families = _families() if other_method(view) is None else ()
+            if (method := other_method(view)) is not None:
+                return _report(checkpoint, out, repairs, [_unknown(view, method)])
+            families = _families()
             for number, family in enumerate(families):
                 on_progress("repair (families)", number, len(families))
                 view, family_repairs = _repaired(view, family(view, origin), origin)
@@ -74,6 +77,11 @@ def repair_checkpoint(
             with new_directory(out, overwrite=overwrite) as folder, read_from:
                 write_repaired(view, folder, on_progress=on_progress)
     return report
+
+
+def _unknown(view: CheckpointView, method: str) -> Finding:
+    expected, fix = f"compressed-tensors, or one of {', '.join(METHODS)}", "quantize from the source"
+    return error(NAME, view.quantization_place, expected=expected, got=repr(method), fix=fix)
 
 
 def _families() -> Sequence[Family]:

@@ -41,7 +41,12 @@ _SHORT: dict[CellStatus, str] = {
 
 def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[doc.Document]:
     """One for each checkpoint; its findings, those of a kind as one unless `every`."""
-    return [_document("check", report, (), every=every) for report in reports]
+    return [_document("check", report, not_judged(report), every=every) for report in reports]
+
+
+def not_judged(report: CheckReport) -> tuple[doc.Part, ...]:
+    """What PASS is not said of."""
+    return parts(doc.Listing(row(*map(str, report.not_judged)), "not judged") if report.not_judged else None)
 
 
 def load_documents(reports: Sequence[LoadReport]) -> list[doc.Document]:

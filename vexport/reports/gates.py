@@ -74,13 +74,20 @@ def checkpoint_gate(name: str, report: CheckReport | DryLoadReport | LoadReport)
 
 
 def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...]:
-    """A gate for every family of checks, and for what else found something; without any the gate `check`."""
+    """A gate for every family of checks, and for what else found something; without any the gate `check`.
+
+    What was not judged is SKIPPED.
+    """
     names = dict.fromkeys((*families, *(finding.check for finding in report.findings)))
+    skipped = tuple(Gate(name=each.what, status="SKIPPED", message=each.why) for each in report.not_judged)
     if not families:
-        return (checkpoint_gate("check", report),)
-    return tuple(
-        findings_gate(name, [finding for finding in report.findings if finding.check == name])
-        for name in names
+        return (checkpoint_gate("check", report), *skipped)
+    return (
+        tuple(
+            findings_gate(name, [finding for finding in report.findings if finding.check == name])
+            for name in names
+        )
+        + skipped
     )
 
 

@@ -89,12 +89,21 @@ def verdict(verdict: Verdict) -> str:
 
 
 def checkpoints(name: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> str:
-    """Every checkpoint's errors and warnings of the gate `name`, or one notice where there are none."""
+    """Every checkpoint's errors and warnings of the gate `name`, or one notice where there are none.
+
+    What a check did not judge is a notice.
+    """
     gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in titled(reports)]
+    unjudged = [
+        _Annotation(level="notice", title=f"{name}: not judged", message=f"{report.checkpoint}: {each}")
+        for report in reports
+        if isinstance(report, CheckReport)
+        for each in report.not_judged
+    ]
     if all(gate.status == "PASS" and not gate.findings for _, gate in gates):
         message = f"{plural(len(gates), 'checkpoint')} without a finding{judged_for(reports[0])}"
-        return _lines(_Annotation(level="notice", title=f"vexport {name} PASS", message=message), ())
-    return _lines(None, (note for place, gate in gates for note in _of_gate(gate, place)))
+        return _lines(_Annotation(level="notice", title=f"vexport {name} PASS", message=message), unjudged)
+    return _lines(None, [*(note for place, gate in gates for note in _of_gate(gate, place)), *unjudged])
 
 
 def _answer(name: str, outcome: Outcome, device: str, sentence: str) -> _Annotation:

@@ -5,6 +5,7 @@ from functools import partial
 
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checks import check_checkpoint
+from vexport.checks.vllm.unjudged import NAMES
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.plan import build_plan, require_accepted
@@ -61,4 +62,6 @@ def check(run: Run) -> CheckReport:
     on_layer = partial(run.options.on_progress, "read back (layers)")
     layers = LayerErrors(layers=layer_errors(run.index, written, plan, on_layer=on_layer))
     write_text(run.folder / LAYERS, to_json(layers))
-    return replace(report, ok=report.ok and not lost, findings=findings)
+    # Names and shapes vLLM judges in the stages that follow.
+    not_judged = tuple(each for each in report.not_judged if each.what != NAMES)
+    return replace(report, ok=report.ok and not lost, findings=findings, not_judged=not_judged)

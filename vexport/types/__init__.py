@@ -48,6 +48,7 @@ from vexport.types.findings import (
     LogprobAgreement,
     MatrixCell,
     MatrixRow,
+    NotJudged,
     RankMemory,
     SequenceMemory,
     Severity,

@@ -37,8 +37,19 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotJudged:
+    """What a check did not look at, and why."""
+
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The findings on one checkpoint; `ok` means that none of them is an error.
+    """The findings on one checkpoint; `ok` means that none of them is an error in what was judged.
 
     `vllm`, `tp` and `sm` say what it was judged for: a version, tensor parallel sizes and compute
     capabilities, of which none means any. A report from before they were written has no version.
@@ -47,6 +58,7 @@ class CheckReport:
     checkpoint: str
     ok: bool
     findings: tuple[Finding, ...]
+    not_judged: tuple[NotJudged, ...] = ()
     vllm: str = ""
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()

@@ -13,6 +13,8 @@ BLIND_SPOTS = (
     "no kernel ran, no value was looked at, and what vLLM does to weights after loading was left out",
     "kernels are those of vLLM's CUDA wheel with FlashInfer, without DeepGEMM and Humming",
 )
+# What vLLM and transformers ask for where a checkpoint brings code.
+TRUST = "trust_remote_code"
 _SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
     "missing": (
         "error",
@@ -42,6 +44,33 @@ def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require)
         memory=tuple(_memory(results)),
         blind_spots=BLIND_SPOTS,
     )
+
+
+def errors_or_doubt(report: DryLoadReport, require: Require = "any") -> list[Finding] | str:
+    """The errors that hold for a tensor parallel size on all GPUs, or why it cannot be told.
+
+    With `require` "all" those that hold on any.
+    """
+    needed = [cell for cell in report.cells if cell.needed and cell.reason]
+    doubts = {_place(cell, require): cell.reason for cell in needed if cell.status == "not shown"}
+    open_to_doubt = {cell.reason for cell in needed if _place(cell, require) in doubts}
+    certain = {cell.reason for cell in needed if _place(cell, require) not in doubts}
+    errors = [each for each in report.findings if each.severity == "error"]
+    errors = [each for each in errors if each.got in certain or each.got not in open_to_doubt]
+    if doubts and not errors:
+        return f"the dry load cannot build this model: {min(doubts.values())}"
+    if any(TRUST in each.got for each in errors):
+        return "the checkpoint brings Python code, which runs with --trust-remote-code only"
+    return errors
+
+
+def _place(cell: MatrixCell, require: Require) -> tuple[int, int]:
+    return cell.tp, cell.sm if require == "all" else 0
+
+
+def unused(report: DryLoadReport) -> list[Finding]:
+    """The findings on stored tensors that went nowhere."""
+    return [each for each in report.findings if each.expected == _SAYS["unused"][1]]
 
 
 def _memory(results: Sequence[CellResult]) -> Iterator[RankMemory]:

@@ -1,6 +1,7 @@
 """Loads checkpoints dry: starts the worker, gives it the cells, judges what it saw."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,13 @@ from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.judge import Require, judge
 from vexport.engine.dry.messages import Cell, DryRequest, DryResult
-from vexport.engine.session import NO_EMULATION, log_folder, require_vllm, run_worker
+from vexport.engine.session import NO_EMULATION, log_folder, require_vllm, started_worker
 from vexport.formats.gpus import Card
 from vexport.types import DryLoadReport, GpuRoom, OnProgress, RankMemory, silent
 
 # Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ.
 CAPABILITIES = (80, 89, 90, 100)
-_SECONDS = 600.0
+SECONDS = 600.0
 
 
 def dry_load(
@@ -41,14 +42,41 @@ def dry_loads(
     require: Require = "all",
     vllm_python: Path | None = None,
     trust_remote_code: bool = False,
-    timeout: float = _SECONDS,
+    timeout: float = SECONDS,
     on_progress: OnProgress = silent,
 ) -> list[DryLoadReport]:
     """What vLLM's own model classes and weight loaders make of checkpoints, from their headers alone.
 
+    As `started_dry_loads`, to whose end it waits.
+    """
+    with started_dry_loads(
+        checkpoints,
+        tp=tp,
+        sm=sm,
+        require=require,
+        vllm_python=vllm_python,
+        trust_remote_code=trust_remote_code,
+        timeout=timeout,
+    ) as reports:
+        return reports(on_progress)
+
+
+@contextmanager
+def started_dry_loads(
+    checkpoints: Sequence[Path],
+    *,
+    tp: Sequence[int],
+    sm: Sequence[int],
+    require: Require,
+    vllm_python: Path | None,
+    trust_remote_code: bool,
+    timeout: float = SECONDS,
+) -> Iterator[Callable[[OnProgress], list[DryLoadReport]]]:
+    """Start to load checkpoints dry; what is yielded waits for the reports, in the order of `checkpoints`.
+
     Needs no GPU and reads no weights: about 10 s to import vLLM for the first ones, then 0.2 s for each cell
     of a small model. The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load, or
-    with `require` "any" one for each `tp`. Reports come in the order of `checkpoints`.
+    with `require` "any" one for each `tp`.
     Raises EngineFault where vLLM is missing, dies outside a cell, or takes more than `timeout` seconds.
     """
     cells = tuple(Cell(tp=size, sm=capability) for size in tp for capability in sm)
@@ -59,7 +87,15 @@ def dry_loads(
             folder=folder,
             trust_remote_code=trust_remote_code,
         )
-        result = run_worker(
+
+        def reports(on_progress: OnProgress) -> list[DryLoadReport]:
+            result = worker.result(on_progress)
+            return [
+                judge(str(checkpoint), result.vllm, found, require)
+                for checkpoint, found in zip(checkpoints, result.checkpoints, strict=True)
+            ]
+
+        with started_worker(
             "vexport.engine.dry.worker",
             request,
             DryResult,
@@ -68,12 +104,8 @@ def dry_loads(
             timeout=timeout,
             vllm_python=vllm_python,
             extra=NO_EMULATION,
-            on_progress=on_progress,
-        )
-    return [
-        judge(str(checkpoint), result.vllm, found, require)
-        for checkpoint, found in zip(checkpoints, result.checkpoints, strict=True)
-    ]
+        ) as worker:
+            yield reports
 
 
 def dry_load_checkpoints(
