@@ -21,7 +21,9 @@ def job(folder: Path, *, overwrite: bool = False) -> EvalJob:
         serve=Serve(), vllm_python=None, trust_remote_code=False, on_progress=lambda *step: None
     )
     settings = Evaluate(tasks=("gsm8k",))
-    return EvalJob(checkpoint="model", settings=settings, folder=folder, options=options, overwrite=overwrite)
+    return EvalJob(
+        checkpoints=("model",), settings=settings, folder=folder, options=options, overwrite=overwrite
+    )
 
 
 def test_an_evaluation_without_results_goes_on_unless_it_is_to_be_replaced(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from vexport.errors import InputError
 from vexport.outputs import written_alone
 from vexport.run.directory import KIND as RUN
-from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoint
+from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoints
 from vexport.run.scenario import run_scenario
 from vexport.run.serving import EngineOptions
 from vexport.run.stages import STAGES, Stage, do
@@ -35,8 +35,8 @@ def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) 
     settings = scenario.evaluate.model_copy(update={"baseline": scenario.source})
     calls: dict[str, Callable[[], object]] = {
         "run": lambda: run_scenario(scenario, folder, options, overwrite=False),
-        "eval": lambda: evaluate_checkpoint(
-            EvalJob(checkpoint=scenario.source, settings=settings, folder=folder, options=options)
+        "eval": lambda: evaluate_checkpoints(
+            EvalJob(checkpoints=(scenario.source,), settings=settings, folder=folder, options=options)
         ),
     }
     with (

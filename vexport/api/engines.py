@@ -10,7 +10,8 @@ from vexport.engine.session import require_engine
 from vexport.formats.gpus import cards
 from vexport.plan.needs import with_default_text
 from vexport.run.comparing import compare_schemes, with_scheme
-from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoint
+from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
+from vexport.run.judging import Explaining
 from vexport.run.loading import load_checkpoints
 from vexport.run.scenario import run_scenario
 from vexport.run.serving import EngineOptions
@@ -94,19 +95,21 @@ def evaluate(
     against: Name | None = None,
     accept: Name | None = None,
     overwrite: bool = False,
+    attribution: bool | None = None,
     on_progress: OnProgress = silent,
 ) -> Verdict | None:
     """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
 
     As `vexport eval` does; lm-eval's results and the logs of vLLM go to `folder`. The answers become the
     accepted baseline `accept` unless they fail; with that alone nothing is compared, and None returned.
+    The cause of a loss is looked for where `attribution` says so, without it unless the verdict is PASS.
     """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
         raise ValueError(
             "evaluate: got no baseline or two, need settings.baseline or against, or accept alone"
         )
     job = EvalJob(
-        checkpoint=str(checkpoint),
+        checkpoints=(str(checkpoint),),
         settings=settings,
         folder=Path(folder),
         options=(engine or Engine()).options(on_progress),
@@ -114,9 +117,10 @@ def evaluate(
         against=None if against is None else Path(against),
         accept=None if accept is None else Path(accept),
     )
-    judged = evaluate_checkpoint(job)
-    accept_answers(job, judged)
-    return judged
+    (judged,) = evaluate_checkpoints(job)
+    verdict = explained(job, judged, Explaining(wanted=attribution), on_progress).verdict
+    accept_answers(job, verdict)
+    return verdict
 
 
 def run(
@@ -127,6 +131,7 @@ def run(
     tp: int | None = None,
     engine_args: EngineArguments | None = None,
     engine: Engine | None = None,
+    attribution: bool | None = None,
     on_progress: OnProgress = silent,
 ) -> Report:
     """Every stage of a scenario that is not done yet, as `vexport run` does.
@@ -138,7 +143,14 @@ def run(
     parsed = parsed.model_copy(update={"serve": serve})
     options = (engine or Engine()).options(on_progress, parsed.serve)
     folder = parsed.run_dir if run_dir is None else Path(run_dir)
-    return run_scenario(parsed, folder, options, overwrite=overwrite, file=Path(scenario))
+    return run_scenario(
+        parsed,
+        folder,
+        options,
+        overwrite=overwrite,
+        file=Path(scenario),
+        explaining=Explaining(wanted=attribution),
+    )
 
 
 def compare(

@@ -12,6 +12,7 @@ from vexport.cli.options import PATH, POSITIVE, stacked, trust_option
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from vexport.run.judging import Explaining
     from vexport.run.serving import EngineOptions
     from vexport.scenario import Serve
     from vexport.types import OnProgress
@@ -90,6 +91,35 @@ def _json_or_text(text: str) -> "JsonValue":
     return value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplanationOptions:
+    """Whether the cause of a loss is looked for after the verdict, and how long."""
+
+    attribution: bool | None
+    attribution_seconds: int
+
+    @property
+    def settings(self) -> "Explaining":
+        """The same for what runs it."""
+        from vexport.run.judging import Explaining
+
+        return Explaining(wanted=self.attribution, seconds=self.attribution_seconds)
+
+
+attribution_options = stacked(
+    click.option(
+        "--attribution/--no-attribution",
+        default=None,
+        help="Look for a loss's cause after the verdict [default: unless PASS].",
+    ),
+    click.option(
+        "--attribution-seconds",
+        type=POSITIVE,
+        default=300,
+        show_default=True,
+        help="Longest time for that.",
+    ),
+)
 engine_arg_option = click.option(
     "--engine-arg",
     "engine_args",

@@ -60,9 +60,7 @@ Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fi
 
 def run_command() -> int:
     """Run a command; every outcome becomes an exit code, which is returned, and one line an error."""
-    if "--debug" in sys.argv:
-        logging.getLogger("vexport").addHandler(logging.StreamHandler())
-        logging.getLogger("vexport").setLevel(logging.DEBUG)
+    _show_log()
     try:
         result = cli.main(prog_name="vexport", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -70,6 +68,26 @@ def run_command() -> int:
         if (interrupt := _interrupt_before(error)) is not None:
             return _say([INTERRUPTED], interrupt.args[0] if interrupt.args else 130)
         return _failed(error)
+
+
+class _Lines(logging.Handler):
+    """Each record as a line on stderr, below the bars where there are some."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record."""
+        text = (
+            visible(clip(self.format(record), MAX_CHARACTERS)) if not record.exc_info else self.format(record)
+        )
+        click.echo(text, err=True)
+
+
+def _show_log() -> None:
+    """What vexport logs goes to stderr: all of it with --debug or -v, nothing but warnings with -q."""
+    given = set(sys.argv[1:])
+    is_verbose, is_quiet = given & {"--debug", "-v", "--verbose"}, given & {"-q", "--quiet"}
+    logger = logging.getLogger("vexport")
+    logger.addHandler(_Lines(logging.DEBUG if is_verbose else logging.WARNING if is_quiet else logging.INFO))
+    logger.setLevel(logging.DEBUG)
 
 
 def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:

@@ -1,5 +1,6 @@
 """Is a checkpoint accurate enough."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,20 +9,22 @@ import click
 
 from vexport.cli.base import command, conclude, print_text
 from vexport.cli.engine import (
+    ExplanationOptions,
     Interpreter,
     Session,
+    attribution_options,
     interpreter_option,
     serve_options,
     session_options,
 )
-from vexport.cli.options import PATH, POSITIVE, Answer, format_option
+from vexport.cli.options import PATH, POSITIVE, Answer, answer_file, format_option
 from vexport.cli.prompting import PromptOptions, prompting_options
 from vexport.cli.verdict import DriftOptions, VerdictOptions, drift_options, verdict_options
-from vexport.types import Verdict
 
 if TYPE_CHECKING:
-    from vexport.run.evaluating import EvalJob
+    from vexport.run.evaluating import EvalJob, Judged
     from vexport.scenario import Evaluate
+    from vexport.types import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,16 @@ class Subject:
             raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
 
 
+def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Each task; a name that is the path of a file is one, whatever is in it."""
+    return tuple(
+        task.strip()
+        for value in values
+        for task in ([value] if Path(value).exists() else value.split(","))
+        if task.strip()
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """Where lm-eval's files go."""
@@ -73,7 +86,7 @@ class Results:
 
 
 @command("eval")
-@click.argument("checkpoint")
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
 @click.option("--baseline", metavar="SOURCE", help="The unquantized checkpoint to compare with.")
 @click.option(
     "--against", type=PATH, metavar="FILE", help="An accepted baseline to compare with; starts one engine."
@@ -86,20 +99,23 @@ class Results:
 )
 @click.option(
     "--task",
+    "--tasks",
     "tasks",
     multiple=True,
-    metavar="NAME_OR_YAML",
-    help="lm-eval task; repeatable.",
+    metavar="T,...",
+    callback=_tasks,
+    help="Tasks of lm-eval, by name or YAML file; repeatable.",
 )
 @click.option(
     "--text",
     metavar="DATA",
-    help="Held-out text that decides in the place of tasks (file or data set).",
+    help="Held-out text that decides in the place of tasks.",
 )
 @click.option("--text-rows", type=POSITIVE, metavar="N", help="Rows of the text [default: 32].")
 @click.option("--text-tokens", type=POSITIVE, metavar="N", help="Tokens of a row [default: 512].")
 @verdict_options
 @drift_options
+@attribution_options
 @prompting_options
 @click.option(
     "--output-dir",
@@ -117,11 +133,12 @@ class Results:
 @session_options
 @format_option(names=("-o", "--output-file"))
 def evaluate(
-    checkpoint: str,
+    checkpoints: tuple[str, ...],
     comparison: Comparison,
     subject: Subject,
     verdict: VerdictOptions,
     drift: DriftOptions,
+    explanation: ExplanationOptions,
     prompts: PromptOptions,
     results: Results,
     interpreter: Interpreter,
@@ -131,13 +148,14 @@ def evaluate(
 ) -> None:
     """Compare CHECKPOINT's accuracy with its baseline's, by lm-eval in vLLM.
 
-    Both answer the same documents; the verdict is PASS, FAIL or INCONCLUSIVE. An accepted baseline is a small
-    file for git: each document's score, and what else could change scores. Make one with --accept, and
-    compare later checkpoints --against it.
+    Both answer the same documents; the verdict (PASS, FAIL or INCONCLUSIVE) comes first, then the cause
+    where it is not PASS. Several checkpoints give a table. An accepted baseline is a small file for git with
+    each document's score: make one with --accept, and compare later checkpoints --against it.
 
     \b
     Examples:
       vexport eval OUT --baseline MODEL --task gsm8k --margin 0.02
+      vexport eval OUT1 OUT2 --baseline MODEL --tasks gsm8k,arc_easy
       vexport eval OUT --task gsm8k --accept accepted.json
       vexport eval NEXT --task gsm8k --against accepted.json
       vexport eval OUT --baseline MODEL --text held-out.jsonl
@@ -150,20 +168,27 @@ def evaluate(
     subject.require_consistent(comparison)
     serve = session.serve(tp)
     require_engine((interpreter.vllm_python,))
-    from vexport.run.evaluating import EvalJob, evaluate_checkpoint
+    from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained
 
+    if len(checkpoints) > 1 and comparison.accept:
+        raise click.UsageError("--accept takes the answers of one CHECKPOINT.")
+    last = f"and-{len(checkpoints) - 1}-more" if len(checkpoints) > 1 else ""
+    name = "-".join(filter(None, (Path(checkpoints[0]).name, last)))
     with progress_display(quiet=answer.quiet) as on_progress:
         job = EvalJob(
-            checkpoint=checkpoint,
+            checkpoints=checkpoints,
             settings=_settings(subject, comparison.baseline, verdict, drift, prompts),
-            folder=results.output_dir or Path("runs") / f"eval-{Path(checkpoint).name}",
+            folder=results.output_dir or Path("runs") / f"eval-{name}",
             options=interpreter.options(serve, on_progress),
             overwrite=results.overwrite,
             against=comparison.against,
             accept=comparison.accept,
         )
-        judged = evaluate_checkpoint(job)
-    _answer(job, judged, answer)
+        judged = evaluate_checkpoints(job)
+    is_shown = _show_first(judged, answer)
+    with progress_display(quiet=answer.quiet) as on_progress:
+        judged = [explained(job, one, explanation.settings, on_progress) for one in judged]
+    _answer(job, judged, answer, is_shown=is_shown)
 
 
 def _settings(
@@ -209,14 +234,59 @@ def _settings(
         )
 
 
-def _answer(job: "EvalJob", verdict: Verdict | None, answer: Answer) -> None:
-    """Print the verdict, write the accepted baseline, and exit by the outcome."""
-    from vexport.reports import render_verdict
+def _show_first(judged: "Sequence[Judged]", answer: Answer) -> bool:
+    """Whether the answer is shown before its cause is looked for: of another form, or in a file, it is whole.
+
+    Then a line on stderr tells it.
+    """
+    from vexport.run.judging import first_line
+
+    verdicts = [one.verdict for one in judged if one.verdict]
+    is_shown = answer.format_ == "text" and answer_file(click.get_current_context()) is None
+    if is_shown and verdicts:
+        print_text(_text(judged))
+    elif not answer.quiet:
+        for verdict in verdicts:
+            click.echo(f"{verdict.checkpoint}: {first_line(verdict)}", err=True)
+    return is_shown
+
+
+def _text(judged: "Sequence[Judged]") -> str:
+    """The verdict, or the table of several checkpoints."""
+    from vexport.reports import render_comparison, render_verdict
+    from vexport.run.evaluating import compared
+
+    if len(judged) > 1:
+        return render_comparison(compared(judged), "text")
+    assert judged[0].verdict is not None
+    return render_verdict(judged[0].verdict, "text")
+
+
+def _whole(judged: "Sequence[Judged]", verdicts: "Sequence[Verdict]", format_: str, *, is_shown: bool) -> str:
+    """The answer, or of one whose verdict is shown the causes."""
+    from vexport.reports import render_cause, render_verdict, render_verdicts
+
+    if format_ != "text":
+        return (
+            render_verdict(verdicts[0], format_) if len(verdicts) == 1 else render_verdicts(verdicts, format_)
+        )
+    if len(verdicts) == 1:
+        cause = render_cause(verdicts[0])
+        return _text(judged) if not is_shown else f"\n{cause}" if cause else ""
+    causes = [f"\n{verdict.checkpoint}\n{cause}" for verdict in verdicts if (cause := render_cause(verdict))]
+    return "".join(causes if is_shown else [_text(judged), *causes])
+
+
+def _answer(job: "EvalJob", judged: "Sequence[Judged]", answer: Answer, *, is_shown: bool) -> None:
+    """Print what has not been shown, write the accepted baseline, and exit by the outcome."""
     from vexport.run.evaluating import accept_answers
 
-    if verdict:
-        print_text(render_verdict(verdict, answer.format_))
-    if text := accept_answers(job, verdict):
-        click.echo(text, err=verdict is not None)
-    if verdict:
-        conclude(verdict.outcome, job.checkpoint, verdict.reason)
+    verdicts = [one.verdict for one in judged if one.verdict]
+    if verdicts and (text := _whole(judged, verdicts, answer.format_, is_shown=is_shown)):
+        print_text(text)
+    if text := accept_answers(job, verdicts[0] if verdicts else None):
+        click.echo(text, err=bool(verdicts))
+    for outcome in ("FAIL", "INCONCLUSIVE"):
+        for verdict in verdicts:
+            if verdict.outcome == outcome:
+                conclude(outcome, verdict.checkpoint, verdict.reason)

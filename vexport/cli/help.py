@@ -39,7 +39,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "think_end_token",
         "enable_thinking",
     ),
-    "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit"),
+    "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit", "attribution", "attribution_seconds"),
     "vLLM": (
         "tp",
         "sm",
@@ -135,6 +135,12 @@ def _key(option: click.Option) -> str:
     return "help" if "--help" in option.opts else option.name or ""
 
 
+def _short(option: click.Option, record: tuple[str, str]) -> tuple[str, str]:
+    """The line of an option in help; of a switch `--[no-]verify`."""
+    on, off = option.opts[-1], next(iter(option.secondary_opts), "")
+    return (f"--[no-]{on[2:]}", record[1]) if off == f"--no-{on[2:]}" else record
+
+
 def write_sections(
     parameters: Sequence[click.Parameter], ctx: click.Context, formatter: click.HelpFormatter
 ) -> None:
@@ -143,7 +149,7 @@ def write_sections(
     for title, names in SECTIONS.items():
         listed = [name for name in options if _SECTION_OF.get(name, OTHERS) == title]
         chosen = [options[name] for name in sorted(listed, key=[*names, *listed].index)]
-        rows = [record for option in chosen if (record := option.get_help_record(ctx)) is not None]
+        rows = [_short(option, record) for option in chosen if (record := option.get_help_record(ctx))]
         if rows:
             with formatter.section(title):
                 formatter.write_dl(rows)

@@ -57,6 +57,10 @@ class Count(click.IntRange):
     def __init__(self, least: int) -> None:
         super().__init__(least, MOST_COUNT)
 
+    def _describe_range(self) -> str:
+        """Nothing for help: that a number of things is a whole number goes without saying."""
+        return ""
+
 
 class Real(click.FloatRange):
     """A finite number within a range; every comparison with NaN is false, so that it is within any."""
@@ -67,6 +71,10 @@ class Real(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
+
+    def _describe_range(self) -> str:
+        """The bounds for help, where there are two."""
+        return "" if self.max is None else super()._describe_range()
 
 
 PATH = click.Path(path_type=Path)

@@ -167,8 +167,7 @@ prompting_options = stacked(
         type=_batch_size,
         default="auto",
         metavar="N|auto",
-        show_default=True,
-        help="Requests that vLLM is given at once; auto is all of them.",
+        help="Requests that vLLM is given at once [default: auto, all].",
     ),
     click.option(
         "--limit",

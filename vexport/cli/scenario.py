@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import add_step_summary, command, conclude, note, print_text
-from vexport.cli.engine import Interpreter, interpreter_option, serve_options
+from vexport.cli.engine import (
+    ExplanationOptions,
+    Interpreter,
+    attribution_options,
+    interpreter_option,
+    serve_options,
+)
 from vexport.cli.options import FORMATS, PATH, Answer, answer_file, format_option
 
 if TYPE_CHECKING:
@@ -20,6 +26,7 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 @click.argument("scenario", type=PATH)
 @click.option("--run-dir", type=PATH, help="Where everything goes [default: runs/NAME].")
 @click.option("--overwrite", is_flag=True, help="Start again in a run directory that exists.")
+@attribution_options
 @interpreter_option
 @serve_options
 @format_option(REPORT_FORMATS)
@@ -27,6 +34,7 @@ def run(
     scenario: Path,
     run_dir: Path | None,
     overwrite: bool,
+    explanation: ExplanationOptions,
     interpreter: Interpreter,
     tp: int | None,
     engine_args: "dict[str, JsonValue]",
@@ -57,7 +65,9 @@ def run(
     folder = run_dir or parsed.run_dir
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(parsed.serve, on_progress)
-        report = run_scenario(parsed, folder, options, overwrite=overwrite, file=scenario)
+        report = run_scenario(
+            parsed, folder, options, overwrite=overwrite, file=scenario, explaining=explanation.settings
+        )
     print_text(render(report, answer.format_, scenario=scenario))
     if answer.format_ == "github":
         add_step_summary(render(report, "markdown"))

@@ -59,8 +59,7 @@ verdict_options = stacked(
         multiple=True,
         metavar="[TASK=]METRIC[,FILTER]",
         callback=_gates,
-        help="Metric that decides, for a task, a group or all; repeatable "
-        "[default: exact_match, else acc, else the first].",
+        help="Metric that decides; repeatable [default: exact_match, else acc].",
     ),
 )
 drift_options = stacked(

@@ -20,7 +20,7 @@ from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
 from vexport.engine.prompts import Prompts
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference
 from vexport.errors import InputError
-from vexport.types import Finding, LoadReport, LogprobAgreement
+from vexport.types import Finding, LoadReport, LogprobAgreement, OnProgress, silent
 
 REFERENCE = "transformers with dequantized weights"
 _MAX_LENGTH = 512
@@ -56,7 +56,11 @@ def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
 
 
 def load_report(
-    result: SessionResult, prompts: Prompts, *, baseline: SessionResult | None = None
+    result: SessionResult,
+    prompts: Prompts,
+    *,
+    baseline: SessionResult | None = None,
+    on_progress: OnProgress = silent,
 ) -> LoadReport:
     """Judge a session: refused, degenerate, non-finite, or unlike the reference.
 
@@ -65,7 +69,7 @@ def load_report(
     """
     if result.failure is not None:
         return _report(result, [refused(result)], None)
-    agreement, disagreements = _agreement(result, prompts)
+    agreement, disagreements = _agreement(result, prompts, on_progress)
     agrees = agreement is not None and not disagreements
     findings = [*_canaries(result, prompts, baseline, agrees=agrees), *_short(result), *disagreements]
     return _report(result, findings, agreement)
@@ -122,7 +126,9 @@ def _report(
     )
 
 
-def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreement | None, list[Finding]]:
+def _agreement(
+    result: SessionResult, prompts: Prompts, on_progress: OnProgress
+) -> tuple[LogprobAgreement | None, list[Finding]]:
     if result.logprobs_file is None:
         return None, []
     measured = read_logprobs(result.logprobs_file)
@@ -130,7 +136,7 @@ def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreemen
         return None, [_not_finite(result, measured)]
     try:
         kept = result.logprobs_file.with_name(REFERENCE_FILE)
-        reference = remembered_reference(result.checkpoint, prompts.tokens, kept)
+        reference = remembered_reference(result.checkpoint, prompts.tokens, kept, on_progress)
     except InputError as error:
         return None, [Finding.of(error, check="logprobs", severity="info")]
     cache = result.engine.settings.get("kv_cache_dtype", "auto") if result.engine else "auto"
@@ -142,7 +148,12 @@ def _agreement(result: SessionResult, prompts: Prompts) -> tuple[LogprobAgreemen
         limit=kl_limit(result.checkpoint, cache),
     )
     limit = agreement_limit(
-        result.checkpoint, prompts.tokens, kept, mean_kl=agreement.mean_kl, limit=agreement.limit
+        result.checkpoint,
+        prompts.tokens,
+        kept,
+        mean_kl=agreement.mean_kl,
+        limit=agreement.limit,
+        on_progress=on_progress,
     )
     agreement = replace(agreement, limit=limit)
     return agreement, _disagreement(result, agreement)

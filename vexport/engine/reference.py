@@ -7,7 +7,7 @@ runs all experts of a layer in one module.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ from vexport.formats.dequantize import any_groups, arguments_of
 from vexport.formats.input_rounding import rounding_hook
 from vexport.formats.kv_cache import KEY, VALUE
 from vexport.numerics.metrics import kl_divergence
-from vexport.types import Canary
+from vexport.types import Canary, OnProgress, silent
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -53,7 +53,11 @@ KV_SCALES = (f".{KEY}", f".{VALUE}")
 
 
 def reference_logprobs(
-    checkpoint: Path, prompts: Sequence[Sequence[int]], *, jitter: float = 0.0
+    checkpoint: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    jitter: float = 0.0,
+    on_progress: OnProgress = silent,
 ) -> torch.Tensor:
     """Log-probabilities of the next token after each token but the last of each prompt.
 
@@ -62,20 +66,32 @@ def reference_logprobs(
     1 + jitter times normal noise, the same at every call. InputError where the checkpoint is not one that
     transformers can build as a causal language model with `nn.Linear` for every quantized layer.
     """
-    model = load_dequantized(checkpoint)
+    rows: list[torch.Tensor] = []
+    stage = "reference, its noise" if jitter else "reference"
+
+    def tell() -> None:
+        on_progress(stage, len(rows), len(prompts))
+
+    model = load_dequantized(checkpoint, tell)
     if jitter:
         _jitter_embeddings(model, jitter)
-    rows = []
     # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         for prompt in prompts:
             logits: torch.Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
             rows.append(torch.log_softmax(logits.to(torch.float32), dim=-1))
+            tell()
     return torch.cat(rows)
 
 
 def agreement_limit(
-    checkpoint: Path, prompts: Sequence[Sequence[int]], path: Path, *, mean_kl: float, limit: float
+    checkpoint: Path,
+    prompts: Sequence[Sequence[int]],
+    path: Path,
+    *,
+    mean_kl: float,
+    limit: float,
+    on_progress: OnProgress = silent,
 ) -> float:
     """The limit on the mean KL(reference || vLLM); for a KL beyond it, what this checkpoint's noise allows.
 
@@ -88,7 +104,7 @@ def agreement_limit(
         return limit
     tensors = load_file(path)
     if _NOISE not in tensors:
-        moved = reference_logprobs(checkpoint, prompts, jitter=BFLOAT16_ROUNDING)
+        moved = reference_logprobs(checkpoint, prompts, jitter=BFLOAT16_ROUNDING, on_progress=on_progress)
         tensors[_NOISE] = kl_divergence(tensors[_MATRIX], moved).mean()
         with atomic_path(path) as temporary:
             save_file(tensors, temporary)
@@ -107,11 +123,13 @@ def _jitter_embeddings(model: Module, jitter: float) -> None:
     embeddings.register_forward_hook(moved)
 
 
-def remembered_reference(checkpoint: Path, prompts: Sequence[Sequence[int]], path: Path) -> torch.Tensor:
+def remembered_reference(
+    checkpoint: Path, prompts: Sequence[Sequence[int]], path: Path, on_progress: OnProgress = silent
+) -> torch.Tensor:
     """`reference_logprobs`, read from the safetensors file `path`, or computed and written there."""
     if not path.is_file():
         with atomic_path(path) as temporary:
-            save_file({_MATRIX: reference_logprobs(checkpoint, prompts)}, temporary)
+            save_file({_MATRIX: reference_logprobs(checkpoint, prompts, on_progress=on_progress)}, temporary)
     matrix: torch.Tensor = load_file(path)[_MATRIX]
     return matrix
 
@@ -147,8 +165,12 @@ def _continuation(model: Module, tokenizer: PreTrainedTokenizerBase, canary: Can
     )
 
 
-def load_dequantized(checkpoint: Path) -> Module:
-    """The checkpoint as a plain transformers model that rounds activations where the scheme says so."""
+def load_dequantized(checkpoint: Path, on_layer: Callable[[], None] = lambda: None) -> Module:
+    """The checkpoint as a plain transformers model that rounds activations where the scheme says so.
+
+    `on_layer` is called before each layer is dequantized.
+    """
+    on_layer()
     raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(checkpoint)
     if hasattr(config, "quantization_config"):
@@ -169,7 +191,10 @@ def load_dequantized(checkpoint: Path) -> Module:
     quantization = find_quantization(checkpoint, raw)
     transforms = OnlineTransforms(quantization, tensors)
     schemes = _schemes({**linears, **experts}, quantization, tensors)
-    inputs = {name: _dequantize(name, scheme, tensors, dtype) for name, scheme in schemes.items()}
+    inputs = {}
+    for name, scheme in schemes.items():
+        on_layer()
+        inputs[name] = _dequantize(name, scheme, tensors, dtype)
     for name in schemes:
         if name not in experts and isinstance(skeleton.get_submodule(name), Conv1D):
             tensors[f"{name}.weight"] = tensors[f"{name}.weight"].T.contiguous()

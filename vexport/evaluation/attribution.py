@@ -21,7 +21,7 @@ from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.prompting import differences
 from vexport.numerics.metrics import kl_divergence
-from vexport.types import Attribution, Cause, Distance, Outcome
+from vexport.types import Attribution, Cause, Distance, OnProgress, Outcome, named, silent
 
 ABOVE_NOISE = 3.0
 """A loss without a distance beyond its limit is put down to quantization where that is so many times the
@@ -45,18 +45,20 @@ def attribute(
     limit: float,
     outcome: Outcome | None,
     vllm_python: Path | None = None,
+    on_progress: OnProgress = silent,
 ) -> Attribution | None:
     """Name the cause of a loss; `limit` bounds the mean KL of quantization, `outcome` is that of the tasks.
 
     None where transformers cannot build one of the models. Builds them in this process, unless the session's
     judgement did, and loads the candidate dry where vLLM disagrees with transformers on it.
     """
+    of_baseline, of_candidate = named("baseline", on_progress), named("candidate", on_progress)
     harness = tuple(differences(baseline, candidate))
     if baseline.prompts.tokens != candidate.prompts.tokens:
         return _attribution("harness", harness[0], {}, harness=harness)
     try:
-        scores = {1: _reference(baseline), 2: _measured(baseline)}
-        scores |= {3: _reference(candidate), 4: _measured(candidate)}
+        scores = {1: _reference(baseline, of_baseline), 2: _measured(baseline)}
+        scores |= {3: _reference(candidate, of_candidate), 4: _measured(candidate)}
     except InputError:
         return None
     engine = _distance(scores, 3, 4, kl_limit(candidate.checkpoint))
@@ -66,6 +68,7 @@ def attribute(
         _reference_file(candidate),
         mean_kl=engine.mean_kl,
         limit=engine.limit,
+        on_progress=of_candidate,
     )
     distances = {
         "noise": _distance(scores, 1, 2, max(KL_LIMITS[16], kl_limit(baseline.checkpoint))),
@@ -73,9 +76,8 @@ def attribute(
         "engine": replace(engine, limit=limit_of_engine),
         "total": _distance(scores, 2, 4, limit),
     }
-    evidence = (
-        _loader_evidence(candidate, vllm_python) if not harness and _beyond(distances["engine"]) else ()
-    )
+    is_asked = not harness and _beyond(distances["engine"])
+    evidence = _loader_evidence(candidate, vllm_python, of_candidate) if is_asked else ()
     cause, reason = _judge(distances, harness, evidence, outcome)
     return _attribution(cause, reason, distances, harness=harness, evidence=evidence)
 
@@ -128,8 +130,8 @@ def _attribution(
     )
 
 
-def _reference(side: Scored) -> torch.Tensor:
-    return remembered_reference(side.checkpoint, side.prompts.tokens, _reference_file(side))
+def _reference(side: Scored, on_progress: OnProgress) -> torch.Tensor:
+    return remembered_reference(side.checkpoint, side.prompts.tokens, _reference_file(side), on_progress)
 
 
 def _reference_file(side: Scored) -> Path:
@@ -159,14 +161,20 @@ def _against(distance: Distance) -> str:
     return f"{distance.mean_kl:.3g} nats a token (limit {distance.limit:g})"
 
 
-def _loader_evidence(candidate: Scored, vllm_python: Path | None) -> tuple[str, ...]:
+def _loader_evidence(candidate: Scored, vllm_python: Path | None, on_progress: OnProgress) -> tuple[str, ...]:
     """Where stored and loaded differ: errors of the rules of vLLM's loaders, and of the loaders themselves.
 
     The loaders run on the headers; where they cannot be run, the rules stand alone.
     """
     findings = list(check_checkpoint(str(candidate.checkpoint)).findings)
     with suppress(EnvironmentFault):
-        (dry,) = dry_loads([candidate.checkpoint], sm=CAPABILITIES, require="any", vllm_python=vllm_python)
+        (dry,) = dry_loads(
+            [candidate.checkpoint],
+            sm=CAPABILITIES,
+            require="any",
+            vllm_python=vllm_python,
+            on_progress=on_progress,
+        )
         findings += dry.findings
     errors = [finding for finding in findings if finding.severity == "error"]
     return tuple(str(finding) for finding in errors[:_EVIDENCE])

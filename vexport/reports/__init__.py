@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from vexport.errors import InputError
 from vexport.reports import card, github, html, json, junit, markdown, text
-from vexport.reports.accuracy import verdict_document
+from vexport.reports import document as doc
+from vexport.reports.accuracy import cause_parts, verdict_document
 from vexport.reports.checkpoints import (
     check_documents,
     dry_load_documents,
@@ -63,11 +64,11 @@ COMPARISON_FORMATS: dict[str, Callable[[Sequence[ComparedRun]], str]] = {
     "html": lambda runs: html.render(comparison_document(runs)),
     "markdown": lambda runs: markdown.render(comparison_document(runs)),
 }
-VERDICT_FORMATS: dict[str, Callable[[Verdict], str]] = {
-    "text": lambda verdict: text.render([verdict_document(verdict)]),
-    "json": lambda verdict: json.dumps(Verdict, verdict),
-    "junit": junit.verdict,
-    "github": github.verdict,
+VERDICT_FORMATS: dict[str, Callable[[Sequence[Verdict]], str]] = {
+    "text": lambda verdicts: text.render([*map(verdict_document, verdicts)]),
+    "json": lambda verdicts: json.dumps(list[Verdict], list(verdicts)),
+    "junit": junit.verdicts,
+    "github": lambda verdicts: "".join(map(github.verdict, verdicts)),
 }
 
 
@@ -127,8 +128,20 @@ def render_comparison(runs: Sequence[ComparedRun], format: str) -> str:
 
 
 def render_verdict(verdict: Verdict, format: str) -> str:
-    """A verdict in one of VERDICT_FORMATS."""
-    return _renderer(VERDICT_FORMATS, format)(verdict)
+    """A verdict in one of VERDICT_FORMATS; JSON is an object."""
+    return json.dumps(Verdict, verdict) if format == "json" else render_verdicts([verdict], format)
+
+
+def render_verdicts(verdicts: Sequence[Verdict], format: str) -> str:
+    """Verdicts on several checkpoints in one of VERDICT_FORMATS, in order; JSON is a list."""
+    return _renderer(VERDICT_FORMATS, format)(verdicts)
+
+
+def render_cause(verdict: Verdict) -> str:
+    """The cause of a loss as text, for a verdict that has been shown; nothing where it is not known."""
+    return (
+        text.render([doc.Document(title="cause", parts=cause_parts(verdict))]) if verdict.attribution else ""
+    )
 
 
 def _renderer(formats: Mapping[str, Callable[[T], str]], name: str) -> Callable[[T], str]:

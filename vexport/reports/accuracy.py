@@ -10,6 +10,7 @@ from vexport.reports.formatting import count, p_value, percent, percent_interval
 from vexport.reports.gates import verdict_gates
 from vexport.reports.sentences import (
     accepted_loss,
+    attribution_line,
     method_line,
     nats,
     nats_interval,
@@ -43,8 +44,18 @@ def verdict_document(verdict: Verdict) -> doc.Document:
         device=verdict.device,
         sentence=verdict.reason,
         gates=verdict_gates(verdict)[:-1],
-        parts=(accuracy_section(verdict),),
+        parts=(accuracy_section(verdict), *cause_parts(verdict)),
     )
+
+
+def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
+    """Where a loss comes from, and how far apart the four log-probabilities are."""
+    found = verdict.attribution
+    if found is None:
+        return ()
+    distances = (("noise", found.noise), ("quantization", found.quantization), ("engine", found.engine))
+    lines = ((name, f"{small(each.mean_kl)} nats a token") for name, each in distances if each is not None)
+    return (doc.facts(("cause", attribution_line(found)), *lines),)
 
 
 def accuracy_section(verdict: Verdict) -> doc.Section:

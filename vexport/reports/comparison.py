@@ -7,7 +7,7 @@ from vexport.reports import document as doc
 from vexport.reports.document import Cell, Column, columns, facts, muted, row
 from vexport.reports.formatting import NOT_AVAILABLE, plural, size, small
 from vexport.reports.sentences import scale_of, schemes_in_use
-from vexport.types import ComparedRun, Report
+from vexport.types import ComparedRun, Report, TaskVerdict, Verdict
 
 _COLUMNS = (
     *columns("run", "scheme", ">size", ">bits", ">KL", "worst task"),
@@ -22,8 +22,7 @@ _LEGEND = (
 
 def compared_run(report: Report, folder: str) -> ComparedRun:
     """The row of a finished run."""
-    plan, tasks = report.plan, report.verdict.tasks if report.verdict else ()
-    worst = min(tasks, key=lambda task: task.low, default=None)
+    plan = report.plan
     return ComparedRun(
         name=report.name,
         folder=folder,
@@ -33,8 +32,14 @@ def compared_run(report: Report, folder: str) -> ComparedRun:
         num_bytes=plan.output_bytes,
         bits_per_weight=8 * plan.output_bytes / max(1, plan.parameters),
         mean_kl=report.drift.mean_kl if report.drift else None,
-        worst=replace(worst, flips=(), also=()) if worst else None,
+        worst=worst_task(report.verdict) if report.verdict else None,
     )
+
+
+def worst_task(verdict: Verdict) -> TaskVerdict | None:
+    """The task with the lowest bound, without its documents."""
+    worst = min(verdict.tasks, key=lambda task: task.low, default=None)
+    return replace(worst, flips=(), also=()) if worst else None
 
 
 def marked(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
@@ -58,8 +63,8 @@ def _cells(run: ComparedRun) -> tuple[Cell, ...]:
     return row(
         f"{run.folder} *" if run.smallest else run.folder,
         run.schemes or NOT_AVAILABLE,
-        size(run.num_bytes) if run.outcome else NOT_AVAILABLE,
-        f"{run.bits_per_weight:.2f}" if run.outcome else NOT_AVAILABLE,
+        size(run.num_bytes) if run.num_bytes else NOT_AVAILABLE,
+        f"{run.bits_per_weight:.2f}" if run.bits_per_weight else NOT_AVAILABLE,
         NOT_AVAILABLE if run.mean_kl is None else small(run.mean_kl),
         run.worst.task if run.worst else NOT_AVAILABLE,
         _change(run),

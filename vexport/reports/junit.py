@@ -66,9 +66,11 @@ def dry_loads(reports: Sequence[DryLoadReport]) -> str:
     )
 
 
-def verdict(verdict: Verdict) -> str:
-    """One suite with a case for every task and one for the answer."""
-    return _document((_Suite(name="verdict", gates=verdict_gates(verdict)),), {})
+def verdicts(verdicts: Sequence[Verdict]) -> str:
+    """One suite per checkpoint with a case for every task and one for the answer."""
+    names = ["verdict" if len(verdicts) == 1 else verdict.checkpoint for verdict in verdicts]
+    suites = zip(names, verdicts, strict=True)
+    return _document([_Suite(name=name, gates=verdict_gates(verdict)) for name, verdict in suites], {})
 
 
 def _document(suites: Sequence[_Suite], seconds: Mapping[str, float]) -> str:

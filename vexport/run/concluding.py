@@ -14,8 +14,9 @@ from vexport.files import from_json, write_text
 from vexport.reports import render
 from vexport.reports.gates import checkpoint_gate
 from vexport.run.directory import LAYERS, REPORT_FILE, rounding_of
-from vexport.run.judging import cause_of, drift_between, verdict_on, verdict_on_text, warnings_of
+from vexport.run.judging import cause_of, drift_between, verdict_of, warnings_of
 from vexport.run.naming import commit_of, portable, source_name
+from vexport.run.proving import is_served
 from vexport.run.serving import BASELINE, CANDIDATE
 from vexport.run.state import (
     ATTRIBUTION,
@@ -91,12 +92,12 @@ def judge(run: Run) -> Verdict | None:
 def _judge(run: Run) -> Verdict:
     settings, folder = run.scenario.evaluate, run.folder / "eval"
     assert settings is not None
+    served = run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE)
+    verdict = verdict_of(settings, (folder / BASELINE, folder / CANDIDATE), *served)
     if settings.text is not None:
-        verdict = verdict_on_text(run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE), settings)
         calibration = run.scenario.calibration
         is_seen = calibration is not None and calibration.data == settings.text
         return replace(verdict, warnings=(SEEN_TEXT,)) if is_seen else verdict
-    verdict = verdict_on(folder / BASELINE, folder / CANDIDATE, settings)
     return replace(verdict, warnings=(*verdict.warnings, *warnings_of(run.get(DRIFT))))
 
 
@@ -123,10 +124,15 @@ def conclude(
 
 
 def attribute_loss(run: Run) -> Attribution | None:
-    """What causes a loss; also of a run that passed, whose report shows the floor of noise."""
+    """What causes a loss."""
     sessions = run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE)
     outcome = run.result(CONCLUSION).outcome
-    return cause_of(*sessions, run.scenario.evaluate, outcome, run.options)
+    return cause_of(*sessions, run.scenario.evaluate, outcome, run.options, run.explaining.seconds)
+
+
+def is_explained(run: Run) -> bool:
+    """Whether the cause of a loss is looked for: of a pass too, whose report shows the floor of noise."""
+    return is_served(run) and run.explaining.wanted is not False
 
 
 def report(run: Run) -> Report:

@@ -1,23 +1,27 @@
-"""`vexport eval`: a checkpoint and its baseline served, compared, and the cause of a loss named."""
+"""`vexport eval`: checkpoints and their baseline served, compared, and then the cause of a loss named."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.index import read_index, require_checkpoint
+from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
+from vexport.errors import CheckpointFailed
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
+from vexport.reports.comparison import marked, worst_task
 from vexport.run.judging import (
+    Explaining,
     cause_of,
     drift_between,
-    is_in_doubt,
-    verdict_on,
-    verdict_on_text,
+    first_line,
+    verdict_of,
     warnings_of,
 )
 from vexport.run.serving import (
@@ -37,7 +41,7 @@ from vexport.run.serving import (
     task_files,
 )
 from vexport.scenario import Evaluate
-from vexport.types import Verdict
+from vexport.types import ComparedRun, OnProgress, Verdict
 
 RESULTS = FolderKind(
     name="an output folder of `vexport eval`",
@@ -47,14 +51,17 @@ RESULTS = FolderKind(
 )
 
 
+LOG = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalJob:
-    """What is asked for: a checkpoint, the settings with its baseline, and the folder of the results.
+    """What is asked for: checkpoints, the settings with their baseline, and the folder of the results.
 
     With `against`, an accepted baseline, that is the baseline. `accept` is where the caller will write one.
     """
 
-    checkpoint: str
+    checkpoints: tuple[str, ...]
     settings: Evaluate
     folder: Path
     options: EngineOptions
@@ -63,10 +70,20 @@ class EvalJob:
     accept: Path | None = None
 
     @property
+    def candidates(self) -> dict[str, str]:
+        """The checkpoints by their role, which is also the folder of their answers: `candidate`, of several
+        `candidate/1-NAME`.
+        """
+        if len(self.checkpoints) == 1:
+            return {CANDIDATE: self.checkpoints[0]}
+        numbered = enumerate(self.checkpoints, 1)
+        return {f"{CANDIDATE}/{number}-{Path(name).name}": name for number, name in numbered}
+
+    @property
     def names(self) -> dict[str, str]:
         """The models to serve by their role, the baseline first: unless it is sound, nothing is compared."""
-        names = {BASELINE: self.settings.baseline, CANDIDATE: self.checkpoint}
-        return {role: name for role, name in names.items() if name is not None}
+        baseline = self.settings.baseline
+        return {**({BASELINE: baseline} if baseline is not None else {}), **self.candidates}
 
     @property
     def known(self) -> Path | None:
@@ -76,9 +93,10 @@ class EvalJob:
     @property
     def is_unfinished(self) -> bool:
         """Whether the folder is that of an interrupted evaluation, whose answers are not asked again."""
-        results = (self.folder / CANDIDATE).glob("results_*.json")
-        ended = any(results) or (self.folder / CANDIDATE / TEXT_FILE).is_file()
-        return (self.folder / RESULTS.mark).is_file() and not ended and not self.overwrite
+        if self.overwrite or not (self.folder / RESULTS.mark).is_file():
+            return False
+        folders = [self.folder / role for role in self.candidates]
+        return not all(any(one.glob("results_*.json")) or (one / TEXT_FILE).is_file() for one in folders)
 
     @property
     def outputs(self) -> list[NamedPath]:
@@ -86,11 +104,21 @@ class EvalJob:
         return _named({"--output": self.folder, "--accept": self.accept})
 
 
-def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
-    """Score a checkpoint and its baseline and decide; lm-eval's files and vLLM's logs go to the folder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One checkpoint's verdict, where there is a baseline, and the sessions that tell why."""
 
-    None is the answer where there is no baseline. Raises CheckpointFailed where vLLM refuses the checkpoint,
-    InputError where it refuses the baseline, and where an output overlaps what is read.
+    checkpoint: str
+    verdict: Verdict | None
+    baseline: Served | None = None
+    candidate: Served | None = None
+
+
+def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
+    """Score checkpoints and their baseline and decide; lm-eval's files and vLLM's logs go to the folder.
+
+    There is no verdict where there is no baseline. Raises CheckpointFailed where vLLM refuses the only
+    checkpoint, InputError where it refuses the baseline, and where an output overlaps what is read.
     """
     _require_usable(job)
     fetch_tasks(job.settings, job.options)
@@ -98,7 +126,48 @@ def evaluate_checkpoint(job: EvalJob) -> Verdict | None:
     attempt_all((str(model), partial(_require_fitting, model, job.options)) for model in models.values())
     require_separate(job.outputs, _named(models))
     with written_alone(job.folder, "--output-dir"):
-        return _evaluated(job, models)
+        judged = list(_evaluated(job, models))
+    for role in models:
+        remove_answers(job.folder / role)
+    return judged
+
+
+def explained(job: EvalJob, judged: Judged, explaining: Explaining, on_progress: OnProgress) -> Judged:
+    """With the cause of a loss in its verdict, where that is asked for and can be told in time."""
+    verdict, baseline, candidate = judged.verdict, judged.baseline, judged.candidate
+    if verdict is None or baseline is None or candidate is None or not explaining.is_due(verdict.outcome):
+        return judged
+    options = replace(job.options, on_progress=on_progress)
+    with written_alone(job.folder, "--output-dir"):
+        cause = cause_of(baseline, candidate, job.settings, verdict.outcome, options, explaining.seconds)
+    return replace(judged, verdict=replace(verdict, attribution=cause))
+
+
+def compared(judged: Sequence[Judged]) -> tuple[ComparedRun, ...]:
+    """A row for each checkpoint, the smallest that passes marked."""
+    return marked([_row(one) for one in judged])
+
+
+def _row(judged: Judged) -> ComparedRun:
+    verdict, candidate, baseline = judged.verdict, judged.candidate, judged.baseline
+    assert verdict is not None
+    index = read_index(candidate.result.checkpoint) if candidate else None
+    quantization = find_quantization(index.root, index.config) if index else None
+    parameters = read_index(baseline.result.checkpoint).num_parameters if baseline else 0
+    num_bytes = index.num_bytes if index else 0
+    return ComparedRun(
+        name=judged.checkpoint,
+        folder=judged.checkpoint,
+        schemes=str(quantization.values.get("format") or quantization.values.get("quant_method") or "")
+        if quantization
+        else "",
+        outcome=verdict.outcome,
+        reason=verdict.reason,
+        num_bytes=num_bytes,
+        bits_per_weight=8 * num_bytes / parameters if parameters else 0.0,
+        mean_kl=verdict.drift.mean_kl if verdict.drift else None,
+        worst=worst_task(verdict),
+    )
 
 
 def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
@@ -110,8 +179,8 @@ def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
     return f"accepted: {job.accept}: {gates_of(accepted)}"
 
 
-def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Verdict | None:
-    """The verdict on models that can be had; nobody else writes into the job's folder."""
+def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Iterator[Judged]:
+    """The verdict on each model that can be had; nobody else writes into the job's folder."""
     lm_eval = lm_eval_settings(job.settings, models) if job.settings.tasks else PLAIN
     if job.is_unfinished:
         for role in models:
@@ -119,41 +188,70 @@ def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Verdict | None:
     else:
         RESULTS.require_replaceable(job.folder, overwrite=job.overwrite)
         RESULTS.begin(job.folder)
-    served: dict[str, Served] = {}
+    baseline: Served | None = None
     for role, model in models.items():
         questions = Questions(
             evaluate=job.settings,
             lm_eval=lm_eval,
             repeat=role == BASELINE or job.against is not None,
         )
-        served[role] = serve_model(role, model, job.folder / role, job.options, questions)
-        require_served(role, served[role].result)
-    for role in models:
-        remove_answers(job.folder / role)
+        served = serve_model(role, model, job.folder / role, job.options, questions)
+        if role == BASELINE:
+            require_served(role, served.result)
+            baseline = served
+        else:
+            yield _judged(job, role, baseline, served)
+
+
+def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served) -> Judged:
+    """The verdict on one model's answers, which is logged where others follow."""
+    name = job.candidates[role]
+    try:
+        require_served(CANDIDATE, candidate.result)
+    except CheckpointFailed as refused:
+        if len(job.checkpoints) == 1:
+            raise
+        settings = job.settings
+        verdict = Verdict(
+            outcome="FAIL",
+            reason=f"vLLM refused it: {refused.got}",
+            margin=settings.margin,
+            alpha=settings.alpha,
+            method="not asked",
+            tasks=(),
+            checkpoint=name,
+        )
+        return Judged(checkpoint=name, verdict=verdict)
     if job.known is None:
-        return None
-    if job.settings.text is not None:
-        verdict = verdict_on_text(served[BASELINE], served[CANDIDATE], job.settings)
-    else:
-        verdict = verdict_on(job.known, job.folder / CANDIDATE, job.settings)
-    return verdict if job.against else _with_signals(verdict, served[BASELINE], served[CANDIDATE], job)
+        return Judged(checkpoint=name, verdict=None)
+    verdict = verdict_of(job.settings, (job.known, job.folder / role), baseline, candidate)
+    if baseline is not None:
+        drift = drift_between(baseline, candidate, job.settings)
+        warnings = () if verdict.text else warnings_of(drift)  # what has decided is no warning
+        verdict = replace(verdict, warnings=(*verdict.warnings, *warnings), drift=drift)
+    if len(job.checkpoints) > 1:
+        LOG.info("%s: %s", name, first_line(verdict))
+    return Judged(
+        checkpoint=name, verdict=replace(verdict, checkpoint=name), baseline=baseline, candidate=candidate
+    )
 
 
 def _require_usable(job: EvalJob) -> None:
     """Raise for what needs no download and no engine to be found out."""
     if job.accept is not None:
         require_writable(job.accept)
-    local = {"CHECKPOINT": job.checkpoint, "--baseline": job.settings.baseline}
-    paths = {label: Path(name).expanduser() for label, name in local.items() if name}
     files = [*_named({"--against": job.against}), *task_files(job.settings, "--task")]
-    require_separate(job.outputs, [*_named(paths), *files])
+    for name in job.names.values():
+        label = "--baseline" if name == job.settings.baseline else "CHECKPOINT"
+        files.append(NamedPath(label=label, path=Path(name).expanduser()))
+    require_separate(job.outputs, files)
     RESULTS.require_replaceable(job.folder, overwrite=job.overwrite or job.is_unfinished)
     if job.against is not None:
         read_accepted(job.against)
     attempt_all(
         [
             ("tasks", partial(require_tasks, job.settings, job.options)),
-            *((name, partial(_require_had, name, job.options)) for name in job.names.values()),
+            *((name, partial(_require_had, name, job.options)) for name in dict.fromkeys(job.names.values())),
         ]
     )
     require_arguments([job.options.serve], job.options.vllm_python)
@@ -171,17 +269,6 @@ def _require_fitting(model: Path, options: EngineOptions) -> None:
     require_checkpoint(model)
     require_layers(model)
     require_heads(model, options.serve.ranks)
-
-
-def _with_signals(verdict: Verdict, baseline: Served, candidate: Served, job: EvalJob) -> Verdict:
-    """The verdict with what the log-probabilities tell, and the cause where something is wrong."""
-    drift = drift_between(baseline, candidate, job.settings)
-    warnings = () if verdict.text else warnings_of(drift)  # what has decided is no warning
-    warned = replace(verdict, warnings=(*verdict.warnings, *warnings), drift=drift)
-    if not is_in_doubt(verdict, drift, baseline, candidate):
-        return warned
-    cause = cause_of(baseline, candidate, job.settings, verdict.outcome, job.options)
-    return replace(warned, attribution=cause)
 
 
 def _named(paths: Mapping[str, Path | None]) -> list[NamedPath]:

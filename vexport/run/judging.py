@@ -1,18 +1,41 @@
 """What both models' answers come to: drift, verdict and the cause of a loss, for `eval` and `run` alike."""
 
+import logging
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, Scored, drift_warnings, measure_drift
 from vexport.evaluation.held_out import TextLimits, decide_on_text
-from vexport.evaluation.prompting import differences
 from vexport.evaluation.verdict import decide
+from vexport.reports.sentences import outcome_line
 from vexport.run.naming import portable
 from vexport.run.serving import EngineOptions, Served
 from vexport.scenario import Evaluate
-from vexport.types import Attribution, Drift, Outcome, Verdict
+from vexport.types import Attribution, Drift, OnProgress, Outcome, Verdict, named
 
-STAGE = "attribution"
+DEFAULT_SECONDS = 300
+LOG = logging.getLogger(__name__)
+
+
+class _OutOfTime(Exception):
+    """The time for an explanation is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explaining:
+    """Whether the cause of a loss is looked for after the verdict, and for how many seconds at most.
+
+    Without `wanted` it is looked for unless the verdict is PASS.
+    """
+
+    wanted: bool | None = None
+    seconds: float = DEFAULT_SECONDS
+
+    def is_due(self, outcome: Outcome) -> bool:
+        """Whether to look for the cause of this outcome."""
+        return outcome != "PASS" if self.wanted is None else self.wanted
 
 
 def limits_of(settings: Evaluate | None) -> Limits:
@@ -32,21 +55,22 @@ def drift_between(baseline: Served, candidate: Served, settings: Evaluate | None
     return measure_drift(*pair, limits=limits_of(settings)) if pair else None
 
 
-def verdict_on(baseline: Path, candidate: Path, settings: Evaluate) -> Verdict:
-    """The comparison of two folders of lm-eval's, or of one with an accepted baseline."""
-    return decide(
-        baseline,
-        candidate,
-        margin=settings.margin,
-        alpha=settings.alpha,
-        gate=settings.gate,
-    )
+def first_line(verdict: Verdict) -> str:
+    """What the answers come to, before anything is explained."""
+    return f"accuracy: {outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
 
 
-def verdict_on_text(baseline: Served, candidate: Served, settings: Evaluate) -> Verdict:
-    """The comparison of what both models make of held-out text; CheckpointFailed where it cannot be."""
-    old, new = baseline.read_text, candidate.read_text
-    assert settings.text is not None
+def verdict_of(
+    settings: Evaluate, answers: tuple[Path, Path], baseline: Served | None, candidate: Served
+) -> Verdict:
+    """The comparison of both models' answers to tasks, or of what they make of the text that decides.
+
+    `answers` are folders of lm-eval's, or an accepted baseline and one; CheckpointFailed where a text cannot
+    be compared.
+    """
+    if settings.text is None:
+        return decide(*answers, margin=settings.margin, alpha=settings.alpha, gate=settings.gate)
+    old, new = baseline.read_text if baseline else None, candidate.read_text
     assert old is not None
     assert new is not None
     device = candidate.result.engine.device if candidate.result.engine else ""
@@ -65,21 +89,31 @@ def cause_of(
     settings: Evaluate | None,
     outcome: Outcome,
     options: EngineOptions,
+    seconds: float = DEFAULT_SECONDS,
 ) -> Attribution | None:
-    """What causes a loss, given the outcome; None where vLLM refused a model."""
+    """What causes a loss, given the outcome; None where vLLM refused a model, or time ran out."""
     pair = scored_pair(baseline, candidate)
     if pair is None:
         return None
-    options.on_progress(STAGE, 0, 1)
-    limit, python = limits_of(settings).kl, options.vllm_python
-    attribution = attribute(*pair, limit=limit, outcome=outcome, vllm_python=python)
-    options.on_progress(STAGE, 1, 1)
-    return attribution
+    try:
+        return attribute(
+            *pair,
+            limit=limits_of(settings).kl,
+            outcome=outcome,
+            vllm_python=options.vllm_python,
+            on_progress=_until(time.monotonic() + seconds, named("attribution", options.on_progress)),
+        )
+    except _OutOfTime:
+        LOG.info("attribution: stopped after %g s (--attribution-seconds); the verdict stands", seconds)
+        return None
 
 
-def is_in_doubt(verdict: Verdict, drift: Drift | None, baseline: Served, candidate: Served) -> bool:
-    """Whether something about a comparison asks for its cause."""
-    if verdict.outcome != "PASS" or drift is None or warnings_of(drift):
-        return True
-    pair = scored_pair(baseline, candidate)
-    return pair is not None and any(differences(*pair))
+def _until(deadline: float, on_progress: OnProgress) -> OnProgress:
+    """As `on_progress`, and _OutOfTime once the deadline is over."""
+
+    def tell(stage: str, done: int, total: int) -> None:
+        if time.monotonic() > deadline:
+            raise _OutOfTime
+        on_progress(stage, done, total)
+
+    return tell

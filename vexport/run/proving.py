@@ -1,5 +1,7 @@
 """The stages in vLLM: the checkpoint loaded dry, both models served, what they answered judged."""
 
+import logging
+from contextlib import suppress
 from pathlib import Path
 
 from vexport.calibration.data import first_texts
@@ -8,8 +10,10 @@ from vexport.checkpoint.data_name import DEFAULT
 from vexport.checkpoint.index import folder_digest
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
+from vexport.errors import VexportError
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.run.directory import Digests, data_digest, path_digest, value_digest
+from vexport.run.judging import first_line, verdict_of
 from vexport.run.making import checkpoint_inputs
 from vexport.run.serving import (
     BASELINE,
@@ -26,8 +30,9 @@ from vexport.run.serving import (
 )
 from vexport.run.state import CHECKED, DRY_LOADED, QUESTIONS, SERVED_BASELINE, SERVED_CANDIDATE, Run
 from vexport.scenario import Calibration
-from vexport.types import DryLoadReport, LmEvalSettings, LoadReport
+from vexport.types import DryLoadReport, LmEvalSettings, LoadReport, named
 
+LOG = logging.getLogger(__name__)
 # Settings of the evaluation that a session does not depend on: those that warn, those that decide.
 _UNREAD = {"kl_limit", "nll_limit", "margin", "alpha", "gate"}
 
@@ -95,8 +100,14 @@ def serve_baseline(run: Run) -> Served:
 
 def serve_candidate(run: Run) -> Served:
     """The checkpoint in vLLM; InputError where the baseline was refused there."""
-    require_served(BASELINE, run.result(SERVED_BASELINE).result)
-    return _served(run, CANDIDATE, run.checkpoint)
+    baseline = run.result(SERVED_BASELINE)
+    require_served(BASELINE, baseline.result)
+    served = _served(run, CANDIDATE, run.checkpoint)
+    if run.scenario.evaluate is not None and served.result.failure is None:
+        answers = run.folder / "eval" / BASELINE, run.folder / "eval" / CANDIDATE
+        with suppress(VexportError):  # which `judge` raises, unless the load gate decides
+            LOG.info(first_line(verdict_of(run.scenario.evaluate, answers, baseline, served)))
+    return served
 
 
 def _served(run: Run, role: str, model: Path) -> Served:
@@ -139,10 +150,7 @@ def load_candidate(run: Run) -> LoadReport:
 
 
 def _judged(run: Run, role: str, served: Served) -> LoadReport:
-    run.options.on_progress(f"{role}: reference", 0, 1)
-    report = served.report(run.result(SERVED_BASELINE))
-    run.options.on_progress(f"{role}: reference", 1, 1)
-    return report
+    return served.report(run.result(SERVED_BASELINE), named(role, run.options.on_progress))
 
 
 def _judged_inputs(served: Served, baseline: Served) -> Digests:

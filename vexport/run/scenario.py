@@ -10,10 +10,11 @@ from vexport.engine.session import require_vllm
 from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate, written_alone
 from vexport.run.directory import KIND, SCENARIO, RunDirectory
+from vexport.run.judging import Explaining
 from vexport.run.naming import portable
 from vexport.run.serving import BASELINE, EngineOptions, require_tasks, task_files
 from vexport.run.stages import finish
-from vexport.run.state import Run
+from vexport.run.state import EXPLAINING, Run
 from vexport.scenario import Scenario
 from vexport.types import Report
 
@@ -29,6 +30,7 @@ def run_scenario(
     overwrite: bool,
     file: Path | None = None,
     baseline_of: Path | None = None,
+    explaining: Explaining = EXPLAINING,
 ) -> Report:
     """Do every stage of a scenario that is not done yet and write the report.
 
@@ -41,7 +43,7 @@ def run_scenario(
     _require_usable(scenario, options)
     KIND.require_own(folder)
     with written_alone(folder, "--run-dir"):
-        run = Run(scenario, folder, options)
+        run = Run(scenario, folder, options, explaining)
         run.directory.begin(overwrite=overwrite)
         return _finished(run, file=file, baseline_of=baseline_of)
 

@@ -27,7 +27,7 @@ from vexport.quantize.samples import vocab_size
 from vexport.run.directory import value_digest
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import EngineArguments, Serve
-from vexport.types import CalibrationData, LmEvalSettings, LoadReport, OnProgress
+from vexport.types import CalibrationData, LmEvalSettings, LoadReport, OnProgress, named, silent
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
@@ -74,9 +74,10 @@ class Served:
         scored, file = self.scored, self.result.text_file
         return ReadText(scored=scored, rows=self.rows, file=file) if scored and file else None
 
-    def report(self, baseline: "Served | None" = None) -> LoadReport:
+    def report(self, baseline: "Served | None" = None, on_progress: OnProgress = silent) -> LoadReport:
         """Judge the session; builds the reference model in this process."""
-        return load_report(self.result, self.prompts, baseline=baseline.result if baseline else None)
+        against = baseline.result if baseline else None
+        return load_report(self.result, self.prompts, baseline=against, on_progress=on_progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ def serve_model(
         log=folder / "vllm.log",
         timeout=options.serve.timeout,
         vllm_python=options.vllm_python,
-        on_progress=lambda stage, done, total: options.on_progress(f"{role}: {stage}", done, total),
+        on_progress=named(role, options.on_progress),
     )
     if settings is not None and request.tasks and result.engine is not None:
         write_fingerprint(folder, engine_fingerprint(checkpoint, result.engine))

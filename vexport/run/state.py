@@ -12,6 +12,7 @@ from vexport.files import from_json, to_json, write_text
 from vexport.plan import Settings as PlanSettings
 from vexport.plan.source import settings_of, source_index
 from vexport.run.directory import CHECKPOINT, RunDirectory
+from vexport.run.judging import Explaining
 from vexport.run.serving import EngineOptions, Served
 from vexport.scenario import Scenario
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups
@@ -31,6 +32,7 @@ from vexport.types import (
     Verdict,
 )
 
+EXPLAINING = Explaining()
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
@@ -78,10 +80,13 @@ REPORT = Output("report", Report)
 class Run:
     """A scenario in its run directory. A stage reads what it declares, and nothing else."""
 
-    def __init__(self, scenario: Scenario, folder: Path, options: EngineOptions) -> None:
+    def __init__(
+        self, scenario: Scenario, folder: Path, options: EngineOptions, explaining: Explaining = EXPLAINING
+    ) -> None:
         self.scenario = scenario
         self.folder = folder
         self.options = options
+        self.explaining = explaining
         self.directory = RunDirectory(folder)
         self.readable: Collection[Output[object]] | None = None
         self._values: dict[str, object] = {}

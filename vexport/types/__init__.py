@@ -78,4 +78,4 @@ from vexport.types.sensitivity import (
     SchemeLoss,
     Sensitivity,
 )
-from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, silent
+from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, named, silent

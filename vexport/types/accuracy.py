@@ -300,8 +300,9 @@ class Verdict:
     `warnings` say what weakens the answer: samples that are missing, an environment that changed.
     `prompting` says how the documents were asked, None in reports that were written before it was recorded.
     `drift` and `attribution` are what
-    `vexport eval` measured apart from the tasks; a run has its own in its report. `device` ran the candidate
-    (`CPU, emulated`), empty where its results do not tell. `text` decides where there are no tasks: `margin`
+    `vexport eval` measured apart from the tasks; a run has its own in its report. `checkpoint` is the
+    candidate as it was given to `vexport eval`. `device` ran it (`CPU, emulated`), empty where its results do
+    not tell. `text` decides where there are no tasks: `margin`
     is then the limit of the NLL.
     """
 
@@ -311,6 +312,7 @@ class Verdict:
     alpha: float
     method: str
     tasks: tuple[TaskVerdict, ...]
+    checkpoint: str = ""
     device: str = ""
     pooled: Comparison | None = None
     warnings: tuple[str, ...] = ()

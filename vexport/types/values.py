@@ -17,6 +17,11 @@ def silent(stage: str, done: int, total: int) -> None:
     """An OnProgress that reports to nowhere."""
 
 
+def named(what: str, on_progress: OnProgress) -> OnProgress:
+    """An OnProgress whose stages begin with `what`: `baseline: load`."""
+    return lambda stage, done, total: on_progress(f"{what}: {stage}", done, total)
+
+
 # Of whole numbers that clocks and loops can take: beyond it Python's own functions raise.
 MOST_COUNT = 2**31 - 1
 Positive = Annotated[int, Gt(0), Le(MOST_COUNT)]
