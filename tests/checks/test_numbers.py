@@ -1,5 +1,6 @@
 """Numbers and settings that cannot be meant: each rule where it speaks and where it does not."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import torch
 from tests.mutations.edits import (
     Change,
     Tensors,
+    add,
     all_of,
     every,
     put,
     spoiled,
     tensors,
 )
-from vexport.checks import check_checkpoint
+from vexport.checks import Against, check_checkpoint
 from vexport.formats.parsing import parse_args
 from vexport.types import Json
 
@@ -59,6 +61,33 @@ def test_what_is_not_quantized_is_not_all_zero(
     good: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     assert found(good("W8A8"), tmp_path / "zero", put(name, every(0.0))) == [name]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "shape", "value", "wrong"),
+    [
+        ("input_max", (), math.inf, False),  # Gemma 4's, between which nothing is clipped
+        ("output_min", (1,), -math.inf, False),
+        ("input_max", (), math.nan, True),
+        ("local_causal_mask", (4, 4), -math.inf, False),
+        ("A_log", (4,), math.inf, True),
+        ("weight", (4, 4), -math.inf, True),
+    ],
+)
+def test_bounds_may_be_infinite_and_weights_not(
+    good: Callable[[str], Path], tmp_path: Path, leaf: str, shape: tuple[int, ...], value: float, wrong: bool
+) -> None:
+    """An error of the numbers only where the source has others."""
+    name = f"model.vision_tower.encoder.proj.{leaf}"
+    change = add(name, torch.full(shape, value, dtype=torch.bfloat16))
+    folder = spoiled(good("W8A8"), tmp_path / "changed", change)
+    findings = check_checkpoint(str(folder)).findings
+    assert [one.where for one in findings if one.check == "values"] == [name] * wrong
+    other = spoiled(good("W8A8"), tmp_path / "other", add(name, torch.zeros(shape, dtype=torch.bfloat16)))
+    for source, found in ((folder, 0), (other, int(wrong))):
+        against = Against(root=source, run=lambda view: iter(()))
+        findings = check_checkpoint(str(folder), against=against).findings
+        assert [one.where for one in findings if one.check == "values"] == [name] * found
 
 
 @pytest.mark.parametrize(("scheme", "leaf"), [("W8A8", "weight"), ("FP8_DYNAMIC", "weight")])

@@ -4,13 +4,13 @@ Adding a check family is one new file and one line in `FAMILIES`. What families 
 of vLLM, and in `tensors`, the looks at stored numbers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from vexport.checkpoint.index import read_index, require_config
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checks.config import other_method
 from vexport.checks.vllm.translated import in_our_terms
 from vexport.checks.vllm.unjudged import unjudged
@@ -32,7 +32,15 @@ OF_ANY_METHOD = ("shards", "digests", "config")
 OF_NUMBERS = ("values", "fusion")
 # What is told from config.json, names and headers alone, of what vexport writes itself.
 OF_HEADERS = ("shards", "model", "config", "targets", "completeness", "shapes", "kv_cache", "transforms")
-Against = Callable[[CheckpointView], Iterator[Finding]]
+Run = Callable[[CheckpointView], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """The unquantized checkpoint `root`, and how one that was made from it is compared with it."""
+
+    root: Path
+    run: Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,7 @@ class Check:
     """One family of findings."""
 
     description: str
-    run: Callable[[CheckpointView], Iterator[Finding]]
+    run: Run
 
 
 # The families in the order of their findings: one line each, the name of its file.
@@ -126,14 +134,25 @@ def findings_on(view: CheckpointView, against: Against | None = None) -> Iterato
     judged = other_method(view) is None
     for name, check in CHECKS.items():
         if name in OF_NUMBERS and judged:
-            yield from _or_internal_error(name, in_our_terms(check.run), view)
+            found = _or_internal_error(name, in_our_terms(check.run), view)
+            yield from found if against is None else _not_of_source(found, view, against.root)
         elif judged or name in OF_ANY_METHOD:
             yield from _or_internal_error(name, check.run, view)
     if judged and against is not None:
-        yield from _or_internal_error(SOURCE, in_our_terms(against), view)
+        yield from _or_internal_error(SOURCE, in_our_terms(against.run), view)
 
 
-def _or_internal_error(family: str, run: Against, view: CheckpointView) -> Iterator[Finding]:
+def _not_of_source(found: Iterable[Finding], view: CheckpointView, source: Path) -> Iterator[Finding]:
+    """The findings but for those on tensors that the source has too, byte by byte."""
+    tensors, origins = view.index.tensors, read_index(source).tensors
+    with Reader() as reader:
+        for finding in found:
+            tensor, origin = tensors.get(finding.where), origins.get(finding.where)
+            if tensor is None or origin is None or not same_bytes(view.reader, tensor, reader, origin):
+                yield finding
+
+
+def _or_internal_error(family: str, run: Run, view: CheckpointView) -> Iterator[Finding]:
     """The findings of a family; what it cannot read is one, as is a mistake of ours: the others go on."""
     try:
         yield from run(view)

@@ -21,7 +21,7 @@ from vexport.types import Finding, TensorInfo
 NAME = "values"
 # Scales of which a layer has one number, or few.
 SINGLE = ("weight_global_scale", "input_scale", "input_global_scale")
-DESCRIPTION = "no NaN or infinity anywhere, every scale above zero and of a plausible size"
+DESCRIPTION = "no NaN or infinity in weights and scales, every scale above zero and of a plausible size"
 # AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
 # of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
 LEAST_OF_EITHER_SIGN = 0.02

@@ -40,7 +40,7 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
         with reader_of(smoothing) as reader:
             yield from _compared(view, Source(root, reader), reader, on_layer)
 
-    return compare
+    return Against(root=root, run=compare)
 
 
 def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: OnLayer) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """Codes and plain values that no weight has, and what is left of values that are cast to another dtype."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -14,6 +15,8 @@ from vexport.types import Finding, TensorInfo
 
 # Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all.
 NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80}
+# Names of what other values are held to: input_min of Gemma 4's towers, causal_mask.
+BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
 # Elements that are looked at together, as fit a processor's cache; after how many pages are given back.
 RUN, RELEASED = 1 << 18, 1 << 24
 WIDER_THAN_BYTES = ("I16", "I32", "I64", "F16", "BF16", "F32", "F64")
@@ -55,19 +58,25 @@ def beyond(
 
 
 def not_finite(view: CheckpointView, check: str) -> Iterator[Finding]:
-    """NaN and infinity in payloads of e4m3 and in what is not quantized; a single number without a dimension
-    may be a bound, which is infinite where nothing is clipped (input_max of Gemma 4's towers)."""
+    """NaN in payloads of e4m3 and in what is not quantized, and infinity where that holds weights: of other
+    values it may be meant, as of bounds between which nothing is clipped and of masks."""
     for tensor in view.index.tensors.values():
         if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in (*NOT_FINITE, "F32"):
             continue
-        bad = _count_not_finite(view, tensor) if tensor.shape else _is_nan(view, tensor)
-        if bad:
-            expected = "finite values" if tensor.shape else "a number"
+        weights = _holds_weights(tensor)
+        if bad := _count_not_finite(view, tensor, infinity=weights):
+            expected = "finite values" if weights else "numbers"
+            got = f"{bad} values NaN{' or infinite' if weights else ''}"
             fix = "export again, and look at this tensor in the source"
-            yield error(check, tensor.name, expected=expected, got=f"{bad} values NaN or infinite", fix=fix)
+            yield error(check, tensor.name, expected=expected, got=got, fix=fix)
 
 
-def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
+def _holds_weights(tensor: TensorInfo) -> bool:
+    """Whether a tensor is no bound and no mask, by its name, and more than a number that may be one."""
+    return bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
+
+
+def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: bool) -> int:
     size = BITS[tensor.dtype] // 8
     codes = np.frombuffer(view.reader.raw(tensor), dtype=f"<u{size}")
     signed, sign = codes.view(f"<i{size}"), 1 << 8 * size - 1
@@ -77,15 +86,12 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo) -> int:
         part = codes[start : start + RUN]
         # Of either sign they have the largest bits, which takes less time to see than to count them.
         if part.max() >= sign | mask or signed[start : start + RUN].max() >= mask:
-            bad += int(np.count_nonzero((part & mask) == mask))
+            found = part & ~codes.dtype.type(sign)
+            bad += int(np.count_nonzero(found >= mask if infinity or size == 1 else found > mask))
         if start % RELEASED == 0:
             view.reader.release([tensor])
     view.reader.release([tensor])
     return bad
-
-
-def _is_nan(view: CheckpointView, tensor: TensorInfo) -> int:
-    return int(np.isnan(view.reader.floats(tensor)).any())
 
 
 def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
