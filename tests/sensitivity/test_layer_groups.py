@@ -136,8 +136,7 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
                     observer=one.groups[0].observer,
                     rounding=one.groups[0].rounding,
                     num_bytes=one.num_bytes,
-                    estimate=loss,
-                    measured=loss,
+                    loss=loss,
                 )
                 for one, loss in zip(unit.options, (1.0 if unit.name == worst else 0.01, 0.001), strict=True)
             ),
@@ -145,17 +144,19 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
         for unit in units
     )
     (tmp_path / "run").mkdir()
-    found = Sensitivity(method="measure", samples=1, tokens=1, groups=groups)
+    found = Sensitivity(samples=1, tokens=1, groups=groups)
     (tmp_path / "run" / "sensitivity.json").write_text(to_json(found))
-    ran = vexport(
-        "plan", scenario(tmp_path, llama, "loss: 0.13"), "--run-dir", tmp_path / "run", "--format", "json"
-    )
+    plain = build_plan(index, rules_with((), {}, AUTO))
+    least = sum(unit.bytes_in("NVFP4") for unit in units) + rest_bytes(index, units, plain)
+    most = least + units[5].bytes_in("FP8_DYNAMIC") - units[5].bytes_in("NVFP4")
+    asked = scenario(tmp_path, llama, f"bytes: {most}")
+    ran = vexport("plan", asked, "--run-dir", tmp_path / "run", "--format", "json")
     assert ran.code == 0, ran.stderr
     plan = json.loads(ran.stdout)
     assert plan["notes"] == []
     by_scheme = {group["name"]: group["scheme"] for group in plan["groups"]}
     assert {name for name, scheme in by_scheme.items() if scheme == "FP8_DYNAMIC"} == {worst}
-    other = scenario(tmp_path, llama, "loss: 0.13")
+    other = scenario(tmp_path, llama, f"bytes: {most}")
     other.write_text(other.read_text().replace("scheme: auto}", "scheme: auto, rounding: nearest}"))
     ran = vexport("plan", other, "--run-dir", tmp_path / "run", "--format", "json")
     assert [note["check"] for note in json.loads(ran.stdout)["notes"]] == ["auto"], "losses of a refit"

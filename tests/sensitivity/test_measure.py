@@ -16,7 +16,7 @@ from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Auto, Calibration, Rule
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
 from vexport.sensitivity.measure import measure
-from vexport.types import CalibrationData, Method, SchemeLoss, Sensitivity
+from vexport.types import CalibrationData, SchemeLoss, Sensitivity
 from vexport.types.rounding import Rounding
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
@@ -36,9 +36,7 @@ def units_of(index: SourceIndex, *candidates: str, rules: tuple[Rule, ...] = RUL
     return find_layer_groups(index, rules, auto, Settings())
 
 
-def run(
-    model: Path, file: Path, *candidates: str, method: Method, steps: list[str] | None = None
-) -> Sensitivity:
+def run(model: Path, file: Path, *candidates: str, steps: list[str] | None = None) -> Sensitivity:
     index = read_index(model)
     units = units_of(index, *candidates)
     plan = build_plan(index, rules_with((), {}, RULES))
@@ -47,7 +45,6 @@ def run(
         units,
         calibrate(index, probe_plan(plan, units), samples(model)),
         samples(model),
-        method=method,
         file=file,
         on_progress=lambda stage, done, total: (steps if steps is not None else []).append(stage),
         trust_remote_code=False,
@@ -59,17 +56,11 @@ def run(
 def measured(tmp_path_factory: pytest.TempPathFactory, own_products_in_module: None) -> Sensitivity:
     """Computed as the reference does: what NVFP4 makes of inputs depends on their last bits."""
     folder = tmp_path_factory.mktemp("measured")
-    return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16", method="measure")
+    return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16")
 
 
 def losses(found: Sensitivity) -> dict[tuple[str, str], SchemeLoss]:
     return {(group.name, one.scheme): one for group in found.groups for one in group.schemes}
-
-
-def test_estimates_rank_as_measured_losses_do(measured: Sensitivity) -> None:
-    assert measured.rank_correlation is not None
-    print(f"rank correlation {measured.rank_correlation}")
-    assert measured.rank_correlation > 0.8
 
 
 def test_the_outliers_are_found(measured: Sensitivity) -> None:
@@ -106,29 +97,19 @@ def test_a_loss_is_that_of_a_checkpoint_with_only_this_group(
     plain, quantized = reference_logprobs(model, prompts), reference_logprobs(tmp_path / "one", prompts)
     loss = float((plain.exp() * (plain - quantized)).sum(-1).mean())
     assert torch.isfinite(quantized).all()
-    assert losses(measured)[name, scheme].measured == pytest.approx(loss, rel=TOLERANCE)
+    assert losses(measured)[name, scheme].loss == pytest.approx(loss, rel=TOLERANCE)
 
 
 def test_a_second_call_runs_nothing_again(tmp_path: Path) -> None:
     steps: list[str] = []
     file = tmp_path / "trials.json"
-    first = run(DEMO / "model", file, "W4A16", method="estimate", steps=steps)
-    assert set(steps) == {"sensitivity (own layer)", "sensitivity (to the output)"}
+    first = run(DEMO / "model", file, "W4A16", steps=steps)
     ran = len(steps)
-    assert run(DEMO / "model", file, "W4A16", method="estimate", steps=steps) == first
+    assert ran > 12
+    assert run(DEMO / "model", file, "W4A16", steps=steps) == first
     assert len(steps) == ran
-    measured = [one for group in first.groups for one in group.schemes if one.measured is not None]
-    assert len(measured) == 3
-    assert all(one.estimate == pytest.approx(one.measured) for one in measured)
-    run(DEMO / "model", file, "W4A16", method="measure", steps=steps)
+    assert run(DEMO / "model", file, "W4A16", "FP8_DYNAMIC", steps=steps) != first
     assert len(steps) > ran
-
-
-def test_layers_of_a_group_have_estimates_of_their_own(measured: Sensitivity) -> None:
-    for group in measured.groups:
-        for one in group.schemes:
-            assert tuple(layer.name for layer in one.layers) == group.layers
-            assert all(layer.estimate >= 0 for layer in one.layers)
 
 
 @pytest.mark.usefixtures("own_products")
@@ -149,13 +130,12 @@ def test_a_loss_is_that_of_the_rounding_that_is_written(rounding: Rounding, tmp_
             units,
             calibrate(index, probe_plan(build_plan(index, rules_with((), {}, asked)), units), rows),
             rows,
-            method="measure",
             file=tmp_path / "trials.json",
             on_progress=lambda stage, done, total: None,
             trust_remote_code=False,
             device="cpu",
         )
-        found[asked[0].rounding] = losses(sensitivity)[unit.name, "W4A16"].measured
+        found[asked[0].rounding] = losses(sensitivity)[unit.name, "W4A16"].loss
     rules = (*(rule.model_copy(update={"rounding": "gptq"}) for rule in unit.rules("W4A16")), kept)
     quantize_source(QuantizeJob(source=str(model), out=tmp_path / "one", rules=rules, calibration=settings))
     prompts = [(*ids, 0) for ids in rows.token_ids]

@@ -82,7 +82,7 @@ class Bar:
     before: float | None = None
     after: float
     value: str
-    remark: str
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,6 @@ def loss_bars(sensitivity: Sensitivity, mixed: MixedScheme | None) -> Bars:
             else loss.scheme,
             after=_width(max(0.0, loss.loss), largest),
             value=small(loss.loss),
-            remark="estimated" if loss.measured is None else "measured",
         )
         for name, loss in worst[:MAX_GROUPS]
     )

@@ -73,15 +73,9 @@ def sensitivity_sections(report: Report) -> tuple[doc.Part, ...]:
 
 
 def _sensitivity(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Section:
-    rank = sensitivity.rank_correlation
-    method = "measured" if sensitivity.method == "measure" else "estimated"
-    correlation = (
-        f"; estimates and measured losses have a rank correlation of {rank:.2f}" if rank is not None else ""
-    )
     lead = (
         "What each group of layers costs when it alone is quantized: KL against the source in nats per "
-        f"token, {method} on {count(sensitivity.tokens)} tokens of "
-        f"{count(sensitivity.samples)} samples{correlation}."
+        f"token, on {count(sensitivity.tokens)} tokens of {count(sensitivity.samples)} samples."
     )
     details = doc.Details(doc.Cell("All groups and schemes"), (_losses(sensitivity, mixed),))
     content = (loss_bars(sensitivity, mixed), details)
@@ -96,13 +90,12 @@ def _losses(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Table:
             doc.Cell(group.name, mono=True),
             loss.scheme + (", chosen" if chosen.get(group.name) == loss.scheme else ""),
             size(loss.num_bytes),
-            "" if loss.measured is None else small(loss.measured),
-            small(loss.estimate),
+            small(loss.loss),
         )
         for group in sensitivity.groups
         for loss in group.schemes
     ]
-    header = columns("Group", "Scheme", ">Size", ">Measured", ">Estimate")
+    header = columns("Group", "Scheme", ">Size", ">KL")
     return doc.Table(header, tuple(rows[:MAX_LAYERS]), stack=False)
 
 
@@ -210,7 +203,6 @@ def budget_of(mixed: MixedScheme) -> str:
         "bits": f"{mixed.limit:g} bits per weight",
         "bytes": size(round(mixed.limit)),
         "share": f"{percent(mixed.limit, 0)} of the source's bytes",
-        "loss": f"{small(mixed.limit)} nats per token",
     }
     return limits[mixed.budget]
 

@@ -83,7 +83,6 @@ def measure(run: Run) -> Sensitivity:
         run.units,
         run.get(CALIBRATION) or Calibration(rows=(), digest="", tokens=0, ranges={}),
         calibration_samples(run.index, settings, how.samples, trust_remote_code=trust),
-        method=how.method,
         file=run.folder / "sensitivity" / "trials.json",
         on_progress=run.options.on_progress,
         trust_remote_code=trust,

@@ -12,7 +12,7 @@ from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.scheme_keys import AUTO
 from vexport.scenario.section import Section
 from vexport.scenario.serve import Serve
-from vexport.types import CalibrationData, KvCache, Method, OnUnsupportedShape
+from vexport.types import CalibrationData, KvCache, OnUnsupportedShape
 from vexport.types.values import Positive
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
@@ -73,12 +73,10 @@ def default_calibration() -> Calibration:
 
 
 class Sensitivity(Section):
-    """How the loss of each group of layers is found: the first `samples` rows of the calibration are run with
-    one group quantized at a time, to the model's output (`measure`) or, several times as fast, mostly no
-    further than the group's own decoder layer (`estimate`).
+    """The loss of each group of layers: the first `samples` rows of the calibration are run with that group
+    alone quantized.
     """
 
-    method: Method = "measure"
     samples: Positive = 16
 
 

@@ -189,15 +189,13 @@ class Rule(Section):
 class Auto(Section):
     """What `scheme: auto` chooses from, and its one budget for the whole checkpoint.
 
-    `bits` are bits per weight, `bytes` the size, `share` the part of the source's size (0.4), `loss` the sum
-    over all quantized layers of KL(source || quantized) in nats per token.
+    `bits` are bits per weight, `bytes` the size, `share` the part of the source's size (0.4).
     """
 
     candidates: Annotated[tuple[str, ...], Field(min_length=2)]
     bits: Annotated[float, Gt(0)] | None = None
     bytes: Annotated[int, Gt(0)] | None = None
     share: Annotated[float, Gt(0), Lt(1)] | None = None
-    loss: Annotated[float, Gt(0)] | None = None
 
     @field_validator("candidates", mode="before")
     @classmethod
@@ -224,12 +222,7 @@ class Auto(Section):
         return self
 
     def _budgets(self) -> list[tuple[BudgetKind, float]]:
-        kinds: dict[BudgetKind, float | None] = {
-            "bits": self.bits,
-            "bytes": self.bytes,
-            "share": self.share,
-            "loss": self.loss,
-        }
+        kinds: dict[BudgetKind, float | None] = {"bits": self.bits, "bytes": self.bytes, "share": self.share}
         return [(kind, limit) for kind, limit in kinds.items() if limit is not None]
 
     @property

@@ -19,8 +19,6 @@ from vexport.types import Choice, GroupSensitivity, MixedScheme
 # Mixtures kept while groups are added. Below this the answer is exact; groups come in few sizes, so that even
 # large models have few different sums of bytes.
 MOST_MIXTURES = 1 << 15
-# Budgets of the output's size.
-_SIZES = ("bits", "bytes", "share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +85,14 @@ def mixed_scheme(
     """The choice for every group within the budget of `auto`.
 
     `allowed` has the schemes to choose from by group, `rest_bytes` is what no choice changes of the output.
-    A budget of size takes the least loss, one of loss the fewest bytes. Raises InputError where none fits.
+    Raises InputError where none fits.
     """
     options = [tuple(_options(group, allowed[group.name])) for group in groups]
     mixtures = best_mixtures(options)
     sizes = mixtures.num_bytes + rest_bytes
+    require_size_in_reach(auto, int(sizes[0]), source_bytes=source_bytes, parameters=parameters)
     kind, limit = auto.budget
-    if kind == "loss":
-        within, least = np.flatnonzero(mixtures.loss <= limit)[:1], float(mixtures.loss[-1])
-    else:
-        most = _most_bytes(auto, source_bytes, parameters)
-        within, least = np.flatnonzero(sizes <= most)[-1:], float(sizes[0])
-    if not within.size:
-        raise _out_of_reach(auto, least, source_bytes, parameters)
-    chosen = int(within[0])
+    chosen = int(np.flatnonzero(sizes <= _most_bytes(auto, source_bytes, parameters))[-1])
     choices = tuple(one[pick] for one, pick in zip(options, mixtures.picks[chosen], strict=True))
     return MixedScheme(
         budget=kind,
@@ -113,12 +105,21 @@ def mixed_scheme(
 
 
 def require_size_in_reach(auto: Auto, least_bytes: int, *, source_bytes: int, parameters: int) -> None:
-    """Raise InputError where the smallest candidates, `least_bytes` of output, are beyond a budget of size.
-
-    What needs no measurement is said before one.
-    """
-    if auto.budget[0] in _SIZES and least_bytes > _most_bytes(auto, source_bytes, parameters):
-        raise _out_of_reach(auto, float(least_bytes), source_bytes, parameters)
+    """InputError where the smallest candidates, `least_bytes` of output, are beyond the budget."""
+    if least_bytes <= _most_bytes(auto, source_bytes, parameters):
+        return
+    kind, limit = auto.budget
+    reached = {
+        "bits": f"{8 * least_bytes / max(1, parameters):.3f} bits per weight of the whole model",
+        "bytes": f"{least_bytes} bytes",
+        "share": f"{least_bytes / max(1, source_bytes):.3f} of the source",
+    }[kind]
+    raise InputError(
+        f"auto.{kind}",
+        got=f"{limit:g}",
+        need=f"at least {reached}, what the candidates can reach",
+        fix="widen the budget, or add a smaller candidate",
+    )
 
 
 def _most_bytes(auto: Auto, source_bytes: int, parameters: int) -> float:
@@ -134,20 +135,3 @@ def _options(group: GroupSensitivity, allowed: Sequence[str]) -> Iterator[Choice
         for one in group.schemes:
             if one.scheme == scheme:
                 yield Choice(name=group.name, scheme=scheme, num_bytes=one.num_bytes, loss=max(0.0, one.loss))
-
-
-def _out_of_reach(auto: Auto, least: float, source_bytes: int, parameters: int) -> InputError:
-    """`least` are bytes or nats, as the budget has it."""
-    kind, limit = auto.budget
-    reached = {
-        "bits": f"at least {8 * least / max(1, parameters):.3f} bits per weight of the whole model",
-        "bytes": f"at least {least:.0f} bytes",
-        "share": f"at least {least / max(1, source_bytes):.3f} of the source",
-        "loss": f"at least {least:.3g} nats per token",
-    }[kind]
-    return InputError(
-        f"auto.{kind}",
-        got=f"{limit:g}",
-        need=f"{reached}, what the candidates can reach",
-        fix="widen the budget, or add a candidate",
-    )

@@ -1,53 +1,49 @@
-"""The loss of every group of layers in every scheme that is open to it, measured or estimated."""
+"""The loss of every group of layers in every scheme that is open to it: all else stays as in the source.
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+Trials run next to the model itself, all through one decoder layer before the next is loaded. Each branches
+off at the layer whose weights it changes, from the hidden states of the model itself, and goes on to the
+output, where its loss is measured.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from scipy.stats import spearmanr
+import torch
 
+from vexport.calibration.capture import hidden_states
 from vexport.calibration.data import Samples
+from vexport.calibration.inputs import GroupInputs, Noted
 from vexport.calibration.model import require_device
-from vexport.calibration.walk import LayerWalk, make_batches
+from vexport.calibration.walk import Layer, LayerWalk, make_batches
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import reader_of
+from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
-from vexport.sensitivity.layer_groups import LayerGroup
-from vexport.sensitivity.stream import Trial, TrialStream
-from vexport.types import (
-    Calibration,
-    GroupSensitivity,
-    LayerLoss,
-    Method,
-    OnProgress,
-    SchemeLoss,
-    Sensitivity,
-)
+from vexport.numerics.metrics import divergence_of_logits
+from vexport.quantize.model import QuantizedLayer, QuantizedModel
+from vexport.quantize.round_sites import SiteSums
+from vexport.quantize.stream import quantized_group
+from vexport.quantize.weight_scales import search_scales
+from vexport.sensitivity.layer_groups import LayerGroup, Option
+from vexport.types import Calibration, GroupSensitivity, OnProgress, SchemeLoss, Sensitivity
 
 # Hidden states of trials that are under way together take at most so many bytes, and results are written at
 # least every so many trials.
 MEMORY_BYTES = 2**31
 MOST_TRIALS = 64
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialLoss:
-    """What was found of one trial (see `stream.Outcome`), and the decoder layer that it changes."""
-
-    unit: str
-    scheme: str
-    depth: int
-    error: float
-    layers: Mapping[str, float] = field(default_factory=dict)
-    loss: float | None = None
+# The hidden states of a batch each.
+States = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLosses:
-    """All that was found so far, and a digest of what it was found from."""
+    """KL(source || trial) in nats per token by layer group and scheme, and a digest of what decides it."""
 
     inputs: str
-    losses: tuple[TrialLoss, ...]
+    losses: Mapping[str, Mapping[str, float]]
 
 
 def measure(
@@ -56,7 +52,6 @@ def measure(
     calibration: Calibration,
     samples: Samples,
     *,
-    method: Method,
     file: Path,
     on_progress: OnProgress,
     trust_remote_code: bool,
@@ -69,153 +64,185 @@ def measure(
     unusable device.
     """
     require_device(device)
-    trials = [
-        Trial(unit=layer_group.name, option=option)
-        for layer_group in layer_groups
-        for option in layer_group.options
-    ]
+    inputs = digest_bytes(repr((layer_groups, calibration, samples)).encode())
+    losses: dict[str, dict[str, float]] = {}
+    if file.is_file() and (known := from_json(TrialLosses, file)).inputs == inputs:
+        losses = {name: dict(schemes) for name, schemes in known.losses.items()}
     with reader_of(calibration.smoothing) as reader:
-        walk = LayerWalk(
-            index, reader, make_batches(samples), trust_remote_code=trust_remote_code, device=device
-        )
-        stream = TrialStream(walk, index, calibration, reader)
-        inputs = digest_bytes(repr((layer_groups, calibration, samples)).encode())
-        runs = TrialRuns(stream, file, inputs, on_progress)
-        if method == "estimate":
-            runs.run(trials, carry=False)
-            runs.run(_worst_of_each_layer(trials, runs.losses), carry=True)
-        else:
-            runs.run(trials, carry=True)
-    return summary(layer_groups, runs.losses, method=method, samples=samples)
-
-
-class TrialRuns:
-    """Trials that are done, and running those that are not, part by part."""
-
-    def __init__(self, stream: TrialStream, file: Path, inputs: str, on_progress: OnProgress) -> None:
-        self._stream = stream
-        self._file = file
-        self._inputs = inputs
-        self._on_progress = on_progress
-        known = from_json(TrialLosses, file) if file.is_file() else None
-        losses = known.losses if known is not None and known.inputs == inputs else ()
-        self.losses = {(one.unit, one.scheme): one for one in losses}
-
-    def run(self, trials: Sequence[Trial], *, carry: bool) -> None:
-        """Run those of which too little is known and write down each part."""
-        open_ = [trial for trial in trials if not self._is_known(trial, carry)]
-        open_.sort(key=self._stream.depth)
-        stage = f"sensitivity ({'to the output' if carry else 'own layer'})"
-        total, done = self._stream.steps(open_, carry=carry), 0
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            self._on_progress(stage, done, total)
-
-        for part in self._parts(open_, carry):
-            for trial, outcome in self._stream.run(part, carry=carry, on_step=step).items():
-                self.losses[trial.unit, trial.option.scheme] = TrialLoss(
-                    unit=trial.unit,
-                    scheme=trial.option.scheme,
-                    depth=self._stream.depth(trial),
-                    error=outcome.error,
-                    layers=outcome.layers,
-                    loss=outcome.loss,
-                )
-            found = TrialLosses(inputs=self._inputs, losses=tuple(self.losses.values()))
-            write_text(self._file, to_json(found))
-
-    def _is_known(self, trial: Trial, carry: bool) -> bool:
-        known = self.losses.get((trial.unit, trial.option.scheme))
-        return known is not None and (known.loss is not None or not carry)
-
-    def _parts(self, trials: Sequence[Trial], carry: bool) -> Iterator[Sequence[Trial]]:
-        size = self._stream.states_bytes
-        most = min(MOST_TRIALS, max(1, MEMORY_BYTES // size)) if carry else max(1, len(trials))
-        for start in range(0, len(trials), most):
-            yield trials[start : start + most]
-
-
-Losses = Mapping[tuple[str, str], TrialLoss]
-
-
-def _worst_of_each_layer(trials: Sequence[Trial], losses: Losses) -> list[Trial]:
-    """The trial of most error in each decoder layer: measured, it says what an error there costs."""
-    worst: dict[int, Trial] = {}
-
-    def error(trial: Trial) -> float:
-        return losses[trial.unit, trial.option.scheme].error
-
-    for trial in trials:
-        depth = losses[trial.unit, trial.option.scheme].depth
-        if depth not in worst or error(trial) > error(worst[depth]):
-            worst[depth] = trial
-    return list(worst.values())
-
-
-def summary(
-    layer_groups: Sequence[LayerGroup], losses: Losses, *, method: Method, samples: Samples
-) -> Sensitivity:
-    """Losses by group. An estimate is a trial's error at the price, in nats, of the worst trial's error in
-    the same decoder layer."""
-    scales, worst = _prices(losses)
-    pairs = [
-        (scales[one.depth] * one.error, one.loss)
-        for key, one in losses.items()
-        if one.loss is not None and key not in worst
-    ]
+        batches = make_batches(samples)
+        walk = LayerWalk(index, reader, batches, trust_remote_code=trust_remote_code, device=device)
+        model = QuantizedModel(index, calibration, reader, walk.model, walk.weights, device=device)
+        trials = [
+            Trial(model, walk, layer_group, option)
+            for layer_group in layer_groups
+            for option in layer_group.options
+            if option.scheme not in losses.get(layer_group.name, {})
+        ]
+        trials.sort(key=lambda trial: trial.depth)
+        for part in _parts(trials, walk, on_progress):
+            for trial, loss in part.items():
+                losses.setdefault(trial.group, {})[trial.option.scheme] = loss
+            write_text(file, to_json(TrialLosses(inputs=inputs, losses=losses)))
     return Sensitivity(
-        method=method,
         samples=len(samples.rows),
         tokens=sum(map(len, samples.token_ids)),
-        groups=tuple(_group(layer_group, losses, scales) for layer_group in layer_groups),
-        rank_correlation=_rank_correlation(pairs),
+        groups=tuple(_sensitivity(group, losses[group.name]) for group in layer_groups),
     )
 
 
-def _prices(losses: Losses) -> tuple[dict[int, float], set[tuple[str, str]]]:
-    """Nats for a relative error of 1 in each decoder layer, and the trials that tell it."""
-    worst: dict[int, TrialLoss] = {}
-    for one in losses.values():
-        if one.loss is not None and one.error >= getattr(worst.get(one.depth), "error", 0.0):
-            worst[one.depth] = one
-    prices = {
-        depth: one.loss / one.error if one.loss is not None and one.error else 0.0
-        for depth, one in worst.items()
-    }
-    return prices, {(one.unit, one.scheme) for one in worst.values()}
-
-
-def _group(layer_group: LayerGroup, losses: Losses, scales: Mapping[int, float]) -> GroupSensitivity:
+def _sensitivity(group: LayerGroup, losses: Mapping[str, float]) -> GroupSensitivity:
     return GroupSensitivity(
-        name=layer_group.name,
-        layers=layer_group.layers,
-        parameters=layer_group.parameters,
-        source_bytes=layer_group.source_bytes,
-        schemes=tuple(_scheme(layer_group, option.scheme, losses, scales) for option in layer_group.options),
-        refused=layer_group.refused,
+        name=group.name,
+        layers=group.layers,
+        parameters=group.parameters,
+        source_bytes=group.source_bytes,
+        schemes=tuple(
+            SchemeLoss(
+                scheme=option.scheme,
+                observer=option.groups[0].observers,
+                num_bytes=option.num_bytes,
+                loss=losses[option.scheme],
+                rounding=option.groups[0].rounding,
+            )
+            for option in group.options
+        ),
+        refused=group.refused,
     )
 
 
-def _scheme(layer_group: LayerGroup, scheme: str, losses: Losses, scales: Mapping[int, float]) -> SchemeLoss:
-    one = losses[layer_group.name, scheme]
-    option = next(option for option in layer_group.options if option.scheme == scheme)
-    price = scales[one.depth]
-    return SchemeLoss(
-        scheme=scheme,
-        observer=option.groups[0].observers,
-        num_bytes=option.num_bytes,
-        estimate=price * one.error if one.error or one.loss is None else one.loss,
-        measured=one.loss,
-        layers=tuple(LayerLoss(name=name, estimate=price * error) for name, error in one.layers.items()),
-        rounding=option.groups[0].rounding,
-    )
+class Trial:
+    """A layer group in one scheme, in the model that `walk` fills.
+
+    Nothing in front of it is quantized: a refit has no errors of earlier layers to correct and comes to GPTQ
+    for inputs that the trial's own scheme rounds, which is what is done. InputError where the text model has
+    none of its weights.
+    """
+
+    def __init__(self, model: QuantizedModel, walk: LayerWalk, group: LayerGroup, option: Option) -> None:
+        self.group, self.option, self.model, self._walk = group.name, option, model, walk
+        parameter = model.places.parameter_of(option.groups[0].members[0])
+        if not parameter:
+            raise InputError(
+                group.name,
+                got="weights that the text model does not run",
+                need="a layer whose loss text can show",
+                fix="give it a rule with its own scheme and leave out `sensitivity`, or keep it",
+            )
+        inside = parameter.removeprefix(f"{walk.name}.")
+        # The number of the decoder layer that it changes, that of layers where it is the output head.
+        self.depth = len(walk.layers) if inside == parameter else int(inside.partition(".")[0])
+
+    def begin(self) -> None:
+        """Before any text."""
+        tokens = sum(ids.numel() for ids in self._walk.ids)
+        groups = [group for group in self.option.groups if group.rounding != "nearest"]
+        self.inputs = GroupInputs(self.model.places, groups)
+        self._sums = SiteSums(self.model, self.inputs, {}, text=tokens, device=self._walk.device, plain=True)
+
+    def add(self, noted: Noted) -> None:
+        """Take in what entered the layers that are rounded by text, of a batch."""
+        self._sums.add(noted, noted)
+
+    def layers(self) -> Sequence[QuantizedLayer]:
+        """The layers as compressed-tensors dequantizes what would be stored.
+
+        Raises InputError where a weight is not finite.
+        """
+        model, layers = self.model, list[QuantizedLayer]()
+        rounded, _ = self._sums.rounded(self.inputs.sites)
+        for group in self.option.groups:
+            stored = quantized_group(
+                group,
+                model.index,
+                model.calibration,
+                model.reader,
+                search=search_scales,
+                rounded=rounded.get(group.name, {}),
+            )
+            layers.extend(model.layers_of(group, stored))
+        del self._sums, self.inputs
+        return layers
 
 
-def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's; None for fewer than three pairs, or where one side is all the same."""
-    sides = list(zip(*pairs, strict=True))
-    if len(pairs) < 3 or any(len(set(side)) == 1 for side in sides):
-        return None
-    return round(float(spearmanr(*sides).statistic), 4)
+def _parts(trials: Sequence[Trial], walk: LayerWalk, on_progress: OnProgress) -> Iterator[dict[Trial, float]]:
+    """The losses of trials, as many at a time as fit the memory."""
+    table = walk.model.get_input_embeddings().weight
+    states_bytes = sum(ids.numel() for ids in walk.ids) * table.shape[-1] * table.element_size()
+    most = min(MOST_TRIALS, max(1, MEMORY_BYTES // states_bytes))
+    # A step is a trial's way through one decoder layer, or the head.
+    steps = sum(max(1, len(walk.layers) - trial.depth) for trial in trials)
+    done = 0
+
+    def on_step() -> None:
+        nonlocal done
+        done += 1
+        on_progress("sensitivity (layers)", done, steps)
+
+    for start in range(0, len(trials), most):
+        yield TrialWalk(walk, trials[start : start + most], on_step).run()
+
+
+class TrialWalk:
+    """A walk through the model as it is, and next to it each trial from the layer on that it changes."""
+
+    def __init__(self, walk: LayerWalk, trials: Sequence[Trial], on_step: Callable[[], None]) -> None:
+        self._walk, self._trials, self._on_step = walk, trials, on_step
+        self._plain: States = []
+        self._changed: dict[Trial, States] = {}
+
+    @torch.no_grad()
+    def run(self) -> dict[Trial, float]:
+        """The mean KL of each trial over all positions."""
+        with hidden_states() as first:
+            self._walk.begin(first)
+            self._plain = [first[position].clone() for position in range(len(first))]
+        self._walk.forward(self._layer, lambda done, total: None)
+        return self._losses()
+
+    def _layer(self, layer: Layer) -> None:
+        here = [trial for trial in self._trials if trial.depth == layer.number]
+        entered = self._plain
+        self._plain = self._noted(here, lambda position: self._through(layer, position, entered))
+        positions = range(len(entered))
+        for trial, states in self._changed.items():
+            self._changed[trial] = [self._through(layer, position, states) for position in positions]
+            self._on_step()
+        for trial in here:
+            with trial.model.applied(trial.layers()):
+                self._changed[trial] = [self._through(layer, position, entered) for position in positions]
+            self._on_step()
+
+    def _through(self, layer: Layer, position: int, states: States) -> torch.Tensor:
+        return layer.run(position, states[position].to(self._walk.device)).to("cpu")
+
+    def _noted(self, trials: Sequence[Trial], run: Callable[[int], torch.Tensor]) -> States:
+        """Run all batches; trials take in what enters the layers that they round by text."""
+        made = []
+        for trial in trials:
+            trial.begin()
+        for position in range(len(self._walk.ids)):
+            with ExitStack() as block:
+                noted = [block.enter_context(trial.inputs.noted()) for trial in trials]
+                made.append(run(position))
+            for trial, seen in zip(trials, noted, strict=True):
+                trial.add(seen)
+        return made
+
+    def _losses(self) -> dict[Trial, float]:
+        walk, plain = self._walk, self._plain
+        heads = [trial for trial in self._trials if trial.depth == len(walk.layers)]
+        if heads:
+            self._noted(heads, lambda position: walk.logits(position, plain[position]))
+        layers = {trial: trial.layers() for trial in heads}
+        losses = dict.fromkeys(self._trials, 0.0)
+        for position, states in enumerate(plain):
+            logits = walk.logits(position, states)
+            for trial, changed in self._changed.items():
+                losses[trial] += divergence_of_logits(logits, walk.logits(position, changed[position]))
+            for trial in heads:
+                with trial.model.applied(layers[trial]):
+                    losses[trial] += divergence_of_logits(logits, walk.logits(position, states))
+        for _ in heads:
+            self._on_step()
+        tokens = sum(ids.numel() for ids in walk.ids)
+        return {trial: total / tokens for trial, total in losses.items()}

@@ -72,8 +72,6 @@ from vexport.types.sensitivity import (
     BudgetKind,
     Choice,
     GroupSensitivity,
-    LayerLoss,
-    Method,
     MixedScheme,
     SchemeLoss,
     Sensitivity,

@@ -7,40 +7,22 @@ from vexport.types.findings import Finding
 from vexport.types.rounding import Rounding
 
 # What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole
-# checkpoint, or loss in nats per token.
-BudgetKind = Literal["bits", "bytes", "share", "loss"]
-Method = Literal["estimate", "measure"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLoss:
-    """The estimated loss of one linear layer of a group, quantized alone, in nats per token."""
-
-    name: str
-    estimate: float
+# checkpoint.
+BudgetKind = Literal["bits", "bytes", "share"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeLoss:
     """What one scheme costs one group while all else stays as in the source.
 
-    `num_bytes` is what the group's tensors take. Losses are KL(source || quantized) in nats per token:
-    `measured` at the model's output, None where that was not done; `estimate` from the error at the output of
-    the group's decoder layer. `layers` has the linear layers of the group, none for routed experts.
+    `num_bytes` is what the group's tensors take, `loss` the mean KL(source || quantized) in nats per token.
     """
 
     scheme: str
     observer: str
     num_bytes: int
-    estimate: float
-    measured: float | None
-    layers: tuple[LayerLoss, ...] = ()
+    loss: float
     rounding: Rounding = "nearest"
-
-    @property
-    def loss(self) -> float:
-        """The measured loss, else the estimate."""
-        return self.estimate if self.measured is None else self.measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +43,11 @@ class GroupSensitivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The loss of every group, on `samples` calibration rows of `tokens` tokens together.
+    """The loss of every group, on `samples` calibration rows of `tokens` tokens together."""
 
-    `rank_correlation` is Spearman's, between estimates and measured losses that did not set the estimates'
-    scale; None where fewer than three were measured.
-    """
-
-    method: Method
     samples: int
     tokens: int
     groups: tuple[GroupSensitivity, ...]
-    rank_correlation: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
