@@ -13,8 +13,7 @@ from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import configs, save, whole_model_run
 from vexport.calibration import calibrate
 from vexport.files import from_json, to_json, write_text
-from vexport.quantize.stream import quantize
-from vexport.quantize.weight_scales import search_scales
+from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.types import Calibration
 
 pytestmark = pytest.mark.usefixtures("own_products")
@@ -49,12 +48,12 @@ def test_quantize_searches_by_it(llama: Path, tmp_path: Path) -> None:
     scales = {}
     for name, calibration in (("with", found), ("without", replace(found, importance={}))):
         folder = tmp_path / name
-        folder.mkdir()
+        job = QuantizeJob(source=str(llama), out=folder, rules=())
         if name == "with":
-            quantize(index, plan, calibration, folder, search=search_scales)
+            write_checkpoint(job, index, plan, calibration)
         else:
             with pytest.warns(UserWarning, match="imatrix_mse"):
-                quantize(index, plan, calibration, folder, search=search_scales)
+                write_checkpoint(job, index, plan, calibration)
         tensors = load_file(folder / "model.safetensors")
         scales[name] = tensors[f"{plan.groups[0].name}.weight_scale"].float()
     assert not torch.equal(scales["with"], scales["without"])

@@ -41,7 +41,7 @@ def test_good_checkpoints_are_clean(good: Callable[[str], Path], scheme: str) ->
 def test_mixed_schemes_are_clean(tmp_path: Path) -> None:
     """Several config groups, a quantized output head, layers that are kept between them."""
     from vexport.plan.source import plan_source
-    from vexport.quantize.stream import quantize
+    from vexport.quantize.job import QuantizeJob, write_checkpoint
     from vexport.scenario import Rule
 
     rules = (
@@ -50,9 +50,10 @@ def test_mixed_schemes_are_clean(tmp_path: Path) -> None:
         Rule(match=r"re:.*self_attn", scheme="FP8_BLOCK"),
         Rule(match="Linear", scheme="MXFP4"),
     )
-    index, plan = plan_source(str(save_llama(tmp_path / "source")), rules)
-    (tmp_path / "out").mkdir()
-    quantize(index, plan, None, tmp_path / "out")
+    source = str(save_llama(tmp_path / "source"))
+    write_checkpoint(
+        QuantizeJob(source=source, out=tmp_path / "out", rules=rules), *plan_source(source, rules)
+    )
     assert problems(tmp_path / "out") == []
 
 

@@ -15,8 +15,7 @@ from vexport.formats.schemes import scheme_names
 from vexport.numerics.metrics import quantization_error
 from vexport.plan import Settings, require_accepted
 from vexport.plan.source import plan_source, rules_for
-from vexport.quantize.stream import quantize
-from vexport.quantize.weight_scales import search_scales
+from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.scenario import Rule
 from vexport.types import Calibration, InputRange, LayerError, OnUnsupportedShape, Plan
 
@@ -61,8 +60,8 @@ def written(
     require_accepted(plan)
     names = [member.name for group in plan.groups for member in group.members]
     ranges = {name: InputRange(low=-1.0, high=1.0, tokens=1) for name in names}
-    out.mkdir()
-    quantize(index, plan, Calibration(rows=(), digest="", tokens=1, ranges=ranges), out, search=search_scales)
+    seen = Calibration(rows=(), digest="", tokens=1, ranges=ranges)
+    write_checkpoint(QuantizeJob(source=str(source), out=out, rules=rules), index, plan, seen)
     assert problems(out) == []
     return index, read_index(out), plan
 

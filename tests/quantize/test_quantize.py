@@ -145,13 +145,13 @@ def test_side_files_travel(tmp_path: Path) -> None:
 def test_shards_and_index(tmp_path: Path, llama: Path) -> None:
     from vexport.checkpoint.index import read_index
     from vexport.plan.source import plan_source, rules_for
-    from vexport.quantize.stream import quantize
+    from vexport.quantize.job import QuantizeJob, write_checkpoint
 
     index, plan = plan_source(str(llama), rules_for("NVFP4A16", observer="memoryless_minmax", ignore=()))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, size in ((whole, 10**9), (parts, 300_000)):
-        folder.mkdir()
-        quantize(index, plan, None, folder, shard_bytes=size)
+        job = QuantizeJob(source=str(llama), out=folder, rules=(), shard_bytes=size)
+        write_checkpoint(job, index, plan)
     assert len(list(parts.glob("*.safetensors"))) > 3
     read = read_index(parts)
     assert read.num_bytes == plan.output_bytes == read_index(whole).num_bytes

@@ -8,11 +8,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 
@@ -21,7 +19,6 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checkpoint.writer import (
-    DEFAULT_SHARD_BYTES,
     Array,
     Chunk,
     Shard,
@@ -47,7 +44,6 @@ from vexport.numerics.ranks import rank_and_size
 from vexport.plan import blocks, output_blocks
 from vexport.plan.blocks import group_layout
 from vexport.plan.needs import calibration_need, needs_search
-from vexport.quantize.finishing import finish, forget_progress
 from vexport.types import (
     AttentionLayer,
     Calibration,
@@ -70,29 +66,6 @@ Stored = Mapping[str, Array]
 RUN_ELEMENTS = 1 << 21
 # Runs that wait to be written, for each thread that makes them.
 RUNS_AHEAD = 2
-
-
-def quantize(
-    index: SourceIndex,
-    plan: Plan,
-    calibration: Calibration | None,
-    folder: Path,
-    *,
-    search: Search | None = None,
-    finished: Mapping[str, Array] | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_progress: OnProgress = silent,
-) -> None:
-    """Write the quantized checkpoint into `folder`: weights, side files, config.json last.
-
-    As `write_shards` of all of them, then `finish`.
-    """
-    shards = planned_shards(index, plan, shard_bytes=shard_bytes)
-    write_shards(
-        index, plan, calibration, folder, shards, search=search, finished=finished, on_progress=on_progress
-    )
-    finish(index, plan, calibration, folder, shards)
-    forget_progress(folder, shards)
 
 
 def write_shards(
@@ -122,8 +95,9 @@ def write_shards(
     with (
         reader_of(seen.smoothing) as reader,
         ThreadPoolExecutor(threads) as pool,
-        each_warning_once(),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("once")  # not once a weight
         stream = Stream(
             index=index,
             calibration=seen,
@@ -313,28 +287,6 @@ def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
     rows = max(1, RUN_ELEMENTS // max(1, member.in_features) // multiple) * multiple
     for start in range(0, member.out_features, rows):
         yield slice(start, min(start + rows, member.out_features))
-
-
-@contextmanager
-def each_warning_once() -> Iterator[None]:
-    """Within the block a warning's text is shown once, not once a weight."""
-    with warnings.catch_warnings():
-        show, shown = warnings.showwarning, set[str]()
-
-        def show_new(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
-            if str(message) not in shown:
-                shown.add(str(message))
-                show(message, category, filename, lineno, file, line)
-
-        warnings.showwarning = show_new
-        yield
 
 
 def input_digest(
