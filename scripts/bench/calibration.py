@@ -92,6 +92,7 @@ def run_bare(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], No
 def run_vexport(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[], None]:
     """Calibration, from the files on."""
     from vexport.calibration import Samples, calibrate
+    from vexport.calibration.walk import LayerWalk
     from vexport.plan.source import plan_source, rules_for
 
     rules = rules_for(scheme, observer="memoryless_minmax", ignore=())
@@ -99,7 +100,7 @@ def run_vexport(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[],
     def run_rows(rows: list[list[int]]) -> None:
         samples = Samples(token_ids=tuple(map(tuple, rows)), rows=tuple(range(1, len(rows) + 1)))
         index, plan = plan_source(str(folder), rules)
-        found = calibrate(index, plan, samples)
+        found = calibrate(LayerWalk(index), plan, samples)
         assert len(found.ranges) == sum(len(group.members) for group in plan.groups)
 
     run_rows(ids[:4])

@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 
 from tests.calibration.models import VOCABULARY
-from vexport.calibration import Samples
+from vexport.calibration import Samples, calibrate
+from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.types import FusionGroup, KvCache, LinearPlan, Plan
+from vexport.types import Calibration, FusionGroup, KvCache, LinearPlan, Plan
 
 
 def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> Samples:
@@ -22,6 +23,12 @@ def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> 
 def batches_of(chosen: Samples) -> list[torch.Tensor]:
     """Each sample as a batch of one."""
     return [torch.tensor([ids]) for ids in chosen.token_ids]
+
+
+def calibrated(planned: tuple[SourceIndex, Plan], chosen: Samples) -> Calibration:
+    """What samples show of a plan."""
+    index, plan = planned
+    return calibrate(LayerWalk(index), plan, chosen)
 
 
 def plan_for(

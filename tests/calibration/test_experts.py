@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from tests.calibration.make import batches_of, plan_for, samples
+from tests.calibration.make import batches_of, calibrated, plan_for, samples
 from tests.calibration.models import expert_configs, save, whole_model_run
 from vexport.calibration import calibrate, experts
 from vexport.calibration.experts import arithmetic_of
+from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.types import Calibration, InputRange, LinearPlan, Plan, WeightPart
@@ -148,7 +149,7 @@ def require_equal(found: Calibration, folder: Path, plan: Plan, *, all_experts: 
 def test_experts_see_what_a_plain_loop_shows(family: Path, all_experts: bool) -> None:
     """Dense layers behind the first experts agree to the bit: the routed output is what it was."""
     index, plan = plan_with_experts(family)
-    found = calibrate(index, plan, samples(LENGTHS), all_experts=all_experts)
+    found = calibrate(LayerWalk(index), plan, samples(LENGTHS), all_experts=all_experts)
     require_equal(found, family, plan, all_experts=all_experts)
 
 
@@ -157,7 +158,7 @@ def test_experts_stored_in_one_tensor_see_the_same(tmp_path: Path, all_experts: 
     folder = save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe", stacked=True)
     assert load_file(folder / "model.safetensors")["model.layers.0.mlp.experts.down_proj"].dim() == 3
     index, plan = plan_with_experts(folder)
-    found = calibrate(index, plan, samples(LENGTHS), all_experts=all_experts)
+    found = calibrate(LayerWalk(index), plan, samples(LENGTHS), all_experts=all_experts)
     require_equal(found, folder, plan, all_experts=all_experts)
 
 
@@ -166,8 +167,8 @@ def test_an_expert_that_is_sent_no_token_is_named(tmp_path: Path) -> None:
     index, plan = plan_with_experts(folder)
     few = samples([1])
     with pytest.raises(CheckpointFailed, match=r"layers\.0\.mlp\.experts\.\d\.\w+_proj: got 0 tokens"):
-        calibrate(index, plan, few, all_experts=False)
-    found = calibrate(index, plan, few)
+        calibrate(LayerWalk(index), plan, few, all_experts=False)
+    found = calibrate(LayerWalk(index), plan, few)
     assert {one.tokens for one in found.ranges.values()} == {1}
     assert sum(found.routed["model.layers.1.mlp.experts"]) == 2
 
@@ -176,7 +177,7 @@ def test_an_expert_that_is_sent_no_token_is_named(tmp_path: Path) -> None:
 def test_importance_of_experts(name: str, tmp_path: Path) -> None:
     folder = save(expert_configs()[name], tmp_path / name)
     index, plan = plan_with_experts(folder, scheme="NVFP4A16", observer="imatrix_mse")
-    found = calibrate(index, plan, samples(LENGTHS)).importance
+    found = calibrate(LayerWalk(index), plan, samples(LENGTHS)).importance
     assert set(found) == {group.name for group in plan.groups}
     for layer, values in reference(folder, all_experts=True)[0].items():
         means = torch.frombuffer(bytearray(base64.b64decode(found[layer])), dtype=torch.float32)
@@ -198,7 +199,7 @@ def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None
     with pytest.raises(
         CheckpointFailed, match=r"block_sparse_moe\.experts\.3\.w2: got an input that is not finite"
     ):
-        calibrate(*plan_with_experts(folder), samples([5]))
+        calibrated(plan_with_experts(folder), samples([5]))
 
 
 def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
     del tensors["model.layers.1.block_sparse_moe.experts.5.w2.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"experts\.0\.w2\.weight: got what does not make .*\(shape \(7, "):
-        calibrate(*plan_with_experts(folder), samples([5]))
+        calibrated(plan_with_experts(folder), samples([5]))
 
 
 @pytest.mark.parametrize("all_tokens", [True, False])
@@ -252,4 +253,4 @@ def test_experts_with_arithmetic_of_their_own_are_refused(
     index, plan = plan_with_experts(save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe"))
     monkeypatch.setattr(experts, "KINDS", ())
     with pytest.raises(InputError, match=r"the arithmetic of Qwen3MoeExperts is not known"):
-        calibrate(index, plan, samples(LENGTHS))
+        calibrate(LayerWalk(index), plan, samples(LENGTHS))

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM
 
-from tests.calibration.make import plan_for, samples
+from tests.calibration.make import calibrated, plan_for, samples
 from tests.calibration.models import configs, save
 from vexport.calibration import Samples, calibrate
 from vexport.calibration.capture import capture_layer_calls, hidden_states
+from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.errors import CheckpointFailed, InputError
 from vexport.types import LinearPlan
@@ -36,10 +37,10 @@ def changed(source: Path, out: Path, change: Change) -> Path:
     return out
 
 
-def failure(folder: Path, chosen: Samples, batch_size: int = 1) -> str:
+def failure(folder: Path, chosen: Samples) -> str:
     index, plan = plan_for(folder)
     with pytest.raises(CheckpointFailed) as caught:
-        calibrate(index, plan, chosen, batch_size=batch_size)
+        calibrate(LayerWalk(index), plan, chosen)
     return str(caught.value)
 
 
@@ -72,7 +73,7 @@ def test_a_layer_that_sees_no_token_is_named(llama: Path) -> None:
     linear = LinearPlan(name=stranger, weight=f"{stranger}.weight", out_features=4, in_features=4)
     plan = replace(plan, groups=(*plan.groups, replace(plan.groups[0], members=(linear,))))
     with pytest.raises(CheckpointFailed, match=rf"{stranger}: got 0 tokens in calibration"):
-        calibrate(index, plan, samples())
+        calibrate(LayerWalk(index), plan, samples())
 
 
 def test_a_missing_weight_is_named(llama: Path, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_a_missing_weight_is_named(llama: Path, tmp_path: Path) -> None:
 
     folder = changed(llama, tmp_path / "model", change)
     with pytest.raises(InputError, match=r"model\.layers\.1\.input_layernorm\.weight: got no tensor"):
-        calibrate(*plan_for(folder), samples())
+        calibrated(plan_for(folder), samples())
 
 
 def test_a_model_that_does_more_between_its_layers_is_refused(llama: Path) -> None:
@@ -118,7 +119,7 @@ def test_a_config_that_transformers_refuses_is_one_line(
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(InputError, match=words) as caught:
-        calibrate(read_index(folder), plan, samples())
+        calibrate(LayerWalk(read_index(folder)), plan, samples())
     assert str(folder / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()

@@ -8,7 +8,7 @@ import torch
 from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import configs, save, whole_model_run
 from vexport.calibration import calibrate
-from vexport.calibration.walk import make_batches
+from vexport.calibration.walk import LayerWalk
 from vexport.types import InputRange, Plan
 
 pytestmark = pytest.mark.usefixtures("own_products")
@@ -33,14 +33,4 @@ def test_ranges_are_those_of_a_whole_model_run(family: Path) -> None:
     index, plan = plan_for(family, head=True)
     assert len(plan.groups) >= 12
     chosen = samples()
-    assert calibrate(index, plan, chosen).ranges == reference(family, plan, batches_of(chosen))
-
-
-def test_on_disk_and_in_batches(family: Path) -> None:
-    """Hidden states on disk change nothing; batches give what a whole-model run in batches gives."""
-    index, plan = plan_for(family)
-    chosen = samples()
-    batches = make_batches(chosen, 2)
-    assert [len(batch.rows) for batch in batches] == [2, 1, 2, 1]
-    found = calibrate(index, plan, chosen, batch_size=2, memory_bytes=5000).ranges
-    assert found == reference(family, plan, [batch.ids for batch in batches])
+    assert calibrate(LayerWalk(index), plan, chosen).ranges == reference(family, plan, batches_of(chosen))

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.calibration.make import samples
 from tests.calibration.models import configs, save
+from vexport.calibration import gradients
 from vexport.calibration.gradients import Again, Gradients, walk_back
-from vexport.calibration.walk import Layer, LayerWalk, make_batches
+from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import read_index
-from vexport.checkpoint.reader import Reader
 
 TEXT = samples((16,) * 4)
 
@@ -52,10 +52,9 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path, monkeypatch: pyt
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.save_pretrained(folder)
     steps, seen = list[tuple[int, int]](), Seen()
-    with torch.no_grad(), Reader() as reader:
-        batches = make_batches(TEXT)
-        walk = LayerWalk(read_index(folder), reader, batches, trust_remote_code=False, device="cpu")
-        walk_back(walk, [seen], lambda done, total: steps.append((done, total)), entered_bytes=0)
+    monkeypatch.setattr(gradients, "ENTERED_BYTES", 0)
+    walk = LayerWalk(read_index(folder))
+    walk_back(walk, TEXT, [seen], lambda done, total: steps.append((done, total)))
     depth = len(walk.layers)
     assert steps == [(done + 1, 2 * depth) for done in range(2 * depth)]
     expected = dict[int, list[torch.Tensor]]()
@@ -69,8 +68,8 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path, monkeypatch: pyt
         logits = model(input_ids=torch.tensor([ids])).logits
         (-torch.log_softmax(logits, -1)[..., -1].sum()).backward()  # type: ignore[no-untyped-call]
     assert seen.found.keys() == expected.keys() == set(range(depth))
-    for number, gradients in expected.items():
-        for found, one in zip(seen.found[number], gradients, strict=True):
+    for number, each in expected.items():
+        for found, one in zip(seen.found[number], each, strict=True):
             torch.testing.assert_close(found, one, rtol=1e-3, atol=1e-5)
     # What is drawn without us: at each token one of the model's own answers.
     last = torch.softmax(model(input_ids=torch.tensor([TEXT.token_ids[-1]])).logits, -1) - drawn[-1]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import configs, save, whole_model_run
 from vexport.calibration import calibrate
+from vexport.calibration.walk import LayerWalk
 from vexport.files import from_json, to_json, write_text
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.types import Calibration
@@ -30,7 +31,7 @@ def decode(text: str) -> torch.Tensor:
 
 def test_importance_is_the_mean_square_of_a_whole_model_run(llama: Path, tmp_path: Path) -> None:
     index, plan = plan_for(llama, scheme="NVFP4A16", observer="imatrix_mse")
-    found = calibrate(index, plan, samples())
+    found = calibrate(LayerWalk(index), plan, samples())
     assert found.ranges == {}
     names = [group.name for group in plan.groups]
     seen = whole_model_run(llama, names, batches_of(samples()))
@@ -44,7 +45,7 @@ def test_importance_is_the_mean_square_of_a_whole_model_run(llama: Path, tmp_pat
 def test_quantize_searches_by_it(llama: Path, tmp_path: Path) -> None:
     """Scales change with importance; without it there is a warning."""
     index, plan = plan_for(llama, scheme="NVFP4A16", observer="imatrix_mse")
-    found = calibrate(index, plan, samples())
+    found = calibrate(LayerWalk(index), plan, samples())
     scales = {}
     for name, calibration in (("with", found), ("without", replace(found, importance={}))):
         folder = tmp_path / name

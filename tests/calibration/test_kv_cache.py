@@ -7,9 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.calibration.make import batches_of, plan_for, samples
+from tests.calibration.make import batches_of, calibrated, plan_for, samples
 from tests.calibration.models import configs, expert_configs, save
 from vexport.calibration import calibrate
+from vexport.calibration.walk import LayerWalk
 from vexport.errors import InputError
 from vexport.types import HeadRanges
 
@@ -51,7 +52,7 @@ def by_head(states: list[torch.Tensor]) -> HeadRanges:
 def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
     folder = save(FAMILIES[name], tmp_path / name)
     index, plan = plan_for(folder, kv_cache="fp8")
-    found = calibrate(index, plan, samples(LENGTHS)).kv_ranges
+    found = calibrate(LayerWalk(index), plan, samples(LENGTHS)).kv_ranges
     runs = cached(folder)
     assert len(found) == len(runs[0])
     for number in runs[0]:
@@ -66,10 +67,10 @@ def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
 def test_attention_without_the_interface_is_refused(tmp_path: Path) -> None:
     folder = save(FAMILIES["bloom"], tmp_path / "model")
     with pytest.raises(InputError, match=r"KV cache: got no attention layer"):
-        calibrate(*plan_for(folder, kv_cache="fp8"), samples([5]))
+        calibrated(plan_for(folder, kv_cache="fp8"), samples([5]))
 
 
 def test_transformers_is_left_as_it_was(tmp_path: Path) -> None:
     before = dict(ALL_ATTENTION_FUNCTIONS)
-    calibrate(*plan_for(save(FAMILIES["llama"], tmp_path / "model"), kv_cache="fp8"), samples([5]))
+    calibrated(plan_for(save(FAMILIES["llama"], tmp_path / "model"), kv_cache="fp8"), samples([5]))
     assert dict(ALL_ATTENTION_FUNCTIONS) == before

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import LLAMA_LIKE
 from vexport.calibration import calibrate
+from vexport.calibration.walk import LayerWalk
 from vexport.types import InputRange
 
 pytestmark = pytest.mark.usefixtures("own_products")
@@ -74,7 +75,7 @@ def test_text_layers_see_what_a_whole_model_run_shows(name: str, tmp_path: Path)
     index, plan = plan_for(tmp_path, kv_cache="fp8")
     layers = tuple(group for group in plan.groups if group.name.startswith(f"{stored}layers."))
     assert len(layers) == 14
-    found = calibrate(index, replace(plan, groups=layers), samples())
+    found = calibrate(LayerWalk(index), replace(plan, groups=layers), samples())
     inputs: dict[str, list[torch.Tensor]] = {group.name: [] for group in layers}
     for layer, values in inputs.items():
         watched = model.get_submodule(layer.replace(stored, module, 1))

@@ -19,6 +19,7 @@ from tests.command import vexport
 from tests.models import quantize, save_llama, write_calibration
 from tests.mutations.edits import forget_digests
 from vexport.calibration.forward import look_back
+from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import SMOOTHING, encode, reader_of, write_smoothing
@@ -63,7 +64,9 @@ def logits(folder: Path) -> torch.Tensor:
 
 def found_in(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
     index, planned = plan_for(folder, scheme="W8A8")
-    found, weights = look_back(index, TEXT, smoothed=planned.groups, strength=0.5, weighs_tokens=False)
+    found, weights = look_back(
+        LayerWalk(index), TEXT, smoothed=planned.groups, strength=0.5, weighs_tokens=False
+    )
     assert not weights
     return index, found
 

@@ -11,6 +11,7 @@ from tests.calibration.make import samples
 from tests.calibration.models import configs, save
 from vexport.calibration.forward import look_back
 from vexport.calibration.gradients import Gradients, TokenWeights, weights_of
+from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 
 TEXT = samples((16, 11, 16, 16))
@@ -26,7 +27,9 @@ def always_the_last(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
 
 
 def find(folder: Path) -> TokenWeights:
-    smoothing, found = look_back(read_index(folder), TEXT, smoothed=(), strength=0.0, weighs_tokens=True)
+    smoothing, found = look_back(
+        LayerWalk(read_index(folder)), TEXT, smoothed=(), strength=0.0, weighs_tokens=True
+    )
     assert not smoothing
     return found
 

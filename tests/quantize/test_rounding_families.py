@@ -13,6 +13,7 @@ from tests.calibration.make import samples
 from tests.calibration.models import configs, expert_configs, save
 from vexport.calibration import calibrate
 from vexport.calibration.experts import arithmetic_of
+from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor
@@ -41,10 +42,8 @@ def plan_of(
 
 
 def run(index: SourceIndex, plan: Plan, out: Path) -> tuple[Mapping[str, Array], RoundingReport]:
-    seen = calibrate(index, plan, TEXT)
-    return round_weights(
-        index, plan, seen, TEXT, out, on_progress=silent, trust_remote_code=False, device="cpu"
-    )
+    walk = LayerWalk(index)
+    return round_weights(walk, plan, calibrate(walk, plan, TEXT), TEXT, out)
 
 
 def rounded(
@@ -164,10 +163,10 @@ def test_the_cache_is_calibrated_in_the_quantized_stream(tmp_path: Path) -> None
         tensors[f"{name}.weight"] = weight.to(torch.bfloat16)
     copy = copytree(folder, tmp_path / "copy")
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    quantized = calibrate(read_index(copy), plan, TEXT).kv_ranges
+    quantized = calibrate(LayerWalk(read_index(copy)), plan, TEXT).kv_ranges
     assert len(quantized) == 3
     assert report.cached == quantized
-    assert report.cached != calibrate(index, plan, TEXT).kv_ranges
+    assert report.cached != calibrate(LayerWalk(index), plan, TEXT).kv_ranges
 
 
 def test_experts_go_on_to_the_same_bytes_after_a_kill(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.calibration.make import samples
 from tests.calibration.models import configs, save
-from vexport.calibration.capture import hidden_states
+from vexport.calibration import Samples
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
-from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
 from vexport.plan import Settings
 from vexport.plan.source import plan_headers
@@ -30,17 +29,7 @@ def gptq(folder: Path, out: Path) -> RoundingReport:
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq", observer="memoryless_minmax")]
     index, plan = plan_headers(str(folder), rules, Settings(), silent)
     calibration = Calibration(rows=TEXT.rows, digest=TEXT.digest, tokens=ROWS * 32, ranges={})
-    _, report = round_weights(
-        index,
-        plan,
-        calibration,
-        TEXT,
-        out,
-        on_progress=silent,
-        trust_remote_code=False,
-        device="cpu",
-    )
-    return report
+    return round_weights(LayerWalk(index), plan, calibration, TEXT, out)[1]
 
 
 @pytest.mark.parametrize("limit", ["max\n", "1048576\n", "99999999999999\n"])
@@ -71,10 +60,9 @@ def test_a_rank_without_rows_walks_along(tmp_path: Path) -> None:
     """With more ranks than rows of text."""
     index = read_index(save(configs()["llama"], tmp_path / "llama"))
     seen = list[int]()
-    with torch.no_grad(), Reader() as reader, hidden_states() as hidden:
-        walk = LayerWalk(index, reader, [], trust_remote_code=False, device="cpu")
-        walk.begin(hidden)
-        walk.forward(lambda layer: seen.append(len(layer.calls)), lambda done, total: None)
+    walk = LayerWalk(index)
+    with walk.text(Samples(token_ids=(), rows=())):
+        walk.forward(lambda layer: seen.append(len(layer.calls)))
     assert seen == [0] * LAYERS
 
 

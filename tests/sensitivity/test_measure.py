@@ -8,6 +8,7 @@ import torch
 
 from vexport.calibration import Samples, calibrate, read_samples
 from vexport.calibration.model import build_on_meta
+from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.engine.reference import reference_logprobs
 from vexport.formats.schemes import KEEP
@@ -43,7 +44,7 @@ def run(model: Path, file: Path, *candidates: str, steps: list[str] | None = Non
     return measure(
         index,
         units,
-        calibrate(index, probe_plan(plan, units), samples(model)),
+        calibrate(LayerWalk(index), probe_plan(plan, units), samples(model)),
         samples(model),
         file=file,
         on_progress=lambda stage, done, total: (steps if steps is not None else []).append(stage),
@@ -128,7 +129,9 @@ def test_a_loss_is_that_of_the_rounding_that_is_written(rounding: Rounding, tmp_
         sensitivity = measure(
             index,
             units,
-            calibrate(index, probe_plan(build_plan(index, rules_with((), {}, asked)), units), rows),
+            calibrate(
+                LayerWalk(index), probe_plan(build_plan(index, rules_with((), {}, asked)), units), rows
+            ),
             rows,
             file=tmp_path / "trials.json",
             on_progress=lambda stage, done, total: None,

@@ -5,6 +5,7 @@ The hidden states between two layers lie in memory, and on disk from a size on.
 
 import mmap
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import torch
 
 from vexport.errors import InputError
 
-# Of one shape and dtype, so many tensors are compared with before a tensor counts as new.
-RECENT = 4
+# Tensors that one is compared with before it counts as new.
+RECENT = 16
 
 Forward = Callable[..., object]
 # What a layer returns in a tuple after the hidden states; None where it returns them alone.
@@ -120,49 +121,21 @@ def as_output(states: torch.Tensor, rest: Rest) -> object:
 
 
 class Interner:
-    """Keeps equal call arguments once: masks and positions are the same for all layers and most batches.
-
-    Tensors are equal by content; everything else only where it is the same object, since a model may
-    pass state from layer to layer in it.
-    """
+    """Keeps equal tensors of calls once: masks and positions are the same for all layers and most samples."""
 
     def __init__(self) -> None:
-        self._recent: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-        self._known: dict[tuple[object, ...], object] = {}
-        self._batch: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._recent = deque[torch.Tensor](maxlen=RECENT)
 
-    def next_batch(self) -> None:
-        """Forget which objects of the last batch are which: their ids may be used again."""
-        self._batch.clear()
-
-    def call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> LayerCall:
-        """The call with these arguments, one object for all equal calls."""
-        values = [self._value(value) for value in (*args, *kwargs.values())]
-        call = LayerCall(tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True)))
-        known = self._known.setdefault((len(args), *kwargs, *map(id, values)), call)
-        assert isinstance(known, LayerCall)
-        return known
-
-    def _value(self, value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+    def of(self, value: object) -> object:
+        """The value with tensors that were seen lately, and are equal, in the place of its own."""
         if type(value) is tuple:
-            parts = tuple(self._value(part) for part in value)
-            return self._known.setdefault((tuple, *map(id, parts)), parts)
-        return value
-
-    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
-        if id(value) not in self._batch:
-            self._batch[id(value)] = (value, self._equal(value))
-        return self._batch[id(value)][1]
-
-    def _equal(self, value: torch.Tensor) -> torch.Tensor:
-        recent = self._recent.setdefault((value.shape, value.dtype), [])
-        for known in recent:
-            if torch.equal(known, value):
+            return tuple(map(self.of, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        for known in self._recent:
+            if known is value or (known.dtype == value.dtype and torch.equal(known, value)):
                 return known
-        recent.insert(0, value)
-        del recent[RECENT:]
+        self._recent.appendleft(value)
         return value
 
 
@@ -182,7 +155,6 @@ class Recorder:
 
     def begin(self) -> None:
         """Call before each batch."""
-        self._interner.next_batch()
         self._passed = None
 
     def stub(self, number: int, forward: Forward) -> Forward:
@@ -198,7 +170,8 @@ class Recorder:
                 raise self.unusual(number, "another input than the output of the layer before")
             if number == 0:
                 self._first(states, forward, args, kwargs)
-            self.calls[number].append(self._interner.call(args, kwargs))
+            kept = {name: self._interner.of(value) for name, value in kwargs.items()}
+            self.calls[number].append(LayerCall(tuple(map(self._interner.of, args)), kept))
             self._passed = states
             return as_output(states, self.rest)
 

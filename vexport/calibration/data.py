@@ -138,8 +138,9 @@ class Samples:
         """SHA-256 of the token ids."""
         return digest_bytes(json.dumps(self.token_ids).encode())
 
-    def taken(self, positions: Sequence[int]) -> "Samples":
+    def taken(self, positions: Iterable[int]) -> "Samples":
         """The samples at these positions, in their order."""
+        positions = tuple(positions)
         return replace(
             self,
             token_ids=tuple(self.token_ids[position] for position in positions),

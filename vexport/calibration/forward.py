@@ -1,9 +1,4 @@
-"""What calibration text shows: of a source that it walks through, and of rows that an observer is shown.
-
-Samples run one by one by default, so that every statistic equals that of a whole-model run, to the bit:
-in bf16 a batched matrix product rounds differently (by up to 0.1 in the last hidden states of a small
-Llama), and a moving average takes one step per forward.
-"""
+"""What calibration text shows: of a source that it walks through, and of rows that an observer is shown."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,64 +7,49 @@ from functools import partial
 import torch
 
 from vexport.calibration.attention import CachedStates, watching_attention
-from vexport.calibration.capture import MEMORY_BYTES, HiddenStates, base_of, hidden_states
+from vexport.calibration.capture import HiddenStates, base_of
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import GradientWatcher, TokenWeigher, TokenWeights, walk_back
 from vexport.calibration.inputs import GroupInputs, Places
-from vexport.calibration.model import require_device
 from vexport.calibration.smoothing import Smoother
 from vexport.calibration.statistics import Extremes, Statistics
-from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, make_batches
+from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, quiet
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import reader_of
 from vexport.errors import InputError
 from vexport.numerics.ranks import add_up, on_first, process_group, rank_and_size
 from vexport.types import Calibration, FusionGroup, Plan, Smoothing
 
 
 def calibrate(
-    index: SourceIndex,
+    walk: LayerWalk,
     plan: Plan,
     samples: Samples,
     *,
-    on_layer: OnLayer = lambda done, total: None,
-    trust_remote_code: bool = False,
+    on_layer: OnLayer = quiet,
     all_experts: bool = True,
-    device: str = "cpu",
-    batch_size: int = 1,
-    memory_bytes: int = MEMORY_BYTES,
     smoothing: Mapping[str, Smoothing] | None = None,
     token_weights: TokenWeights | None = None,
 ) -> Calibration:
     """Run the samples through the source and record what static scales, importance and the KV cache need.
 
     With `all_experts` the statistics of every expert see all tokens, else those routed to it; what the model
-    computes is the same. `on_layer(done, total)` reports progress. Layers run on the torch device `device`;
-    what waits for its turn, and every statistic in the end, is in main memory. `batch_size` samples of equal
-    length run at once (see above for what that changes); hidden states beyond `memory_bytes` go to a
-    temporary file. The source is read as smoothed. Under torchrun, or in a process group, the batches are
-    dealt to the ranks and every rank ends with the statistics of all.
+    computes is the same. `on_layer(done, total)` reports progress. The source is read as smoothed. Under
+    torchrun, or in a process group, the samples are dealt to the ranks and every rank ends with the
+    statistics of all.
 
     Raises CheckpointFailed where an activation is not finite or a layer saw no token, InputError for a model
-    that cannot run layer by layer and for an unusable device.
+    that cannot run layer by layer.
     """
-    require_device(device)
     seen, cached = Statistics.needed_by(plan, all_experts=all_experts), dict[str, CachedStates]()
     if seen.inputs or seen.importance or plan.kv_cache:
-        with process_group(), torch.no_grad():
+        with process_group():
             rank, size = rank_and_size()
-            batches = make_batches(samples, batch_size)[rank::size]
-            with reader_of(smoothing or {}) as reader, hidden_states(memory_bytes) as hidden:
-                if batches:
-                    walk = LayerWalk(
-                        index, reader, batches, trust_remote_code=trust_remote_code, device=device
-                    )
-                    _Watch(walk, plan, seen, cached, hidden).run(on_layer if rank == 0 else _quiet)
+            with walk.text(samples.taken(range(rank, len(samples.rows), size)), smoothing) as hidden:
+                _Watch(walk, plan, seen, cached, hidden).run(on_layer if rank == 0 else quiet)
             seen.sync()
             add_up(cached)
             if plan.kv_cache:
-                require_cache(index, cached)
+                require_cache(walk.index, cached)
     return Calibration(
         rows=samples.rows,
         digest=samples.digest,
@@ -85,39 +65,32 @@ def calibrate(
 
 
 def look_back(
-    index: SourceIndex,
+    walk: LayerWalk,
     samples: Samples,
     *,
     smoothed: Sequence[FusionGroup],
     strength: float,
     weighs_tokens: bool,
-    on_layer: OnLayer = lambda done, total: None,
-    trust_remote_code: bool = False,
-    device: str = "cpu",
+    on_layer: OnLayer = quiet,
 ) -> tuple[Mapping[str, Smoothing], TokenWeights]:
     """By how much the inputs of the groups `smoothed` are scaled, and how much tokens count where asked.
 
     Both come from the same gradients, of all `samples`; the first rank finds them for all. Raises as
     `calibrate`.
     """
-    require_device(device)
-    batches = make_batches(samples)
 
     def find() -> tuple[Mapping[str, Smoothing], TokenWeights]:
-        with torch.no_grad(), Reader() as reader:
-            walk = LayerWalk(index, reader, batches, trust_remote_code=trust_remote_code, device=device)
-            smoother = Smoother(smoothed, strength, walk.weights)
-            weigher = TokenWeigher([batch.ids.numel() for batch in batches])
-            watchers: list[GradientWatcher] = [weigher] if weighs_tokens else []
-            walk_back(walk, [*watchers, smoother] if smoothed else watchers, on_layer)
+        smoother = Smoother(smoothed, strength, walk.weights)
+        weigher = TokenWeigher([len(ids) for ids in samples.token_ids])
+        watchers: list[GradientWatcher] = [weigher] if weighs_tokens else []
+        walk_back(walk, samples, [*watchers, smoother] if smoothed else watchers, on_layer)
         return smoother.found, weigher.found()
 
-    with process_group():
-        return on_first(find)
+    return on_first(find)
 
 
 class _Watch:
-    """Walks through the source with all batches of this rank, and takes in statistics."""
+    """Walks through the source with all samples of this rank, and takes in statistics."""
 
     def __init__(
         self,
@@ -133,8 +106,7 @@ class _Watch:
         self._watches_cache = bool(plan.kv_cache)
 
     def run(self, on_layer: OnLayer) -> None:
-        """Run all batches, also what is outside the layers where something there is watched."""
-        self._walk.begin(self._hidden)
+        """Run all samples, also what is outside the layers where something there is watched."""
         self._walk.forward(self._layer, on_layer)
         inside = {one.name for one in self._places.below(f"{self._walk.name}.", self._groups)}
         outside = [group for group in self._groups if group.name not in inside]
@@ -178,17 +150,13 @@ class _Watch:
         position: int,
         run: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor | None:
-        """Run a batch through a module and take in what enters the groups; what comes out must be finite."""
+        """Run a sample through a module and take in what enters the groups; what comes out must be finite."""
         extremes = Extremes()
         with inputs.shown(lambda at, value: self._seen.take(inputs, at, value, extremes), once=True):
             made = run()
         if extremes.not_finite or (made is not None and not is_finite(made)):
             raise self._walk.not_finite(module, name, position, run, extremes.not_finite)
         return made
-
-
-def _quiet(done: int, total: int) -> None:
-    """Progress of the ranks that report none."""
 
 
 def require_cache(index: SourceIndex, seen: Mapping[str, object]) -> None:

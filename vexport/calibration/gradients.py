@@ -21,16 +21,17 @@ from typing import Protocol
 import torch
 
 from vexport.calibration.capture import HiddenStates, hidden_states
+from vexport.calibration.data import Samples
 from vexport.calibration.experts import arithmetic_of
 from vexport.calibration.model import joined
-from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite
+from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, quiet
 
 # What enters all layers is kept until the way back: so many bytes in memory, the rest on disk.
 ENTERED_BYTES = 2**28
 # Probabilities that are held at once.
 RUN_ELEMENTS = 1 << 22
 
-# Runs a batch, the first one, through a layer again.
+# Runs the first sample through a layer again.
 Again = Callable[[], torch.Tensor]
 
 
@@ -45,17 +46,13 @@ class GradientWatcher(Protocol):
 
 
 def walk_back(
-    walk: LayerWalk,
-    watchers: Sequence[GradientWatcher],
-    on_layer: OnLayer,
-    *,
-    entered_bytes: int = ENTERED_BYTES,
+    walk: LayerWalk, samples: Samples, watchers: Sequence[GradientWatcher], on_layer: OnLayer = quiet
 ) -> None:
-    """Run the batches of a walk up through all layers, and their gradients back.
+    """Run samples up through all layers, and their gradients back.
 
-    Raises CheckpointFailed where a state is not finite, and what `LayerWalk.begin` raises.
+    Raises CheckpointFailed where a state is not finite, and what `LayerWalk.text` raises.
     """
-    with hidden_states() as hidden, hidden_states(entered_bytes) as entered:
+    with walk.text(samples) as hidden, hidden_states(ENTERED_BYTES) as entered:
         Gradients(walk, watchers, hidden, entered).run(on_layer)
 
 
@@ -77,14 +74,13 @@ class Gradients:
     def run(self, on_layer: OnLayer) -> None:
         """Go up and back."""
         walk, depth = self._walk, len(self._walk.layers)
-        walk.begin(self._hidden)
         walk.forward(self._up, lambda done, _: on_layer(done, 2 * depth))
         walk.model.requires_grad_(False)
-        self._behind = [self._of_logits(position) for position in range(len(walk.batches))]
+        self._behind = [self._of_logits(position) for position in range(len(walk.ids))]
         walk.backward(self._back, lambda done, _: on_layer(depth + done, 2 * depth))
 
     def _up(self, layer: Layer) -> None:
-        for position in range(len(self._walk.batches)):
+        for position in range(len(self._walk.ids)):
             self._entered.append(self._hidden[position])
             made = layer.run(position, self._before(layer, position))
             if not is_finite(made):
@@ -107,11 +103,11 @@ class Gradients:
 
     def _before(self, layer: Layer, position: int) -> torch.Tensor:
         """A copy of what enters a layer, on the device."""
-        states = self._entered[layer.number * len(self._walk.batches) + position]
+        states = self._entered[layer.number * len(self._walk.ids) + position]
         return states.to(self._walk.device, copy=True)
 
     def _through(self, layer: Layer, position: int, behind: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient in front of a layer; without one the batch runs through it all the same."""
+        """The gradient in front of a layer; without one the sample runs through it all the same."""
         found = None
         if behind is not None:
             states = self._before(layer, position)

@@ -20,13 +20,12 @@ import torch
 
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
-from vexport.calibration.capture import hidden_states
+from vexport.calibration.data import Samples
 from vexport.calibration.gradients import Again
 from vexport.calibration.model import joined
-from vexport.calibration.walk import Batch, Layer, LayerWalk, is_finite
+from vexport.calibration.walk import Layer, LayerWalk, is_finite
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import MOST, encode, reader_of
 from vexport.checkpoint.tensors import read_tensor
 from vexport.types import FusionGroup, Smoothing
@@ -283,10 +282,10 @@ def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: s
     """
     size = text_config(index.config).get("vocab_size")
     vocabulary = size if isinstance(size, int) and size > 0 else 1
-    batches = [Batch(ids=torch.arange(TOKENS)[None] * vocabulary // TOKENS, rows=(1,))]
+    ids = tuple(number * vocabulary // TOKENS for number in range(TOKENS))
     changed, applied = list[str](), set[str]()
-    with Reader() as plain, reader_of(smoothing) as reader, hidden_states() as hidden:
-        walk = LayerWalk(index, plain, batches, trust_remote_code=False, device=device)
+    walk = LayerWalk(index, device=device)
+    with reader_of(smoothing) as reader, walk.text(Samples(token_ids=(ids,), rows=(1,))) as hidden:
 
         def own(layer: Layer) -> Iterator[tuple[str, str]]:
             """The layer's smoothed parameters and their tensors. Not every token reaches an expert."""
@@ -312,6 +311,5 @@ def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: s
                 changed.append(layer.name)
             applied.update(smoothed.values())
 
-        walk.begin(hidden)
-        walk.forward(compare, lambda done, total: None)
+        walk.forward(compare)
     return [*changed, *sorted(smoothing.keys() - applied)]

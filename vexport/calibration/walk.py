@@ -3,8 +3,8 @@
 Where a forward makes a value that is not finite, it is said where first.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -12,33 +12,35 @@ from typing import Literal
 import torch
 
 from vexport.calibration.attention import fast_products
-from vexport.calibration.capture import HiddenStates, LayerCall, base_of, capture_layer_calls, replayed_layers
+from vexport.calibration.capture import (
+    HiddenStates,
+    LayerCall,
+    base_of,
+    capture_layer_calls,
+    hidden_states,
+    replayed_layers,
+)
 from vexport.calibration.data import Samples
-from vexport.calibration.model import build_on_meta, decoder_layers, joined, tie_head, unload
+from vexport.calibration.model import (
+    build_on_meta,
+    decoder_layers,
+    joined,
+    require_device,
+    tie_head,
+    unload,
+)
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import reader_of
 from vexport.errors import CheckpointFailed
+from vexport.types import Smoothing
 
 OnLayer = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotFinite:
-    """The first value that is not finite: the module, which side of it, and the sample within the batch."""
-
-    module: str
-    side: Literal["input", "output"]
-    sample: int
-
-    def error(self, row: int) -> CheckpointFailed:
-        """The error to raise, with the line of the calibration file that made the value."""
-        return CheckpointFailed(
-            self.module,
-            got=f"an {self.side} that is not finite, from calibration row {row}",
-            need="finite activations",
-            fix="remove the row, or keep this layer unquantized and look at its weights",
-        )
+def quiet(done: int, total: int) -> None:
+    """Progress that is not reported."""
 
 
 def is_finite(value: torch.Tensor) -> bool:
@@ -49,33 +51,28 @@ def is_finite(value: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def first_not_finite(
-    module: torch.nn.Module, name: str, samples: int, run: Callable[[], object]
-) -> NotFinite | None:
-    """Run a forward of `module` over a batch of `samples` and say where a value first is not finite.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotFinite:
+    """The first value that is not finite: the module, and which side of it."""
+
+    module: str
+    side: Literal["input", "output"]
+
+
+def first_not_finite(module: torch.nn.Module, name: str, run: Callable[[], object]) -> NotFinite | None:
+    """Run a forward of `module` and say where a value first is not finite.
 
     First means in the order of execution: an input is seen before the output that comes of it, a child's
-    output before its parent's. Within that module it is the first sample of the batch.
+    output before its parent's.
     """
     found: list[NotFinite] = []
-    with _watching(module, name, samples, found):
+    with ExitStack() as block:
+        for child_name, child in module.named_modules():
+            look = _Look(joined(name, child_name), found)
+            block.callback(child.register_forward_pre_hook(look.at_input).remove)
+            block.callback(child.register_forward_hook(look.at_output).remove)
         run()
     return found[0] if found else None
-
-
-@contextmanager
-def _watching(module: torch.nn.Module, name: str, samples: int, found: list[NotFinite]) -> Iterator[None]:
-    handles = []
-    for child_name, child in module.named_modules():
-        full = joined(name, child_name)
-        look = _Look(full, samples, found)
-        handles.append(child.register_forward_pre_hook(look.at_input))
-        handles.append(child.register_forward_hook(look.at_output))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,6 @@ class _Look:
     """The hooks of one module."""
 
     name: str
-    samples: int
     found: list[NotFinite]
 
     def at_input(self, module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
@@ -97,46 +93,12 @@ class _Look:
         if self.found or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return
         if not is_finite(value):
-            self.found.append(NotFinite(module=self.name, side=side, sample=self._sample(value)))
-
-    def _sample(self, value: torch.Tensor) -> int:
-        """Which sample of the batch; the first dimension counts samples, or the tokens of all of them."""
-        if value.numel() % self.samples:
-            return 0
-        bad = ~torch.isfinite(value).reshape(self.samples, -1).all(1)
-        return int(bad.nonzero()[0])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Samples of one length that run together, token ids (samples, tokens), and the lines they come from."""
-
-    ids: torch.Tensor
-    rows: tuple[int, ...]
-
-
-def make_batches(samples: Samples, batch_size: int = 1) -> list[Batch]:
-    """The samples in batches of equal length, in the order in which each length first comes."""
-    lengths: dict[int, list[int]] = {}
-    for position, ids in enumerate(samples.token_ids):
-        lengths.setdefault(len(ids) if batch_size > 1 else -position, []).append(position)
-    chunks = [
-        positions[start : start + batch_size]
-        for positions in lengths.values()
-        for start in range(0, len(positions), batch_size)
-    ]
-    return [
-        Batch(
-            ids=torch.tensor([samples.token_ids[position] for position in chunk]),
-            rows=tuple(samples.rows[position] for position in chunk),
-        )
-        for chunk in chunks
-    ]
+            self.found.append(NotFinite(module=self.name, side=side))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A decoder layer that has its weights, its name in the model, and how it is called for each batch."""
+    """A decoder layer that has its weights, its name in the model, and how it is called for each sample."""
 
     number: int
     name: str
@@ -144,62 +106,67 @@ class Layer:
     calls: Sequence[LayerCall]
 
     def run(self, position: int, states: torch.Tensor) -> torch.Tensor:
-        """The hidden states behind the layer of the batch at `position`, from those in front of it."""
+        """The hidden states behind the layer of the sample at `position`, from those in front of it."""
         return self.calls[position].run(self.module, states)
 
 
 class LayerWalk:
-    """The model of a checkpoint, built once, and batches of text on their way through its layers.
+    """The model of a checkpoint, built once, for samples of text on their way through its layers.
 
-    `begin` runs what is in front of the decoder layers; `forward` and `backward` load one layer after the
-    other and show it to a visitor, which runs the batches through it, in as many streams of hidden states
-    as it keeps; `logits` runs what is behind them.
+    `text` runs what is in front of the decoder layers; `forward` and `backward` load one layer after the
+    other and show it to a visitor, which runs the samples through it, in as many streams of hidden states
+    as it keeps; `logits` runs what is behind them. Samples run one by one: in bf16 a batched product rounds
+    differently, and a moving average takes one step per forward.
+
+    Layers run on the torch device `device`; what waits for its turn is in main memory, and on disk from a
+    size on. Raises InputError for an unusable device and a model that transformers cannot build.
     """
 
-    def __init__(
-        self,
-        index: SourceIndex,
-        reader: Reader,
-        batches: Sequence[Batch],
-        *,
-        trust_remote_code: bool,
-        device: str,
-    ) -> None:
+    def __init__(self, index: SourceIndex, *, trust_remote_code: bool = False, device: str = "cpu") -> None:
+        require_device(device)
+        self.index, self.device = index, device
         self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
         self.name, self.layers = decoder_layers(self.model)
-        self.batches = batches
-        self.ids = [batch.ids.to(device) for batch in batches]
-        self.device = device
-        self.weights = Weights(index, reader, self.model, device)
-        self.weights.load_around(self.name)
+        self.ids: list[torch.Tensor] = []
+        with Reader() as reader:
+            self.weights = Weights(index, reader, self.model, device)
+            self.weights.load_around(self.name)
         tie_head(self.model)
 
-    def begin(self, hidden: HiddenStates) -> None:
-        """Append what enters the first layer to `hidden`, batch by batch, and see how layers are called.
+    @contextmanager
+    def text(
+        self, samples: Samples, smoothing: Mapping[str, Smoothing] | None = None
+    ) -> Iterator[HiddenStates]:
+        """Within the block samples are on their way through the model as smoothed: what enters its layers.
 
         Raises InputError for a model that cannot run layer by layer, CheckpointFailed where what enters the
         first layer is not finite.
         """
-        self._load(0)
-        self._captured = capture_layer_calls(self.model, self.name, self.layers, self.ids, hidden)
-        for position in range(len(self.batches)):
-            states = hidden[position].to(self.device)
-            if not is_finite(states):
-                with self._behind(states):
-                    run = partial(base_of(self.model), input_ids=self.ids[position], use_cache=False)
-                    raise self.not_finite(self.model, "", position, run)
+        self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
+        self._rows = samples.rows
+        with torch.no_grad(), reader_of(smoothing or {}) as self.weights.reader, hidden_states() as hidden:
+            self._load(0)
+            self._captured = capture_layer_calls(self.model, self.name, self.layers, self.ids, hidden)
+            for position, ids in enumerate(self.ids):
+                if not is_finite(hidden[position]):
+                    with self._behind(hidden[position]):
+                        run = partial(base_of(self.model), input_ids=ids, use_cache=False)
+                        raise self.not_finite(self.model, "", position, run)
+            yield hidden
 
-    def forward(self, visit: Callable[[Layer], None], on_layer: OnLayer, *, last: int | None = None) -> None:
+    def forward(
+        self, visit: Callable[[Layer], None], on_layer: OnLayer = quiet, *, last: int | None = None
+    ) -> None:
         """Show every layer to the visitor, from the first on; with `last` no layer behind that one."""
         depth = len(self.layers)
         self._visit(range(depth if last is None else min(depth, last + 1)), visit, on_layer)
 
-    def backward(self, visit: Callable[[Layer], None], on_layer: OnLayer) -> None:
+    def backward(self, visit: Callable[[Layer], None], on_layer: OnLayer = quiet) -> None:
         """Show every layer to the visitor, from the last on."""
         self._visit(reversed(range(len(self.layers))), visit, on_layer)
 
     def logits(self, position: int, states: torch.Tensor) -> torch.Tensor:
-        """(samples, tokens, vocabulary) of a batch, from the hidden states behind the last layer."""
+        """(1, tokens, vocabulary) of a sample, from the hidden states behind the last layer."""
         with self._behind(states):
             logits: torch.Tensor = self.model(input_ids=self.ids[position], use_cache=False).logits
         return logits
@@ -217,18 +184,21 @@ class LayerWalk:
         run: Callable[[], object],
         layer: str | None = None,
     ) -> CheckpointFailed:
-        """The error that says where a value of a batch first is not finite: `run` runs it once more.
+        """The error that says where a value of a sample first is not finite: `run` runs it once more.
 
         Where no module shows it, or only a module of experts as a whole, it is the input of the watched
         `layer`.
         """
-        rows = self.batches[position].rows
-        found = first_not_finite(module, name, len(rows), run)
-        found = found or NotFinite(module=name, side="output", sample=0)
+        found = first_not_finite(module, name, run) or NotFinite(module=name, side="output")
         found = replace(found, module=self.weights.stored_name(found.module))
         if layer and layer.startswith(f"{found.module}."):
-            found = replace(found, module=layer, side="input")
-        return found.error(rows[found.sample])
+            found = NotFinite(module=layer, side="input")
+        return CheckpointFailed(
+            found.module,
+            got=f"an {found.side} that is not finite, from calibration row {self._rows[position]}",
+            need="finite activations",
+            fix="remove the row, or keep this layer unquantized and look at its weights",
+        )
 
     def _behind(self, states: torch.Tensor) -> AbstractContextManager[None]:
         return replayed_layers(self.layers, states.to(self.device), self._captured.rest)

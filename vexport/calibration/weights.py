@@ -70,7 +70,7 @@ class Weights:
         self, index: SourceIndex, reader: Reader, model: transformers.PreTrainedModel, device: str = "cpu"
     ) -> None:
         self.root = index.root
-        self._reader = reader
+        self.reader = reader
         self._model = model
         self._device = device
         self._recipes = {
@@ -121,7 +121,7 @@ class Weights:
         """
 
         def read(tensor: TensorInfo) -> torch.Tensor:
-            return stored[tensor.name] if tensor.name in stored else read_tensor(self._reader, tensor)
+            return stored[tensor.name] if tensor.name in stored else read_tensor(self.reader, tensor)
 
         needed = {
             recipe.target: recipe
@@ -168,7 +168,7 @@ class Weights:
             for name, value in self._values(recipe).items():
                 if name in owners:
                     self._put(owners[name], name, value)
-            self._reader.release(recipe.stored)
+            self.reader.release(recipe.stored)
         return [
             name
             for name in names
@@ -177,7 +177,7 @@ class Weights:
 
     def _values(self, recipe: ParameterRecipe) -> Mapping[str, torch.Tensor]:
         try:
-            return recipe.values(partial(read_tensor, self._reader), self._model)
+            return recipe.values(partial(read_tensor, self.reader), self._model)
         except (ValueError, RuntimeError) as error:
             raise _unfit(self.root, recipe, first_line(error)) from None
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from greenlet import getcurrent, greenlet
 
-from vexport.calibration.gradients import TokenWeights
 from vexport.calibration.inputs import GroupInputs, Noted, Value
 from vexport.calibration.statistics import Extremes, Statistics
 from vexport.formats.packing.base import Array
@@ -119,15 +118,12 @@ class InOrder:
         groups: Sequence[FusionGroup],
         inputs: GroupInputs,
         statistics: Statistics,
-        token_weights: TokenWeights,
         *,
         learn: Callable[[LayerRounding], None],
         text: int,
-        device: str,
     ) -> None:
         self._model, self._groups, self._inputs, self._statistics = model, groups, inputs, statistics
-        self._learn, self._text, self._device = learn, text, device
-        self._token_weights = token_weights
+        self._learn, self._text = learn, text
         self._stored, self._how = dict[str, Array](), dict[str, GroupRounding]()
         self._learnt = LayerRounding(groups=(), state_error=0.0)
         self._layers = list[QuantizedLayer]()
@@ -171,7 +167,7 @@ class InOrder:
         self._round([group for site in here.sites for group in site.groups], sums, block)
 
     def _sums(self, inputs: GroupInputs) -> SiteSums:
-        return SiteSums(self._model, inputs, self._token_weights, text=self._text, device=self._device)
+        return SiteSums(self._model, inputs, text=self._text)
 
     def _observe(self, here: GroupInputs, name: str, rows: Rows, number: int) -> None:
         """Take in what static scales and importance need of an input; the ranks', too."""

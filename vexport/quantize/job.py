@@ -24,10 +24,10 @@ from vexport.outputs import (
 )
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
-from vexport.plan.needs import needs_rounding, needs_search
+from vexport.plan.needs import calibration_need, needs_rounding, needs_search
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.finishing import finish, forget_progress, recipe, write_recipe
-from vexport.quantize.samples import PlanText, read_text, require_calibration
+from vexport.quantize.samples import PlanText, require_calibration
 from vexport.quantize.stream import Search, dealt, input_digest, planned_shards, write_shards
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
@@ -104,9 +104,9 @@ def write_checkpoint(
             job.on_progress(stage, done, total)
 
         text = None
-        if known is None or needs_rounding(plan):
+        if calibration_need(plan) and (known is None or needs_rounding(plan)):
             trust = job.trust_remote_code
-            text = read_text(index, plan, job.calibration, on_progress=on_progress, trust_remote_code=trust)
+            text = PlanText(index, plan, job.calibration, on_progress=on_progress, trust_remote_code=trust)
         inputs = input_digest(index, plan, known, text.digest if text else "", shard_bytes=job.shard_bytes)
         with _working_folder(job, inputs) as folder, unchanged(index):
             calibration = known

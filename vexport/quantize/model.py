@@ -10,8 +10,7 @@ import torch
 from vexport.calibration.capture import replaced_forwards
 from vexport.calibration.experts import arithmetic_of
 from vexport.calibration.inputs import ExpertLayer, Places
-from vexport.calibration.weights import Weights
-from vexport.checkpoint.index import SourceIndex
+from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
 from vexport.formats.dequantize import ct_scheme
@@ -60,31 +59,24 @@ class QuantizedLayer:
 
 
 class QuantizedModel:
-    """Puts quantized layers into the model of a checkpoint, whose `weights` fill it layer by layer."""
+    """Puts quantized layers into the model that a walk fills layer by layer."""
 
-    def __init__(
-        self,
-        index: SourceIndex,
-        calibration: Calibration,
-        reader: Reader,
-        model: torch.nn.Module,
-        weights: Weights,
-        *,
-        device: str,
-    ) -> None:
-        self.index = index
-        self.calibration = calibration
-        self.reader = reader
-        self._model = model
-        self._weights = weights
-        self._device = device
+    def __init__(self, walk: LayerWalk, calibration: Calibration) -> None:
+        self.index, self.calibration = walk.index, calibration
+        self.device = walk.device
+        self._model, self._weights = walk.model, walk.weights
         self._roundings: dict[tuple[str, str], InputRounding] = {}
-        self.places = Places(model, weights)
+        self.places = Places(walk.model, walk.weights)
+
+    @property
+    def reader(self) -> Reader:
+        """That of the text which is on its way."""
+        return self._weights.reader
 
     def layers_of(self, group: FusionGroup, stored: Mapping[str, Array]) -> Iterator[QuantizedLayer]:
         """The layers of a group as compressed-tensors dequantizes its `stored` bytes, by tensor name."""
         layout = group_layout(group, self.index.tensors)
-        tensors = {spec.name: as_tensor(stored[spec.name], spec).to(self._device) for spec in layout}
+        tensors = {spec.name: as_tensor(stored[spec.name], spec).to(self.device) for spec in layout}
         scheme = get_scheme(group.scheme)
         rounding = self._input_rounding(group)
         for member in group.members:
@@ -106,7 +98,7 @@ class QuantizedModel:
         key = (group.name, group.scheme)
         if key not in self._roundings:
             scales = static_scales(group, self.calibration)
-            own = {name: torch.from_numpy(value).to(self._device) for name, value in scales.items()}
+            own = {name: torch.from_numpy(value).to(self.device) for name, value in scales.items()}
             self._roundings[key] = InputRounding(args, own)
         return self._roundings[key]
 
@@ -178,7 +170,7 @@ class QuantizedModel:
                 continue
             if name not in tensors:
                 original = read_tensor(self.reader, self.index.tensors[name])
-                tensors[name] = original.to(self._device, copy=True)
+                tensors[name] = original.to(self.device, copy=True)
             expert = tensors[name].view(-1, *tensors[name].shape[-2:])[part.expert]
             (expert.T if part.transposed else expert)[part.start : part.stop : part.step] = layer.weight
         return tensors

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from vexport.calibration.experts import Entered
-from vexport.calibration.gradients import TokenWeights, weights_of
+from vexport.calibration.gradients import weights_of
 from vexport.calibration.inputs import GroupInputs, Noted, Site
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_weight
@@ -122,20 +122,17 @@ class SiteSums:
         self,
         model: QuantizedModel,
         inputs: GroupInputs,
-        token_weights: TokenWeights,
         *,
         text: int,
-        device: str,
         plain: bool = False,
     ) -> None:
-        self._model, self._inputs, self._token_weights = model, inputs, token_weights
-        self._text, self._plain = text, plain
+        self._model, self._inputs, self._text, self._plain = model, inputs, text, plain
         self._sites = [site for site in inputs.sites if site.rounded]
         self._moments = {
             site.name: Moments.zeros(
                 site.columns,
                 drift=any(self._strength(group, site).strength > 0 for group in site.rounded),
-                device=device,
+                device=model.device,
             )
             for site in self._sites
         }
@@ -167,7 +164,7 @@ class SiteSums:
         if not all(self._strength(group, site).weighs_tokens for group in site.rounded):
             return None
         number = tokens.numel() // tokens.shape[-1]
-        found = weights_of(self._token_weights, self._inputs.names_of(site), number)
+        found = weights_of(self._model.calibration.token_weights, self._inputs.names_of(site), number)
         return None if found is None else found.to(tokens.device)
 
     def _add_down(

@@ -22,10 +22,7 @@ from vexport.calibration.data import Samples
 from vexport.calibration.forward import require_cache
 from vexport.calibration.inputs import GroupInputs, Value
 from vexport.calibration.statistics import Statistics
-from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, make_batches
-from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import reader_of
+from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, quiet
 from vexport.files import atomic_path, from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import add_up, gather, on_first, rank_and_size
@@ -33,7 +30,7 @@ from vexport.quantize.in_order import InOrder, NotedRows, WaitingRows
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.stream import Stored
 from vexport.rounding.settings import strength_of
-from vexport.types import Calibration, FusionGroup, OnProgress, Plan
+from vexport.types import Calibration, FusionGroup, Plan
 from vexport.types.rounding import LayerRounding, RoundingReport
 
 REPORT = "rounding.json"
@@ -99,15 +96,13 @@ class RoundedLayers:
 
 
 def round_weights(
-    index: SourceIndex,
+    walk: LayerWalk,
     plan: Plan,
     calibration: Calibration,
     samples: Samples,
     folder: Path,
     *,
-    on_progress: OnProgress,
-    trust_remote_code: bool,
-    device: str,
+    on_layer: OnLayer = quiet,
     all_experts: bool = True,
 ) -> tuple[Mapping[str, Array], RoundingReport]:
     """The bytes that replace the weights, by tensor name, read as they are asked for; how they were rounded.
@@ -122,65 +117,49 @@ def round_weights(
     done, told = RoundedLayers(folder), folder / REPORT
     if not on_first(told.is_file):
         rank, size = rank_and_size()
-        batches = make_batches(samples)
-        with torch.no_grad(), reader_of(calibration.smoothing) as reader:
-            walk = LayerWalk(
-                index, reader, batches[rank::size], trust_remote_code=trust_remote_code, device=device
-            )
-            rounding = RoundingWalk(
-                walk,
-                index,
-                plan,
-                calibration,
-                reader,
-                done,
-                tokens=sum(batch.ids.numel() for batch in batches),
-                all_experts=all_experts,
-            )
-            with hidden_states() as source, hidden_states() as quantized:
-                rounding.run(source, quantized, partial(on_progress, "round weights (layers)"))
+        statistics = Statistics.needed_by(plan, all_experts=all_experts)
+        own = samples.taken(range(rank, len(samples.rows), size))
+        with walk.text(own, calibration.smoothing) as source, hidden_states() as quantized:
+            tokens = sum(map(len, samples.token_ids))
+            rounding = RoundingWalk(walk, plan, calibration, statistics, done, source, quantized, tokens)
+            rounding.run(on_layer)
         if rank == 0:
             report = RoundingReport(layers=done.how())
             if plan.attention:
-                require_cache(index, report.cached)
+                require_cache(walk.index, report.cached)
             write_text(told, to_json(report))
     return done.tensors(), on_first(lambda: from_json(RoundingReport, told))
 
 
 class RoundingWalk:
-    """Rounds the groups of a plan, decoder layer by decoder layer, for text of so many tokens in all."""
+    """Rounds the groups of a plan, layer by layer, for text of so many `tokens` on all ranks."""
 
     def __init__(
         self,
         walk: LayerWalk,
-        index: SourceIndex,
         plan: Plan,
         calibration: Calibration,
-        reader: Reader,
+        statistics: Statistics,
         done: RoundedLayers,
-        *,
+        source: HiddenStates,
+        quantized: HiddenStates,
         tokens: int,
-        all_experts: bool,
     ) -> None:
-        self._walk, self._plan, self._done, self._tokens = walk, plan, done, tokens
-        self._token_weights = calibration.token_weights
+        self._walk, self._plan, self._statistics, self._done = walk, plan, statistics, done
+        self._source, self._quantized, self._tokens = source, quantized, tokens
         # What static scales and searches need of inputs is filled in as text comes to each layer.
         self._ranges, self._importance = dict(calibration.ranges), dict(calibration.importance)
         calibration = replace(calibration, ranges=self._ranges, importance=self._importance)
-        self._model = QuantizedModel(index, calibration, reader, walk.model, walk.weights, device=walk.device)
-        self._statistics = Statistics.needed_by(plan, all_experts=all_experts)
+        self._model = QuantizedModel(walk, calibration)
         self._refits = any(strength_of(group).strength > 0 for group in plan.groups)
-
-    def run(self, source: HiddenStates, quantized: HiddenStates, on_layer: OnLayer) -> None:
-        """Round everything; `source` and `quantized` are for the hidden states of both streams."""
-        self._source, self._quantized = source, quantized
-        self._walk.begin(source)
-        for position in range(len(source)):
-            quantized.append(source[position])
         # The source's rows that are followed, by their positions among this rank's.
-        rank, size = rank_and_size()
-        rows = range(len(source))
+        (rank, size), rows = rank_and_size(), range(len(source))
         self._followed = [one for one in rows if self._refits or rank + one * size < COMPARED_ROWS]
+
+    def run(self, on_layer: OnLayer) -> None:
+        """Round everything."""
+        for position in range(len(self._source)):
+            self._quantized.append(self._source[position])
         self._walk.forward(self._layer, on_layer)
         self._behind()
 
@@ -220,16 +199,8 @@ class RoundingWalk:
         self._put(number, *self._in_order(groups, inputs).round(rows, exact))
 
     def _in_order(self, groups: Sequence[FusionGroup], inputs: GroupInputs) -> InOrder:
-        return InOrder(
-            self._model,
-            groups,
-            inputs,
-            self._statistics,
-            self._token_weights,
-            learn=self._learn,
-            text=self._tokens,
-            device=self._walk.device,
-        )
+        model, seen = self._model, self._statistics
+        return InOrder(model, groups, inputs, seen, learn=self._learn, text=self._tokens)
 
     def _learn(self, learnt: LayerRounding) -> None:
         """Make what inputs showed known to all that asks for static scales or importance."""

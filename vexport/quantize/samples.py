@@ -1,8 +1,8 @@
 """What calibration text decides of a plan: samples, what they show, weights rounded by them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from vexport.types.rounding import RoundingReport
 
 if TYPE_CHECKING:
     from vexport.calibration import Samples
+    from vexport.calibration.walk import LayerWalk
 
 
 def require_calibration(plan: Plan, settings: CalibrationSettings | None) -> None:
@@ -31,27 +32,48 @@ def require_calibration(plan: Plan, settings: CalibrationSettings | None) -> Non
         require_data(settings.data)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanText:
-    """The calibration samples of a plan, and how they are run."""
+    """The calibration samples of a plan, and the walk on which they go through its model.
 
-    index: SourceIndex
-    plan: Plan
-    settings: CalibrationSettings
-    samples: "Samples"
-    on_progress: OnProgress
-    trust_remote_code: bool
+    Raises as `require_calibration` and `calibration_samples`, and InputError where so much text cannot wait
+    in memory while weights are rounded by it.
+    """
+
+    def __init__(
+        self,
+        index: SourceIndex,
+        plan: Plan,
+        settings: CalibrationSettings | None,
+        *,
+        on_progress: OnProgress,
+        trust_remote_code: bool,
+    ) -> None:
+        require_calibration(plan, settings)
+        assert settings is not None
+        require_extra("torch", "calibrating")
+        from vexport.calibration import default_device
+        from vexport.rounding.settings import require_room
+
+        self._index, self._plan, self._settings = index, plan, settings
+        self._on_progress, self._trust = on_progress, trust_remote_code
+        self._device = settings.device or default_device()
+        self.samples = calibration_samples(
+            index, settings, settings.samples, trust_remote_code=trust_remote_code
+        )
+        if needs_rounding(plan):
+            tokens = sum(len(ids) for ids in self.samples.token_ids)
+            require_room(plan.groups, tokens, len(self.samples.rows))
 
     @property
     def digest(self) -> str:
         """Of all of it that written bytes depend on."""
-        return f"{self.samples.digest} {self._device} {self.settings.all_experts}"
+        return f"{self.samples.digest} {self._device} {self._settings.all_experts}"
 
-    @property
-    def _device(self) -> str:
-        from vexport.calibration import default_device
+    @cached_property
+    def _walk(self) -> "LayerWalk":
+        from vexport.calibration.walk import LayerWalk
 
-        return self.settings.device or default_device()
+        return LayerWalk(self._index, trust_remote_code=self._trust, device=self._device)
 
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> Calibration:
         """What the samples show before weights are rounded.
@@ -61,16 +83,14 @@ class PlanText:
         """
         from vexport.calibration import calibrate
 
-        plan = self.plan
+        plan = self._plan
         smoothing, token_weights = self._look_back(candidates)
         return calibrate(
-            self.index,
+            self._walk,
             plan if candidates or not needs_rounding(plan) else replace(plan, groups=(), kv_cache=None),
             self.samples,
-            on_layer=partial(self.on_progress, "calibrate (layers)"),
-            trust_remote_code=self.trust_remote_code,
-            all_experts=self.settings.all_experts,
-            device=self._device,
+            on_layer=partial(self._on_progress, "calibrate (layers)"),
+            all_experts=self._settings.all_experts,
             smoothing=smoothing,
             token_weights=token_weights,
         )
@@ -81,19 +101,17 @@ class PlanText:
         from vexport.calibration.forward import look_back
         from vexport.rounding.settings import weighs_tokens
 
-        smoothed = smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()
-        weighs = weighs_tokens(self.plan.groups)
+        smoothed = smoothed_groups(candidates or self._plan.groups) if self._plan.smoothing else ()
+        weighs = weighs_tokens(self._plan.groups)
         if not smoothed and not weighs:
             return {}, {}
         return look_back(
-            self.index,
+            self._walk,
             self.samples.spread(SMOOTHING_ROWS if smoothed else WEIGHING_ROWS),
             smoothed=smoothed,
-            strength=self.plan.smoothing or 0.0,
+            strength=self._plan.smoothing or 0.0,
             weighs_tokens=weighs,
-            on_layer=partial(self.on_progress, "look back (layers)"),
-            trust_remote_code=self.trust_remote_code,
-            device=self._device,
+            on_layer=partial(self._on_progress, "look back (layers)"),
         )
 
     def round(self, calibration: Calibration, folder: Path) -> tuple[Mapping[str, Array], RoundingReport]:
@@ -101,48 +119,14 @@ class PlanText:
         from vexport.quantize.rounding import round_weights
 
         return round_weights(
-            self.index,
-            self.plan,
+            self._walk,
+            self._plan,
             calibration,
             self.samples,
             folder,
-            on_progress=self.on_progress,
-            trust_remote_code=self.trust_remote_code,
-            device=self._device,
-            all_experts=self.settings.all_experts,
+            on_layer=partial(self._on_progress, "round weights (layers)"),
+            all_experts=self._settings.all_experts,
         )
-
-
-def read_text(
-    index: SourceIndex,
-    plan: Plan,
-    settings: CalibrationSettings | None,
-    *,
-    on_progress: OnProgress,
-    trust_remote_code: bool,
-) -> PlanText | None:
-    """The samples that a plan needs; None where it needs none.
-
-    Raises as `require_calibration` and `calibration_samples`, and InputError where so much text cannot wait
-    in memory while weights are rounded by it.
-    """
-    require_calibration(plan, settings)
-    if settings is None or calibration_need(plan) is None:
-        return None
-    require_extra("torch", "calibrating")
-    from vexport.rounding.settings import require_room
-
-    samples = calibration_samples(index, settings, settings.samples, trust_remote_code=trust_remote_code)
-    if needs_rounding(plan):
-        require_room(plan.groups, sum(len(ids) for ids in samples.token_ids), len(samples.rows))
-    return PlanText(
-        index=index,
-        plan=plan,
-        settings=settings,
-        samples=samples,
-        on_progress=on_progress,
-        trust_remote_code=trust_remote_code,
-    )
 
 
 def calibration_samples(

@@ -7,7 +7,7 @@ from vexport.checkpoint.index import folder_digest
 from vexport.plan import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothing_strength
-from vexport.quantize.samples import calibration_samples, read_text, require_calibration
+from vexport.quantize.samples import PlanText, calibration_samples, require_calibration
 from vexport.run.directory import Digests, data_digest, value_digest
 from vexport.run.state import CALIBRATION, CANDIDATES, MIXED, PLAN, SENSITIVITY, Run
 from vexport.scenario import Rule
@@ -56,16 +56,16 @@ def needs_samples(run: Run) -> bool:
     return calibration_need(plan) is not None
 
 
-def calibrate(run: Run) -> Calibration | None:
+def calibrate(run: Run) -> Calibration:
     """What the samples show."""
-    text = read_text(
+    text = PlanText(
         run.index,
         run.result(CANDIDATES),
         run.scenario.calibration,
         on_progress=run.options.on_progress,
         trust_remote_code=run.options.trust_remote_code,
     )
-    return text.calibrate(_candidates(run) if is_mixed(run) else ()) if text else None
+    return text.calibrate(_candidates(run) if is_mixed(run) else ())
 
 
 def is_sensitivity_asked(run: Run) -> bool:

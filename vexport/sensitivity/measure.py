@@ -12,13 +12,11 @@ from pathlib import Path
 
 import torch
 
-from vexport.calibration.capture import hidden_states
+from vexport.calibration.capture import HiddenStates
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import GroupInputs, Noted
-from vexport.calibration.model import require_device
-from vexport.calibration.walk import Layer, LayerWalk, make_batches
+from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.smoothed import reader_of
 from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.numerics.metrics import divergence_of_logits
@@ -63,15 +61,13 @@ def measure(
     Raises InputError for a model that cannot run layer by layer, a layer group that text cannot reach and an
     unusable device.
     """
-    require_device(device)
     inputs = digest_bytes(repr((layer_groups, calibration, samples)).encode())
     losses: dict[str, dict[str, float]] = {}
     if file.is_file() and (known := from_json(TrialLosses, file)).inputs == inputs:
         losses = {name: dict(schemes) for name, schemes in known.losses.items()}
-    with reader_of(calibration.smoothing) as reader:
-        batches = make_batches(samples)
-        walk = LayerWalk(index, reader, batches, trust_remote_code=trust_remote_code, device=device)
-        model = QuantizedModel(index, calibration, reader, walk.model, walk.weights, device=device)
+    walk = LayerWalk(index, trust_remote_code=trust_remote_code, device=device)
+    with walk.text(samples, calibration.smoothing) as hidden:
+        model = QuantizedModel(walk, calibration)
         trials = [
             Trial(model, walk, layer_group, option)
             for layer_group in layer_groups
@@ -79,7 +75,7 @@ def measure(
             if option.scheme not in losses.get(layer_group.name, {})
         ]
         trials.sort(key=lambda trial: trial.depth)
-        for part in _parts(trials, walk, on_progress):
+        for part in _parts(trials, walk, hidden, on_progress):
             for trial, loss in part.items():
                 losses.setdefault(trial.group, {})[trial.option.scheme] = loss
             write_text(file, to_json(TrialLosses(inputs=inputs, losses=losses)))
@@ -137,7 +133,7 @@ class Trial:
         tokens = sum(ids.numel() for ids in self._walk.ids)
         groups = [group for group in self.option.groups if group.rounding != "nearest"]
         self.inputs = GroupInputs(self.model.places, groups)
-        self._sums = SiteSums(self.model, self.inputs, {}, text=tokens, device=self._walk.device, plain=True)
+        self._sums = SiteSums(self.model, self.inputs, text=tokens, plain=True)
 
     def add(self, noted: Noted) -> None:
         """Take in what entered the layers that are rounded by text, of a batch."""
@@ -164,10 +160,11 @@ class Trial:
         return layers
 
 
-def _parts(trials: Sequence[Trial], walk: LayerWalk, on_progress: OnProgress) -> Iterator[dict[Trial, float]]:
+def _parts(
+    trials: Sequence[Trial], walk: LayerWalk, entered: HiddenStates, on_progress: OnProgress
+) -> Iterator[dict[Trial, float]]:
     """The losses of trials, as many at a time as fit the memory."""
-    table = walk.model.get_input_embeddings().weight
-    states_bytes = sum(ids.numel() for ids in walk.ids) * table.shape[-1] * table.element_size()
+    states_bytes = sum(states.nbytes for states in map(entered.__getitem__, range(len(entered))))
     most = min(MOST_TRIALS, max(1, MEMORY_BYTES // states_bytes))
     # A step is a trial's way through one decoder layer, or the head.
     steps = sum(max(1, len(walk.layers) - trial.depth) for trial in trials)
@@ -179,24 +176,26 @@ def _parts(trials: Sequence[Trial], walk: LayerWalk, on_progress: OnProgress) ->
         on_progress("sensitivity (layers)", done, steps)
 
     for start in range(0, len(trials), most):
-        yield TrialWalk(walk, trials[start : start + most], on_step).run()
+        yield TrialWalk(walk, trials[start : start + most], entered, on_step).run()
 
 
 class TrialWalk:
     """A walk through the model as it is, and next to it each trial from the layer on that it changes."""
 
-    def __init__(self, walk: LayerWalk, trials: Sequence[Trial], on_step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        walk: LayerWalk,
+        trials: Sequence[Trial],
+        entered: HiddenStates,
+        on_step: Callable[[], None],
+    ) -> None:
         self._walk, self._trials, self._on_step = walk, trials, on_step
-        self._plain: States = []
+        self._plain = [entered[position] for position in range(len(entered))]
         self._changed: dict[Trial, States] = {}
 
-    @torch.no_grad()
     def run(self) -> dict[Trial, float]:
         """The mean KL of each trial over all positions."""
-        with hidden_states() as first:
-            self._walk.begin(first)
-            self._plain = [first[position].clone() for position in range(len(first))]
-        self._walk.forward(self._layer, lambda done, total: None)
+        self._walk.forward(self._layer)
         return self._losses()
 
     def _layer(self, layer: Layer) -> None:
