@@ -158,6 +158,7 @@ def test_capabilities_in_any_spelling(spelling: str, good: Callable[[str], Path]
 
 def test_a_check_says_what_it_was_judged_for(good: Callable[[str], Path], tmp_path: Path) -> None:
     path = spoiled(good("W8A8"), tmp_path / "served", write_tokenizer)
+    (path / "chat_template.jinja").write_text("{{ messages }}")
     assert vexport("check", path).stdout == f"PASS  {path}\nno findings for vLLM 0.32, TP 1, any GPU\n"
     options = ("--tp", "1,2", "--sm", "80,9.0", "--vllm", "0.30")
     assert "for vLLM 0.30, TP 1, 2, SM 80, 90\n" in vexport("check", path, *options).stdout

@@ -25,6 +25,7 @@ def check(
     vllm: Version = PINNED,
     source: Name | None = None,
     digests: Name | None = None,
+    speculative: str = "",
     static: bool = False,
     vllm_python: Path | None = None,
     trust_remote_code: bool = False,
@@ -40,7 +41,7 @@ def check(
 
         origin = resolve_source(str(source), on_progress)
         against = compared(origin, on_layer=partial(on_progress, "compare (layers)"))
-    target = Target(tp=tuple(tp), sm=tuple(sm), vllm=vllm)
+    target = Target(tp=tuple(tp), sm=tuple(sm), vllm=vllm, speculative=speculative)
     root = resolve_source(str(checkpoint), on_progress)
     known = named_digests(None if digests is None else str(digests), root)
     read = partial(check_checkpoint, str(checkpoint), target, against, root=root, digests=known)

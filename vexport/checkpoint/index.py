@@ -18,6 +18,8 @@ from vexport.types import Json, TensorInfo
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# PEFT's config of an adapter.
+ADAPTER = "adapter_config.json"
 # What transformers also writes next to weights and is never carried along: other formats of the same weights.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 
@@ -153,6 +155,17 @@ def require_checkpoint(root: Path) -> None:
     require_fetched(sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT))
 
 
+def _adapter(root: Path) -> InputError:
+    """What is said of a folder with an adapter alone, as PEFT writes it."""
+    base = read_json_object(root / ADAPTER).get("base_model_name_or_path") or "its base model"
+    return InputError(
+        str(root),
+        got=f"a LoRA adapter of {base}",
+        need="a whole model",
+        fix=f"merge it into {base} first (peft's merge_and_unload), and name the folder of the merged model",
+    )
+
+
 def require_config(root: Path) -> None:
     """InputError unless `root` is a folder with a config.json."""
     if not root.exists():
@@ -162,6 +175,8 @@ def require_config(root: Path) -> None:
             str(root), got="a file", need="a checkpoint folder", fix="name the folder that holds it"
         )
     if not (root / "config.json").is_file():
+        if (root / ADAPTER).is_file():
+            raise _adapter(root)
         raise InputError(
             str(root),
             got="no config.json",

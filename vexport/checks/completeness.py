@@ -17,13 +17,15 @@ from vexport.checks.vllm.layers import (
     quantized_parameters,
 )
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.plan.linears import STACK, names_of
+from vexport.plan.linears import PREDICTION, STACK, names_of
 from vexport.types import Finding
 
 NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
 DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
 LAYERS = "layers"
+# How configs count layers that draft (hf_config_override in vllm/config/speculative.py).
+DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 EXPERTS = ".experts."
 # The table of tokens and the output head, of text models and within multimodal ones.
 TABLES = (
@@ -56,6 +58,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             if group is not None and quantized_parameters(parameters):
                 yield from _parameters(view, fused, group, module)
     yield from _of_method(view)
+    yield from _drafts(view)
     if view.layout is not None:
         yield from _of_layout(view, view.layout)
         return
@@ -70,6 +73,24 @@ def unjudged(view: CheckpointView) -> Iterator[str]:
             f"names and shapes of the tensors of {view.class_name or 'the model'}: it is not known what vLLM "
             "builds of this class and config, so that only layers are compared with each other"
         )
+
+
+def _drafts(view: CheckpointView) -> Iterator[Finding]:
+    """Layers that predict further tokens, which the config announces: only drafting needs them."""
+    text, names = text_config(view.index.config), names_of(view.index, view.architecture)
+    announced = next((key for key in DRAFTS if isinstance(text.get(key), int) and text[key]), None)
+    if announced is None or any(
+        PREDICTION.search(tensor) or names.draft_layer(tensor) for tensor in view.index.tensors
+    ):
+        return
+    asked = "mtp" in view.target.speculative
+    yield (error if asked else warning)(
+        NAME,
+        f"{view.config_path}: {announced}",
+        expected=f"the {text[announced]} layers that predict further tokens (MTP)",
+        got="no tensor of them: vLLM answers without them, and refuses to draft with method mtp",
+        fix="copy them from the source, or do not draft with them",
+    )
 
 
 def _of_method(view: CheckpointView) -> Iterator[Finding]:

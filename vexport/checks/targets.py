@@ -113,11 +113,13 @@ def _agreement(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
         if group is None and stored:
             expected, got = "a target that matches this quantized layer", f"{', '.join(stored)} and no target"
             fix = f"add it to targets or remove it from {_list(view)}"
-            if is_head(fused.name):
-                got = "a quantized output head and no separate target"
-            if view.method is not None:
+            if (reason := view.built_plain(fused)) is not None:
+                expected, got = f"an unquantized layer: {reason}", ", ".join(stored)
+                fix = f"do not quantize it: quantize the source again with it in {_list(view)}"
+            elif view.method is not None:
                 expected = f"a layer that vLLM quantizes ({view.method.source}), as it is stored"
             elif is_head(fused.name):
+                got = "a quantized output head and no separate target"
                 fix = 'add "re:.*lm_head" to the targets'
             yield error(NAME, module, expected=expected, got=got, fix=fix)
         if group is not None and not stored:

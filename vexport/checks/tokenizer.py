@@ -1,12 +1,14 @@
-"""Are the tokenizer's files there, and are they JSON? What they say transformers judges, in `load --dry`.
+"""Are the files there that vLLM starts with: tokenizer, processor, chat template? Are they JSON?
 
-A checkpoint without any tokenizer is served with another one's (`--tokenizer`): that is a warning.
+What they say transformers judges, in `load --dry`. A checkpoint without any tokenizer is served with another
+one's (`--tokenizer`): that is a warning.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from vexport.architectures.transformers_models import transformers_models
 from vexport.checkpoint.tokenizer import FILE as TOKENIZER
 from vexport.checkpoint.tokenizer import open_tokenizer
 from vexport.checks.vllm.view import CheckpointView, error, warning
@@ -15,7 +17,7 @@ from vexport.files import read_json_object
 from vexport.types import Finding, Severity
 
 NAME = "tokenizer"
-DESCRIPTION = "a vocabulary is there and opens; the tokenizer's settings and the generation config are JSON"
+DESCRIPTION = "the files that the class starts with are there: a vocabulary that opens, settings, a processor"
 SETTINGS = "tokenizer_config.json"
 # vLLM starts without a generation config that it cannot read.
 JSON_FILES: Mapping[str, Severity] = {
@@ -26,6 +28,9 @@ JSON_FILES: Mapping[str, Severity] = {
 # Files that hold a vocabulary, or code that brings one.
 VOCABULARY = re.compile(r"tokenizer\.json|tekken\.json|vocab.*|.*\.(model|tiktoken|py)$")
 FIX = "copy the source's tokenizer"
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+MISTRAL = "tekken.json"
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -35,7 +40,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         if (root / name).is_file():
             yield from _file(root / name, severity)
     names = [path.name for path in view.index.side_files]
-    if any(VOCABULARY.match(name) for name in names):
+    complete = any(VOCABULARY.match(name) for name in names)
+    yield from _processor(view, names, error if complete else warning)
+    if complete:
+        yield from _template(root, names)
         return
     place, expected = str(root / TOKENIZER), "a vocabulary"
     if SETTINGS in names:
@@ -43,6 +51,42 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     else:
         got = "no tokenizer: `vllm serve` asks for another (--tokenizer)"
         yield warning(NAME, place, expected=expected, got=got, fix=FIX)
+
+
+def _processor(
+    view: CheckpointView, names: Sequence[str], finding: Callable[..., Finding]
+) -> Iterator[Finding]:
+    """The file of a multimodal class of transformers', which vLLM reads at its start (get_processor and
+    get_image_processor in transformers_utils/processor.py); mistral-common needs none."""
+    kind = str(view.index.config.get("model_type"))
+    if not view.architecture.language_model or transformers_models(kind) is None or MISTRAL in names:
+        return
+    if not any(name in names for name in PROCESSORS):
+        yield finding(
+            NAME,
+            str(view.index.root / PROCESSORS[0]),
+            expected=f"{' or '.join(PROCESSORS)}, by which {view.class_name} reads images, sound or video",
+            got="neither: vLLM refuses to start, but with --language-model-only",
+            fix="copy the source's files",
+        )
+
+
+def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
+    """A note where `/v1/chat/completions` refuses (resolve_chat_template in vllm/renderers/hf.py)."""
+    settings = root / SETTINGS
+    try:
+        inside = settings.is_file() and "chat_template" in read_json_object(settings)
+    except InputError:
+        return
+    if not inside and MISTRAL not in names and not any(name in names for name in TEMPLATES):
+        yield Finding(
+            check=NAME,
+            severity="info",
+            where=str(root / TEMPLATES[0]),
+            expected="a chat template, if it is to chat",
+            got="none: vLLM completes texts, and refuses chats",
+            fix="copy the source's, or serve it with --chat-template",
+        )
 
 
 def _file(path: Path, severity: Severity) -> Iterator[Finding]:

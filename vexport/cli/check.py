@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 @click.option(
     "--source",
     metavar="SOURCE",
-    help="The unquantized checkpoint (folder or hub id) that each CHECKPOINT was made from: every weight is "
-    "dequantized and compared with it, all else must be the same.",
+    help="The unquantized checkpoint (folder or hub id): every weight is dequantized and compared with it, "
+    "all else must be the same.",
 )
 @click.option(
     "--digests",
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     help="Judge by the files alone, without a dry load in vLLM.",
 )
 @interpreter_option
+@click.option("--speculative", metavar="METHOD", default="", help="Method of drafting to support, e.g. mtp.")
 @click.option("--strict", is_flag=True, help="Exit with 3 where something was not judged.")
 @click.option("--all", "every", is_flag=True, help="List each finding; text has those of one kind as one.")
 @format_option()
@@ -62,6 +63,7 @@ def check(
     vllm: tuple[int, int],
     static: bool,
     interpreter: Interpreter,
+    speculative: str,
     strict: bool,
     every: bool,
     answer: Answer,
@@ -87,7 +89,7 @@ def check(
     from vexport.cli.terminal import progress_display
     from vexport.reports import render_checks, summarize_checks
 
-    target = Target(tp=tp or (), sm=sm or (), vllm=vllm)
+    target = Target(tp=tp or (), sm=sm or (), vllm=vllm, speculative=speculative)
     with progress_display(quiet=answer.quiet) as on_progress:
         against = _against(source, on_progress)
         roots, problems = _resolved(checkpoints, on_progress)

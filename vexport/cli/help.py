@@ -48,6 +48,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "dry",
         "static",
         "strict",
+        "speculative",
         "mode",
         "vllm_python",
         "engine_args",

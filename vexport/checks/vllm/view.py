@@ -38,12 +38,14 @@ from vexport.version import PINNED, Version
 class Target:
     """What a checkpoint is to be served with.
 
-    Tensor parallel sizes and compute capabilities (90 for SM 9.0), each of which must do; the vLLM.
+    Tensor parallel sizes and compute capabilities (90 for SM 9.0), each of which must do; the vLLM; the
+    method of speculative decoding, empty for none.
     """
 
     tp: Sequence[int] = ()
     sm: Sequence[int] = ()
     vllm: Version = PINNED
+    speculative: str = ""
 
 
 ANY = Target()
@@ -251,7 +253,7 @@ class CheckpointView:
         return self._groups[key]
 
     def _find_group(self, fused: FusedLinear) -> ConfigGroup | None:
-        if self._is_built_plain(fused) or len(self.ignored(fused)) == len(self.lookup_names(fused)):
+        if self.built_plain(fused) or len(self.ignored(fused)) == len(self.lookup_names(fused)):
             return None
         if self.method is not None:
             return self._group_by_method(self.method, fused, self.lookup_names(fused)[0])
@@ -291,12 +293,14 @@ class CheckpointView:
         parts = self.fused_modules.get(projection, ())
         return tuple(f"{prefix}{dot}{part}" for part in parts) or members
 
-    def _is_built_plain(self, fused: FusedLinear) -> bool:
-        """Whether vLLM builds a layer without the quantization config: most routers, for one."""
-        if self.architecture.kind(fused.name) in ("plain", "lookup"):
-            return True
+    def built_plain(self, fused: FusedLinear) -> str | None:
+        """Why vLLM has no quantized form of a layer, as of most routers; None where the config decides."""
         projection = fused.name.rpartition(".")[2]
-        return projection in self.architecture.unquantized and moe_layer(fused.name) is None
+        kind = self.architecture.kind(fused.name)
+        plain = projection in self.architecture.unquantized and moe_layer(fused.name) is None
+        if plain or kind in ("plain", "lookup"):
+            return f"{self.class_name} builds it without a quantization config"
+        return None
 
 
 def _items(value: Json) -> Iterator[tuple[str, Json]]:
