@@ -94,8 +94,9 @@ SPOILED: Mapping[str, tuple[str, Change]] = {
 
 
 def served(good: Path, folder: Path, change: Change) -> Path:
-    """A changed copy with a tokenizer, so that nothing else is found."""
+    """A changed copy with a tokenizer and a chat template, so that nothing else is found."""
     write_tokenizer(spoiled(good, folder, change))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 
