@@ -65,26 +65,20 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
     try:
-        _signal(process.pid, signal.SIGTERM)
-        _await_end(process, _GRACE_SECONDS)
+        _signal_until_gone(process, signal.SIGTERM, _GRACE_SECONDS)
     finally:
-        _signal(process.pid, signal.SIGKILL)
-        _await_end(process, _KILLED_SECONDS)
+        _signal_until_gone(process, signal.SIGKILL, _KILLED_SECONDS)
 
 
-def _await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
+def _signal_until_gone(process: subprocess.Popen[bytes], number: int, seconds: float) -> None:
+    """Send a signal to a group, and wait some seconds for the end of all of it."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and (process.poll() is None or _signal(process.pid, 0)):
-        time.sleep(0.05)
-
-
-def _signal(group: int, number: int) -> bool:
-    """Whether there is such a group of ours to get the signal."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+    with suppress(ProcessLookupError, PermissionError):  # there is none of ours left
+        os.killpg(process.pid, number)
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
 
 
 def _follow(

@@ -128,19 +128,17 @@ def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], No
 
     Those of one capability come first, so that what they share is there for the others.
     """
-    fork, running = multiprocessing.get_context("fork"), dict[int, tuple[BaseProcess, _Try]]()
+    fork, running = multiprocessing.get_context("fork"), dict[BaseProcess, _Try]()
     waiting = sorted(tries, key=lambda one: one.cell.sm)
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):
             one = waiting.pop(0)
             child = fork.Process(target=_try, args=(one, request.trust_remote_code))
             child.start()
-            running[child.sentinel] = child, one
-        for sentinel in connection.wait([*running]):
-            assert isinstance(sentinel, int)
-            ended, tried = running.pop(sentinel)
-            ended.join()
-            _require_file(tried, ended.exitcode or 0)
+            running[child] = one
+        connection.wait([child.sentinel for child in running])
+        for ended in [child for child in running if not child.is_alive()]:
+            _require_file(running.pop(ended), ended.exitcode or 0)
         on_done(len(tries) - len(waiting) - len(running))
 
 
