@@ -40,6 +40,7 @@ def write(run: Run) -> SourceIndex:
         planning=run.planning,
         calibration=run.scenario.calibration,
         overwrite=True,
+        trust_remote_code=run.options.trust_remote_code,
         on_progress=run.options.on_progress,
     )
     plan, calibration = run.result(PLAN), run.get(CALIBRATION)
