@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.index import SourceIndex
@@ -21,14 +22,15 @@ from vexport.files import digest_bytes, write_text
 from vexport.formats.config import quantization_config
 from vexport.outputs.digests import record_digests
 from vexport.outputs.replaceable import RECIPE
-from vexport.plan import Settings
-from vexport.scenario import Calibration as CalibrationSettings
-from vexport.scenario import Rule
 from vexport.types import Calibration, Json, Plan
 from vexport.version import __version__
 
+if TYPE_CHECKING:
+    from vexport.quantize.job import QuantizeJob
+
 
 def finish(
+    job: "QuantizeJob",
     index: SourceIndex,
     plan: Plan,
     calibration: Calibration | None,
@@ -36,6 +38,7 @@ def finish(
     shards: Sequence[Shard],
 ) -> None:
     """Write what a checkpoint has besides weights: index of all `shards`, side files, config.json last."""
+    (folder / RECIPE).write_text(recipe(job, index, plan, calibration), encoding="utf-8")
     write_index(folder, shards)
     _copy_side_files(index, folder)
     write_smoothing(calibration.smoothing if calibration else {}, folder)
@@ -68,33 +71,20 @@ def _copy_side_files(index: SourceIndex, folder: Path) -> None:
 SNAPSHOTS = "snapshots"
 
 
-def recipe(
-    index: SourceIndex,
-    plan: Plan,
-    rules: Sequence[Rule],
-    settings: CalibrationSettings | None,
-    calibration: Calibration | None,
-    out: Path,
-    *,
-    planning: Settings,
-    source: str,
-) -> str:
-    """The text of OUT/vexport.json, whose `scenario` is what `vexport plan` and `vexport run` read of it.
-
-    `source` is the source as it was asked for, a folder or a hub id.
-    """
-    path, folder = Path(source).expanduser(), out.resolve()
+def recipe(job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: Calibration | None) -> str:
+    """The text of OUT/vexport.json, whose `scenario` is what `vexport plan` and `vexport run` read of it."""
+    path, folder, settings = Path(job.source).expanduser(), job.out.resolve(), job.calibration
     scenario: dict[str, Json] = {
-        "name": _name(source, plan),
-        "source": _relative(path, folder) if path.exists() else pinned_source(source, index.root),
-        "rules": [rule.model_dump(mode="json") for rule in rules],
-        "on_unsupported_shape": planning.on_unsupported_shape,
-        "serve": {"dry_tensor_parallel": list(planning.ranks)},
+        "name": _name(job.source, plan),
+        "source": _relative(path, folder) if path.exists() else pinned_source(job.source, index.root),
+        "rules": [rule.model_dump(mode="json") for rule in job.rules],
+        "on_unsupported_shape": job.planning.on_unsupported_shape,
+        "serve": {"dry_tensor_parallel": list(job.planning.ranks)},
     }
     if plan.kv_cache:
         scenario["kv_cache"] = plan.kv_cache
-    if planning.smoothing is not None:
-        scenario["smoothing"] = planning.smoothing
+    if job.planning.smoothing is not None:
+        scenario["smoothing"] = job.planning.smoothing
     if settings is not None and calibration is not None:
         data = settings.model_dump(mode="json", exclude_none=True)
         local = settings.path
@@ -112,11 +102,6 @@ def recipe(
             "rows": _ranges(tuple(dict.fromkeys(calibration.rows))),
         }
     return json.dumps(content, indent=2) + "\n"
-
-
-def write_recipe(text: str, folder: Path) -> None:
-    """Write a recipe into a checkpoint's folder."""
-    (folder / RECIPE).write_text(text, encoding="utf-8")
 
 
 def _source(index: SourceIndex) -> Iterator[tuple[str, Json]]:

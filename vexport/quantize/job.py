@@ -1,13 +1,13 @@
 """One quantization: what is asked for, and its steps plan, calibrate, write."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex, unchanged
-from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard
+from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes, from_json, to_json, write_text
@@ -26,7 +26,7 @@ from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
 from vexport.plan.needs import calibration_need, needs_rounding, needs_search
 from vexport.plan.source import DEFAULTS, plan_source
-from vexport.quantize.finishing import finish, forget_progress, recipe, write_recipe
+from vexport.quantize.finishing import finish, forget_progress
 from vexport.quantize.samples import PlanText, require_calibration
 from vexport.quantize.stream import Search, dealt, input_digest, planned_shards, write_shards
 from vexport.scenario import Calibration as CalibrationSettings
@@ -127,7 +127,11 @@ def write_checkpoint(
             )
             gather(None)  # all files are written
             if rank_and_size()[0] == 0:
-                _finish(job, index, plan, calibration, folder, shards)
+                finish(job, index, plan, calibration, folder, shards)
+                failure = job.prove(folder, plan)
+                forget_progress(folder, shards)
+                if failure is not None:
+                    raise kept_as_failed(folder, job.out, failure)
     return calibration, rounding
 
 
@@ -138,33 +142,6 @@ def _calibrated(text: PlanText, file: Path) -> Calibration:
         if rank_and_size()[0] == 0:
             write_text(file, to_json(found))
     return on_first(lambda: from_json(Calibration, file))
-
-
-def _finish(
-    job: QuantizeJob,
-    index: SourceIndex,
-    plan: Plan,
-    calibration: Calibration | None,
-    folder: Path,
-    shards: Sequence[Shard],
-) -> None:
-    """Write what a checkpoint has besides its weights, and let it be judged."""
-    made_from = recipe(
-        index,
-        plan,
-        job.rules,
-        job.calibration,
-        calibration,
-        job.out,
-        planning=job.planning,
-        source=job.source,
-    )
-    write_recipe(made_from, folder)
-    finish(index, plan, calibration, folder, shards)
-    failure = job.prove(folder, plan)
-    forget_progress(folder, shards)
-    if failure is not None:
-        raise kept_as_failed(folder, job.out, failure)
 
 
 @contextmanager
