@@ -28,7 +28,7 @@ rules: [{{match: Linear, scheme: auto}}]
 auto: {{candidates: [W4A16, W8A8, keep], share: 0.58}}
 smoothing: {smoothing}
 calibration: {{data: {folder / "text.jsonl"}, samples: 8, seq_len: 64}}
-sensitivity: {{samples: 4, method: measure}}
+sensitivity: {{samples: 4}}
 evaluate: {{tasks: [unused]}}
 """,
         encoding="utf-8",
