@@ -1,14 +1,18 @@
 """STAGES says what each stage reads, and a stage is done once from the same inputs."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.models import save_llama, write_calibration
 from vexport.errors import InputError
 from vexport.outputs import written_alone
+from vexport.run import state
 from vexport.run.directory import KIND as RUN
 from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoints
+from vexport.run.making import plan, write
 from vexport.run.scenario import run_scenario
 from vexport.run.serving import EngineOptions
 from vexport.run.stages import STAGES, Stage, do
@@ -19,6 +23,12 @@ from vexport.types import CheckReport, Plan, silent
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
 CHECKED = Output("check", CheckReport, "check.json")
 PLAN = Output("plan", Plan, "plan.json")
+OWN_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
 
 
 @pytest.mark.parametrize("name", ["run", "eval"])
@@ -103,3 +113,22 @@ def test_a_stage_that_fails_leaves_no_record(run: Run) -> None:
         do(run, Stage(name="plan", digest=lambda run: {"rules": "1"}, make=fail, output=PLAN))
     assert not (run.folder / "stages.json").exists()
     assert run.directory.seconds == {}
+
+
+def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "source", num_hidden_layers=1)
+    (source / "own.py").write_text(OWN_CODE)
+    config = json.loads((source / "config.json").read_text())
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "own-llama", "auto_map": own}))
+    data = write_calibration(tmp_path / "text.jsonl")
+    rule = {"match": "Linear", "scheme": "W4A16_G64", "rounding": "gptq"}
+    text = {"name": "own", "source": str(source), "rules": [{"match": "lm_head", "scheme": "keep"}, rule]}
+    scenario = tmp_path / "own.yaml"
+    scenario.write_text(json.dumps({**text, "calibration": {"data": str(data), "samples": 4}}))
+    read = read_scenario(scenario)
+    options = EngineOptions(serve=read.serve, vllm_python=None, trust_remote_code=True, on_progress=silent)
+    run = Run(read, tmp_path / "run", options)
+    run.folder.mkdir()
+    run.keep(state.PLAN, plan(run))
+    assert "model.layers.0.mlp.down_proj.weight_packed" in write(run).tensors
