@@ -88,6 +88,7 @@ def test_the_same_prompts_through_another_template_are_compared(pair: tuple[Path
         "num_fewshot": {"sums": 0, "choices": 0, "near": 0},
         "fewshot_as_multiturn": True,
         "generation": {},
+        "untemplated": [],
     }
 
 

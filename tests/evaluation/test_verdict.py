@@ -114,7 +114,7 @@ def test_a_margin_of_zero_without_change_cannot_be_settled() -> None:
 def test_a_baseline_without_a_right_answer_has_no_recovery() -> None:
     (task,) = judge([paired([0.0] * 200, [0.0] * 199 + [1.0])])
     assert (task.recovery, task.recovery_low, task.recovery_high) == (None, None, None)
-    assert task.outcome == "PASS"
+    assert task.outcome == "INCONCLUSIVE"
     assert "NaN" not in to_json(task)
 
 
@@ -153,6 +153,7 @@ def test_a_task_that_the_baseline_cannot_do_is_named() -> None:
     verdict = judge_tasks(
         [GatedTask(gate=hopeless, also=()), GatedTask(gate=fair, also=())], margin=MARGIN, alpha=ALPHA
     )
-    (warning,) = verdict.warnings
-    assert "fewer right answers than the accepted loss of 2%" in warning
-    assert not judge_tasks([GatedTask(gate=fair, also=())], margin=MARGIN, alpha=ALPHA).warnings
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert "shows nothing: the baseline scores 0.25%" in verdict.reason
+    assert verdict.tasks[0].documents_needed is None
+    assert judge_tasks([GatedTask(gate=fair, also=())], margin=MARGIN, alpha=ALPHA).outcome == "PASS"

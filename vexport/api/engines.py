@@ -96,13 +96,15 @@ def evaluate(
     accept: Name | None = None,
     overwrite: bool = False,
     attribution: bool | None = None,
+    attribution_seconds: int = 300,
     on_progress: OnProgress = silent,
 ) -> Verdict | None:
     """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
 
     As `vexport eval` does; lm-eval's results and the logs of vLLM go to `folder`. The answers become the
     accepted baseline `accept` unless they fail; with that alone nothing is compared, and None returned.
-    The cause of a loss is looked for where `attribution` says so, without it unless the verdict is PASS.
+    The cause of a loss is looked for where `attribution` says so, without it unless the verdict is PASS, for
+    `attribution_seconds` at most.
     """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
         raise ValueError(
@@ -118,7 +120,8 @@ def evaluate(
         accept=None if accept is None else Path(accept),
     )
     (judged,) = evaluate_checkpoints(job)
-    verdict = explained(job, judged, Explaining(wanted=attribution), on_progress).verdict
+    explaining = Explaining(wanted=attribution, seconds=attribution_seconds)
+    verdict = explained(job, judged, explaining, on_progress).verdict
     accept_answers(job, verdict)
     return verdict
 
@@ -132,6 +135,7 @@ def run(
     engine_args: EngineArguments | None = None,
     engine: Engine | None = None,
     attribution: bool | None = None,
+    attribution_seconds: int = 300,
     on_progress: OnProgress = silent,
 ) -> Report:
     """Every stage of a scenario that is not done yet, as `vexport run` does.
@@ -149,7 +153,7 @@ def run(
         options,
         overwrite=overwrite,
         file=Path(scenario),
-        explaining=Explaining(wanted=attribution),
+        explaining=Explaining(wanted=attribution, seconds=attribution_seconds),
     )
 
 

@@ -192,5 +192,5 @@ def conclude(outcome: str, name: str, reason: str) -> None:
         fix = "see the report; keep the worst layers or choose a scheme with more bits"
         raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix)
     if outcome == "INCONCLUSIVE":
-        fix = "use more documents or a wider margin"
+        fix = "the report says what would settle it" if why else "see what would settle it above"
         raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="", fix=fix)

@@ -44,15 +44,26 @@ def difference_interval(pair: TaskPair, alpha: float) -> Interval:
 
 
 def compare_task(
-    pair: TaskPair, *, margin: float, alpha: float, fail_alpha: float, also: Sequence[TaskPair] = ()
+    pair: TaskPair,
+    *,
+    margin: float,
+    alpha: float,
+    fail_alpha: float,
+    also: Sequence[TaskPair] = (),
+    is_templated: bool | None = None,
 ) -> TaskVerdict:
     """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound at
     `fail_alpha` is below it, else INCONCLUSIVE.
 
-    `fail_alpha` is at most `alpha`, so that both cannot hold. `also` is shown next to it.
+    `fail_alpha` is at most `alpha`, so that both cannot hold. Where the baseline does not do better than
+    chance there is no PASS, whatever the candidate answers. `also` is shown next to it; `is_templated` says
+    whether a chat template was applied, where that is known.
     """
     low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
-    outcome = _outcome(low, high, margin)
+    outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
+    uninformative = _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
+    if uninformative:
+        outcome = "INCONCLUSIVE"
     documents, wins, losses = len(pair.gain), _wins(pair), _losses(pair)
     flips = wilson_interval(wins + losses, documents, alpha)
     recovery, recovery_bounds = _recovery(pair, alpha)
@@ -62,7 +73,7 @@ def compare_task(
         filter=pair.filter,
         outcome=outcome,
         documents=documents,
-        baseline=_score(pair, pair.baseline, alpha),
+        baseline=baseline,
         candidate=_score(pair, pair.candidate, alpha),
         difference=float(pair.gain.mean()),
         low=low,
@@ -77,7 +88,10 @@ def compare_task(
         recovery=recovery,
         recovery_low=recovery_bounds.low if recovery_bounds else None,
         recovery_high=recovery_bounds.high if recovery_bounds else None,
-        documents_needed=_needed(pair, margin, alpha, fail_alpha) if outcome == "INCONCLUSIVE" else None,
+        uninformative=uninformative,
+        documents_needed=_needed(pair, margin, alpha, fail_alpha)
+        if outcome == "INCONCLUSIVE" and not uninformative
+        else None,
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
         clusters=None if pair.clusters is None else len(np.unique(pair.clusters)),
         also=tuple(comparison(other, margin=margin, alpha=alpha) for other in also),
@@ -99,6 +113,25 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
         high=high,
         outcome=_outcome(low, high, margin),
     )
+
+
+def _uninformative(pair: TaskPair, baseline: Score, margin: float, is_templated: bool | None) -> str:
+    """Why nothing could be lost: the baseline has no more right answers than chance and the margin give.
+
+    Empty where it has, and for metrics that are not 0/1. The likely cause comes with it.
+    """
+    chance = pair.chance
+    if not pair.binary or pair.sign < 0 or baseline.low > chance <= baseline.value - margin:
+        return ""
+    guessing = f", and guessing {100 * chance:.3g}%" if chance else ""
+    scored = f"the baseline scores {100 * baseline.value:.3g}%{guessing}"
+    if is_templated:
+        cause = "the chat template: evaluate without it (--no-apply-chat-template)"
+    elif is_templated is False:
+        cause = "a task beyond the model, or prompts unlike those it knows: choose a task that it can do"
+    else:
+        cause = "how it was asked (a chat template?), or a task beyond the model"
+    return f"{scored}; the likely cause is {cause}"
 
 
 def _outcome(low: float, high: float, margin: float) -> Outcome:

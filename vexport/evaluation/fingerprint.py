@@ -164,19 +164,24 @@ def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
     return None
 
 
+UNTEMPLATED = "untemplated_tasks"
+"""Of `config` in a results file: the tasks that lm-eval was told not to apply the chat template to."""
+
+
 def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Prompting:
     """How the documents of a results file were asked."""
     template, arguments = _sha(content, "chat_template_sha"), _arguments(content)
     generation = {name: _text(value) for name in _ANSWERS if (value := arguments.get(name)) is not None}
     if given := mapping_in(content, "config").get("gen_kwargs"):
         generation["gen_kwargs"] = _text(given)
-    counts = mapping_in(content, "n-shot")
+    counts, plain = mapping_in(content, "n-shot"), mapping_in(content, "config").get(UNTEMPLATED)
     return Prompting(
         chat_template=template,
         system_instruction=_sha(content, "system_instruction_sha"),
         num_fewshot={task: count for task in tasks if isinstance(count := counts.get(task), int)},
         fewshot_as_multiturn=template is not None and bool(content.get("fewshot_as_multiturn")),
         generation=generation,
+        untemplated=tuple(map(str, plain)) if isinstance(plain, list) else (),
     )
 
 

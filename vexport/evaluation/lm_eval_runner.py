@@ -21,6 +21,7 @@ from pydantic import JsonValue
 from vexport.engine import worker
 from vexport.engine.messages import ANSWERS, SessionRequest
 from vexport.errors import EnvironmentFault, InputError, VexportError
+from vexport.evaluation.fingerprint import UNTEMPLATED
 from vexport.evaluation.lm_eval_environment import (
     allow_code,
     computed_once,
@@ -125,6 +126,7 @@ def _evaluate(
     manager = task_manager(request)
     run = partial(_simple_evaluate, model, dict(arguments), manager, tracker, request)
     tasks = load_tasks(request, manager, request.tasks)
+    plain = list(map(_without_template, plain_tasks(tasks))) if request.lm_eval.plain_as_is else []
     try:
         results = run(tasks, request.limit, cache)
         if request.repeat:
@@ -135,7 +137,29 @@ def _evaluate(
         fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"
         need = "a template that its documents can fill"
         raise InputError(f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix) from error
+    if plain:
+        results["config"][UNTEMPLATED] = plain
     _save(tracker, results, output)
+
+
+def plain_tasks(loaded: "list[Task | Group]") -> "Iterator[Task]":
+    """The tasks that score how likely a text is as it stands; chats are no such text."""
+    for entry in loaded:
+        for task in entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]:
+            if task.OUTPUT_TYPE in ("loglikelihood", "loglikelihood_rolling"):
+                yield task
+
+
+def _without_template(task: "Task") -> str:
+    """Let a task be asked without a chat template; its name."""
+    build = task.build_all_requests
+
+    def build_plain(**options: object) -> None:
+        plain = {"apply_chat_template": False, "fewshot_as_multiturn": False, "chat_template": None}
+        build(**{**options, **plain})
+
+    task.build_all_requests = build_plain
+    return str(task.task_name)
 
 
 def _simple_evaluate(
@@ -185,6 +209,8 @@ def _repeat(
     Tasks that are loaded again begin at the same seed: the first documents get the same few-shot examples.
     """
     tasks = load_tasks(request, task_manager(request), request.tasks)
+    if request.lm_eval.plain_as_is:
+        list(map(_without_template, plain_tasks(tasks)))
     again = run(tasks, documents_to_repeat(len(results["samples"]), request.limit))
     return compare_rows(results["samples"], again["samples"])
 

@@ -41,6 +41,11 @@ class TaskPair:
         return bool(np.isin(self.baseline, (0, 1)).all() and np.isin(self.candidate, (0, 1)).all())
 
     @property
+    def chance(self) -> float:
+        """The share of right answers of a model that guesses among the options; 0 where there are none."""
+        return sum(1 / new.options for _, new in self.documents if new.options) / len(self.documents)
+
+    @property
     def gain(self) -> Scores:
         """How much better the candidate is on each document."""
         return self.sign * (self.candidate - self.baseline)

@@ -29,7 +29,8 @@ _SHOWN = 60
 def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
     """What lm-eval is given for each of `models`, of which the first is the baseline, where there is one.
 
-    The chat template is applied where the models have one and `settings` do not decide. InputError where a
+    The chat template is applied where the models have one and `settings` do not decide, but not to tasks that
+    score a continuation of plain text, as lm-eval does. InputError where a
     template is asked for that a model lacks, where only some have one, or where they render a conversation
     differently.
     """
@@ -45,6 +46,7 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
     return LmEvalSettings(
         num_fewshot=settings.num_fewshot,
         apply_chat_template=template,
+        plain_as_is=bool(template) and settings.apply_chat_template is None,
         fewshot_as_multiturn=bool(template) if multiturn is None else multiturn,
         system_instruction=settings.system_instruction,
         gen_kwargs=settings.gen_kwargs,

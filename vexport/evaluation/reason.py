@@ -105,7 +105,14 @@ def _failed(tasks: Sequence[TaskVerdict], margin: float) -> str:
 
 
 def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
-    unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE"]
+    silent = [task for task in tasks if task.uninformative]
+    unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative]
+    if silent:
+        names = " and ".join(task.task for task in silent[:MAX_NAMED])
+        beyond = f" and {len(silent) - MAX_NAMED} more" if len(silent) > MAX_NAMED else ""
+        verb, others = "shows" if len(silent) == 1 else "show", _others(tasks, "INCONCLUSIVE")
+        left = f"; {_not_settled(unsettled, margin)}" if unsettled else others
+        return f"{names}{beyond} {verb} nothing: {silent[0].uninformative}{left}"
     if len(unsettled) == 1:
         (task,) = unsettled
         unit = _unit(task, margin)

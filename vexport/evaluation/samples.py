@@ -24,7 +24,7 @@ class Sample:
 
     `answer` is shown to people (the raw response, or the chosen option); `compared` tells whether two
     answers differ (the filtered response, or the chosen option). `scores` holds the metrics with one
-    number a document.
+    number a document. `options` counts those of a multiple choice, 0 of other documents.
     """
 
     doc_id: int
@@ -35,6 +35,7 @@ class Sample:
     answer: str
     compared: str
     scores: Mapping[str, float]
+    options: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,7 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
             for name, value in scores.items()
             if isinstance(value, (bool, int, float))
         },
+        options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,
     )
 
 

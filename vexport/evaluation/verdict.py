@@ -30,7 +30,7 @@ from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.reason import reason_for
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.results import Results, read_results
-from vexport.types import Comparison, Outcome, TaskVerdict, Verdict
+from vexport.types import Comparison, Outcome, Prompting, TaskVerdict, Verdict
 
 NO_CHOICE: Choice = MappingProxyType({})
 
@@ -63,7 +63,7 @@ def decide(
     }
     changed = changes(others, right.fingerprint, where=where)
     gated = gated_tasks(left, right, gate)
-    verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed)
+    verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed, prompting=right.prompting)
     return _with_run(verdict, right, repeated)
 
 
@@ -96,17 +96,30 @@ def _decide_against(
         raise InputError("gate", got=got, need=need, fix="leave it out, or accept it again")
     where = ("when the baseline was accepted", "now")
     changed = changes(accepted.fingerprint, candidate.fingerprint, where=where)
-    return judge(pair_with(accepted, candidate), margin=margin, alpha=alpha, warnings=changed)
+    pairs = pair_with(accepted, candidate)
+    return judge(pairs, margin=margin, alpha=alpha, warnings=changed, prompting=candidate.prompting)
 
 
 def judge(
-    gated: Sequence[GatedTask], *, margin: float, alpha: float, warnings: Sequence[str] = ()
+    gated: Sequence[GatedTask],
+    *,
+    margin: float,
+    alpha: float,
+    warnings: Sequence[str] = (),
+    prompting: Prompting | None = None,
 ) -> Verdict:
-    """The answer over all tasks."""
+    """The answer over all tasks; `prompting` tells how they were asked."""
     gates = [task.gate for task in gated]
     levels = holm_levels(gates, margin=margin, alpha=alpha)
     tasks = tuple(
-        compare_task(task.gate, margin=margin, alpha=alpha, fail_alpha=level, also=task.also)
+        compare_task(
+            task.gate,
+            margin=margin,
+            alpha=alpha,
+            fail_alpha=level,
+            also=task.also,
+            is_templated=_is_templated(task.gate.task, prompting),
+        )
         for task, level in zip(gated, levels, strict=True)
     )
     outcome = overall_outcome(tasks)
@@ -118,11 +131,12 @@ def judge(
         method=_method(gates, alpha),
         tasks=tasks,
         pooled=_pooled(gates, margin, alpha),
-        warnings=(
-            *(_floor_warning(gate, margin) for gate in gates if _cannot_fail(gate, margin)),
-            *warnings,
-        ),
+        warnings=tuple(warnings),
     )
+
+
+def _is_templated(task: str, prompting: Prompting | None) -> bool | None:
+    return None if prompting is None else bool(prompting.chat_template) and task not in prompting.untemplated
 
 
 def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
@@ -174,18 +188,6 @@ def _method(gates: Sequence[TaskPair], alpha: float) -> str:
 def _interval_name(gate: TaskPair) -> str:
     name = "Tango's score interval" if gate.binary else "BCa bootstrap"
     return name if gate.clusters is None else f"{name} clustered by task"
-
-
-def _cannot_fail(gate: TaskPair, margin: float) -> bool:
-    """Whether the baseline has fewer right answers than may be lost."""
-    return gate.binary and gate.sign > 0 and gate.baseline.mean() < margin
-
-
-def _floor_warning(gate: TaskPair, margin: float) -> str:
-    return (
-        f"{gate.task}: the baseline has fewer right answers than the accepted loss of {_percent(margin)}, "
-        "so that this task cannot fail, whatever the candidate answers; choose one that the model can do"
-    )
 
 
 def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Comparison | None:

@@ -118,7 +118,9 @@ def task_gate(task: TaskVerdict, margin: float) -> Gate:
         f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}), "
         f"{scale.limit(margin)} accepted, {count(task.documents)} documents"
     )
-    if task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
+    if task.uninformative:
+        message = f"shows nothing: {task.uninformative}"
+    elif task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
         message += f"; {about(task.documents_needed)} documents would settle it"
     return Gate(name=task_title(task), status=task.outcome, message=message)
 

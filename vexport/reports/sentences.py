@@ -53,6 +53,8 @@ def next_step(report: Report) -> tuple[str, str]:
     """What to do now: a command, or nothing in its place, and a sentence."""
     if report.outcome == "PASS":
         return f"vllm serve {shlex.quote(report.load.checkpoint)}", "Serve it."
+    if report.verdict and any(task.uninformative for task in report.verdict.tasks):
+        return "", "Ask the models as they were trained (apply_chat_template), or choose tasks they can do."
     if report.outcome == "INCONCLUSIVE":
         return (
             "",
@@ -187,7 +189,11 @@ def method_line(verdict: Verdict) -> str:
 def prompting_line(prompting: Prompting) -> str:
     """How the models were asked: `chat template: applied (sha 4d4a31c9), 2-shot as multiturn`."""
     template, system = prompting.chat_template, prompting.system_instruction
-    parts = [f"chat template: applied (sha {template[:8]})" if template else "chat template: not applied"]
+    plain = prompting.untemplated
+    kept = f", but not to {', '.join(plain[:MAX_BESIDE])}: plain text" if plain else ""
+    parts = [
+        f"chat template: applied (sha {template[:8]}){kept}" if template else "chat template: not applied"
+    ]
     turns = " as multiturn" if prompting.fewshot_as_multiturn else ""
     by_count: dict[int, list[str]] = {}
     for task, shots in prompting.num_fewshot.items():

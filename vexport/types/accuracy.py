@@ -127,8 +127,9 @@ which gets the others."""
 class LmEvalSettings:
     """What lm-eval's `simple_evaluate` and its vLLM model are given, under their names (0.4.13).
 
-    `apply_chat_template` is a template's name or true for the default one; `fewshot_as_multiturn` counts only
-    with a template. `num_fewshot` does not change a task that sets 0 itself. `gen_kwargs` replace those of
+    `apply_chat_template` is a template's name or true for the default one; with `plain_as_is` tasks that
+    score the log-likelihood of plain text get none. `fewshot_as_multiturn` counts only with a template.
+    `num_fewshot` does not change a task that sets 0 itself. `gen_kwargs` replace those of
     generating tasks, key by key; `max_gen_toks` is the most new tokens where the task sets none. What stands
     before the last `think_end_token` is cut off an answer; `enable_thinking` is handed to the template.
     `batch_size` is how many requests vLLM is given at once.
@@ -136,6 +137,7 @@ class LmEvalSettings:
 
     num_fewshot: int | None = None
     apply_chat_template: bool | str = False
+    plain_as_is: bool = False
     fewshot_as_multiturn: bool = False
     system_instruction: str | None = None
     gen_kwargs: GenKwargs = field(default_factory=dict)
@@ -151,7 +153,7 @@ class Prompting:
 
     `chat_template` and `system_instruction` are SHA-256, shortened to 16 digits; None where there was none.
     `num_fewshot` counts the examples of each task. `generation` has `gen_kwargs`, and of the model's
-    arguments those that change an answer.
+    arguments those that change an answer. `untemplated` are tasks that the template was not applied to.
     """
 
     chat_template: str | None
@@ -159,6 +161,7 @@ class Prompting:
     num_fewshot: Mapping[str, int]
     fewshot_as_multiturn: bool
     generation: Mapping[str, str]
+    untemplated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +220,8 @@ class TaskVerdict:
     one-sided bounds that decide: `low` at 1 - alpha, `high` at 1 - alpha or, with several tasks, at the
     level of Holm's step. `recovery` is candidate / baseline, None where the baseline scores 0.
     `documents_needed` would settle an INCONCLUSIVE; None where no number would, or nothing is open.
+    `uninformative` says why the task shows nothing, empty where it does: the baseline does no better than
+    chance, so that no answer of the candidate is a pass.
     Where the metric is not 0/1, right to wrong counts the documents that got worse and `mcnemar_p` is of a
     permutation test. `changed_wrong` is None where the baseline's answers were not kept. `clusters` counts
     the tasks of a group whose documents are clustered, None where documents count on their own. `also` has
@@ -245,6 +250,7 @@ class TaskVerdict:
     recovery_high: float | None
     documents_needed: int | None
     flips: tuple[Flip, ...]
+    uninformative: str = ""
     clusters: int | None = None
     also: tuple[Comparison, ...] = ()
 
