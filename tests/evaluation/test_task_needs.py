@@ -1,11 +1,16 @@
 """What tasks of the suites need besides documents is named, with what brings it, before an engine starts."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.command import vexport
+from vexport.engine.messages import SessionRequest
+from vexport.errors import InputError
 from vexport.evaluation.lm_eval_environment import missing
+from vexport.evaluation.task_data import fetch_task_data
+from vexport.types import silent
 
 SCENARIO = (
     "name: a\nsource: {source}\nrules: [{{match: Linear, scheme: W8A8}}]\nevaluate: {{suite: {suite}}}\n"
@@ -68,3 +73,21 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
         "task ifeval: got no Python module langdetect, need it to score; `pip install 'lm-eval[ifeval]'`"
     )
     assert missing(ValueError("a broken template"), "mine") is None
+
+
+def test_documents_lie_next_to_the_task_or_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks" / "own"
+    folder.mkdir(parents=True)
+    (folder / "own.yaml").write_text(
+        "task: own\ndataset_path: json\ndataset_kwargs: {data_files: {test: own.jsonl}}\ntest_split: test\n"
+        "output_type: loglikelihood\ndoc_to_text: '{{text}}'\ndoc_to_target: '{{answer}}'\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    request = SessionRequest(
+        checkpoint=tmp_path, name="a", tasks=("own",), include_paths=(tmp_path / "tasks",)
+    )
+    fetch = partial(fetch_task_data, request, log=tmp_path / "log", timeout=300, vllm_python=None)
+    with pytest.raises(InputError, match=r"task own: data_files: got no file own\.jsonl"):
+        fetch(on_progress=silent)
+    (folder / "own.jsonl").write_text('{"text": "a", "answer": " b"}\n')
+    fetch(on_progress=silent)

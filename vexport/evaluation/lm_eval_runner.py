@@ -65,7 +65,9 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
     assert request.output is not None, "a request with tasks has an output folder"
     setup_logging()  # else what lm-eval says is not in the log, its warnings apart
     with ExitStack() as stack:
-        stack.enter_context(explained_downloads(lambda *_: None, 0, len(request.tasks)))
+        stack.enter_context(
+            explained_downloads(lambda *_: None, 0, len(request.tasks), request.include_paths)
+        )
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
         stack.enter_context(vllm_distribution(scratch / "packages"))
         stack.enter_context(dataset_cache(scratch / "datasets", request))

@@ -1,6 +1,6 @@
 """The documents of tasks: fetched before any engine starts, and what to say where they cannot be had."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from vexport.checkpoint.hub.names import HubName
 from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import run_worker, session_error
 from vexport.errors import EnvironmentFaults, InputError, raise_all
-from vexport.evaluation.tasks import is_local_dataset, reads_hub
+from vexport.evaluation.tasks import FILE_FORMATS, is_local_dataset, reads_hub
 from vexport.types import PROGRESS_DETAIL, OnProgress
 
 if TYPE_CHECKING:
@@ -67,9 +67,35 @@ def _read_copy(
         task.DATASET_PATH = name
 
 
+def _found(value: object, task: str, folders: Sequence[Path]) -> object:
+    """Names of local files of documents as they are found: from here, else at or below the tasks' folders."""
+    if isinstance(value, dict):
+        return {name: _found(each, task, folders) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_found(each, task, folders) for each in value]
+    if not isinstance(value, str) or "*" in value or Path(value).exists():
+        return value
+    path = Path(value)
+    if not path.is_absolute() and ".." not in path.parts:
+        for folder in folders:
+            for file in sorted(folder.rglob(value)):
+                return str(file)
+    raise InputError(
+        f"task {task}: data_files",
+        got=f"no file {value}",
+        need="the task's documents, in this folder or next to its YAML file",
+        fix="put them there, or correct the path",
+    )
+
+
 @contextmanager
-def explained_downloads(on_progress: OnProgress, done: int, total: int) -> Iterator[None]:
-    """Inside the block lm-eval's downloads are reported, and what goes wrong with the hub is our error."""
+def explained_downloads(
+    on_progress: OnProgress, done: int, total: int, folders: Sequence[Path] = ()
+) -> Iterator[None]:
+    """Inside the block lm-eval's downloads are reported, and what goes wrong with the hub is our error.
+
+    Local files are looked for at or below the tasks' `folders`, too.
+    """
     from lm_eval.api import task as lm_eval_task
 
     cls = lm_eval_task.ConfigurableTask
@@ -78,6 +104,9 @@ def explained_downloads(on_progress: OnProgress, done: int, total: int) -> Itera
     def download(self: "ConfigurableTask", dataset_kwargs: dict[str, object] | None = None) -> None:
         dataset = str(self.DATASET_PATH)
         on_progress(f"{STAGE}{PROGRESS_DETAIL}{dataset}", done, total)
+        if dataset_kwargs and dataset in FILE_FORMATS and is_local_dataset(dataset, dataset_kwargs):
+            files = _found(dataset_kwargs.get("data_files"), str(self.config.task), folders)
+            dataset_kwargs = {**dataset_kwargs, "data_files": files}
         try:
             original(self, dataset_kwargs)
         except Exception as error:

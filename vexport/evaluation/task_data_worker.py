@@ -5,7 +5,7 @@ It builds the tasks once; imports lm-eval and datasets, but no vLLM.
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,23 +39,25 @@ def fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]
         fix = "install it there with `pip install lm-eval`"
         raise EnvironmentFault(sys.executable, got="no module lm_eval", need="lm-eval", fix=fix)
     report(STAGE, 0, len(request.tasks))
-    manager = task_manager(request)
+    manager, folders = task_manager(request), request.include_paths
     for number, task in enumerate(request.tasks):
         before = set(sys.modules)
         try:
             with ExitStack() as stack:
-                stack.enter_context(explained_downloads(report, number, len(request.tasks)))
+                stack.enter_context(explained_downloads(report, number, len(request.tasks), folders))
                 if not request.trust_remote_code:
                     stack.enter_context(tasks_as_data())
                 load_tasks(request, manager, [task])
         except VexportError as error:
             yield error
-            yield from _data_problem(task_settings(task, manager), report)
+            yield from _data_problem(task_settings(task, manager), report, folders)
         yield from nltk_problem(task, before)
     report(STAGE, len(request.tasks), len(request.tasks))
 
 
-def _data_problem(settings: Mapping[str, object], report: OnProgress) -> Iterator[VexportError]:
+def _data_problem(
+    settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
+) -> Iterator[VexportError]:
     """Why the documents of a task that cannot be loaded cannot be had either, if so: all is said at once."""
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.task import TaskConfig
@@ -67,7 +69,7 @@ def _data_problem(settings: Mapping[str, object], report: OnProgress) -> Iterato
     task.DATASET_PATH, task.DATASET_NAME = settings["dataset_path"], settings.get("dataset_name")
     kwargs = settings.get("dataset_kwargs")
     try:
-        with explained_downloads(report, 0, 1):
+        with explained_downloads(report, 0, 1, folders):
             task.download(dict(kwargs) if isinstance(kwargs, Mapping) else None)
     except VexportError as error:
         yield error
