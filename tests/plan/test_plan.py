@@ -102,7 +102,8 @@ def test_a_quantized_source_is_refused(llama: Path, tmp_path: Path) -> None:
     assert vexport("quantize", llama, tmp_path / "out", "--scheme", "W8A8", "--quiet").code == 0
     ran = vexport("plan", tmp_path / "out", "--scheme", "W8A8")
     assert ran.code == 2
-    assert "a quantized checkpoint" in ran.errors[0]
+    assert "quantized already (compressed-tensors)" in ran.errors[0]
+    assert "vexport check" in ran.errors[0]
 
 
 def test_merged_layers_with_ragged_blocks_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vexport.checkpoint.dtypes import BITS
+from vexport.checkpoint.foreign import GGUF_FIX, not_a_checkpoint
 from vexport.checkpoint.header import read_header
 from vexport.errors import InputError, raise_all
 from vexport.files import digest_bytes, read_json_object, require_fetched
@@ -19,7 +20,6 @@ CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py",
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # PEFT's config of an adapter.
-ADAPTER = "adapter_config.json"
 # What transformers also writes next to weights and is never carried along: other formats of the same weights.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 
@@ -155,28 +155,17 @@ def require_checkpoint(root: Path) -> None:
     require_fetched(sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT))
 
 
-def _adapter(root: Path) -> InputError:
-    """What is said of a folder with an adapter alone, as PEFT writes it."""
-    base = read_json_object(root / ADAPTER).get("base_model_name_or_path") or "its base model"
-    return InputError(
-        str(root),
-        got=f"a LoRA adapter of {base}",
-        need="a whole model",
-        fix=f"merge it into {base} first (peft's merge_and_unload), and name the folder of the merged model",
-    )
-
-
 def require_config(root: Path) -> None:
     """InputError unless `root` is a folder with a config.json."""
     if not root.exists():
         raise InputError(str(root), got="no such folder", need="a checkpoint folder", fix="check the path")
     if not root.is_dir():
-        raise InputError(
-            str(root), got="a file", need="a checkpoint folder", fix="name the folder that holds it"
-        )
+        got = "a GGUF file" if root.suffix == ".gguf" else "a file"
+        fix = "name the folder that holds it" if got == "a file" else GGUF_FIX
+        raise InputError(str(root), got=got, need="a checkpoint folder", fix=fix)
     if not (root / "config.json").is_file():
-        if (root / ADAPTER).is_file():
-            raise _adapter(root)
+        if (known := not_a_checkpoint(root)) is not None:
+            raise known
         raise InputError(
             str(root),
             got="no config.json",
@@ -231,6 +220,8 @@ def _single_or_all(root: Path) -> list[Path]:
     files = [root / SINGLE_NAME] if (root / SINGLE_NAME).is_file() else sorted(root.glob("*.safetensors"))
     if files:
         return files
+    if (known := not_a_checkpoint(root)) is not None:
+        raise known
     raise InputError(
         str(root),
         got="no safetensors file",

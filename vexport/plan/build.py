@@ -251,10 +251,11 @@ def _opaque_experts(tensors: Sequence[str]) -> Iterator[Finding]:
 
 def _require_plain(index: SourceIndex) -> None:
     place = str(index.root)
-    if find_quantization(index.root, index.config) is not None:
+    if (stored := find_quantization(index.root, index.config)) is not None:
+        method = stored.values.get("quant_method") or "a method that it does not name"
         raise InputError(
             place,
-            got="a quantized checkpoint",
+            got=f"a checkpoint that is quantized already ({method})",
             need="an unquantized source",
-            fix="start from the original model",
+            fix="start from the original model; `vexport check` and `vexport eval` judge this one as it is",
         )
