@@ -27,3 +27,16 @@ def test_check_reports_are_valid() -> None:
     jsonschema.validate(json.loads(render_checks([sample.unloaded().check], "json")), schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate([{"checkpoint": "a", "ok": True}], schema)
+
+
+@pytest.mark.parametrize("name", schemas())
+def test_answers_name_their_schema(name: str) -> None:
+    """Within its number fields are added, not changed."""
+    schema = json.loads(schemas()[name])
+    record = schema.get("items", schema)
+    fields = (
+        record["properties"]
+        if "properties" in record
+        else schema["$defs"][record["$ref"].split("/")[-1]]["properties"]
+    )
+    assert fields["schema"]["const"] == f"vexport.{name.removesuffix('.schema.json')}/1"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vexport.types import Finding, Json, TensorSpec
 
@@ -48,6 +48,7 @@ class RepairReport:
     cannot be repaired, and nothing was written. `warnings` remain in what was written.
     """
 
+    schema: Literal["vexport.repair/1"] = "vexport.repair/1"
     checkpoint: str
     out: str
     ok: bool

@@ -12,6 +12,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from vexport.files import json_schema, write_text
+from vexport.repair.changes import RepairReport
 from vexport.types import (
     CheckReport,
     ComparedRun,
@@ -22,6 +23,7 @@ from vexport.types import (
     Quantized,
     Report,
     SchemeTable,
+    Verdict,
 )
 
 T = TypeVar("T")
@@ -56,6 +58,8 @@ def schemas() -> Mapping[str, str]:
         "quantize.schema.json": _titled("vexport quantize --format json", json_schema(Quantized)),
         "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),
         "compare.schema.json": _titled("vexport compare --format json", json_schema(list[ComparedRun])),
+        "verdict.schema.json": _titled("vexport eval and verdict --format json", json_schema(Verdict)),
+        "repair.schema.json": _titled("vexport repair --format json", json_schema(RepairReport)),
         "dry-load.schema.json": _titled("vexport load --dry --format json", json_schema(list[DryLoadReport])),
     }
 

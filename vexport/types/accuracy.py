@@ -312,6 +312,7 @@ class Verdict:
     is then the limit of the NLL.
     """
 
+    schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"
     outcome: Outcome
     reason: str
     margin: float

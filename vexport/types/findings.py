@@ -55,6 +55,7 @@ class CheckReport:
     capabilities, of which none means any. A report from before they were written has no version.
     """
 
+    schema: Literal["vexport.check/1"] = "vexport.check/1"
     checkpoint: str
     ok: bool
     findings: tuple[Finding, ...]
@@ -150,6 +151,7 @@ class LoadReport:
     empty for vexport's own; `log_tail` the end of the log of an engine that died.
     """
 
+    schema: Literal["vexport.load/1"] = "vexport.load/1"
     checkpoint: str
     ok: bool
     findings: tuple[Finding, ...]
@@ -241,6 +243,7 @@ class DryLoadReport:
     vexport's own.
     """
 
+    schema: Literal["vexport.dry-load/1"] = "vexport.dry-load/1"
     checkpoint: str
     ok: bool
     findings: tuple[Finding, ...]

@@ -133,6 +133,7 @@ class Plan:
     `smoothing` is the strength with which inputs are smoothed before anything else, 0 for not at all.
     """
 
+    schema: Literal["vexport.plan/1"] = "vexport.plan/1"
     source: str
     architecture: str
     groups: tuple[FusionGroup, ...]
@@ -181,6 +182,7 @@ class SchemeOutlook:
 class SchemeTable:
     """Every scheme for one model (`vexport plan SOURCE --format json`)."""
 
+    schema: Literal["vexport.plan-schemes/1"] = "vexport.plan-schemes/1"
     source: str
     architecture: str
     parameters: int

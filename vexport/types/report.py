@@ -46,7 +46,7 @@ class Report:
     `source_revision` is the commit on the hub that was read.
     """
 
-    schema_version: Literal[1] = 1
+    schema: Literal["vexport.report/1"] = "vexport.report/1"
     name: str
     vexport: str
     created: str
@@ -87,6 +87,7 @@ class ComparedRun:
     marks the smallest checkpoint that passes.
     """
 
+    schema: Literal["vexport.compare/1"] = "vexport.compare/1"
     name: str
     folder: str
     schemes: str = ""
@@ -107,6 +108,7 @@ class Quantized:
     is the strength, for which `smoothed_tensors` were scaled.
     """
 
+    schema: Literal["vexport.quantize/1"] = "vexport.quantize/1"
     checkpoint: str
     source: str
     schemes: tuple[str, ...]
