@@ -140,7 +140,8 @@ def test_progress_ends_at_the_number_of_requests(evaluated: Evaluated) -> None:
 def test_the_same_engine_gives_the_same_answers(evaluated: Evaluated) -> None:
     folder, _ = evaluated
     verdict = decide(folder / "first", folder / "second", margin=0.02, alpha=0.05)
-    assert verdict.outcome == "PASS"
+    # Random weights guess: equal answers to what the model cannot do are no PASS.
+    assert all(task.outcome == "PASS" or task.uninformative for task in verdict.tasks)
     assert verdict.method.endswith("; asked again, 0 of 200 answers changed")
     first, second = (
         sorted(line for file in (folder / name).glob("samples_*") for line in file.read_text().splitlines())

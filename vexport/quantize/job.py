@@ -9,7 +9,6 @@ from pathlib import Path
 from vexport.checkpoint.index import SourceIndex, unchanged
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import CheckpointFailed, InputError
-from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.numerics.compiling import watch_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
@@ -24,11 +23,11 @@ from vexport.outputs import (
 )
 from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
-from vexport.plan.needs import calibration_need, needs_rounding, needs_search
+from vexport.plan.needs import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.finishing import finish, forget_progress
 from vexport.quantize.samples import PlanText, require_calibration
-from vexport.quantize.stream import Search, dealt, input_digest, planned_shards, write_shards
+from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
 from vexport.types import Calibration, OnProgress, Plan, silent
@@ -121,7 +120,6 @@ def write_checkpoint(
                 calibration,
                 folder,
                 dealt(shards),
-                search=_search() if needs_search(plan) else None,
                 finished=finished if rounding else None,
                 on_progress=on_progress,
             )
@@ -156,13 +154,6 @@ def _working_folder(job: QuantizeJob, inputs: str) -> Iterator[Path]:
 
     with resumable_directory(job.out, input_digest=inputs, overwrite=job.overwrite, note=note) as folder:
         yield on_first(lambda: folder)
-
-
-def _search() -> Search:
-    require_extra("torch", "an observer that searches for scales")
-    from vexport.quantize.weight_scales import search_scales
-
-    return search_scales
 
 
 def _require_separate(job: QuantizeJob, source: Path) -> None:

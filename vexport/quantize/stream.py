@@ -1,7 +1,7 @@
 """Streams a checkpoint from safetensors to safetensors: reader -> kernel -> writer, all at the same time.
 
 Rows are read, quantized and written a few at a time: memory does not grow with the model. Nothing here
-loads torch; a search for scales, which does, is passed in.
+loads torch but a search for scales.
 """
 
 import os
@@ -27,6 +27,7 @@ from vexport.checkpoint.writer import (
     split_shards,
 )
 from vexport.errors import InputError
+from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
 from vexport.formats.kv_cache import kv_scales
 from vexport.formats.packing.base import (
@@ -75,7 +76,6 @@ def write_shards(
     folder: Path,
     shards: Sequence[Shard],
     *,
-    search: Search | None = None,
     finished: Mapping[str, Array] | None = None,
     on_progress: OnProgress = silent,
 ) -> None:
@@ -88,7 +88,6 @@ def write_shards(
     """
     if calibration is None and (need := calibration_need(plan)):
         raise need.missing()
-    assert search or not needs_search(plan), "observers that search need `search`"
     total = sum(shard.num_bytes for shard in shards)
     threads, done = len(os.sched_getaffinity(0)), 0
     seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
@@ -101,7 +100,7 @@ def write_shards(
         stream = Stream(
             index=index,
             calibration=seen,
-            search=search,
+            search=_search_of(plan),
             reader=reader,
             pool=pool,
             finished=finished or {},
@@ -121,6 +120,16 @@ def write_shards(
                         writer.write(chunk)
                     done += unit.num_bytes
                     on_progress("quantize (bytes)", done, total)
+
+
+def _search_of(plan: Plan) -> Search | None:
+    """The search for scales that observers of the plan ask for: it loads torch."""
+    if not needs_search(plan):
+        return None
+    require_extra("torch", "an observer that searches for scales")
+    from vexport.quantize.weight_scales import search_scales
+
+    return search_scales
 
 
 def planned_shards(index: SourceIndex, plan: Plan, *, shard_bytes: int) -> tuple[Shard, ...]:
