@@ -240,3 +240,34 @@ def test_layers_that_are_fused_on_disk_are_judged_by_their_parts(tmp_path: Path)
     assert "out_features 64 is not a multiple of the block's 128 on each of 2 ranks" in refused[0].got
     ragged = save_family("phi3", tmp_path / "ragged", intermediate_size=328)
     assert len(plan_of(ragged, ("gate_up_proj", "FP8_BLOCK")).refusals) == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "got", "fix"),
+    [
+        (["model.Q4_K_M.gguf"], "", "a GGUF file (model.Q4_K_M.gguf)", "converted from"),
+        (["model.gguf"], "model.gguf", "a GGUF file", "converted from"),
+        (["model_index.json", "transformer/config.json"], "", "a pipeline of Diffusers", "a language model"),
+        (
+            ["config.json", "pytorch_model.bin"],
+            "",
+            "pickled weights alone (pytorch_model.bin)",
+            "save_pretrained",
+        ),
+        (["config.json", "onnx/model.onnx"], "", "an ONNX model (onnx/model.onnx)", "exported from"),
+        (["checkpoint-10/config.json", "trainer_state.json"], "", "a training run", "checkpoint-10"),
+        (["snapshots/abc/config.json", "refs/main"], "", "the hub's cache", "snapshots/abc"),
+        (["models--A--B/snapshots/abc/config.json"], "", "the hub's cache", "snapshots/abc"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(
+    files: list[str], name: str, got: str, fix: str, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    ran = vexport("plan", tmp_path / name, "--scheme", "FP8_DYNAMIC")
+    assert ran.code == 2
+    assert len(ran.errors) == 1
+    assert got in ran.errors[0]
+    assert fix in ran.errors[0]
