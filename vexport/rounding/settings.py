@@ -35,7 +35,7 @@ GPTQ = Strength(strength=0.0, ridge=0.01)
 REFITS = {
     16: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
     8: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
-    4: Strength(strength=0.25, ridge=0.1),
+    4: Strength(strength=0.25, ridge=0.3),
 }
 
 
