@@ -154,12 +154,9 @@ class LayerWalk:
                         raise self.not_finite(self.model, "", position, run)
             yield hidden
 
-    def forward(
-        self, visit: Callable[[Layer], None], on_layer: OnLayer = quiet, *, last: int | None = None
-    ) -> None:
-        """Show every layer to the visitor, from the first on; with `last` no layer behind that one."""
-        depth = len(self.layers)
-        self._visit(range(depth if last is None else min(depth, last + 1)), visit, on_layer)
+    def forward(self, visit: Callable[[Layer], None], on_layer: OnLayer = quiet) -> None:
+        """Show every layer to the visitor, from the first on."""
+        self._visit(range(len(self.layers)), visit, on_layer)
 
     def backward(self, visit: Callable[[Layer], None], on_layer: OnLayer = quiet) -> None:
         """Show every layer to the visitor, from the last on."""

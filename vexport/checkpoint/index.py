@@ -19,7 +19,6 @@ from vexport.types import Json, TensorInfo
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# PEFT's config of an adapter.
 # What transformers also writes next to weights and is never carried along: other formats of the same weights.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 
@@ -160,13 +159,12 @@ def require_config(root: Path) -> None:
     if not root.exists():
         raise InputError(str(root), got="no such folder", need="a checkpoint folder", fix="check the path")
     if not root.is_dir():
-        got = "a GGUF file" if root.suffix == ".gguf" else "a file"
-        fix = "name the folder that holds it" if got == "a file" else GGUF_FIX
+        got, fix = "a file", "name the folder that holds it"
+        if root.suffix == ".gguf":
+            got, fix = "a GGUF file", GGUF_FIX
         raise InputError(str(root), got=got, need="a checkpoint folder", fix=fix)
     if not (root / "config.json").is_file():
-        if (known := not_a_checkpoint(root)) is not None:
-            raise known
-        raise InputError(
+        raise not_a_checkpoint(root) or InputError(
             str(root),
             got="no config.json",
             need="a Hugging Face checkpoint (config.json and safetensors)",
@@ -220,9 +218,7 @@ def _single_or_all(root: Path) -> list[Path]:
     files = [root / SINGLE_NAME] if (root / SINGLE_NAME).is_file() else sorted(root.glob("*.safetensors"))
     if files:
         return files
-    if (known := not_a_checkpoint(root)) is not None:
-        raise known
-    raise InputError(
+    raise not_a_checkpoint(root) or InputError(
         str(root),
         got="no safetensors file",
         need=f"{SINGLE_NAME} or {INDEX_NAME}",
