@@ -11,7 +11,7 @@ from vexport.formats.gpus import cards
 from vexport.plan.needs import with_default_text
 from vexport.run.comparing import compare_schemes, with_scheme
 from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
-from vexport.run.judging import Explaining
+from vexport.run.judging import DEFAULT_SECONDS, Explaining
 from vexport.run.loading import load_checkpoints
 from vexport.run.scenario import run_scenario
 from vexport.run.serving import EngineOptions
@@ -96,7 +96,7 @@ def evaluate(
     accept: Name | None = None,
     overwrite: bool = False,
     attribution: bool | None = None,
-    attribution_seconds: int = 300,
+    attribution_seconds: int = DEFAULT_SECONDS,
     on_progress: OnProgress = silent,
 ) -> Verdict | None:
     """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
@@ -135,7 +135,7 @@ def run(
     engine_args: EngineArguments | None = None,
     engine: Engine | None = None,
     attribution: bool | None = None,
-    attribution_seconds: int = 300,
+    attribution_seconds: int = DEFAULT_SECONDS,
     on_progress: OnProgress = silent,
 ) -> Report:
     """Every stage of a scenario that is not done yet, as `vexport run` does.
