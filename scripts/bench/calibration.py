@@ -146,14 +146,15 @@ def resident_mb(which: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(which)) / 1000
 
 
-def measure_here(what: str, folder: Path, samples: int, tokens: int, scheme: str) -> Measured:
+def measure_here(arguments: argparse.Namespace) -> Measured:
     """One run in this process, after the imports."""
-    run = RUNS[what](folder, token_ids(samples, tokens), scheme)
+    ids = token_ids(arguments.samples, arguments.tokens)
+    run = RUNS[arguments.run](arguments.folder, ids, arguments.scheme)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
     before, start, cpu = resident_mb("VmRSS"), time.perf_counter(), time.process_time()
     run()
     return Measured(
-        what=what,
+        what=arguments.run,
         seconds=time.perf_counter() - start,
         cpu_seconds=time.process_time() - cpu,
         before_mb=before,
@@ -183,10 +184,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        found = measure_here(
-            arguments.run, arguments.folder, arguments.samples, arguments.tokens, arguments.scheme
-        )
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(measure_here(arguments))))
         return
     results = measure_all(arguments)
     bare = results[0]

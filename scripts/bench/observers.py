@@ -4,7 +4,7 @@
 
 Each row of the table is an observer and a scheme on random heavy-tailed bf16 weights: from the weight to its
 qparams, MB of bf16 per second, the fastest of some repeats after a first one that compiles. The peer is slow,
-so it has fewer rows; both are measured in turns, in processes of their own, the peer's in .venv-peer
+so it has fewer rows; each side is a process of its own, the peer's in .venv-peer
 (scripts/bench/setup-peer; without it that column is empty).
 """
 
@@ -13,8 +13,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -102,79 +102,32 @@ def seconds(observe: Callable[[], object], repeats: int) -> float:
     return min(taken)
 
 
-def work(rows: int, columns: int, repeats: int, *, peer: bool) -> None:
-    """Measure the cases named on stdin by their index, and answer each with a line of JSON."""
+def speeds(rows: int, columns: int, repeats: int, *, peer: bool) -> list[float]:
+    """MB/s of every case."""
     weight = heavy_tailed(rows, columns)
-    for line in sys.stdin:
-        observe = observation(CASES[int(line)], weight, peer=peer)
-        speed = weight.nbytes / MB / seconds(observe, repeats)
-        print(json.dumps({"speed": speed}), flush=True)
+    megabytes = weight.nbytes / MB
+    return [megabytes / seconds(observation(case, weight, peer=peer), repeats) for case in CASES]
 
 
-class Worker:
-    """A process that measures; it is asked one case at a time."""
-
-    def __init__(self, python: Path, kind: str, rows: int, columns: int, repeats: int) -> None:
-        self.python = python
-        command = [str(python), str(Path(__file__).resolve()), "--worker", kind]
-        sizes = ["--rows", str(rows), "--columns", str(columns), "--repeats", str(repeats)]
-        self.process = subprocess.Popen(
-            [*command, *sizes], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def measure(self, case: int) -> dict[str, float | None]:
-        """Speed in MB/s of that case; RuntimeError when the process ended."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{case}\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, float | None] = json.loads(line)
-                return answer
-        raise RuntimeError(f"{self.python}: ended with {self.process.wait()}; its error is above")
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.communicate()
-
-
-def compare(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Measure all cases, ours and the peer's in turns."""
-    ours = Worker(Path(sys.executable), "ours", options.rows, options.columns, options.repeats)
-    peer = Worker(PEER, "peer", options.peer_rows, options.columns, 1) if PEER.exists() else None
-    found: list[dict[str, object]] = []
-    for index, case in enumerate(CASES):
-        print(f"{index + 1}/{len(CASES)} {case.observer} {case.scheme}", file=sys.stderr, flush=True)
-        mine = ours.measure(index)
-        theirs = peer.measure(index)["speed"] if peer else None
-        speed = mine["speed"] or 0.0
-        ratio = speed / theirs if theirs else None
-        found.append({**asdict(case), **mine, "peer_speed": theirs, "ratio": ratio})
-    ours.close()
-    if peer:
-        peer.close()
+def measured(python: Path, *options: object) -> list[float]:
+    """The same in a process of its own."""
+    words = [str(word) for word in (python, Path(__file__).resolve(), *options)]
+    ran = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    found: list[float] = json.loads(ran.stdout.splitlines()[-1])
     return found
 
 
-def table(found: list[dict[str, object]]) -> str:
+def table(ours: Sequence[float], theirs: Sequence[float | None]) -> str:
     """The measurements as aligned columns."""
-    head = ("observer", "scheme", "MB/s", "peer MB/s", "ratio", "goal")
-    keys = ("observer", "scheme", "speed", "peer_speed", "ratio", "goal")
-    cells = [head, *([_cell(row.get(key)) for key in keys] for row in found)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = ([text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in cells)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    lines = [f"{'observer':20}{'scheme':16}{'MB/s':>9}{'peer MB/s':>11}{'ratio':>8}{'goal':>6}"]
+    for case, own, peer in zip(CASES, ours, theirs, strict=True):
+        compared = f"{peer:11.1f}{own / peer:8.1f}" if peer else f"{'-':>11}{'-':>8}"
+        lines.append(f"{case.observer:20}{case.scheme:16}{own:9.1f}{compared}{case.goal:6}")
+    return "\n".join(lines)
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.1f}"
-    return "-" if value is None else str(value)
-
-
-def main() -> int:
-    """Run the comparison, or the worker that it starts."""
+def main() -> None:
+    """Run the comparison, or one side of it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -182,14 +135,20 @@ def main() -> int:
     parser.add_argument("--columns", type=int, default=4096, help="columns of both weights (default 4096)")
     parser.add_argument("--peer-rows", type=int, default=256, help="rows of the peer's weight (default 256)")
     parser.add_argument("--repeats", type=int, default=3, help="repeats of ours (default 3)")
-    parser.add_argument("--worker", choices=("ours", "peer"), help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        work(options.rows, options.columns, options.repeats, peer=options.worker == "peer")
-        return 0
-    print(table(compare(options)))
-    return 0
+    if options.side:
+        found = speeds(options.rows, options.columns, options.repeats, peer=options.side == "peer")
+        print(json.dumps(found))
+        return
+    columns = ("--columns", options.columns)
+    sizes = ("--rows", options.rows, "--repeats", options.repeats)
+    ours = measured(Path(sys.executable), "--side", "ours", *sizes, *columns)
+    theirs: Sequence[float | None] = [None] * len(CASES)
+    if PEER.exists():
+        theirs = measured(PEER, "--side", "peer", "--rows", options.peer_rows, "--repeats", 1, *columns)
+    print(table(ours, theirs))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

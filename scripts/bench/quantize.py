@@ -6,9 +6,9 @@
 The source is a synthetic Llama of 1.1 B parameters (2.2 GB of bf16 in 4 shards, random normal weights whose
 rows differ in size), made once in DIR, by default a folder of its own under the system's temporary one. All
 are run in turns with the source in the page cache, each into a new folder, after a sync; the fastest of the
-repeats counts. The copy is synced, as the output is. "span" is from the first read to the last write, imports
-and compiled kernels being there; "whole" is the command with its start, "cpu" the processor seconds of that,
-which say more on a busy machine. Memory is the largest resident set of the process. The peer runs in
+repeats counts. The copy is synced, as the output is. "span" is the call without imports, from the first read
+to the last write; "whole" is the process, "cpu" the processor seconds of that, which say more on a busy
+machine. Memory is the largest resident set of the process. The peer runs in
 .venv-peer (scripts/bench/setup-peer; without it its columns are empty). Linux only.
 """
 
@@ -29,6 +29,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PEER = ROOT / ".venv-peer" / "bin" / "python"
+OWN = Path(__file__).resolve().with_name("own.py")
 SCHEMES = ("NVFP4A16", "W4A16", "FP8_BLOCK", "FP8_DYNAMIC")
 HIDDEN, INTERMEDIATE, LAYERS, KEY_VALUE, VOCABULARY = 2048, 5632, 22, 256, 32000
 SHARDS = 4
@@ -136,45 +137,14 @@ def write_shard(file: Path, table: Mapping[str, tuple[int, ...]], *, seed: int) 
             stream.writelines(weight_rows(shape, generator))
 
 
-def worker(side: str, scheme: str, source: Path, out: Path) -> None:
-    """Quantize once in this process and print the seconds of the span."""
-    print(json.dumps(ours_span(scheme, source, out) if side == "ours" else peer_span(scheme, source, out)))
-
-
-def ours_span(scheme: str, source: Path, out: Path) -> float:
-    """Headers are read, all is planned and written; kernels were used before, on a small checkpoint."""
-    from vexport.plan.source import rules_for
-    from vexport.quantize.job import QuantizeJob, quantize_source
-
-    def quantize(checkpoint: Path, folder: Path) -> None:
-        rules = rules_for(scheme, observer="memoryless_minmax", ignore=())
-        quantize_source(QuantizeJob(source=str(checkpoint), out=folder, rules=rules))
-
-    small = out.with_name("small")
-    write_small(small)
-    quantize(small, out.with_name("small-out"))
-    start = time.perf_counter()
-    quantize(source, out)
-    return time.perf_counter() - start
-
-
-def write_small(folder: Path) -> None:
-    """A checkpoint of one small layer."""
-    folder.mkdir()
-    write_shard(folder / "model.safetensors", {"model.layers.0.mlp.down_proj.weight": (256, 256)}, seed=0)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
-
-
-def peer_span(scheme: str, source: Path, out: Path) -> float:
-    """The peer's own call, after its imports."""
+def run_peer(scheme: str, source: str, out: str) -> None:
+    """The peer's own call in its environment; prints the seconds of it, after the imports."""
     from llmcompressor import model_free_ptq
 
     ignore = ["lm_head", "re:.*embed_tokens.*"]
     start = time.perf_counter()
-    model_free_ptq(
-        str(source), str(out), scheme=scheme, ignore=ignore, max_workers=len(os.sched_getaffinity(0))
-    )
-    return time.perf_counter() - start
+    model_free_ptq(source, out, scheme=scheme, ignore=ignore, max_workers=len(os.sched_getaffinity(0)))
+    print(json.dumps({"seconds": time.perf_counter() - start}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,28 +199,23 @@ def copied(source: Path, scratch: Path) -> float:
         return timed(["sh", "-c", f"cp {words} {folder} && sync {folder}/*"]).seconds
 
 
+def measured(command: Sequence[object], scratch: Path) -> Measured:
+    """A command that ends with its output folder and prints the seconds of its span."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        ran = timed([*command, Path(folder) / "out"])
+    span = json.loads(ran.text.splitlines()[-1])["seconds"]
+    return Measured(span=span, whole=ran.seconds, cpu=ran.cpu, megabytes=ran.megabytes)
+
+
 def ours(scheme: str, source: Path, scratch: Path) -> Measured:
-    """The whole command, and the span in a process of its own."""
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        out = Path(folder) / "out"
-        command = [sys.executable, "-m", "vexport", "quantize", source, out, "--scheme", scheme, "--quiet"]
-        command.append("--no-verify")
-        whole = timed(command)
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        out = Path(folder) / "out"
-        inner = timed([sys.executable, __file__, "--worker", "ours", scheme, source, out])
-    return Measured(
-        span=json.loads(inner.text), whole=whole.seconds, cpu=whole.cpu, megabytes=whole.megabytes
-    )
+    """`vexport quantize` as its users call it, without loading the result in vLLM."""
+    command = [sys.executable, OWN, "quantize", "--scheme", scheme, "--quiet", "--no-verify", source]
+    return measured(command, scratch)
 
 
 def peer(scheme: str, source: Path, scratch: Path) -> Measured:
-    """The peer's call in a process of its own, with its imports and without."""
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        out = Path(folder) / "out"
-        ran = timed([PEER, __file__, "--worker", "peer", scheme, source, out])
-    span = json.loads(ran.text.splitlines()[-1])
-    return Measured(span=span, whole=ran.seconds, cpu=ran.cpu, megabytes=ran.megabytes)
+    """The peer's call in a process of its own."""
+    return measured([PEER, __file__, "--peer", scheme, source], scratch)
 
 
 def fastest(runs: Sequence[Measured]) -> Measured:
@@ -284,9 +249,8 @@ def figures(measured: Measured) -> list[float | None]:
 
 def main() -> None:
     """Measure every scheme and print the table."""
-    if "--worker" in sys.argv:
-        side, scheme, *paths = sys.argv[sys.argv.index("--worker") + 1 :]
-        worker(side, scheme, *map(Path, paths))
+    if "--peer" in sys.argv:
+        run_peer(*sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description="Speed of vexport quantize against the peer and cp.")
     parser.add_argument("--scheme", action="append", help="A scheme; repeatable.")

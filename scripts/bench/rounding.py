@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quantize import PEER, ROOT, timed
+from quantize import OWN, PEER, ROOT, timed
 
 HERE = Path(__file__).resolve().parent
 SCHEMES = ("W4A16_G64", "W4A16_G32", "W4A16_ASYM_G64", "NVFP4", "NVFP4A16", "MXFP4", "W8A8", "W3A16_G64")
@@ -90,8 +90,9 @@ def make(bench: Bench, scheme: str, method: str, out: Path) -> Made:
         recipe = method.removeprefix("peer-")
         ran = timed([PEER, HERE / "rounding_peer.py", bench.model, out, scheme, recipe, data, bench.rows])
     else:
-        words = [bench.model, out, scheme, method, data, bench.rows, SEQ_LEN]
-        ran = timed([sys.executable, HERE / "rounding_own.py", *words])
+        words = ["quantize", bench.model, out, "--scheme", scheme, "--rounding", method, "--quiet"]
+        text = ["--calibration", data, "--samples", bench.rows, "--seq-len", SEQ_LEN]
+        ran = timed([sys.executable, OWN, *words, *text])
     span = json.loads(ran.text.splitlines()[-1])
     return Made(seconds=span["seconds"], cpu=span["cpu"], megabytes=ran.megabytes)
 

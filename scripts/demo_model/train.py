@@ -10,7 +10,7 @@ import torch
 from demo_corpus import BOS, END, EOS, PAD, VOCABULARY_SIZE, Statement, facts, sums, vocabulary
 from demo_tokenizer import build_tokenizer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -124,36 +124,19 @@ def optimizers(model: LlamaForCausalLM, steps: int) -> list[tuple[torch.optim.Op
 def train(model: LlamaForCausalLM, *, steps: int, seed: int, console: Console) -> None:
     """`steps` updates with the loss on answer tokens only."""
     schedule = optimizers(model, steps)
-    with _progress(console) as progress:
-        task = progress.add_task("training", total=steps, loss=float("nan"))
-        for parts in batches(steps, seed):
-            loss = _backward(model, parts)
-            for optimizer, scheduler in schedule:
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            progress.update(task, advance=1, loss=loss)
+    for parts in track(batches(steps, seed), "training", total=steps, console=console):
+        _backward(model, parts)
+        for optimizer, scheduler in schedule:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
-        TimeElapsedColumn(),
-        console=console,
-    )
-
-
-def _backward(model: LlamaForCausalLM, parts: Sequence[Batch]) -> float:
+def _backward(model: LlamaForCausalLM, parts: Sequence[Batch]) -> None:
     answers = [int((part.labels != NOT_AN_ANSWER).sum()) for part in parts]
-    total = 0.0
     for part, count in zip(parts, answers, strict=True):
         loss: torch.Tensor = model(input_ids=part.ids, labels=part.labels).loss * (count / sum(answers))
         loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-    return total
 
 
 @torch.inference_mode()
