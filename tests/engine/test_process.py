@@ -5,15 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from vexport.engine import process, worker
 from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.process import started_group
-from vexport.files import to_json
+from vexport.files import from_json, to_json
 from vexport.types import OnProgress, silent
 
 # A worker with a child of its own; the child writes its process id and sleeps, deaf to SIGTERM.
@@ -35,27 +33,31 @@ FLOODING = (
     "threading.Thread(target=lambda: [os.write(fd, line) for _ in iter(int, 1)], daemon=True).start();"
     "[os.write(1, b'a line\\n' * 1000) for _ in iter(int, 1)]"
 )
-# Has its result and never ends: it floods, listens to nothing, and so does the child that left its group.
+# The engine's own worker with an engine that hangs in C when it is torn down, whose child is deaf.
 LINGERING = f"""
-import pathlib, signal, subprocess, sys
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-note, result = map(pathlib.Path, sys.argv[1:])
-subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(note)])
-while not (note.exists() and note.read_text()):
-    pass
-result.write_text("all answers")
-{FLOODING}
+import ctypes, pathlib, subprocess, sys
+from vexport.engine import worker
+from vexport.engine.messages import SessionResult
+request, result, note = map(pathlib.Path, sys.argv[1:])
+def tear_down():
+    subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(note)])
+    while not (result.is_file() and note.exists() and note.read_text()):
+        pass
+    ctypes.PyDLL(None).sleep(60)
+def run(request, report, tasks, engine):
+    engine.callback(tear_down)
+    return SessionResult(name="", checkpoint=request.checkpoint, platform="cpu", vllm="")
+worker.run, worker._TEARDOWN_SECONDS = run, 2
+worker.main(sys.argv[1:3])
 """
 
 
-def run(
-    log: Path, timeout: float, *command: str, progress: OnProgress = silent, result: Path | None = None
-) -> int:
-    """The exit code of a script with its arguments; `result` is the file with which it is done."""
+def run(log: Path, timeout: float, *command: str, progress: OnProgress = silent) -> int:
+    """The exit code of a script with its arguments."""
     with started_group(
         [sys.executable, "-c", *command], environment=os.environ, log=log, timeout=timeout
     ) as follow:
-        return follow(progress, result.is_file if result else lambda: False)
+        return follow(progress)
 
 
 def gone(pid: int) -> bool:
@@ -111,29 +113,12 @@ def test_a_flood_ends_at_the_timeout(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 20
 
 
-def test_what_is_done_needs_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_LAST_SECONDS", 0.2)
-    monkeypatch.setattr(process, "_GRACE_SECONDS", 0.2)
-    note, result = tmp_path / "pid", tmp_path / "result"
-    begin = time.monotonic()
-    code = run(tmp_path / "log", 30, LINGERING, str(note), str(result), result=result)
-    assert code == -signal.SIGKILL
-    assert time.monotonic() - begin < 10
-    assert gone(int(note.read_text()))
-
-
-def test_a_result_is_written_before_the_engine_is_torn_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request, result = tmp_path / "request.json", tmp_path / "result.json"
-    seen: list[bool] = []
-
-    def run(request: SessionRequest, report: object, tasks: object, engine: ExitStack) -> SessionResult:
-        engine.callback(lambda: seen.append(result.is_file()))
-        return SessionResult(name="", checkpoint=request.checkpoint, platform="cpu", vllm="")
-
-    monkeypatch.setattr(worker, "run", run)
-    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
+def test_an_engine_that_is_never_torn_down_ends_after_its_result(tmp_path: Path) -> None:
+    request, result, note = (tmp_path / name for name in ("request.json", "result.json", "pid"))
     request.write_text(to_json(SessionRequest(name="", checkpoint=tmp_path)))
-    assert worker.main([str(request), str(result)]) == 0
-    assert seen == [True]
+    begin = time.monotonic()
+    code = run(tmp_path / "log", 50, LINGERING, str(request), str(result), str(note))
+    assert code == -signal.SIGALRM
+    assert time.monotonic() - begin < 40
+    assert from_json(SessionResult, result).platform == "cpu"
+    assert gone(int(note.read_text()))

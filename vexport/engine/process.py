@@ -1,7 +1,6 @@
 """A worker in its own process group that cannot outlive us: progress on a pipe, its output in a log."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -10,21 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from vexport.types import OnProgress
 
 PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _POLL_SECONDS, _GRACE_SECONDS = 0.1, 1.0
-# Of a worker that has its result, to end; and of a killed process, which may wait for a driver or a disk.
-_LAST_SECONDS, _KILLED_SECONDS = 20.0, 30.0
+# Of a killed process, which may wait for a driver or a disk.
+_KILLED_SECONDS = 30.0
 _PIPE_BYTES = 1 << 16
 
 
-class Follow(Protocol):
-    """Waits for the end of a started command; returns its exit code, negative for a signal."""
-
-    def __call__(self, on_progress: OnProgress, is_done: Callable[[], bool] = ...) -> int: ...
+# Waits for the end of a started command and returns its exit code, negative for a signal.
+Follow = Callable[[OnProgress], int]
 
 
 @contextmanager
@@ -35,8 +31,7 @@ def started_group(
 
     Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD go to
     `on_progress` of what is yielded. Its stdin closes when this process dies, however it dies. TimeoutError
-    `timeout` seconds after the start. Once it `is_done` it has some seconds to end: an engine that is torn
-    down waits for threads, devices and other processes.
+    `timeout` seconds after the start.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
@@ -57,13 +52,13 @@ def started_group(
         try:
             yield partial(_follow, process, pipe.fileno(), deadline)
         finally:
-            end_group(process)
+            _end_group(process)
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Ask the group to end, then kill what is left of it and see it gone."""
-    if process.stdin is not None:
-        process.stdin.close()
+    assert process.stdin is not None
+    process.stdin.close()
     try:
         _signal_until_gone(process, signal.SIGTERM, _GRACE_SECONDS)
     finally:
@@ -81,25 +76,17 @@ def _signal_until_gone(process: subprocess.Popen[bytes], number: int, seconds: f
             time.sleep(0.05)
 
 
-def _follow(
-    process: subprocess.Popen[bytes],
-    pipe: int,
-    deadline: float,
-    on_progress: OnProgress,
-    is_done: Callable[[], bool] = lambda: False,
-) -> int:
-    """Pass progress on until the process has ended, or had its time to once it was done; or TimeoutError."""
-    pending, last = b"", math.inf
+def _follow(process: subprocess.Popen[bytes], pipe: int, deadline: float, on_progress: OnProgress) -> int:
+    """Pass progress on until the process has ended; or TimeoutError."""
+    pending = b""
     os.set_blocking(pipe, False)
     while True:
-        code, now = process.poll(), time.monotonic()
+        code = process.poll()
         with suppress(BlockingIOError):
             pending = _pass_on(pending + os.read(pipe, _PIPE_BYTES), on_progress)
-        if last == math.inf and is_done():
-            last = now + _LAST_SECONDS
-        if code is not None or now > last:
-            return -signal.SIGKILL if code is None else code  # that of one that is ended now
-        if now > deadline and last == math.inf:
+        if code is not None:
+            return code
+        if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(_POLL_SECONDS)
 

@@ -180,7 +180,7 @@ class Worker(Generic[T]):
         EngineFault if the worker ends without one, or `timeout` seconds after its start.
         """
         try:
-            code = self.follow(on_progress, self.result_file.is_file)
+            code = self.follow(on_progress)
         except TimeoutError:
             raise self._fault("timed out", f"not finished after {self.timeout:g} s") from None
         if not self.result_file.is_file():

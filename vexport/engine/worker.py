@@ -37,6 +37,8 @@ _MOST_MESSAGE = 1000
 CPU = "cpu"
 # For vLLM to raise by itself that its core has ended.
 _CORE_GRACE_SECONDS = 3
+# Of an engine whose answers are written, to be torn down.
+_TEARDOWN_SECONDS = 20
 # (arguments of the engine, engine, request, progress): answers what the engine itself does not know.
 AnswerTasks = Callable[[EngineArguments, "LLM", SessionRequest, OnProgress], None]
 # The engine reserves room for this many prompts at once; more only costs memory on the CPU.
@@ -55,7 +57,11 @@ def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:
     end_with_parent()
     with ExitStack() as engine:
         result = run(from_json(SessionRequest, request_file), reporter(), answer_tasks, engine)
-        write_text(result_file, to_json(result))  # before the engine is torn down, which may hang or crash
+        write_text(result_file, to_json(result))
+        # The engine is torn down, which may crash, or wait for threads and devices without end: the system
+        # ends this process then, whatever it does.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_TEARDOWN_SECONDS)
     return 0
 
 
