@@ -156,6 +156,7 @@ def test_the_text_that_ships_is_used_with_a_note_where_none_was_named(llama: Pat
     ran = vexport("quantize", tmp_path / "model", tmp_path / "out", "--scheme", "NVFP4", "--samples", "2")
     assert ran.code == 0, ran.stderr
     assert "note: no calibration data was named: vexport's own text is used (`default`)" in ran.stderr
+    assert "NVFP4A16 instead of NVFP4 needs no text" in ran.stderr
     assert "calibrated  2 samples of default, sha256 " in ran.stdout
     recipe = json.loads((tmp_path / "out" / "vexport.json").read_text())
     assert recipe["scenario"]["calibration"]["data"] == "default"

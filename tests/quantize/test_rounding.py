@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,3 +124,32 @@ def test_killed_between_two_layers_it_goes_on_to_the_same_bytes(
     assert not out.exists()
     assert vexport(*call, out).code == 0
     assert digest_file(out / "model.safetensors") == digest_file(whole / "model.safetensors")
+
+
+def test_time_is_told_before_the_work_and_the_time_left_is_that_of_all_steps(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured on two of twelve layers; what is written does not depend on it."""
+    source = save_llama(tmp_path / "deep", num_hidden_layers=12, intermediate_size=512)
+    call = ("quantize", source, "--scheme", "W4A16", "--calibration", text)
+    assert vexport(*call, tmp_path / "unmeasured", "--no-verify", "--quiet").code == 0
+    monkeypatch.setattr("vexport.quantize.estimate.SMALL_WORK", 0.0)
+    ran = vexport(*call, tmp_path / "out", "--no-verify")
+    assert ran.code == 0, ran.stderr
+    first, second = (digest_file(tmp_path / name / "model.safetensors") for name in ("unmeasured", "out"))
+    assert first == second
+
+    names = ("look back", "round weights")
+    told = re.search(r"note: with this text: about (\S+) s, in 2 steps: look back \S+ s, round", ran.stderr)
+    done = re.search(r"calibrate \(seconds as estimated\): done in (\S+) s", ran.stderr)
+    assert told
+    assert done
+    assert 1 / 4 < float(told[1]) / float(done[1]) < 4  # of a second, on a machine that others use
+    steps = [f"step {number} of 2, {name} (layers), " for number, name in enumerate(names, start=1)]
+    places = [ran.stderr.index(part) for part in (told[0], *steps, done[0])]
+    assert places == sorted(places)
+
+    planned = vexport("plan", *call[1:])
+    assert planned.code == 0, planned.stderr
+    assert "note: with this text: about " in planned.stderr
+    assert f"--scheme W4A16 --calibration {text}" in planned.stdout

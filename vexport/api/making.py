@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.source import with_revision
 from vexport.engine.proof import failure_of
 from vexport.plan import Settings
-from vexport.plan.needs import DEFAULT_TEXT, rounded_to_nearest, rules_need_calibration
+from vexport.plan.needs import default_text_note, rounded_to_nearest, rules_need_calibration
 from vexport.plan.source import ignored_rules, plan_headers, rules_for, table_of_schemes
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.reports.quantized import quantized_answer
@@ -170,7 +170,7 @@ def quantize(
         ignore=ignore,
     )
     if data is None and rules_need_calibration(wanted, settings.kv_cache, settings.smoothing):
-        warnings.warn(DEFAULT_TEXT, stacklevel=2)
+        warnings.warn(default_text_note(wanted), stacklevel=2)
         data, wanted, settings = (
             default_calibration(),
             rounded_to_nearest(wanted),

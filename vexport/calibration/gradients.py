@@ -73,7 +73,7 @@ class Gradients:
 
     def run(self, on_layer: OnLayer) -> None:
         """Go up and back."""
-        walk, depth = self._walk, len(self._walk.layers)
+        walk, depth = self._walk, len(self._walk.numbers)
         walk.forward(self._up, lambda done, _: on_layer(done, 2 * depth))
         walk.model.requires_grad_(False)
         self._behind = [self._of_logits(position) for position in range(len(walk.ids))]
@@ -103,7 +103,7 @@ class Gradients:
 
     def _before(self, layer: Layer, position: int) -> torch.Tensor:
         """A copy of what enters a layer, on the device."""
-        states = self._entered[layer.number * len(self._walk.ids) + position]
+        states = self._entered[self._walk.numbers.index(layer.number) * len(self._walk.ids) + position]
         return states.to(self._walk.device, copy=True)
 
     def _through(self, layer: Layer, position: int, behind: torch.Tensor | None) -> torch.Tensor | None:

@@ -127,6 +127,8 @@ class LayerWalk:
         self.index, self.device = index, device
         self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
         self.name, self.layers = decoder_layers(self.model)
+        # Those that are visited: all, but for a measurement of how long it takes.
+        self.numbers: Sequence[int] = range(len(self.layers))
         self.ids: list[torch.Tensor] = []
         with Reader() as reader:
             self.weights = Weights(index, reader, self.model, device)
@@ -156,11 +158,11 @@ class LayerWalk:
 
     def forward(self, visit: Callable[[Layer], None], on_layer: OnLayer = quiet) -> None:
         """Show every layer to the visitor, from the first on."""
-        self._visit(range(len(self.layers)), visit, on_layer)
+        self._visit(self.numbers, visit, on_layer)
 
     def backward(self, visit: Callable[[Layer], None], on_layer: OnLayer = quiet) -> None:
         """Show every layer to the visitor, from the last on."""
-        self._visit(reversed(range(len(self.layers))), visit, on_layer)
+        self._visit(reversed(self.numbers), visit, on_layer)
 
     def logits(self, position: int, states: torch.Tensor) -> torch.Tensor:
         """(1, tokens, vocabulary) of a sample, from the hidden states behind the last layer."""
@@ -201,7 +203,7 @@ class LayerWalk:
         return replayed_layers(self.layers, states.to(self.device), self._captured.rest)
 
     def _visit(self, numbers: Iterable[int], visit: Callable[[Layer], None], on_layer: OnLayer) -> None:
-        depth = len(self.layers)
+        depth = len(self.numbers)
         # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
         with torch.compiler.set_stance("force_eager"), fast_products(self.layers, self.device):
             for done, number in enumerate(numbers):

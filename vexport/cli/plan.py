@@ -1,6 +1,7 @@
 """A plan from headers: of one scheme, of a scenario, or what every scheme would give."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,19 +10,25 @@ import click
 from vexport.cli.base import command, note, print_text, require_plan
 from vexport.cli.options import PATH, Answer, format_option, revision_option
 from vexport.cli.planning import (
+    CALIBRATION_OPTIONS,
     PLAN_OPTIONS,
+    CalibrationOptions,
     PlanOptions,
+    calibration_options,
+    given_options,
     given_values,
+    note_estimate,
     plan_options,
     requested_rules,
     require_scenario_alone,
     scheme_option,
 )
 from vexport.errors import InputError
-from vexport.types import Plan
+from vexport.types import OnProgress, Plan
 
 if TYPE_CHECKING:
-    from vexport.scenario import Rule, Scenario
+    from vexport.checkpoint.index import SourceIndex
+    from vexport.scenario import Calibration, Rule, Scenario
 
 
 @command()
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     help="Run directory with the losses that `scheme: auto` chooses by [default: runs/NAME].",
 )
 @plan_options
+@calibration_options
 @format_option(("text", "json"))
 def plan(
     source: str,
@@ -42,18 +50,20 @@ def plan(
     recipe: Path | None,
     run_dir: Path | None,
     options: PlanOptions,
+    calibration: CalibrationOptions,
     answer: Answer,
 ) -> None:
     """Show what quantizing would do: layers, groups, size, problems.
 
     SOURCE is a folder or a hub id (ORG/NAME or ORG/NAME@REVISION). Reads headers only, also from the hub.
-    Without --scheme it compares all schemes.
+    Without --scheme it compares all schemes. With --calibration it measures how long the text will take.
 
     \b
     Examples:
       vexport plan MODEL
       vexport plan MODEL --scheme FP8_DYNAMIC
       vexport plan MODEL --scheme W4A16 --tp 2
+      vexport plan MODEL --scheme W4A16 --calibration chats.jsonl
       vexport plan SCENARIO.yaml
     """
     from vexport.checkpoint.source import with_revision
@@ -65,7 +75,9 @@ def plan(
         _plan_scenario(source, revision, run_dir, answer)
     elif scheme or recipe:
         rules, options = requested_rules(scheme, recipe, options)
-        _plan_rules(source, with_revision(source, revision), rules, options, answer)
+        _plan_rules(source, with_revision(source, revision), rules, options, calibration, answer)
+    elif extra := given_options(*CALIBRATION_OPTIONS):
+        raise click.UsageError(f"{', '.join(extra)} needs --scheme or --recipe: what the text is for.")
     else:
         _compare_schemes(with_revision(source, revision), options, answer)
 
@@ -108,15 +120,39 @@ def _plan_rules(
     name: str,
     rules: "tuple[Rule, ...]",
     options: PlanOptions,
+    calibration: CalibrationOptions,
     answer: Answer,
 ) -> None:
     """The plan of rules for a model; `name` is the source with its revision."""
     from vexport.cli.terminal import progress_display
     from vexport.plan.source import plan_headers
 
+    text = calibration.settings
+    planning = replace(options.settings, has_text=text is not None)
     with progress_display(quiet=answer.quiet) as on_progress:
-        _, plan = plan_headers(name, rules, options.settings, on_progress)
+        index, plan = plan_headers(name, rules, planning, on_progress)
+        if text is not None and not plan.refusals:
+            _note_time(index, plan, text, on_progress)
     _print(source, plan, _quantize_command(source, plan), answer)
+
+
+def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progress: OnProgress) -> None:
+    """A note on what calibration will take, where the weights are here."""
+    from vexport.plan.needs import calibration_need
+    from vexport.quantize.estimate import estimated_steps
+    from vexport.quantize.samples import PlanText
+
+    if calibration_need(plan) is None:
+        note("this plan does not need the text")
+    elif not index.root.is_dir():
+        note("how long calibration takes is measured on the weights: download the model first")
+    else:
+        samples = PlanText(index, plan, text, on_progress=on_progress, trust_remote_code=False)
+        steps = estimated_steps(samples)
+        if steps:
+            note_estimate("this", steps)
+        else:
+            note("with this text: seconds, or more than can be measured here")
 
 
 def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
@@ -146,4 +182,6 @@ def _print(source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenar
 def _quantize_command(source: str, plan: Plan) -> str:
     """The command that does what was planned, into a folder named after source and scheme."""
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
-    return shlex.join(["vexport", "quantize", source, out, *given_values("revision", *PLAN_OPTIONS)])
+    return shlex.join(
+        ["vexport", "quantize", source, out, *given_values("revision", *PLAN_OPTIONS, *CALIBRATION_OPTIONS)]
+    )

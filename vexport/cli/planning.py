@@ -1,5 +1,6 @@
 """Options that say what is quantized how, and what they come to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +14,7 @@ from vexport.types.rounding import ROUNDINGS, Rounding
 
 if TYPE_CHECKING:
     from vexport.plan import Settings
+    from vexport.quantize.estimate import Step
     from vexport.scenario import Calibration, Rule
 
 GroupSize = int | Literal["channel"]
@@ -30,6 +32,7 @@ PLAN_OPTIONS = (
     "on_unsupported_shape",
     "tp",
 )
+CALIBRATION_OPTIONS = ("calibration", "samples", "seq_len", "seed", "pack", "all_experts", "device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,18 @@ class CalibrationOptions:
         )
 
 
+def note_estimate(which: str, steps: "Sequence[Step]") -> None:
+    """A line on what calibration will take; `which` text."""
+    from vexport.reports.formatting import duration, plural
+
+    if len(steps) > 1:
+        each = ", ".join(f"{step.name.partition(' (')[0]} {duration(step.seconds)}" for step in steps)
+        parts = f", in {plural(len(steps), 'step')}: {each}"
+    else:
+        parts = ""
+    note(f"with {which} text: about {duration(sum(step.seconds for step in steps))}{parts}")
+
+
 scheme_option = stacked(
     click.option("--scheme", metavar="S", help=SCHEME_HELP),
     click.option(
@@ -115,7 +130,9 @@ def given_values(*names: str) -> list[str]:
     for parameter in context.command.params:
         if parameter.name in names and given_options(parameter.name):
             value = context.params[parameter.name]
-            if parameter.multiple:
+            if isinstance(value, bool):
+                words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+            elif parameter.multiple:
                 words += [word for item in value for word in (parameter.opts[0], str(item))]
             else:
                 text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -125,7 +142,7 @@ def given_values(*names: str) -> list[str]:
 
 def require_scenario_alone() -> None:
     """UsageError where options stand next to a scenario that decides the same."""
-    extra = given_options(*PLAN_OPTIONS)
+    extra = given_options(*PLAN_OPTIONS, *CALIBRATION_OPTIONS)
     if extra:
         raise click.UsageError(f"{', '.join(extra)} cannot be used with a scenario; set it in the scenario.")
 

@@ -23,6 +23,7 @@ from vexport.cli.planning import (
     CalibrationOptions,
     PlanOptions,
     calibration_options,
+    note_estimate,
     plan_options,
     requested_rules,
     scheme_option,
@@ -83,7 +84,8 @@ def quantize(
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
     from vexport.engine.proof import failure_of
-    from vexport.plan.needs import DEFAULT_TEXT, rounded_to_nearest, rules_need_calibration
+    from vexport.plan.needs import default_text_note, rounded_to_nearest, rules_need_calibration
+    from vexport.quantize.estimate import Step
     from vexport.quantize.job import QuantizeJob, quantize_source
 
     is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, or alone: the one that speaks
@@ -95,7 +97,11 @@ def quantize(
 
     def notes(plan: Plan) -> None:
         if is_default and is_first:
-            note(DEFAULT_TEXT)
+            note(default_text_note(rules))
+
+    def estimated(steps: tuple[Step, ...]) -> None:
+        if is_first:
+            note_estimate("default" if is_default else "this", steps)
 
     with progress_display(quiet=answer.quiet or not is_first) as on_progress:
         job = QuantizeJob(
@@ -118,6 +124,7 @@ def quantize(
                 on_progress=on_progress,
             ),
             on_progress=on_progress,
+            on_estimate=estimated,
         )
         plan, seen, rounding = quantize_source(job, notes)
     if is_first:

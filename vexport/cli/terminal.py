@@ -21,6 +21,8 @@ from rich.progress import (
 from vexport.types import PROGRESS_DETAIL, OnProgress
 
 LINE_EVERY_SECONDS = 15.0
+# Time left is by the mean speed since the start: a layer can take longer than what rich looks back at.
+ALL_OF_IT_SECONDS = 1e6
 
 
 @contextmanager
@@ -51,6 +53,7 @@ def _bars(console: Console) -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
+        speed_estimate_period=ALL_OF_IT_SECONDS,
     )
 
 
@@ -79,33 +82,35 @@ class BarDisplay:
 class PlainDisplay:
     """A line when a stage starts, at most every fifteen seconds with the time left, and when it ends.
 
-    What is true of a stage at a moment (PROGRESS_DETAIL) is a separate line.
+    What is true of a stage at a moment (PROGRESS_DETAIL) is a line when it changes.
     """
 
     def __init__(self) -> None:
         self._started: dict[str, float] = {}
         self._printed: dict[str, float] = {}
+        self._told: set[str] = set()
         self._ended: set[str] = set()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Print where the stage is, if it is time to."""
-        now = time.monotonic()
-        started = self._started.setdefault(stage, now)
-        if stage in self._ended:
+        now, name = time.monotonic(), stage.partition(PROGRESS_DETAIL)[0]
+        started = self._started.setdefault(name, now)
+        if name in self._ended:
             return
-        if PROGRESS_DETAIL in stage:
-            self._ended.add(stage)
+        if stage not in self._told and stage != name:
+            self._told.add(stage)
+            self._printed[name] = now
             self._print(f"{_whole(stage)}, {done} of {total}")
         elif done >= total:
-            self._ended.add(stage)
-            self._print(f"{stage}: done in {now - started:.1f} s")
-        elif stage not in self._printed:
-            self._printed[stage] = now
-            self._print(f"{stage} ...")
-        elif now - self._printed[stage] >= LINE_EVERY_SECONDS:
-            self._printed[stage] = now
+            self._ended.add(name)
+            self._print(f"{name}: done in {now - started:.1f} s")
+        elif name not in self._printed:
+            self._printed[name] = now
+            self._print(f"{name} ...")
+        elif now - self._printed[name] >= LINE_EVERY_SECONDS:
+            self._printed[name] = now
             left = f", {(now - started) / done * (total - done):.0f} s left" if done else ""
-            self._print(f"{stage}: {done} of {total}{left}")
+            self._print(f"{name}: {done} of {total}{left}")
 
     @staticmethod
     def _print(line: str) -> None:

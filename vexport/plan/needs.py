@@ -4,14 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vexport.errors import InputError
-from vexport.formats.schemes import KEEP, get_scheme
+from vexport.formats.schemes import KEEP, get_scheme, scheme_names
 from vexport.scenario import AUTO, Rule, Scenario, default_calibration
 from vexport.types import KvCache, Plan, observer_names
-
-DEFAULT_TEXT = (
-    "no calibration data was named: vexport's own text is used (`default`); "
-    "text like what the model will serve gives better scales"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +57,28 @@ def _ranges_need(plan: Plan) -> CalibrationNeed | None:
     return CalibrationNeed(where=f"observer {weighted}", samples="samples that show importance")
 
 
+def default_text_note(rules: Sequence[Rule]) -> str:
+    """What is said where no text was named that the rules need, with the schemes that need none."""
+    asked = {rule.scheme: _without_text(rule.scheme) for rule in rules if rule.scheme not in (KEEP, AUTO)}
+    others = [f"{other} instead of {name} needs no text" for name, other in asked.items() if other]
+    return "; ".join(
+        (
+            "no calibration data was named: vexport's own text is used (`default`)",
+            "text like what the model will serve gives better scales",
+            *others,
+        )
+    )
+
+
+def _without_text(name: str) -> str | None:
+    """The first scheme that stores weights in the same format and needs no text, for one that does."""
+    scheme = get_scheme(name)
+    if not scheme.args.calibrated:
+        return None
+    others = (get_scheme(other) for other in scheme_names())
+    return next((one.name for one in others if one.format is scheme.format and not one.args.calibrated), None)
+
+
 def rules_need_calibration(
     rules: Sequence[Rule], kv_cache: KvCache | None, smoothing: float | None = None
 ) -> bool:
@@ -91,7 +108,7 @@ def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]
     needy = (one for one in scenarios if rules_need_calibration(one.rules, one.kv_cache, one.smoothing))
     if all(one.calibration is not None for one in needy):
         return list(scenarios)
-    note(DEFAULT_TEXT)
+    note(default_text_note([rule for one in scenarios for rule in one.rules]))
     text = default_calibration()
     return [
         one.model_copy(update={"calibration": text, "rules": rounded_to_nearest(one.rules)})

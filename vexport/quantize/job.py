@@ -25,6 +25,7 @@ from vexport.plan import Settings as PlanSettings
 from vexport.plan import require_accepted
 from vexport.plan.needs import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source
+from vexport.quantize.estimate import Step, estimated_steps, numbered
 from vexport.quantize.finishing import finish, forget_progress
 from vexport.quantize.samples import PlanText, require_calibration
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
@@ -52,6 +53,8 @@ class QuantizeJob:
     # Judges the finished folder before it becomes `out`; what it returns is raised.
     prove: Callable[[Path, Plan], CheckpointFailed | None] = lambda folder, plan: None
     on_progress: OnProgress = silent
+    # Told what the text will take before it is run, where that is worth measuring.
+    on_estimate: Callable[[tuple[Step, ...]], None] | None = None
 
 
 def quantize_source(
@@ -110,6 +113,9 @@ def write_checkpoint(
         with _working_folder(job, inputs) as folder, unchanged(index):
             calibration = known
             if text is not None:
+                if job.on_estimate is not None and (steps := estimated_steps(text)):
+                    job.on_estimate(steps)
+                    text.on_progress = numbered(steps, on_progress)
                 calibration = known or _calibrated(text, aside_folder(folder) / STATISTICS)
                 if needs_rounding(plan):
                     finished, rounding = text.round(calibration, aside_folder(folder))

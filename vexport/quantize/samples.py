@@ -1,6 +1,7 @@
 """What calibration text decides of a plan: samples, what they show, weights rounded by them."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +22,9 @@ from vexport.types.rounding import RoundingReport
 if TYPE_CHECKING:
     from vexport.calibration import Samples
     from vexport.calibration.walk import LayerWalk
+
+# The steps that text goes through, by the names of their progress.
+LOOK_BACK, CALIBRATE, ROUND = "look back (layers)", "calibrate (layers)", "round weights (layers)"
 
 
 def require_calibration(plan: Plan, settings: CalibrationSettings | None) -> None:
@@ -54,8 +58,8 @@ class PlanText:
         from vexport.calibration import default_device
         from vexport.rounding.settings import require_room
 
-        self._index, self._plan, self._settings = index, plan, settings
-        self._on_progress, self._trust = on_progress, trust_remote_code
+        self._index, self.plan, self._settings = index, plan, settings
+        self.on_progress, self._trust = on_progress, trust_remote_code
         self._device = settings.device or default_device()
         self.samples = calibration_samples(
             index, settings, settings.samples, trust_remote_code=trust_remote_code
@@ -70,10 +74,17 @@ class PlanText:
         return f"{self.samples.digest} {self._device} {self._settings.all_experts}"
 
     @cached_property
-    def _walk(self) -> "LayerWalk":
+    def walk(self) -> "LayerWalk":
+        """The model, built when it is first asked for."""
         from vexport.calibration.walk import LayerWalk
 
         return LayerWalk(self._index, trust_remote_code=self._trust, device=self._device)
+
+    def trial(self, plan: Plan, samples: "Samples", on_progress: OnProgress) -> "PlanText":
+        """Other samples of the same text, for a part of its plan, on the same walk."""
+        trial = copy(self)
+        trial.plan, trial.samples, trial.on_progress = plan, samples, on_progress
+        return trial
 
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> Calibration:
         """What the samples show before weights are rounded.
@@ -83,17 +94,22 @@ class PlanText:
         """
         from vexport.calibration import calibrate
 
-        plan = self._plan
+        plan = self.plan
         smoothing, token_weights = self._look_back(candidates)
         return calibrate(
-            self._walk,
+            self.walk,
             plan if candidates or not needs_rounding(plan) else replace(plan, groups=(), kv_cache=None),
             self.samples,
-            on_layer=partial(self._on_progress, "calibrate (layers)"),
+            on_layer=partial(self.on_progress, CALIBRATE),
             all_experts=self._settings.all_experts,
             smoothing=smoothing,
             token_weights=token_weights,
         )
+
+    @property
+    def look_back_rows(self) -> int:
+        """How many of the samples, spread over all, are looked back from."""
+        return SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS
 
     def _look_back(
         self, candidates: Sequence[FusionGroup]
@@ -101,17 +117,17 @@ class PlanText:
         from vexport.calibration.forward import look_back
         from vexport.rounding.settings import weighs_tokens
 
-        smoothed = smoothed_groups(candidates or self._plan.groups) if self._plan.smoothing else ()
-        weighs = weighs_tokens(self._plan.groups)
+        smoothed = smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()
+        weighs = weighs_tokens(self.plan.groups)
         if not smoothed and not weighs:
             return {}, {}
         return look_back(
-            self._walk,
-            self.samples.spread(SMOOTHING_ROWS if smoothed else WEIGHING_ROWS),
+            self.walk,
+            self.samples.spread(self.look_back_rows),
             smoothed=smoothed,
-            strength=self._plan.smoothing or 0.0,
+            strength=self.plan.smoothing or 0.0,
             weighs_tokens=weighs,
-            on_layer=partial(self._on_progress, "look back (layers)"),
+            on_layer=partial(self.on_progress, LOOK_BACK),
         )
 
     def round(self, calibration: Calibration, folder: Path) -> tuple[Mapping[str, Array], RoundingReport]:
@@ -119,12 +135,12 @@ class PlanText:
         from vexport.quantize.rounding import round_weights
 
         return round_weights(
-            self._walk,
-            self._plan,
+            self.walk,
+            self.plan,
             calibration,
             self.samples,
             folder,
-            on_layer=partial(self._on_progress, "round weights (layers)"),
+            on_layer=partial(self.on_progress, ROUND),
             all_experts=self._settings.all_experts,
         )
 
